@@ -1,0 +1,85 @@
+# jkv: `make generate` and `make test` each work on a machine that has Python and make.
+#
+# The main environment (.venv) takes PYTHON and the oldest JAX supported. The newest JAX
+# may ask for a newer interpreter: the highest one found (on the path, or installed by
+# pyenv) gets an environment of its own (.venv-newest); where there is none, the output
+# says so.
+
+PYTHON ?= python3
+OLDEST_JAX := 0.10.2
+TORCH := torch==2.13.0+cpu
+VENV := .venv
+NEWEST := .venv-newest
+PIP := -m pip --disable-pip-version-check --no-input install --quiet
+PYTEST := -m pytest -n 2
+PYTEST_ARGS ?=
+
+NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
+  $(PYENV_ROOT)/versions/3.,14 13 12)))
+FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/python,$p)); \
+  do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
+
+.PHONY: help generate test lint types test-oldest test-newest bench clean
+
+help:
+	@echo "make generate   set up, then continue a prompt with the bundled model"
+	@echo "make test       set up, then lint, types and all tests on both ends of JAX"
+	@echo "make bench      set up, then all benchmarks"
+	@echo "make lint, make types, make test-oldest, make test-newest: parts of make test"
+
+generate: $(VENV)/.examples
+	$(VENV)/bin/python examples/generate.py
+
+test: lint types test-newest test-oldest
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.test
+	$(VENV)/bin/mypy
+
+test-oldest: $(VENV)/.test
+	@$(VENV)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
+	  sys.version_info[:2], "JAX", jax.__version__, "(oldest supported)")'
+	$(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+test-newest:
+	@python=$$($(FIND_NEWEST)); \
+	if [ -z "$$python" ]; then \
+	  echo "NEWEST JAX NOT TESTED: no Python 3.12 or newer found beside $(PYTHON)"; \
+	else \
+	  $(MAKE) --no-print-directory $(NEWEST)/.test NEWEST_PYTHON=$$python && \
+	  $(NEWEST)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
+	    sys.version_info[:2], "JAX", jax.__version__, "(newest)")' && \
+	  $(NEWEST)/bin/python $(PYTEST) $(PYTEST_ARGS); \
+	fi
+
+bench: $(VENV)/.test
+	$(VENV)/bin/python benchmarks/operations.py
+	$(VENV)/bin/python benchmarks/attention.py
+	$(VENV)/bin/python benchmarks/generate.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.examples: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jkv and what its examples need (once)"
+	@$(VENV)/bin/python $(PIP) -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jkv, its tests and JAX $(OLDEST_JAX) (once)"
+	@$(VENV)/bin/python $(PIP) -e ".[test]" jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers || \
+	  echo "no CPU build of torch to be had: parity tests read the committed logits"
+	@touch $@
+
+$(NEWEST)/.test: pyproject.toml
+	@echo "installing jkv, its tests and the newest JAX with $(NEWEST_PYTHON) (once)"
+	@$(NEWEST_PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python $(PIP) --upgrade -e ".[test]" jax jaxlib
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .mypy_cache

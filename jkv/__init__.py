@@ -1,0 +1,91 @@
+"""jkv: a paged key/value cache for JAX that is a value, not a service.
+
+A cache is an immutable pytree; every verb is a pure function that returns a new one and
+can be jitted, scanned and donated. In the order of a sequence's life:
+
+    init -> allocate -> (append -> write, attend per layer -> commit)* -> free
+
+with fork, truncate and reorder for sequences that branch and roll back.
+"""
+
+from jkv.allocation import Allocation, allocate, can_allocate, free
+from jkv.appending import Batch, append, commit, write
+from jkv.attention import paged_attention
+from jkv.config import CacheConfig
+from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.invariants import check
+from jkv.reading import (
+    BlockInfo,
+    Slots,
+    attend,
+    block_ids,
+    block_info,
+    read,
+    read_slot,
+    slots,
+    tokens,
+)
+from jkv.sharing import Fork, fork, reorder, truncate
+from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
+from jkv.status import (
+    BatchFull,
+    CacheError,
+    ContextFull,
+    InvalidArgument,
+    InvalidSequence,
+    InvariantError,
+    OutOfBlocks,
+    OutOfSequences,
+    Status,
+    raise_for_status,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NO_SEQUENCE",
+    "Allocation",
+    "Batch",
+    "BatchFull",
+    "BlockInfo",
+    "Cache",
+    "CacheConfig",
+    "CacheError",
+    "ContextFull",
+    "FinishReason",
+    "Fork",
+    "Generation",
+    "InvalidArgument",
+    "InvalidSequence",
+    "InvariantError",
+    "Metadata",
+    "Model",
+    "OutOfBlocks",
+    "OutOfSequences",
+    "Ring",
+    "Sampling",
+    "Slots",
+    "Status",
+    "allocate",
+    "append",
+    "attend",
+    "block_ids",
+    "block_info",
+    "can_allocate",
+    "check",
+    "commit",
+    "fork",
+    "free",
+    "generate",
+    "init",
+    "num_free_blocks",
+    "paged_attention",
+    "raise_for_status",
+    "read",
+    "read_slot",
+    "reorder",
+    "slots",
+    "tokens",
+    "truncate",
+    "write",
+]

@@ -1,0 +1,241 @@
+"""CacheConfig: the sizes of a cache, checked before anything is allocated.
+
+All arithmetic is on Python ints, which cannot overflow. `arrays` is the one place where
+the shape and dtype of every array of a cache is written down: `init` builds from it and
+`bytes` sums over it, so the two cannot disagree.
+"""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.status import Status
+
+# Ring positions are added before they are wrapped: twice the largest must fit in i32.
+MAX_COUNT = 2**30 - 1
+
+# What the bits of a stored element are kept as. XLA on CPU up to jaxlib 0.11.1 turns a
+# whole bfloat16 array into float32 and back on every scatter; the same bits as uint16
+# are updated in place by every version and backend, so bfloat16 is stored that way.
+STORAGE_DTYPES = {
+    np.dtype(jnp.float32): np.dtype(jnp.float32),
+    np.dtype(jnp.float16): np.dtype(jnp.float16),
+    np.dtype(jnp.bfloat16): np.dtype(jnp.uint16),
+}
+
+GIGABYTE = 10**9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Sizes of a cache. Every count is a positive Python int.
+
+    Args:
+      num_layers: attention layers of the model, L.
+      num_kv_heads: key/value heads per layer, K.
+      head_dim: size of one key, D.
+      num_blocks: blocks in the pool, N, shared by all sequences.
+      max_sequences: sequences open at one time, S.
+      max_context_length: tokens one sequence may hold; need not be a multiple of
+        `block_size`.
+      block_size: tokens per block, T.
+      value_head_dim: size of one value, Dv; `None` means `head_dim`.
+      dtype: of keys and values: float32, float16 or bfloat16.
+      record_tokens: also keep the token ids given to `append(..., tokens=)`, 4 bytes a
+        token, for `tokens(cache, seq_id)`.
+      prefix_caching: reserved for the prefix index; must be False in this version.
+
+    Raises:
+      ValueError: for a size that cannot work, saying what to change.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(
+      ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
+      ...     max_sequences=8, max_context_length=256, dtype="float32")
+      >>> config.bytes
+      2098096
+      >>> config.max_blocks_per_sequence
+      16
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    max_sequences: int
+    max_context_length: int
+    block_size: int = 16
+    value_head_dim: int | None = None
+    dtype: Any = jnp.bfloat16
+    record_tokens: bool = False
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        """Normalise the dtype and reject what cannot work."""
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
+        for field in dataclasses.fields(self):
+            if field.type in (int, int | None):
+                _check_count(field.name, getattr(self, field.name))
+        if self.prefix_caching:
+            raise ValueError(
+                "prefix_caching=True needs the prefix index, which this version of jkv "
+                "does not have yet; leave it False"
+            )
+        table = self.max_sequences * self.max_blocks_per_sequence
+        if table > MAX_COUNT:
+            raise ValueError(
+                f"the block tables would have max_sequences * blocks per sequence = "
+                f"{self.max_sequences} * {self.max_blocks_per_sequence} = {table} "
+                f"entries, more than {MAX_COUNT}; lower max_sequences or "
+                f"max_context_length, or raise block_size"
+            )
+        if self.max_context_length > MAX_COUNT:
+            raise ValueError(
+                f"max_context_length={self.max_context_length} is more than "
+                f"{MAX_COUNT}, the most positions 32-bit arithmetic can hold; lower it"
+            )
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables, M: enough for `max_context_length` tokens."""
+        return -(-self.max_context_length // self.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens the pool can hold when nothing is shared: N * T."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every array of the cache, by name."""
+        blocks, sequences = self.num_blocks, self.max_sequences
+        stored = STORAGE_DTYPES[self.dtype]
+        pool = (self.num_layers, blocks, self.num_kv_heads, self.block_size)
+        shapes: dict[str, tuple[tuple[Any, ...], Any]] = {
+            "block_tables": ((sequences, self.max_blocks_per_sequence), jnp.int32),
+            "context_lengths": ((sequences,), jnp.int32),
+            "num_mapped_blocks": ((sequences,), jnp.int32),
+            "is_open": ((sequences,), jnp.bool_),
+            "reference_counts": ((blocks,), jnp.int32),
+            "free_blocks.ids": ((blocks,), jnp.int32),
+            "free_blocks.head": ((), jnp.int32),
+            "free_blocks.count": ((), jnp.int32),
+            "free_sequences.ids": ((sequences,), jnp.int32),
+            "free_sequences.head": ((), jnp.int32),
+            "free_sequences.count": ((), jnp.int32),
+            "refusals": ((len(Status), 2), jnp.uint32),
+            "keys": ((*pool, self.head_dim), stored),
+            "values": ((*pool, self.value_head_dim), stored),
+        }
+        if self.record_tokens:
+            shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
+        return {k: jax.ShapeDtypeStruct(s, d) for k, (s, d) in shapes.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+
+    @classmethod
+    def for_memory(cls, budget_bytes: int, **sizes: Any) -> Self:
+        """Return the configuration with the most blocks that fit a budget.
+
+        Args:
+          budget_bytes: bytes the whole cache may take.
+          **sizes: every other field of `CacheConfig` but `num_blocks`.
+
+        Raises:
+          ValueError: if not even one block fits.
+
+        Example:
+          >>> import jkv
+          >>> config = jkv.CacheConfig.for_memory(
+          ...     2**20, num_layers=2, num_kv_heads=2, head_dim=32, max_sequences=4,
+          ...     max_context_length=128)
+          >>> config.num_blocks, config.bytes <= 2**20
+          (127, True)
+        """
+        # Bytes are linear in the number of blocks: two points give the line.
+        one = cls(num_blocks=1, **sizes).bytes
+        each = cls(num_blocks=2, **sizes).bytes - one
+        if one > budget_bytes:
+            raise ValueError(
+                f"a cache with a single block takes {one} bytes, the budget is "
+                f"{budget_bytes}; raise the budget, or lower max_sequences, "
+                f"max_context_length or block_size"
+            )
+        return cls(num_blocks=1 + (budget_bytes - one) // each, **sizes)
+
+    @classmethod
+    def for_context_length(
+        cls, max_context_length: int, *, max_sequences: int, **sizes: Any
+    ) -> Self:
+        """Return a configuration whose pool never refuses for want of blocks.
+
+        Args:
+          max_context_length: tokens each sequence may hold.
+          max_sequences: sequences that may all be that long at once, none shared.
+          **sizes: the other fields of `CacheConfig` but `num_blocks`.
+
+        Example:
+          >>> import jkv
+          >>> jkv.CacheConfig.for_context_length(
+          ...     100, max_sequences=3, num_layers=1, num_kv_heads=1, head_dim=8
+          ... ).num_blocks
+          21
+        """
+        config = cls(
+            num_blocks=1,
+            max_context_length=max_context_length,
+            max_sequences=max_sequences,
+            **sizes,
+        )
+        blocks = max_sequences * config.max_blocks_per_sequence
+        return dataclasses.replace(config, num_blocks=blocks)
+
+    @classmethod
+    def small(cls, **sizes: Any) -> Self:
+        """Return the preset for a 4 GB budget: blocks of 16 tokens."""
+        return cls.for_memory(4 * GIGABYTE, **{"block_size": 16, **sizes})
+
+    @classmethod
+    def medium(cls, **sizes: Any) -> Self:
+        """Return the preset for a 12 GB budget: blocks of 32 tokens."""
+        return cls.for_memory(12 * GIGABYTE, **{"block_size": 32, **sizes})
+
+    @classmethod
+    def large(cls, **sizes: Any) -> Self:
+        """Return the preset for a 40 GB budget: blocks of 64 tokens."""
+        return cls.for_memory(40 * GIGABYTE, **{"block_size": 64, **sizes})
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Reject a size that is no positive int small enough for 32-bit indices."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(
+            f"{name} must be a Python int, got {value!r} of type "
+            f"{type(value).__name__}; convert it with int(...)"
+        )
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MAX_COUNT:
+        raise ValueError(f"{name} must be at most {MAX_COUNT}, got {value}; lower it")
+
+
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the numpy dtype of keys and values, or say which ones there are."""
+    for known in STORAGE_DTYPES:
+        try:
+            if np.dtype(dtype) == known:
+                return known
+        except TypeError:
+            break
+    names = ", ".join(known.name for known in STORAGE_DTYPES)
+    raise ValueError(f"dtype must be one of {names}; got {dtype!r}")

@@ -1,0 +1,181 @@
+"""check: recount everything on the host and name what does not agree.
+
+The invariants are those that `Metadata` lists. The recount shares no code with the
+verbs: it is plain numpy over the tables, so that a fault cannot excuse itself.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jkv.state import Cache, Metadata, Ring
+from jkv.status import InvariantError
+
+
+def check(cache: Cache) -> None:
+    """Raise if an invariant of the cache is broken. For the host, outside jit.
+
+    Args:
+      cache: a concrete cache; its metadata is copied to the host.
+
+    Raises:
+      InvariantError: the message begins with the invariant's name in `Metadata`.
+
+    Example:
+      >>> import jkv
+      >>> jkv.check(jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=64)))
+    """
+    for broken in (
+        _shapes(cache),
+        *(find(cache.metadata) for find in _INVARIANTS),
+    ):
+        for message in broken:
+            raise InvariantError(message)
+
+
+def _shapes(cache: Cache) -> Iterator[str]:
+    meta = cache.metadata
+    num_blocks, rows = meta.num_blocks, meta.max_sequences
+    columns = -(-meta.max_context_length // meta.block_size)
+    expected = {
+        "block_tables": ((rows, columns), np.int32),
+        "context_lengths": ((rows,), np.int32),
+        "num_mapped_blocks": ((rows,), np.int32),
+        "is_open": ((rows,), np.bool_),
+        "reference_counts": ((num_blocks,), np.int32),
+    }
+    for name, (shape, dtype) in expected.items():
+        array = getattr(meta, name)
+        if array.shape != shape or array.dtype != dtype:
+            yield (
+                f"shapes: {name} is {array.dtype}{list(array.shape)}, expected "
+                f"{np.dtype(dtype)}{list(shape)}"
+            )
+    for name, size in (("free_blocks", num_blocks), ("free_sequences", rows)):
+        if getattr(meta, name).ids.shape != (size,):
+            yield f"shapes: the ring {name} has no room for {size} ids"
+    pool = (num_blocks, cache.num_kv_heads, meta.block_size)
+    for name, array in (("keys", cache.keys), ("values", cache.values)):
+        if array.shape[1:4] != pool or array.shape[0] != cache.num_layers:
+            yield f"shapes: {name} is {list(array.shape)}, expected [L, N, K, T, D]"
+
+
+def _block_tables(meta: Metadata) -> Iterator[str]:
+    tables = np.asarray(meta.block_tables)
+    mapped = np.asarray(meta.num_mapped_blocks)
+    for row in range(meta.max_sequences):
+        used, rest = tables[row, : mapped[row]], tables[row, max(mapped[row], 0) :]
+        if np.any((used < 0) | (used >= meta.num_blocks)):
+            yield f"block_tables: row {row} maps an id outside the pool"
+        if np.any(rest != meta.num_blocks):
+            yield f"block_tables: row {row} names a block past its mapped ones"
+        if np.unique(used).size != used.size:
+            yield f"block_tables: row {row} maps a block twice"
+
+
+def _mapped_blocks(meta: Metadata) -> Iterator[str]:
+    lengths = np.asarray(meta.context_lengths, np.int64)
+    mapped = np.asarray(meta.num_mapped_blocks)
+    needed = -(-lengths // meta.block_size)
+    columns = meta.max_blocks_per_sequence
+    for row in np.flatnonzero((mapped < needed) | (mapped > columns)):
+        yield (
+            f"mapped_blocks: row {row} has {lengths[row]} tokens in {mapped[row]} "
+            f"blocks of {meta.block_size}, at most {columns}"
+        )
+    for row in np.flatnonzero((lengths < 0) | (lengths > meta.max_context_length)):
+        yield f"mapped_blocks: row {row} has an impossible length {lengths[row]}"
+
+
+def _closed_rows(meta: Metadata) -> Iterator[str]:
+    lengths = np.asarray(meta.context_lengths)
+    mapped = np.asarray(meta.num_mapped_blocks)
+    closed = ~np.asarray(meta.is_open)
+    for row in np.flatnonzero(closed & ((lengths != 0) | (mapped != 0))):
+        yield (
+            f"closed_rows: row {row} is closed but has {lengths[row]} tokens and "
+            f"{mapped[row]} blocks"
+        )
+
+
+def _reference_counts(meta: Metadata) -> Iterator[str]:
+    counts = np.asarray(meta.reference_counts)
+    recount = _recount(meta)
+    for block in np.flatnonzero(counts != recount):
+        yield (
+            f"reference_counts: block {block} has count {counts[block]}, the tables "
+            f"name it {recount[block]} times"
+        )
+
+
+def _partition(meta: Metadata) -> Iterator[str]:
+    live = int(np.sum(_recount(meta) > 0))
+    free = int(meta.free_blocks.count)
+    if live + free != meta.num_blocks:
+        yield (
+            f"partition: {free} free and {live} live blocks, the pool has "
+            f"{meta.num_blocks}"
+        )
+
+
+def _free_blocks(meta: Metadata) -> Iterator[str]:
+    free = np.flatnonzero(_recount(meta) == 0)
+    yield from _ring_holds("free_blocks", "block", meta.free_blocks, free)
+
+
+def _free_sequences(meta: Metadata) -> Iterator[str]:
+    closed = np.flatnonzero(~np.asarray(meta.is_open))
+    yield from _ring_holds("free_sequences", "row", meta.free_sequences, closed)
+
+
+def _private_tail(meta: Metadata) -> Iterator[str]:
+    tables = np.asarray(meta.block_tables)
+    lengths = np.asarray(meta.context_lengths)
+    mapped = np.asarray(meta.num_mapped_blocks)
+    counts = _recount(meta)
+    for row in range(meta.max_sequences):
+        writable = tables[row, lengths[row] // meta.block_size : mapped[row]]
+        for block in writable[counts[writable] > 1]:
+            yield (
+                f"private_tail: block {block}, which row {row} may still write, has "
+                f"{counts[block]} owners"
+            )
+
+
+# Tables first: the recounts of the others rely on them.
+_INVARIANTS = (
+    _block_tables,
+    _mapped_blocks,
+    _closed_rows,
+    _reference_counts,
+    _partition,
+    _free_blocks,
+    _free_sequences,
+    _private_tail,
+)
+
+
+def _recount(meta: Metadata) -> np.ndarray:
+    """Count the table entries that name each block, i64[N]."""
+    tables = np.asarray(meta.block_tables)
+    columns = np.arange(tables.shape[1])
+    entries = tables[columns < np.asarray(meta.num_mapped_blocks)[:, None]]
+    return np.bincount(entries, minlength=meta.num_blocks)
+
+
+def _ring_holds(
+    name: str, unit: str, ring: Ring, expected: np.ndarray
+) -> Iterator[str]:
+    """Compare the live entries of a ring with the ids that belong in it."""
+    capacity, head, count = ring.ids.shape[0], int(ring.head), int(ring.count)
+    if not (0 <= head < capacity and 0 <= count <= capacity):
+        yield f"{name}: head {head} and count {count} of a ring of {capacity}"
+        return
+    ids = np.asarray(ring.ids)[(head + np.arange(count)) % capacity]
+    for entry in ids[~np.isin(ids, expected)]:
+        yield f"{name}: {unit} {entry} is in the ring but not free"
+    for entry in expected[~np.isin(expected, ids)]:
+        yield f"{name}: {unit} {entry} is free but not in the ring"
+    if np.unique(ids).size != ids.size:
+        yield f"{name}: a {unit} is in the ring twice"

@@ -1,0 +1,176 @@
+"""What all verbs do with their B requests: broadcasting, causes, order, flat work.
+
+A verb first finds a `Status` for every request from the state before the call, then
+applies what was served. Work on blocks is flattened: entry e of the call belongs to the
+request whose range of a running sum holds e, so that cost follows the blocks touched.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.state import NO_SEQUENCE, Metadata
+from jkv.status import Status
+
+Integers = jax.Array | np.ndarray | int | list[int] | tuple[int, ...]
+Carry = TypeVar("Carry")
+
+I32 = np.iinfo(np.int32)
+
+# Entries worked on per trip of a flat loop: enough to hide the cost of a trip, few
+# enough that a call which frees one sequence does little more than that.
+ENTRIES_PER_TRIP = 512
+
+
+def broadcast(**arguments: Integers) -> list[jax.Array]:
+    """Return the arguments as i32[B] arrays, scalars repeated for every request.
+
+    Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
+
+    Raises:
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
+    """
+    arrays = {name: _saturated(name, value) for name, value in arguments.items()}
+    sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"arguments must have one entry per request, got lengths {sizes}; pass "
+            f"arrays of equal length, or an int that holds for all requests"
+        )
+    shape = (next(iter(sizes.values()), 1),)
+    return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
+
+
+def _saturated(name: str, value: Integers) -> jax.Array:
+    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
+    array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
+    xp = _namespace(array)
+    if array.shape == (0,):
+        array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
+    if array.ndim > 1 or not xp.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} must be an int or a one-dimensional integer array, got "
+            f"{array.dtype}{list(array.shape)}"
+        )
+    if array.dtype != np.int32:
+        if np.iinfo(array.dtype).max > I32.max:
+            low = max(I32.min, np.iinfo(array.dtype).min)
+            bounds = (array.dtype.type(bound) for bound in (low, I32.max))
+            array = xp.clip(array, *bounds)
+        array = xp.asarray(array, np.int32)
+    return array  # type: ignore[no-any-return]
+
+
+def _namespace(array: Any) -> Any:
+    """Return the module whose functions make arrays of this kind."""
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether each id names an open sequence, bool[B]."""
+    known = (seq_ids >= 0) & (seq_ids < metadata.max_sequences)
+    return known & metadata.is_open.at[seq_ids].get(mode="clip")
+
+
+def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether no earlier request of the call names the same id, bool[B]."""
+    num_requests = seq_ids.shape[0]
+    if num_requests <= 1:
+        return jnp.ones((num_requests,), bool)
+    order = jnp.arange(num_requests, dtype=jnp.int32)
+    # Negative ids would wrap around to the last rows: none reaches the scatter.
+    row = jnp.where(seq_ids < 0, metadata.max_sequences, seq_ids)
+    earliest = jnp.full((metadata.max_sequences,), num_requests, jnp.int32)
+    earliest = earliest.at[row].min(order, mode="drop")
+    return earliest.at[row].get(mode="fill", fill_value=I32.max) >= order
+
+
+def find_status(
+    is_padding: jax.Array, causes: list[tuple[Status, jax.Array]]
+) -> jax.Array:
+    """Return each request's first cause of the list that applies, or OK, i32[B]."""
+    status = jnp.full(is_padding.shape, Status.OK, jnp.int32)
+    for cause, applies in reversed(causes):
+        status = jnp.where(applies, jnp.int32(cause), status)
+    return jnp.where(is_padding, jnp.int32(Status.OK), status)
+
+
+def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
+    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit.
+
+    A plain running sum of large counts would wrap around to negative numbers.
+    """
+    if counts.shape[0] * limit <= I32.max:
+        return jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), limit)
+    return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
+
+
+def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return which requests the free blocks do not reach, and each one's place.
+
+    Requests are served in order; from the first that does not fit on, all that need a
+    block are refused. One that needs none never is.
+
+    Args:
+      metadata: the state before the call.
+      need: i32[B], blocks each request asks for, 0 where it is refused already.
+
+    Returns:
+      bool[B], and i32[B]: the blocks taken by the requests before each served one.
+    """
+    limit = metadata.num_blocks + 1
+    taken = saturating_cumsum(jnp.minimum(need, limit), limit)
+    return (need > 0) & (taken > metadata.free_blocks.count), taken - need
+
+
+def count_refusals(refusals: jax.Array, status: jax.Array) -> jax.Array:
+    """Add the refusals of one call to the counters, u32[statuses, 2] (low, high)."""
+    codes = jnp.arange(len(Status), dtype=jnp.int32)[None, :]
+    seen = (status[:, None] == codes) & (codes != Status.OK)
+    low = refusals[:, 0] + jnp.sum(seen, axis=0, dtype=jnp.uint32)
+    carry = (low < refusals[:, 0]).astype(jnp.uint32)
+    return jnp.stack([low, refusals[:, 1] + carry], axis=1)
+
+
+def for_each_entry(
+    counts: jax.Array,
+    max_entries: int,
+    body: Callable[[Carry, jax.Array, jax.Array, jax.Array, jax.Array], Carry],
+    carry: Carry,
+) -> Carry:
+    """Run `body` over all entries of all requests, some hundred at a time.
+
+    A loop, because the number of entries is known only at run time: one dense pass
+    would cost B * M for every call, this costs what is there, nothing for nothing.
+
+    Args:
+      counts: i32[B], entries of each request.
+      max_entries: static bound on their sum.
+      body: `body(carry, entry i32[P], request i32[P], rank i32[P], valid bool[P])`;
+        entries come in request order, `rank` counts within the request.
+      carry: what the body passes on.
+    """
+    if counts.shape[0] == 0 or max_entries == 0:
+        return carry
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    starts = ends - counts
+    width = min(max_entries, ENTRIES_PER_TRIP)
+
+    def trip(i: jax.Array, carry: Carry) -> Carry:
+        entry = i * width + jnp.arange(width, dtype=jnp.int32)
+        request = jnp.searchsorted(ends, entry, side="right").astype(jnp.int32)
+        request = jnp.minimum(request, counts.shape[0] - 1)
+        rank = entry - starts[request]
+        return body(carry, entry, request, rank, entry < ends[-1])
+
+    num_trips = (ends[-1] + width - 1) // width
+    return jax.lax.fori_loop(jnp.int32(0), num_trips, trip, carry)
+
+
+def is_padding(seq_ids: jax.Array) -> jax.Array:
+    """Return which requests only fill up the batch, bool[B]."""
+    return seq_ids == NO_SEQUENCE

@@ -1,0 +1,57 @@
+"""The FIFO of free ids: take from the head, give back at the tail, in batches.
+
+A batch of ids is described by ranks (0 for the first to leave or enter), which callers
+get from a `cumsum`; one gather or one scatter then moves the whole batch. Cost depends
+on the batch, never on the length of the ring.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.state import Ring
+
+
+def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
+    """Return the ids that leave at these ranks; the ring is unchanged.
+
+    Args:
+      ring: the ring, of C ids.
+      ranks: i32[...], 0 for the head; the caller masks ranks outside the count.
+    """
+    return ring.ids.at[_wrap(ring, ring.head + ranks)].get(mode="clip")
+
+
+def pop(ring: Ring, num: jax.Array) -> Ring:
+    """Drop `num` ids (i32[], at most the count) from the head."""
+    head = _wrap(ring, ring.head + num)
+    return dataclasses.replace(ring, head=head, count=ring.count - num)
+
+
+def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
+    """Put ids at the tail, in the order they stand.
+
+    Args:
+      ring: the ring.
+      ids: i32[P], ids that are not in the ring.
+      entering: bool[P], which of them enter.
+    """
+    ranks = jnp.cumsum(entering, dtype=jnp.int32)
+    capacity = ring.ids.shape[0]
+    tail = _wrap(ring, ring.head + ring.count)
+    # An entry that stays out gets an index of its own past the end: it is dropped.
+    index = jnp.where(
+        entering,
+        _wrap(ring, tail + ranks - 1),
+        capacity + jnp.arange(ids.shape[0], dtype=jnp.int32),
+    )
+    num = jnp.sum(entering, dtype=jnp.int32)
+    new_ids = ring.ids.at[index].set(ids, mode="drop", unique_indices=True)
+    return dataclasses.replace(ring, ids=new_ids, count=ring.count + num)
+
+
+def _wrap(ring: Ring, index: jax.Array) -> jax.Array:
+    """Bring an index below 2C back into the ring without a division."""
+    capacity = ring.ids.shape[0]
+    return jnp.where(index >= capacity, index - capacity, index)

@@ -1,0 +1,298 @@
+"""The cache as a value: immutable pytrees of arrays, and how a fresh one is made.
+
+Small integers (`Metadata`) stand apart from the large K/V arrays, so that everything
+about blocks can be tested, simulated and jitted without touching storage.
+
+Symbols in shape comments: L layers, N blocks in the pool, K kv heads, T tokens per
+block, D (Dv) key (value) head dim, S sequences, M blocks per sequence, B requests in a
+call, R token rows in a batch.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config import STORAGE_DTYPES, CacheConfig
+
+NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """FIFO of free ids: entry `i` from the head is `ids[(head + i) % len(ids)]`.
+
+    The ring has room for every id there is, so a push cannot overflow. What lies
+    outside the `count` live entries is stale.
+    """
+
+    ids: jax.Array  # i32[C], the ids; C blocks or sequences in all
+    head: jax.Array  # i32[], index of the entry that leaves next
+    count: jax.Array  # i32[], live entries
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Metadata:
+    """Who owns which block. All that the verbs decide on, without the K/V arrays.
+
+    A context length counts the tokens appended, the newest included. A table entry that
+    maps no block holds N: too high to be an index, so scatters drop it.
+
+    Invariants, by the names `jkv.check` reports:
+
+    1. `reference_counts`: each block's count is the number of table entries naming it.
+    2. `partition`: a block is free (count 0) or live; together they are the pool.
+    3. `free_blocks`: each free block is in the ring exactly once, nothing else is.
+    4. `free_sequences`: each closed row is in its ring exactly once, nothing else is.
+    5. `private_tail`: a block its sequence may still write to has no second owner.
+    6. `mapped_blocks`: ceil(context length / T) <= mapped blocks <= M; lengths lie in
+       0..max_context_length.
+    7. `block_tables`: mapped entries are block ids, all others are N, none twice a row.
+    8. `closed_rows`: a closed row has length 0 and no blocks.
+    9. `shapes`: every array has the shape and dtype that the others imply.
+    """
+
+    block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
+    context_lengths: jax.Array  # i32[S], tokens of each sequence
+    num_mapped_blocks: jax.Array  # i32[S], blocks of each sequence, reserved ones too
+    is_open: jax.Array  # bool[S], handed out by allocate or fork, not yet freed
+    reference_counts: jax.Array  # i32[N], table entries that name each block
+    free_blocks: Ring  # [N], blocks with reference count 0, oldest first
+    free_sequences: Ring  # [S], closed rows, oldest first
+    refusals: jax.Array  # u32[statuses, 2], refused requests: low word, high word
+    tokens: jax.Array | None  # i32[N, T], token ids if the configuration records them
+    # Static, as no shape tells them: T when there are no tokens, and a maximum that
+    # need not be a multiple of T.
+    block_size: int = dataclasses.field(metadata={"static": True})
+    max_context_length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, N."""
+        return self.reference_counts.shape[0]
+
+    @property
+    def max_sequences(self) -> int:
+        """Rows of the block tables, S."""
+        return self.block_tables.shape[0]
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables, M."""
+        return self.block_tables.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Cache:
+    """A paged key/value cache. Make one with `init`; every verb returns a new one.
+
+    Example:
+      >>> import jkv
+      >>> jkv.init(jkv.CacheConfig(
+      ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4, block_size=4,
+      ...     max_sequences=2, max_context_length=16))
+      Cache(2 layers, 1 kv heads, head dim 8, bfloat16, 1.2 KiB)
+        blocks     4 of 4 free, 4 tokens each
+        sequences  0 of 2 open, 0 tokens, at most 16 each
+    """
+
+    metadata: Metadata
+    keys: jax.Array  # [L, N, K, T, D], bfloat16 as its bits in uint16
+    values: jax.Array  # [L, N, K, T, Dv], likewise
+    # Static: the dtype that the stored bits mean, which the arrays' own need not be.
+    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored, L; 0 for a cache without storage."""
+        return self.keys.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, N."""
+        return self.metadata.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, T."""
+        return self.metadata.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads, K."""
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one key, D."""
+        return self.keys.shape[4]
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of one value, Dv."""
+        return self.values.shape[4]
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open at one time, S."""
+        return self.metadata.max_sequences
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks one sequence can have, M."""
+        return self.metadata.max_blocks_per_sequence
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens one sequence can have."""
+        return self.metadata.max_context_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    @property
+    def devices(self) -> set[jax.Device]:
+        """Devices that hold the K/V arrays."""
+        return self.keys.devices()
+
+    def occupancy(self) -> str:
+        """Say in one line how full the cache is (host only)."""
+        meta = self.metadata
+        return (
+            f"{int(meta.free_blocks.count)} of {self.num_blocks} blocks free, "
+            f"{int(np.sum(meta.is_open))} of {self.max_sequences} sequences open"
+        )
+
+    def __repr__(self) -> str:
+        """Fit one screen at any size; a traced or deleted cache shows no counts."""
+        meta = self.metadata
+        size = _human_bytes(self.nbytes)
+        storage = f"{self.num_layers} layers" if self.num_layers else "no storage"
+        head = (
+            f"Cache({storage}, {self.num_kv_heads} kv heads, head dim "
+            f"{self.head_dim}, {self.dtype.name}, {size})"
+        )
+        leaves = [meta.free_blocks.count, meta.is_open, meta.context_lengths]
+        if any(isinstance(a, jax.core.Tracer) or _is_deleted(a) for a in leaves):
+            return head
+        free, is_open, lengths = (np.asarray(a) for a in leaves)
+        return (
+            f"{head}\n"
+            f"  blocks     {int(free)} of {self.num_blocks} free, "
+            f"{self.block_size} tokens each\n"
+            f"  sequences  {int(is_open.sum())} of {self.max_sequences} open, "
+            f"{int(lengths.sum(dtype=np.int64))} tokens, "
+            f"at most {self.max_context_length} each"
+        )
+
+
+def init(
+    config: CacheConfig,
+    *,
+    storage: bool = True,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> Cache:
+    """Return a fresh cache: every block free, no sequence open.
+
+    Args:
+      config: the sizes.
+      storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
+        the metadata alone, to simulate a schedule or to test one.
+      device: where the arrays go, a device or a sharding; default JAX's own choice.
+
+    Returns:
+      A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(
+      ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4,
+      ...     max_sequences=2, max_context_length=16), storage=False)
+      >>> int(jkv.num_free_blocks(cache)), cache.keys.size
+      (4, 0)
+    """
+    arrays = config.arrays
+
+    def full(name: str, value: int | bool = 0) -> jax.Array:
+        shape, dtype = arrays[name].shape, arrays[name].dtype
+        return jnp.full(shape, value, dtype, device=device)
+
+    def pool(name: str) -> jax.Array:
+        shape, dtype = arrays[name].shape, arrays[name].dtype
+        return jnp.zeros(shape if storage else (0, *shape[1:]), dtype, device=device)
+
+    def ring(name: str, size: int) -> Ring:
+        return Ring(
+            ids=jnp.arange(size, dtype=jnp.int32, device=device),
+            head=full(f"{name}.head"),
+            count=full(f"{name}.count", size),
+        )
+
+    metadata = Metadata(
+        block_tables=full("block_tables", config.num_blocks),
+        context_lengths=full("context_lengths"),
+        num_mapped_blocks=full("num_mapped_blocks"),
+        is_open=full("is_open", False),
+        reference_counts=full("reference_counts"),
+        free_blocks=ring("free_blocks", config.num_blocks),
+        free_sequences=ring("free_sequences", config.max_sequences),
+        refusals=full("refusals"),
+        tokens=full("tokens", -1) if config.record_tokens else None,
+        block_size=config.block_size,
+        max_context_length=config.max_context_length,
+    )
+    return Cache(
+        metadata=metadata,
+        keys=pool("keys"),
+        values=pool("values"),
+        dtype=np.dtype(config.dtype),
+    )
+
+
+def num_free_blocks(cache: Cache) -> jax.Array:
+    """Return the number of blocks that can be handed out, i32[].
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [17])
+      >>> int(jkv.num_free_blocks(cache))
+      2
+    """
+    return cache.metadata.free_blocks.count
+
+
+def stored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Cast rows to `dtype` and return the bits as the pool stores them."""
+    array = array.astype(dtype)
+    kept = STORAGE_DTYPES[dtype]
+    return array if kept == dtype else jax.lax.bitcast_convert_type(array, kept)
+
+
+def restored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Return stored rows as the `dtype` that their bits mean."""
+    if array.dtype == dtype:
+        return array
+    return jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _is_deleted(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_deleted()
+
+
+def _human_bytes(count: float) -> str:
+    """Return a byte count in the largest binary unit that keeps it above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

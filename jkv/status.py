@@ -1,0 +1,153 @@
+"""Status: why a request was served or refused, as data in jit, as exceptions outside.
+
+Nothing can be raised inside jit, so every verb answers each request with a `Status`;
+on the host `raise_for_status` turns the first refusal into the exception of its name.
+"""
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # for the annotation only: statuses know nothing of the state
+    from jkv.state import Cache
+
+
+class Status(enum.IntEnum):
+    """Outcome of one request.
+
+    Where several causes apply, the first of this order is reported: INVALID_SEQUENCE,
+    INVALID_ARGUMENT, CONTEXT_FULL, BATCH_FULL, OUT_OF_SEQUENCES, OUT_OF_BLOCKS.
+
+    Example:
+      >>> import jkv
+      >>> jkv.Status(1).name
+      'OUT_OF_BLOCKS'
+    """
+
+    OK = 0
+    OUT_OF_BLOCKS = 1
+    OUT_OF_SEQUENCES = 2
+    CONTEXT_FULL = 3
+    BATCH_FULL = 4
+    INVALID_SEQUENCE = 5
+    INVALID_ARGUMENT = 6
+
+
+class CacheError(Exception):
+    """Base of all errors of the cache.
+
+    Attributes:
+      status: the `Status` of the request, or `None`.
+      index: position of the first refused request in its call, or `None`.
+      num_refused: requests of the call refused for any cause.
+
+    Example:
+      >>> import jkv
+      >>> issubclass(jkv.OutOfBlocks, jkv.CacheError)
+      True
+    """
+
+    status: Status | None = None
+
+    def __init__(
+        self, message: str, *, index: int | None = None, num_refused: int = 0
+    ) -> None:
+        """Keep the numbers beside the message."""
+        super().__init__(message)
+        self.index = index
+        self.num_refused = num_refused
+
+
+class InvariantError(CacheError):
+    """`check` found a broken invariant; the message begins with its name."""
+
+
+class OutOfBlocks(CacheError):
+    """The pool had too few free blocks; free or truncate sequences, then try again."""
+
+    status = Status.OUT_OF_BLOCKS
+
+
+class OutOfSequences(CacheError):
+    """All `max_sequences` rows are open; free one, or configure more."""
+
+    status = Status.OUT_OF_SEQUENCES
+
+
+class ContextFull(CacheError):
+    """The sequence would exceed `max_context_length`."""
+
+    status = Status.CONTEXT_FULL
+
+
+class BatchFull(CacheError):
+    """The call's rows do not hold the tokens; raise `capacity` or append fewer."""
+
+    status = Status.BATCH_FULL
+
+
+class InvalidSequence(CacheError):
+    """The sequence id is not open, or was already named in the same call."""
+
+    status = Status.INVALID_SEQUENCE
+
+
+class InvalidArgument(CacheError):
+    """A count or length is negative or above what the sequence holds."""
+
+    status = Status.INVALID_ARGUMENT
+
+
+EXCEPTIONS: dict[Status, type[CacheError]] = {
+    error.status: error
+    for error in (
+        OutOfBlocks,
+        OutOfSequences,
+        ContextFull,
+        BatchFull,
+        InvalidSequence,
+        InvalidArgument,
+    )
+}
+
+
+def raise_for_status(status: Any, cache: "Cache | None" = None) -> None:
+    """Raise the exception of the first refused request; return if there is none.
+
+    Runs on the host: call it outside jit.
+
+    Args:
+      status: i32[B] of `Status` values, or a result that has a `status` of that shape
+        (what `allocate`, `append` or `fork` returned).
+      cache: the cache after the call; with it the message tells how full it is.
+
+    Raises:
+      CacheError: the subclass named like the status, with `index` and `num_refused`.
+
+    Example:
+      >>> import jkv
+      >>> jkv.raise_for_status([0, 0])
+      >>> jkv.raise_for_status([0, 5, 1])
+      Traceback (most recent call last):
+      ...
+      jkv.status.InvalidSequence: request 1 of 3 was refused, INVALID_SEQUENCE: The \
+sequence id is not open, or was already named in the same call. (2 refused in all)
+    """
+    result = status
+    codes = np.atleast_1d(np.asarray(getattr(status, "status", status)))
+    refused = np.flatnonzero(codes != Status.OK)
+    if refused.size == 0:
+        return
+    index = int(refused[0])
+    error = EXCEPTIONS[Status(int(codes[index]))]
+    assert error.status is not None
+    message = (
+        f"request {index} of {codes.size} was refused, {error.status.name}: "
+        f"{error.__doc__} ({refused.size} refused in all"
+    )
+    if hasattr(result, "seq_ids"):
+        message += f"; sequence id {int(np.atleast_1d(result.seq_ids)[index])}"
+    if cache is not None:
+        message += f"; now {cache.occupancy()}"
+    raise error(message + ")", index=index, num_refused=int(refused.size))

@@ -1,0 +1,51 @@
+"""The public surface: pinned name by name, each documented, with an example that runs."""
+
+import doctest
+import inspect
+
+import jkv
+
+PUBLIC = """
+    NO_SEQUENCE Allocation Batch BatchFull BlockInfo Cache CacheConfig CacheError
+    ContextFull Fork InvalidArgument InvalidSequence InvariantError Metadata OutOfBlocks
+    OutOfSequences Ring Slots Status allocate append attend block_ids block_info
+    can_allocate check commit fork free init num_free_blocks paged_attention
+    raise_for_status read read_slot reorder slots tokens truncate write
+    FinishReason Generation Model Sampling generate
+""".split()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(jkv.__all__) == sorted(PUBLIC)
+    assert set(jkv.__all__) <= set(dir(jkv))
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in jkv.__all__:
+        value = getattr(jkv, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+def test_every_public_function_has_an_example() -> None:
+    finder = doctest.DocTestFinder(recurse=False)
+    for name in jkv.__all__:
+        value = getattr(jkv, name)
+        if inspect.isfunction(value):
+            assert any(t.examples for t in finder.find(value, name)), name
+
+
+def test_every_public_function_is_annotated() -> None:
+    for name in jkv.__all__:
+        value = getattr(jkv, name)
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            parameters = signature.parameters.values()
+            missing = [p.name for p in parameters if p.annotation is p.empty]
+            assert not missing, (name, missing)
+            assert signature.return_annotation is not signature.empty, name
+
+
+def test_no_module_is_hidden_by_a_function() -> None:
+    modules = {m for m in vars(jkv) if inspect.ismodule(getattr(jkv, m))}
+    assert not modules & set(jkv.__all__)
