@@ -27,14 +27,15 @@ class Batch:
 
     Request i owns the rows from `query_starts[i]` on; of a served one, the first
     `query_lengths[i]` rows are its new tokens, the last of them at position
-    `context_lengths[i] - 1`.
+    `context_lengths[i] - 1`. A refused request has the length its sequence had before
+    the call; padding and ids that are not open have 0.
     """
 
     seq_ids: jax.Array  # i32[B], as asked
     status: jax.Array  # i32[B], `Status`
     query_starts: jax.Array  # i32[B], first row; R or above when past the end
     query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
-    context_lengths: jax.Array  # i32[B], tokens of the sequence, new ones included
+    context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
     valid: jax.Array  # bool[R], whether a served request owns the row
     block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid

@@ -202,18 +202,45 @@ class CacheConfig:
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:
-        """Return the preset for a 4 GB budget: blocks of 16 tokens."""
-        return cls.for_memory(4 * GIGABYTE, **{"block_size": 16, **sizes})
+        """Return the preset for 4 GB: blocks of 16, 32 sequences of up to 4,096 tokens.
+
+        Args:
+          **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and whatever
+            is to differ from the preset.
+
+        Example:
+          >>> import jkv
+          >>> config = jkv.CacheConfig.small(num_layers=16, num_kv_heads=8, head_dim=64)
+          >>> config.block_size, config.bytes <= 4 * 10**9
+          (16, True)
+        """
+        return cls._preset(4, sizes, 16, 32, 4096)
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
-        """Return the preset for a 12 GB budget: blocks of 32 tokens."""
-        return cls.for_memory(12 * GIGABYTE, **{"block_size": 32, **sizes})
+        """Return the preset for 12 GB: blocks of 32, 64 sequences of up to 16,384."""
+        return cls._preset(12, sizes, 32, 64, 16_384)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
-        """Return the preset for a 40 GB budget: blocks of 64 tokens."""
-        return cls.for_memory(40 * GIGABYTE, **{"block_size": 64, **sizes})
+        """Return the preset for 40 GB: blocks of 64, 256 sequences of up to 65,536."""
+        return cls._preset(40, sizes, 64, 256, 65_536)
+
+    @classmethod
+    def _preset(
+        cls,
+        gigabytes: int,
+        sizes: dict[str, Any],
+        block_size: int,
+        max_sequences: int,
+        max_context_length: int,
+    ) -> Self:
+        preset = {
+            "block_size": block_size,
+            "max_sequences": max_sequences,
+            "max_context_length": max_context_length,
+        }
+        return cls.for_memory(gigabytes * GIGABYTE, **{**preset, **sizes})
 
 
 def _check_count(name: str, value: Any) -> None:

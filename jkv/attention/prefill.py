@@ -1,0 +1,227 @@
+"""Rows of requests that bring several tokens at once: tiles of rows, chunks of blocks.
+
+The outer loop walks the query tiles of all such requests, the inner one the chunks of
+blocks that some row of the tile can see, with the online softmax of FlashAttention
+(arXiv 2205.14135). Both trip counts are traced: what the causal mask or the window
+hides as a whole is never read, and a call without such requests makes no trip.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.requests import Requests
+from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums
+from jkv.attention.storage import gather_blocks
+
+_MAX_TILE_ROWS = 128
+_MIN_TILE_ROWS = 16
+_CHUNK_TOKENS = 256
+
+
+class Tile(NamedTuple):
+    """Some consecutive rows of one request and the blocks that they can see."""
+
+    request: jax.Array  # i32[]
+    start: jax.Array  # i32[], the first row
+    positions: jax.Array  # i32[Q], of the tokens that the rows stand for
+    valid: jax.Array  # bool[Q], the last tile of a request may reach past its end
+    table: jax.Array  # i32[M], the blocks of the request's sequence
+    first_block: jax.Array  # i32[], column of the first block that a row sees
+    num_chunks: jax.Array  # i32[]
+
+
+class Tiling(NamedTuple):
+    """How rows and blocks are cut; the counts say how many tiles each request has."""
+
+    tile_rows: int
+    chunk_blocks: int
+    ends: jax.Array  # i32[B], tiles of all requests up to and with this one
+
+
+def make_tiling(
+    requests: Requests, *, num_rows: int, block_size: int, min_rows: int
+) -> Tiling:
+    """Cut the requests of at least `min_rows` rows into tiles."""
+    # Small tiles waste less on short requests, large ones read each block less often.
+    mean_rows = -(-num_rows // requests.seq_ids.shape[0])
+    tile_rows = _MIN_TILE_ROWS
+    while tile_rows < min(mean_rows, _MAX_TILE_ROWS):
+        tile_rows *= 2
+    lengths = requests.query_lengths
+    counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
+    max_blocks = requests.block_tables.shape[1]
+    return Tiling(
+        tile_rows=tile_rows,
+        chunk_blocks=max(1, min(_CHUNK_TOKENS // block_size, max_blocks)),
+        ends=jnp.cumsum(counts, dtype=jnp.int32),
+    )
+
+
+def locate_tile(
+    tiling: Tiling,
+    requests: Requests,
+    window: jax.Array | None,
+    block_size: int,
+    index: jax.Array,
+) -> Tile:
+    """Find the rows of tile `index` and what they see."""
+    request = jnp.sum(tiling.ends <= index, dtype=jnp.int32)
+    before = jnp.where(request > 0, tiling.ends[request - 1], 0)
+    offsets = (index - before) * tiling.tile_rows + jnp.arange(
+        tiling.tile_rows, dtype=jnp.int32
+    )
+    length = requests.query_lengths[request]
+    first_position = requests.context_lengths[request] - length
+    last_position = first_position + jnp.minimum(offsets[-1], length - 1)
+    first_block = jnp.int32(0)
+    if window is not None:
+        first_token = first_position + offsets[0] - window + 1
+        first_block = jnp.maximum(first_token, 0) // block_size
+    num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
+    chunk_tokens = tiling.chunk_blocks * block_size
+    return Tile(
+        request=request,
+        start=requests.query_starts[request] + offsets[0],
+        positions=first_position + offsets,
+        valid=offsets < length,
+        table=requests.block_tables[requests.seq_ids[request]],
+        first_block=first_block,
+        num_chunks=(num_tokens + chunk_tokens - 1) // chunk_tokens,
+    )
+
+
+def locate_chunk(
+    tiling: Tiling,
+    tile: Tile,
+    window: jax.Array | None,
+    block_size: int,
+    index: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a chunk's block ids `i32[C]`, who sees what `bool[Q, C * T]`, and which
+    of its tokens any row sees, `bool[C * T]`: no other may be let into a sum.
+    """
+    first_block = tile.first_block + index * tiling.chunk_blocks
+    columns = first_block + jnp.arange(tiling.chunk_blocks, dtype=jnp.int32)
+    blocks = tile.table[jnp.minimum(columns, tile.table.shape[0] - 1)]
+    tokens = first_block * block_size + jnp.arange(
+        tiling.chunk_blocks * block_size, dtype=jnp.int32
+    )
+    visible = tokens[None, :] <= tile.positions[:, None]
+    if window is not None:
+        visible &= tokens[None, :] > tile.positions[:, None] - window
+    visible &= tile.valid[:, None]
+    return blocks, visible, visible.any(axis=0)
+
+
+def score_chunk(
+    queries: jax.Array,  # f32[K, G, Q, D], scaled
+    keys: jax.Array,  # f32[K, C * T, D]
+    visible: jax.Array,  # bool[Q, C * T]
+    soft_cap: float | None,
+) -> jax.Array:
+    """Return the masked scores, `f32[K, G, Q, C * T]`."""
+    scores = jnp.einsum(
+        "kgqd,ksd->kgqs", queries, keys, precision=lax.Precision.HIGHEST
+    )
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return jnp.where(visible[None, None], scores, HIDDEN)
+
+
+def attend_prefill(
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+    key_pool: jax.Array,  # [L, N, K, T, D]
+    value_pool: jax.Array,  # [L, N, K, T, Dv]
+    layer: jax.Array,  # i32[]
+    requests: Requests,
+    output: jax.Array,  # f32[R, K, G, Dv]
+    lse: jax.Array,  # f32[R, K, G]
+    *,
+    window: jax.Array | None,  # i32[]
+    soft_cap: float | None,
+    sinks: jax.Array | None,  # f32[K, G]
+    kv_dtype: jax.typing.DTypeLike | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Fill in the rows of all requests with more than one row, leave the others."""
+    num_rows, num_kv_heads, group, _ = queries.shape
+    block_size, value_dim = value_pool.shape[3:]
+    tiling = make_tiling(requests, num_rows=num_rows, block_size=block_size, min_rows=2)
+    tile_rows = tiling.tile_rows
+    # Slices near the end are clamped, so the rows are padded by a tile.
+    queries, output, lse = (
+        jnp.pad(array, ((0, tile_rows),) + ((0, 0),) * (array.ndim - 1))
+        for array in (queries, output, lse)
+    )
+
+    def attend_tile(
+        index: jax.Array, results: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        tile = locate_tile(tiling, requests, window, block_size, index)
+        rows = lax.dynamic_slice_in_dim(queries, tile.start, tile_rows)
+        rows = jnp.moveaxis(rows, 0, 2)  # f32[K, G, Q, D]
+
+        def attend_chunk(chunk: jax.Array, sums: Sums) -> Sums:
+            blocks, visible, used = locate_chunk(
+                tiling, tile, window, block_size, chunk
+            )
+            keys = gather_heads(key_pool, layer, blocks, kv_dtype)
+            values = gather_heads(value_pool, layer, blocks, kv_dtype)
+            # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
+            values = jnp.where(used[None, :, None], values, 0.0)
+            scores = score_chunk(rows, keys, visible, soft_cap)
+            maximum = jnp.maximum(sums.maximum, scores.max(axis=3))
+            weights = jnp.exp(scores - maximum[..., None])
+            shrink = jnp.exp(sums.maximum - maximum)
+            summed = jnp.einsum(
+                "kgqs,ksd->kgqd", weights, values, precision=lax.Precision.HIGHEST
+            )
+            return Sums(
+                maximum,
+                sums.total * shrink + weights.sum(axis=3),
+                sums.values * shrink[..., None] + summed,
+            )
+
+        sums = empty_sums(
+            (num_kv_heads, group, tile_rows),
+            value_dim,
+            None if sinks is None else sinks[..., None],
+        )
+        sums = lax.fori_loop(jnp.int32(0), tile.num_chunks, attend_chunk, sums)
+        sees = tile.valid & (tile.positions >= 0)
+        if window is not None:
+            sees &= window > 0
+        tile_output, tile_lse = finish_sums(
+            Sums(*(jnp.moveaxis(array, 2, 0) for array in sums)), sees[:, None, None]
+        )
+        # The tile may reach over rows of other requests: put those back as they were.
+        output, lse = results
+        mine = tile.valid[:, None, None]
+        old_output = lax.dynamic_slice_in_dim(output, tile.start, tile_rows)
+        old_lse = lax.dynamic_slice_in_dim(lse, tile.start, tile_rows)
+        tile_output = jnp.where(mine[..., None], tile_output, old_output)
+        tile_lse = jnp.where(mine, tile_lse, old_lse)
+        return (
+            lax.dynamic_update_slice_in_dim(output, tile_output, tile.start, 0),
+            lax.dynamic_update_slice_in_dim(lse, tile_lse, tile.start, 0),
+        )
+
+    output, lse = lax.fori_loop(
+        jnp.int32(0), tiling.ends[-1], attend_tile, (output, lse)
+    )
+    return output[:num_rows], lse[:num_rows]
+
+
+def gather_heads(
+    pool: jax.Array,  # [L, N, K, T, D]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[C]
+    kv_dtype: jax.typing.DTypeLike | None,
+) -> jax.Array:
+    """Return the tokens of the blocks by head, `f32[K, C * T, D]`."""
+    num_kv_heads, block_size, head_dim = pool.shape[2:]
+    chunk = gather_blocks(pool, layer, blocks, kv_dtype)
+    chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
+    return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)

@@ -1,0 +1,63 @@
+"""Softmax sums that can be taken piece by piece and joined in any order.
+
+A softmax over scores x with values v is `values / total`, where `total` is the sum of
+`exp(x - maximum)` and `values` that of `exp(x - maximum) * v`. Sums over two sets of
+tokens join into those over both (online softmax, arXiv 1805.02867).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Stands for -inf in scores: exp(HIDDEN - HIDDEN) is 1 and not NaN, and whatever a row
+# sums up before it sees its first token is multiplied by exp(HIDDEN - score) = 0.
+HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class Sums(NamedTuple):
+    """Softmax sums of rows, in float32. `...` are axes of rows and heads."""
+
+    maximum: jax.Array  # f32[...]
+    total: jax.Array  # f32[...]
+    values: jax.Array  # f32[..., Dv]
+
+
+def empty_sums(shape: tuple[int, ...], value_dim: int, sinks: jax.Array | None) -> Sums:
+    """Sums over no token yet; a sink is a logit with the value zero.
+
+    Args:
+      shape: of the rows and heads.
+      value_dim: Dv.
+      sinks: f32, of a shape that broadcasts to `shape` with equal rank, or None.
+    """
+    values = jnp.zeros((*shape, value_dim), jnp.float32)
+    if sinks is None:
+        maximum = jnp.full(shape, HIDDEN, jnp.float32)
+        return Sums(maximum, jnp.zeros(shape, jnp.float32), values)
+    maximum = jnp.broadcast_to(sinks, shape)
+    return Sums(maximum, jnp.ones(shape, jnp.float32), values)
+
+
+def join_sums(one: Sums, other: Sums) -> Sums:
+    """Return the sums over the tokens of both."""
+    maximum = jnp.maximum(one.maximum, other.maximum)
+    shrink_one = jnp.exp(one.maximum - maximum)
+    shrink_other = jnp.exp(other.maximum - maximum)
+    return Sums(
+        maximum,
+        one.total * shrink_one + other.total * shrink_other,
+        one.values * shrink_one[..., None] + other.values * shrink_other[..., None],
+    )
+
+
+def finish_sums(sums: Sums, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted means and the log-sum-exp; rows that see nothing are zero.
+
+    Args:
+      sums: the sums over all tokens of each row.
+      sees: bool, of equal rank with `sums.total`, which rows see any token.
+    """
+    total = jnp.where(sees, sums.total, 1.0)
+    output = jnp.where(sees[..., None], sums.values / total[..., None], 0.0)
+    return output, jnp.where(sees, sums.maximum + jnp.log(total), -jnp.inf)

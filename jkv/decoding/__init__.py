@@ -1,0 +1,25 @@
+"""Loops that turn a model and a cache into text, each inside one jit."""
+
+from jkv.decoding.generation import decode, generate, prefill
+from jkv.decoding.model import Model
+from jkv.decoding.progress import (
+    FinishReason,
+    Generation,
+    GenerationState,
+    Statistics,
+)
+from jkv.decoding.sampling import Sampling, filter_logits, sample
+
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "GenerationState",
+    "Model",
+    "Sampling",
+    "Statistics",
+    "decode",
+    "filter_logits",
+    "generate",
+    "prefill",
+    "sample",
+]

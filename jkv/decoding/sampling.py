@@ -1,0 +1,280 @@
+"""From logits to tokens: penalty, temperature, top-k, top-p, min-p, and one draw.
+
+Nothing is sorted. Top-k and top-p keep the same kind of set: token i stays while
+the tokens strictly above it weigh less than a limit, where a token weighs 1 for
+top-k and its probability for top-p. So each is one number, the smallest kept logit,
+found by bisection over the 32 bits of a float, a masked sum a bit. A draw inverts
+the cumulative distribution in two levels, a tile and a token in it, with two
+uniform numbers in place of one Gumbel number per token of the vocabulary.
+
+A row's randomness depends on its own seed and on how many tokens it has generated,
+so a sequence's text does not depend on its neighbours or on the batch's size.
+
+    V  tokens in the vocabulary
+    B  sequences in a call
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# A draw picks one of V / _TILE tiles, then one token of it: two short cumulative
+# sums in place of one of length V.
+_TILE = 128
+
+# The limit of a top-p of 0, which keeps the most likely token alone.
+_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampling:
+    """How tokens are chosen from logits; the default is greedy.
+
+    Every field is one number for all sequences or an array with one for each, and
+    may be traced: changing a value never retraces. The filters have the meaning and
+    the order of Hugging Face's logits processors: repetition penalty, temperature,
+    top-k, top-p, min-p. One difference: tokens with exactly equal logits are kept or
+    removed together, by top-p too. The most likely token is always kept.
+
+    Attributes:
+      temperature: f32 [] or [B]. Logits are divided by it; 0 is greedy.
+      top_k: i32 [] or [B]. Keep the `top_k` most likely tokens; 0 keeps all.
+      top_p: f32 [] or [B]. Keep the most likely tokens up to this much probability,
+        the one that crosses it included; 1 keeps all.
+      min_p: f32 [] or [B]. Keep tokens at least `min_p` times as likely as the most
+        likely one; 0 keeps all.
+      repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or
+        generated are divided by it when positive, multiplied when negative; 1 is off.
+      seeds: i32 [] or [B]. A single number is the first of consecutive seeds:
+        sequence i draws with `seeds + i`.
+
+    Example:
+      >>> import jkv
+      >>> jkv.Sampling(temperature=0.8, top_p=0.95, seeds=7).top_p
+      0.95
+    """
+
+    temperature: jax.Array | float = 0.0
+    top_k: jax.Array | int = 0
+    top_p: jax.Array | float = 1.0
+    min_p: jax.Array | float = 0.0
+    repetition_penalty: jax.Array | float = 1.0
+    seeds: jax.Array | int = 0
+
+
+GREEDY = Sampling()
+
+
+def sample(
+    logits: jax.Array,  # f32[B, V]
+    sampling: Sampling,
+    counts: jax.Array | int = 0,  # i32[B]
+    *,
+    seen: jax.Array | None = None,  # bool[B, V]
+) -> tuple[jax.Array, jax.Array]:
+    """Choose one token per row.
+
+    Args:
+      logits: f32[B, V], finite or -inf; a token at -inf is never chosen.
+      sampling: how to choose.
+      counts: i32[B], tokens each sequence has generated before this one. Together
+        with its seed it fixes the sequence's random numbers.
+      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+
+    Returns:
+      tokens: i32[B].
+      logprobs: f32[B], log-probability of each under the logits as given, before
+        penalty, temperature and filters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.decoding import Sampling, sample
+      >>> tokens, logprobs = sample(jnp.log(jnp.array([[0.1, 0.7, 0.2]])), Sampling())
+      >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
+      ([1], 0.7)
+    """
+    rows = _per_row(sampling, logits.shape[0])
+    counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
+    return _sample(logits.astype(jnp.float32), rows, counts, seen)
+
+
+def filter_logits(
+    logits: jax.Array,  # f32[B, V]
+    sampling: Sampling,
+    *,
+    seen: jax.Array | None = None,  # bool[B, V]
+) -> jax.Array:
+    """Return the logits that `sample` draws from, f32[B, V].
+
+    They are penalised and divided by the temperature, less each row's maximum, and
+    -inf where a filter removes the token. A greedy row (temperature 0) keeps its
+    most likely tokens only.
+
+    Args:
+      logits: f32[B, V].
+      sampling: how to choose.
+      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+    """
+    rows = _per_row(sampling, logits.shape[0])
+    return _filter(logits.astype(jnp.float32), rows, seen)
+
+
+class _Rows(NamedTuple):
+    """`Sampling` with one value a row; fields as there."""
+
+    temperature: jax.Array  # f32[B]
+    top_k: jax.Array  # i32[B]
+    top_p: jax.Array  # f32[B]
+    min_p: jax.Array  # f32[B]
+    repetition_penalty: jax.Array  # f32[B]
+    seeds: jax.Array  # i32[B]
+
+
+def _per_row(sampling: Sampling, num_rows: int) -> _Rows:
+    def spread(name: str, dtype: type) -> jax.Array:
+        value = jnp.asarray(getattr(sampling, name))
+        if value.shape not in ((), (num_rows,)):
+            raise ValueError(
+                f"Sampling.{name} is one number or an array of shape ({num_rows},), "
+                f"one for each sequence; got shape {value.shape}"
+            )
+        return jnp.broadcast_to(value.astype(dtype), (num_rows,))
+
+    seeds = spread("seeds", jnp.int32)
+    if jnp.ndim(sampling.seeds) == 0:
+        seeds = seeds + jnp.arange(num_rows, dtype=jnp.int32)
+    return _Rows(
+        temperature=spread("temperature", jnp.float32),
+        top_k=spread("top_k", jnp.int32),
+        top_p=spread("top_p", jnp.float32),
+        min_p=spread("min_p", jnp.float32),
+        repetition_penalty=spread("repetition_penalty", jnp.float32),
+        seeds=seeds,
+    )
+
+
+@jax.jit
+def _sample(
+    logits: jax.Array, rows: _Rows, counts: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    greedy = jnp.argmax(_penalise(logits, rows, seen), axis=-1).astype(jnp.int32)
+    is_greedy = rows.temperature <= 0
+
+    def draw() -> jax.Array:
+        drawn = _draw(_filter(logits, rows, seen), rows.seeds, counts)
+        return jnp.where(is_greedy, greedy, drawn)
+
+    # A batch that is greedy throughout skips the filters and the draw.
+    tokens = lax.cond(jnp.all(is_greedy), lambda: greedy, draw)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)
+    return tokens, logprobs[:, 0]
+
+
+def _penalise(logits: jax.Array, rows: _Rows, seen: jax.Array | None) -> jax.Array:
+    """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
+    if seen is None:
+        return logits
+    penalty = rows.repetition_penalty[:, None]
+    penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    return jnp.where(seen, penalised, logits)
+
+
+@jax.jit
+def _filter(logits: jax.Array, rows: _Rows, seen: jax.Array | None) -> jax.Array:
+    """Penalise, divide by the temperature, remove what the filters remove."""
+    # Less the maximum first: then nothing overflows, however low the temperature.
+    logits = _penalise(logits, rows, seen)
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    is_greedy = rows.temperature <= 0
+    divisor = jnp.where(is_greedy, jnp.float32(1), rows.temperature)[:, None]
+    cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
+    scaled = jnp.where(is_greedy[:, None], cold, shifted / divisor)
+
+    # A search that starts at its row's maximum is over before it begins.
+    ranks = _ordered_bits(scaled)
+    keep_all, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
+
+    # Top-k: the tokens with fewer than k above them.
+    is_on = rows.top_k > 0
+    start = jnp.where(is_on, keep_all, keep_best)
+    kept = _smallest_kept(ranks, jnp.ones_like(ranks), rows.top_k, start=start)
+    cut = jnp.where(is_on, kept, keep_all)
+
+    # Top-p: those with less than p of the probability that top-k left above them.
+    weights = jnp.where(ranks >= cut[:, None], jnp.exp(scaled), jnp.float32(0))
+    mass = jnp.maximum(rows.top_p * jnp.sum(weights, axis=-1), _LEAST_MASS)
+    is_on = rows.top_p < 1
+    start = jnp.where(is_on, cut, keep_best)
+    kept = _smallest_kept(ranks, weights, mass, start=start)
+    cut = jnp.where(is_on, kept, cut)
+
+    # Min-p: the most likely token weighs exp(0) = 1.
+    min_p = jnp.minimum(rows.min_p, jnp.float32(1))[:, None]
+    is_kept = (ranks >= cut[:, None]) & (jnp.exp(scaled) >= min_p)
+    return jnp.where(is_kept, scaled, jnp.float32(-jnp.inf))
+
+
+def _smallest_kept(
+    ranks: jax.Array,  # i32[B, V]
+    weights: jax.Array,  # i32[B, V] or f32[B, V]
+    limits: jax.Array,  # i32[B] or f32[B], above 0
+    *,
+    start: jax.Array,  # i32[B]
+) -> jax.Array:
+    """Return the smallest rank above which the weights sum to less than the limit.
+
+    The search runs between `start` and each row's maximum.
+    """
+
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        # The mean, rounded down, without the overflow of low + high.
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = jnp.where(ranks > middle[:, None], weights, jnp.zeros_like(weights))
+        enough = jnp.sum(above, axis=-1, dtype=weights.dtype) < limits
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    high = jnp.max(ranks, axis=-1)
+    _, kept = lax.while_loop(
+        lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (start, high)
+    )
+    return kept
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """Map f32 to i32 so that the integers compare as the floats do."""
+    values = jnp.where(values == 0, jnp.float32(0), values)  # -0 equals 0
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _draw(logits: jax.Array, seeds: jax.Array, counts: jax.Array) -> jax.Array:
+    """Draw from softmax(logits), i32[B]; the maximum of each row is 0."""
+    num_rows, vocabulary = logits.shape
+    uniforms = jax.vmap(_uniforms)(seeds, counts)  # f32[B, 2]
+
+    weights = jnp.pad(jnp.exp(logits), ((0, 0), (0, -vocabulary % _TILE)))
+    tiles = weights.reshape(num_rows, -1, _TILE)
+    tile = _invert(jnp.sum(tiles, axis=-1), uniforms[:, 0])
+    inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+    return tile * _TILE + _invert(inside, uniforms[:, 1])
+
+
+def _uniforms(seed: jax.Array, count: jax.Array) -> jax.Array:
+    """Return two numbers in [0, 1) that depend on nothing but the two arguments."""
+    # The generator is named, since others give a batch other numbers than its rows.
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(key, count), (2,), jnp.float32)
+
+
+def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Return the index where the cumulative weights pass `uniforms` of their total."""
+    # A parallel sum need not be monotone in its last bit: an index of weight 0 is
+    # excluded by its weight, never by the sum.
+    sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), jnp.float32(0))
+    target = uniforms * jnp.max(sums, axis=-1)
+    return jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
