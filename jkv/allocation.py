@@ -269,7 +269,7 @@ def _release_entries(
     seq_ids: jax.Array,
     last: jax.Array,
     metadata: Metadata,
-    entry: jax.Array,
+    _entry: jax.Array,
     request: jax.Array,
     rank: jax.Array,
     valid: jax.Array,

@@ -32,7 +32,7 @@ GIGABYTE = 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Sizes of a cache. Every count is a positive Python int.
+    """Sizes of a cache. Every count is a positive int.
 
     Args:
       num_layers: attention layers of the model, L.
@@ -82,7 +82,8 @@ class CacheConfig:
         object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
         for field in dataclasses.fields(self):
             if field.type in (int, int | None):
-                _check_count(field.name, getattr(self, field.name))
+                count = _checked_count(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, count)
         if self.prefix_caching:
             raise ValueError(
                 "prefix_caching=True needs the prefix index, which this version of jkv "
@@ -95,11 +96,6 @@ class CacheConfig:
                 f"{self.max_sequences} * {self.max_blocks_per_sequence} = {table} "
                 f"entries, more than {MAX_COUNT}; lower max_sequences or "
                 f"max_context_length, or raise block_size"
-            )
-        if self.max_context_length > MAX_COUNT:
-            raise ValueError(
-                f"max_context_length={self.max_context_length} is more than "
-                f"{MAX_COUNT}, the most positions 32-bit arithmetic can hold; lower it"
             )
 
     @property
@@ -243,17 +239,18 @@ class CacheConfig:
         return cls.for_memory(gigabytes * GIGABYTE, **{**preset, **sizes})
 
 
-def _check_count(name: str, value: Any) -> None:
-    """Reject a size that is no positive int small enough for 32-bit indices."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def _checked_count(name: str, value: Any) -> int:
+    """Return a size as a Python int, positive and small enough for 32-bit indices."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(
-            f"{name} must be a Python int, got {value!r} of type "
-            f"{type(value).__name__}; convert it with int(...)"
+            f"{name} must be an int, got {value!r} of type {type(value).__name__}; "
+            f"convert it with int(...)"
         )
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     if value > MAX_COUNT:
         raise ValueError(f"{name} must be at most {MAX_COUNT}, got {value}; lower it")
+    return int(value)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:

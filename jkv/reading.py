@@ -146,7 +146,7 @@ def read_slot(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the key [K, D] and value [K, Dv] stored in one slot.
 
-    Indices are clipped into range; what an unwritten slot holds is undefined.
+    A slot outside the storage reads as zeros; what an unwritten one holds is undefined.
 
     Example:
       >>> import jkv
@@ -157,14 +157,18 @@ def read_slot(
       (2, 8)
     """
     check_layer(cache, layer)
-    index = (
-        jnp.asarray(layer, jnp.int32),
-        jnp.asarray(block_id, jnp.int32),
-        slice(None),
-        jnp.asarray(offset, jnp.int32),
+    layer, block_id, offset = (
+        jnp.asarray(index, jnp.int32) for index in (layer, block_id, offset)
     )
-    key, value = (p.at[index].get(mode="clip") for p in (cache.keys, cache.values))
-    return restored(key, cache.dtype), restored(value, cache.dtype)
+    # Negative indices would wrap around.
+    known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
+    block_id = jnp.where(known, block_id, cache.num_blocks)
+
+    def gather(pool: jax.Array) -> jax.Array:
+        slot = pool.at[layer, block_id, :, offset]
+        return restored(slot.get(mode="fill", fill_value=0), cache.dtype)
+
+    return gather(cache.keys), gather(cache.values)
 
 
 def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:

@@ -265,12 +265,11 @@ def _share(metadata: Metadata, past: jax.Array, num_full: jax.Array) -> Metadata
 
     def body(
         counts: jax.Array,
-        entry: jax.Array,
+        _entry: jax.Array,
         request: jax.Array,
         rank: jax.Array,
         valid: jax.Array,
     ) -> jax.Array:
-        del entry
         block = past.at[request, rank].get(mode="clip")
         block = jnp.where(valid, block, metadata.num_blocks)
         return counts.at[block].add(1, mode="drop")

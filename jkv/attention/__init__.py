@@ -114,17 +114,23 @@ def paged_attention(
             "pass None for no window"
         )
 
+    num_rows, num_heads, head_dim = queries.shape
+    if num_rows == 0 or query_starts.shape[0] == 0:
+        output = jnp.zeros((num_rows, num_heads, value_pool.shape[4]), queries.dtype)
+        lse = jnp.full((num_rows, num_heads), -jnp.inf, jnp.float32)
+        return (output, lse) if return_lse else output
+
     requests = make_requests(
         block_tables,
         seq_ids,
         query_starts,
         query_lengths,
         context_lengths,
-        num_rows=queries.shape[0],
+        num_rows=num_rows,
         block_size=key_pool.shape[3],
     )
     if scale is None:
-        scale = 1.0 / math.sqrt(queries.shape[2])
+        scale = 1.0 / math.sqrt(head_dim)
     output, lse = attend(
         queries.astype(jnp.float32),
         key_pool,

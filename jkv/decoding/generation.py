@@ -6,7 +6,8 @@ that has ended is freed in the same step, so that its blocks serve others in the
 
 A sequence that is refused a block waits while any other goes on, for that one may end
 and return its blocks. Only when none can go on does one of them end, the last in the
-batch: earlier sequences keep their place.
+batch: earlier sequences keep their place. Prompts wait for nothing: the first that does
+not fit beside those before it ends at once.
 
 Symbols: B sequences, P most prompt tokens, R rows of a prompt chunk, G most new tokens,
 V tokens in the vocabulary.
@@ -294,7 +295,10 @@ def _run_prompts(
 
         num_done = prompted.num_done + batch.query_lengths
         is_done = (num_done == lengths) & (batch.query_lengths > 0)
-        reasons = _add_reasons(prompted.reasons, _final_refusals(batch))
+        # The first prompt that does not fit never will, for those before it keep what
+        # they have. Those behind it were refused with it and try again.
+        ends = _is_first(batch.status == Status.OUT_OF_BLOCKS)
+        reasons = _add_reasons(prompted.reasons, _unless_waiting(batch.status, ends))
         statistics = _count_step(prompted.statistics, cache, num_done)
         cache, seq_ids = _free_ended(cache, prompted.seq_ids, reasons)
         return cache, _Prompted(
@@ -399,8 +403,13 @@ def _decode_step(
     cache, batch = append(cache, state.seq_ids, tokens=tokens)
     logits, cache = model(params, tokens, cache, batch)
     cache = commit(cache, batch)
+    # While any sequence goes on, or ends, those without a block wait for its own.
+    refused = batch.status == Status.OUT_OF_BLOCKS
+    none_moves = ~jnp.any(state.is_running & ~refused)
+    ends = jnp.flip(_is_first(jnp.flip(refused))) & none_moves
+    status = _unless_waiting(batch.status, ends)
     result = state.result._replace(
-        reasons=_add_reasons(state.result.reasons, _final_refusals(batch)),
+        reasons=_add_reasons(state.result.reasons, status),
         statistics=_count_step(state.result.statistics, cache, batch.context_lengths),
     )
     state = dataclasses.replace(state, result=result)
@@ -443,14 +452,15 @@ def _choose_tokens(
     )
 
 
-def _final_refusals(batch: Batch) -> jax.Array:
-    """Return the statuses that end a sequence, i32[B]; one that waits counts as OK."""
-    refused = batch.status == Status.OUT_OF_BLOCKS
-    moves = (batch.query_lengths > 0) | (batch.status == Status.CONTEXT_FULL)
-    order = jnp.arange(refused.shape[0], dtype=jnp.int32)
-    is_last = refused & (order == jnp.max(jnp.where(refused, order, -1)))
-    waits = refused & (jnp.any(moves) | ~is_last)
-    return jnp.where(waits, jnp.int32(Status.OK), batch.status)
+def _unless_waiting(status: jax.Array, ends: jax.Array) -> jax.Array:
+    """Return the status without the refusals for want of blocks that do not end."""
+    waits = (status == Status.OUT_OF_BLOCKS) & ~ends
+    return jnp.where(waits, jnp.int32(Status.OK), status)
+
+
+def _is_first(mask: jax.Array) -> jax.Array:
+    """Return the mask with nothing left but its first entry."""
+    return mask & (jnp.cumsum(mask, dtype=jnp.int32) == 1)
 
 
 def _add_reasons(reasons: jax.Array, status: jax.Array) -> jax.Array:
