@@ -1,0 +1,56 @@
+"""The cache on its own: append, write, attend, fork and free in one jitted step.
+
+python examples/quickstart.py
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+
+config = jkv.CacheConfig(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=16,
+    num_blocks=32,
+    block_size=4,
+    max_sequences=8,
+    max_context_length=64,
+)
+cache = jkv.init(config)
+print(cache)
+
+
+# Donated, the cache is updated in place; whatever its values, there is one compilation.
+@functools.partial(jax.jit, donate_argnames="cache")
+def step(cache, seq_ids, hidden):
+    """One more token for each sequence. A model has weights where this slices."""
+    cache, batch = jkv.append(cache, seq_ids)
+    for layer in range(config.num_layers):
+        queries = hidden.reshape(-1, 4, 16)  # four query heads for two kv heads
+        keys = values = queries[:, :2]
+        cache = jkv.write(cache, layer, batch, keys, values)
+        hidden += jkv.attend(cache, layer, batch, queries).reshape(hidden.shape)
+    return jkv.commit(cache, batch), hidden, batch.status
+
+
+# Two sequences of five tokens: blocks are taken when a token needs one.
+cache, opened = jkv.allocate(cache, [0, 0])
+for key in jax.random.split(jax.random.key(0), 5):
+    cache, hidden, status = step(cache, opened.seq_ids, jax.random.normal(key, (2, 64)))
+    jkv.raise_for_status(status)
+print("blocks of 0:", jkv.block_ids(cache, 0)[:2], "of 1:", jkv.block_ids(cache, 1)[:2])
+
+# A fork shares the full block and gets its own copy of the half-filled one.
+cache, forked = jkv.fork(cache, opened.seq_ids[:1])
+print("blocks of its fork:", jkv.block_ids(cache, forked.seq_ids[0])[:2])
+
+# All three go on; what they attend to differs as soon as their tokens do.
+seq_ids = jnp.concatenate([opened.seq_ids, forked.seq_ids])
+cache, hidden, _ = step(cache, seq_ids, jax.random.normal(key, (3, 64)))
+print("free blocks:", jkv.num_free_blocks(cache))
+
+cache, status = jkv.free(cache, seq_ids)
+print("free blocks after free:", jkv.num_free_blocks(cache))
