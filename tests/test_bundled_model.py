@@ -1,0 +1,183 @@
+"""The bundled checkpoint, its corpus and the script that trained it.
+
+That its logits equal those of transformers through the cache is shown in
+`test_llama_parity.py`. Here: the files are what the model card says, the held-out text
+was kept apart, and the model has learnt to read.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+corpus = importlib.import_module("corpus")
+pydoc_model = importlib.import_module("pydoc_model")
+
+FOLDER = pydoc_model.FOLDER
+HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
+
+
+@pytest.fixture(scope="module")
+def split():
+    return corpus.split()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return pydoc_model.load(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def windows(split, loaded):
+    """The first 257 tokens of every held-out document that has as many, i32[B, 257]."""
+    documents = pydoc_model.encode(loaded[1], split[1])
+    return np.stack([tokens[:257] for tokens in documents if len(tokens) >= 257])
+
+
+def test_files_are_small_and_readable():
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert sizes["model.safetensors"] < 8 * 2**20
+    assert sum(sizes.values()) < 10 * 2**20
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        json.loads((FOLDER / name).read_text())
+    card = (FOLDER / "README.md").read_text()
+    assert "Python Software Foundation License" in card
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (
+        (FOLDER / "LICENSE-PYTHON.txt").read_text()
+    )
+    # The measured part was written after training, by the script.
+    assert "perplexity per token" in card.partition(pydoc_model.MARKER)[2]
+
+
+def test_weights_are_those_of_the_config():
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config == pydoc_model.CONFIG
+    assert config["max_position_embeddings"] >= 2048
+
+    weights = load_file(FOLDER / "model.safetensors")
+    shapes = jax.eval_shape(pydoc_model.init_params, jax.random.key(0))
+    assert {k: w.shape for k, w in weights.items()} == {
+        k: s.shape for k, s in shapes.items()
+    }
+    for weight in weights.values():
+        assert weight.dtype == np.float16
+        assert np.isfinite(weight).all() and weight.std() > 0
+
+
+def test_tokenizer_gives_back_any_text(loaded):
+    _, tokenizer = loaded
+    assert tokenizer.get_vocab_size() == pydoc_model.CONFIG["vocab_size"]
+    assert tokenizer.token_to_id(pydoc_model.END_OF_TEXT) == 0
+    for text in (
+        "Return a list of the words in the string.",
+        "class A(B):\n    def f(self, *, x=1):\n\n\treturn x  # \r\n",
+        "naïve café, ‘quoted’, 東京, 🐍",
+        "".join(map(chr, range(256))),
+    ):
+        # Nothing is added to a prompt, and a byte is at most one token.
+        ids = tokenizer.encode(text).ids
+        assert 0 not in ids and len(ids) <= len(text.encode())
+        assert tokenizer.decode(ids) == text
+
+
+def test_held_out_text_is_nowhere_in_the_trained(split):
+    trained, held_out = split
+    subjects = [{document.subject for document in side} for side in split]
+    # A topic and a module of one name are on one side.
+    assert not subjects[0] & subjects[1]
+
+    def long_paragraphs(documents):
+        paragraphs = (p for d in documents for p in corpus.paragraphs(d.text))
+        words = (" ".join(p.split()) for p in paragraphs)
+        return [w for w in words if len(w) >= corpus.MIN_REPEATED]
+
+    kept_apart = long_paragraphs(held_out)
+    assert len(kept_apart) > 500
+    assert not set(kept_apart) & set(long_paragraphs(trained))
+    size, total = (
+        sum(len(d.text) for d in docs) for docs in (held_out, sum(split, []))
+    )
+    assert 0.05 < size / total < 0.15
+
+
+def test_corpus_is_the_same_in_another_process(split):
+    # A fresh interpreter, without pytest's imports and with other hashes of strings.
+    program = (
+        "import corpus, hashlib\n"
+        "text = repr(corpus.split()).encode()\n"
+        "print(hashlib.sha256(text).hexdigest())"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(EXAMPLES)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = hashlib.sha256(repr(split).encode()).hexdigest()
+    assert fresh.stdout.strip() == here
+
+
+def test_model_has_learnt_to_read(loaded, windows):
+    params, _ = loaded
+    losses = jax.jit(pydoc_model.token_losses)
+    mean = float(losses(params, windows).mean())
+    # 4.05 with Python 3.11. Guessing evenly is 8.0, by frequency alone 6.6.
+    assert mean < 4.5
+    # The same tokens in another order are not documentation.
+    shuffled = np.random.default_rng(0).permuted(windows, axis=1)
+    assert float(losses(params, shuffled).mean()) > 8
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers and torch")
+def test_transformers_finds_the_same_losses(loaded, windows):
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        FOLDER, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    text = 'The "with" statement is used\n    to wrap'
+    assert tokenizer(text)["input_ids"] == loaded[1].encode(text).ids
+    assert tokenizer.eos_token_id == model.config.eos_token_id == 0
+
+    rows = torch.tensor(windows[:4]).long()
+    with torch.no_grad():
+        logits = model.eval()(rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), rows[:, 1:], reduction="none"
+    )
+    losses = jax.jit(pydoc_model.token_losses)(loaded[0], windows[:4])
+    np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkeypatch):
+    train_pydoc = importlib.import_module("train_pydoc")
+    small = dict(TOKENS_PER_STEP=128, SHORT_CONTEXT=16, FULL_CONTEXT=32)
+    for name, value in small.items():
+        monkeypatch.setattr(train_pydoc, name, value)
+    # One layer compiles faster.
+    monkeypatch.setitem(pydoc_model.CONFIG, "num_hidden_layers", 1)
+    documents = pydoc_model.encode(loaded[1], split[0][:1])
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        params = train_pydoc.train(documents, 20, None, tmp_path)
+
+    start = documents[0][None, :129]
+    losses = jax.jit(pydoc_model.token_losses)
+    assert float(losses(params, start).mean()) < 7  # 8.0 before
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, param in params.items():
+        np.testing.assert_array_equal(saved[name], np.asarray(param, np.float16))
