@@ -1,0 +1,73 @@
+"""Llama, Mistral, Qwen2 and Qwen3 checkpoints in plain JAX, on a paged cache.
+
+    model, params = llama.load("path/to/checkpoint")
+    tokenizer = llama.load_tokenizer("path/to/checkpoint")
+    cache = jkv.init(jkv.CacheConfig(**model.cache_fields, num_blocks=256, ...))
+
+``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
+is read as it is: config.json, one or many safetensors files, tokenizer.json.
+
+Files in reading order: ``config.py`` (what a config.json says), ``rope.py`` (rotary
+positions), ``checkpoint.py`` (weights), ``model.py`` (the forward pass).
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from tokenizers import Tokenizer
+
+from .checkpoint import Params, random_params, read_params
+from .config import LlamaConfig, parse_config, read_config
+from .model import Llama
+from .rope import Rope
+
+__all__ = [
+    "Llama",
+    "LlamaConfig",
+    "Params",
+    "Rope",
+    "load",
+    "load_tokenizer",
+    "parse_config",
+    "random_params",
+    "read_config",
+    "read_params",
+]
+
+
+def load(folder: str | Path, dtype: jnp.dtype | None = None) -> tuple[Llama, Params]:
+    """Read a checkpoint folder.
+
+    Args:
+        folder: a Hugging Face checkpoint: config.json and safetensors.
+        dtype: type of weights and activations; float32 on a CPU and the checkpoint's
+            own elsewhere when it is None.
+
+    Returns:
+        The model, a callable with static settings, and its parameters.
+
+    Raises:
+        FileNotFoundError: when a file is missing.
+        ValueError: when the checkpoint is damaged or of a kind not supported here.
+    """
+    config = read_config(folder)
+    return Llama(config), read_params(folder, config, dtype)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the tokenizer.json of a checkpoint folder.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when it cannot be read.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing; older formats (tokenizer.model, vocab.json) must be "
+            "converted to it first"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a readable tokenizer: {error}") from error

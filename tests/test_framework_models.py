@@ -1,0 +1,140 @@
+"""The Flax NNX and the Equinox example agree with plain attention over whole texts."""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from functools import partial
+from pathlib import Path
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+equinox_model = importlib.import_module("equinox_model")
+flax_model = importlib.import_module("flax_model")
+
+# Absolute, for logits up to about 10 in float32.
+TOLERANCE = 2e-5
+
+TEXTS = ([5, 17, 80, 3, 9, 33, 2, 61, 44, 90, 7], [42, 7, 18], [1, 2, 3, 4, 5, 6])
+# Tokens that each text gets in each call: uneven chunks, then single tokens.
+CHUNKS = ((4, 0, 1), (5, 1, 3), (1, 1, 1), (1, 1, 1))
+
+
+NEVER = 2**30
+
+
+def flax_example():
+    decoder = flax_model.Decoder(nnx.Rngs(0))
+    model, params = flax_model.paged(decoder)
+    return flax_model, model, params, partial(flax_model.dense, decoder)
+
+
+def equinox_example():
+    decoder = equinox_model.Decoder(jax.random.key(0))
+    decoder = jax.tree.map(jnp.float32, decoder)  # float64 under x64 otherwise
+    dense = partial(equinox_model.dense, decoder)
+    return equinox_model, equinox_model.model, decoder, dense
+
+
+@pytest.fixture(scope="module", params=[flax_example, equinox_example])
+def example(request):
+    return request.param()
+
+
+@pytest.fixture(scope="module")
+def expected(example):
+    """Each text's logits by plain attention."""
+    dense = jax.jit(example[-1])
+    # Padded to one length: no token sees those after it.
+    padded = [text + [0] * (len(TEXTS[0]) - len(text)) for text in TEXTS]
+    rows = [np.asarray(dense(jnp.asarray(text, jnp.int32))) for text in padded]
+    return [row[: len(text)] for row, text in zip(rows, TEXTS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def step(example):
+    """One jitted step whose tokens believe to stand one earlier from `start` on."""
+    _, model, params, _ = example
+
+    @jax.jit
+    def step(cache, seq_ids, counts, tokens, start):
+        cache, batch = jkv.append(cache, seq_ids, counts, capacity=12)
+        late = (batch.positions >= start).astype(jnp.int32)
+        moved = dataclasses.replace(batch, positions=batch.positions - late)
+        logits, cache = model(params, tokens, cache, moved, all_rows=True)
+        return jkv.commit(cache, batch), batch.status, logits
+
+    return step
+
+
+def paged_logits(module, step, start=NEVER):
+    """Feed the texts in chunks, packed into one array; return each one's logits."""
+    config = jkv.CacheConfig(
+        num_layers=module.LAYERS,
+        num_kv_heads=module.KV_HEADS,
+        head_dim=module.HEAD_DIM,
+        num_blocks=12,
+        block_size=4,
+        max_sequences=4,
+        max_context_length=16,
+        dtype=jnp.float32,
+    )
+    cache, opened = jkv.allocate(jkv.init(config), jnp.zeros(3, jnp.int32))
+    rows = [[] for _ in TEXTS]
+    done = np.zeros(3, int)
+    for counts in CHUNKS:
+        pieces = [t[n : n + c] for t, n, c in zip(TEXTS, done, counts, strict=True)]
+        tokens = np.full(12, -1, np.int32)
+        tokens[: sum(counts)] = sum(pieces, [])
+        cache, status, logits = step(
+            cache,
+            opened.seq_ids,
+            jnp.asarray(counts, jnp.int32),
+            jnp.asarray(tokens),
+            jnp.asarray(start, jnp.int32),
+        )
+        jkv.raise_for_status(status)
+        ends = np.cumsum(counts)
+        for row, end, count in zip(rows, ends, counts, strict=True):
+            row.extend(np.asarray(logits[end - count : end]))
+        done += counts
+    assert done.tolist() == [len(text) for text in TEXTS]
+    return [np.stack(row) for row in rows]
+
+
+def test_paged_logits_are_those_of_plain_attention(example, step, expected):
+    for got, want in zip(paged_logits(example[0], step), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_tolerance_catches_wrong_answers(example, step, expected):
+    first, second, _ = expected
+    shifted = paged_logits(example[0], step, start=4)[0]
+    np.testing.assert_allclose(shifted[:4], first[:4], rtol=0, atol=TOLERANCE)
+    assert np.abs(shifted[4:] - first[4:]).max(axis=-1).min() > 100 * TOLERANCE
+    # Nor could one sequence's logits pass for another's, or zeros for either.
+    assert np.abs(first[:3] - second).max(axis=-1).min() > 100 * TOLERANCE
+    assert np.abs(first).max(axis=-1).min() > 100 * TOLERANCE
+
+
+def test_models_have_the_signature_of_the_protocol(example):
+    _, model, _, _ = example
+    protocol = inspect.signature(jkv.Model.__call__).parameters
+    found = inspect.signature(model).parameters
+    assert list(found) == list(protocol)[1:]  # without self
+    assert all(found[name].kind == protocol[name].kind for name in found)
+
+
+def test_scripts_run(example, capsys):
+    module = example[0]
+    module.main(num_tokens=6)
+    lines = capsys.readouterr().out.splitlines()
+    for line, prompt in zip(lines, (5, 2), strict=False):
+        assert len(line.partition("|")[0].split()) == prompt + 6
