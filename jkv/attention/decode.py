@@ -28,6 +28,8 @@ _PIECE_TOKENS = 32
 # Keys (or values) gathered in one trip, in float32. Smaller chunks stay in the cache
 # nearer to the core, larger ones share the cost of a trip.
 _TRIP_BYTES = 2 * 2**20
+# Joining costs lanes times requests; with tiny blocks it would outgrow the attention.
+_MAX_LANES = 64
 
 
 class WorkList(NamedTuple):
@@ -65,7 +67,7 @@ def attend_decode(
     num_requests, max_blocks = requests.seq_ids.shape[0], requests.block_tables.shape[1]
     block_bytes = 4 * num_kv_heads * block_size * max(queries.shape[3], value_dim)
     piece_blocks = max(1, _PIECE_TOKENS // block_size)
-    num_lanes = _TRIP_BYTES // (block_bytes * piece_blocks)
+    num_lanes = min(_TRIP_BYTES // (block_bytes * piece_blocks), _MAX_LANES)
     num_lanes = max(1, min(num_lanes, num_requests * -(-max_blocks // piece_blocks)))
     # No trip meets more requests than it has lanes, nor more than there are.
     num_segments = min(num_lanes, num_requests)

@@ -51,11 +51,6 @@ def attend_backward(
     tile_rows = tiling.tile_rows
     # Rows that see nothing have weights of zero whatever their log-sum-exp.
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    # Slices near the end are clamped, so the rows are padded by a tile.
-    queries, lse, d_output, delta = (
-        jnp.pad(array, ((0, tile_rows),) + ((0, 0),) * (array.ndim - 1))
-        for array in (queries, lse, d_output, delta)
-    )
 
     def backward_tile(index: jax.Array, grads: Gradients) -> Gradients:
         tile = locate_tile(tiling, requests, window, block_size, index)
@@ -96,7 +91,7 @@ def attend_backward(
         tile_grads = lax.fori_loop(
             jnp.int32(0), tile.num_chunks, backward_chunk, tile_grads
         )
-        # The tile may reach over rows of other requests: add nothing to those.
+        # Rows of other tiles and requests get nothing.
         d_rows = jnp.moveaxis(tile_grads.queries, 2, 0)
         d_rows = jnp.where(tile.valid[:, None, None, None], d_rows, 0.0)
         old = lax.dynamic_slice_in_dim(grads.queries, tile.start, tile_rows)
@@ -116,8 +111,7 @@ def attend_backward(
         return jnp.zeros(pool.shape, jnp.float32) if is_float else None
 
     grads = Gradients(jnp.zeros_like(queries), empty(key_pool), empty(value_pool))
-    grads = lax.fori_loop(jnp.int32(0), tiling.ends[-1], backward_tile, grads)
-    return grads._replace(queries=grads.queries[:num_rows])
+    return lax.fori_loop(jnp.int32(0), tiling.ends[-1], backward_tile, grads)
 
 
 def _dot(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:

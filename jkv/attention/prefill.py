@@ -25,17 +25,18 @@ class Tile(NamedTuple):
     """Some consecutive rows of one request and the blocks that they can see."""
 
     request: jax.Array  # i32[]
-    start: jax.Array  # i32[], the first row
+    start: jax.Array  # i32[], the first row; `Q` rows from here are inside the batch
     positions: jax.Array  # i32[Q], of the tokens that the rows stand for
-    valid: jax.Array  # bool[Q], the last tile of a request may reach past its end
+    valid: jax.Array  # bool[Q], the other rows belong to other tiles or requests
     table: jax.Array  # i32[M], the blocks of the request's sequence
     first_block: jax.Array  # i32[], column of the first block that a row sees
     num_chunks: jax.Array  # i32[]
 
 
 class Tiling(NamedTuple):
-    """How rows and blocks are cut; the counts say how many tiles each request has."""
+    """How rows and blocks are cut; the ends say how many tiles each request has."""
 
+    num_rows: int
     tile_rows: int
     chunk_blocks: int
     ends: jax.Array  # i32[B], tiles of all requests up to and with this one
@@ -50,10 +51,12 @@ def make_tiling(
     tile_rows = _MIN_TILE_ROWS
     while tile_rows < min(mean_rows, _MAX_TILE_ROWS):
         tile_rows *= 2
+    tile_rows = min(tile_rows, num_rows)
     lengths = requests.query_lengths
     counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
     max_blocks = requests.block_tables.shape[1]
     return Tiling(
+        num_rows=num_rows,
         tile_rows=tile_rows,
         chunk_blocks=max(1, min(_CHUNK_TOKENS // block_size, max_blocks)),
         ends=jnp.cumsum(counts, dtype=jnp.int32),
@@ -70,23 +73,26 @@ def locate_tile(
     """Find the rows of tile `index` and what they see."""
     request = jnp.sum(tiling.ends <= index, dtype=jnp.int32)
     before = jnp.where(request > 0, tiling.ends[request - 1], 0)
-    offsets = (index - before) * tiling.tile_rows + jnp.arange(
-        tiling.tile_rows, dtype=jnp.int32
-    )
+    first_offset = (index - before) * tiling.tile_rows
     length = requests.query_lengths[request]
+    start = requests.query_starts[request] + first_offset
+    # A slice past the last row would be moved back unasked, so move it here.
+    excess = jnp.maximum(start + tiling.tile_rows - tiling.num_rows, 0)
+    offsets = first_offset - excess + jnp.arange(tiling.tile_rows, dtype=jnp.int32)
     first_position = requests.context_lengths[request] - length
-    last_position = first_position + jnp.minimum(offsets[-1], length - 1)
+    last_offset = jnp.minimum(first_offset + tiling.tile_rows, length) - 1
+    last_position = first_position + last_offset
     first_block = jnp.int32(0)
     if window is not None:
-        first_token = first_position + offsets[0] - window + 1
+        first_token = first_position + first_offset - window + 1
         first_block = jnp.maximum(first_token, 0) // block_size
     num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
     chunk_tokens = tiling.chunk_blocks * block_size
     return Tile(
         request=request,
-        start=requests.query_starts[request] + offsets[0],
+        start=start - excess,
         positions=first_position + offsets,
-        valid=offsets < length,
+        valid=(offsets >= first_offset) & (offsets < length),
         table=requests.block_tables[requests.seq_ids[request]],
         first_block=first_block,
         num_chunks=(num_tokens + chunk_tokens - 1) // chunk_tokens,
@@ -150,11 +156,6 @@ def attend_prefill(
     block_size, value_dim = value_pool.shape[3:]
     tiling = make_tiling(requests, num_rows=num_rows, block_size=block_size, min_rows=2)
     tile_rows = tiling.tile_rows
-    # Slices near the end are clamped, so the rows are padded by a tile.
-    queries, output, lse = (
-        jnp.pad(array, ((0, tile_rows),) + ((0, 0),) * (array.ndim - 1))
-        for array in (queries, output, lse)
-    )
 
     def attend_tile(
         index: jax.Array, results: tuple[jax.Array, jax.Array]
@@ -196,7 +197,7 @@ def attend_prefill(
         tile_output, tile_lse = finish_sums(
             Sums(*(jnp.moveaxis(array, 2, 0) for array in sums)), sees[:, None, None]
         )
-        # The tile may reach over rows of other requests: put those back as they were.
+        # Rows of other tiles and requests stay as they were.
         output, lse = results
         mine = tile.valid[:, None, None]
         old_output = lax.dynamic_slice_in_dim(output, tile.start, tile_rows)
@@ -208,10 +209,7 @@ def attend_prefill(
             lax.dynamic_update_slice_in_dim(lse, tile_lse, tile.start, 0),
         )
 
-    output, lse = lax.fori_loop(
-        jnp.int32(0), tiling.ends[-1], attend_tile, (output, lse)
-    )
-    return output[:num_rows], lse[:num_rows]
+    return lax.fori_loop(jnp.int32(0), tiling.ends[-1], attend_tile, (output, lse))
 
 
 def gather_heads(

@@ -4,6 +4,8 @@ Slow and memory hungry on purpose. What the other implementations must reproduce
 `attend_row` says; nothing here is shared with them but the meaning of the arguments.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,7 @@ from jkv.attention.requests import Requests
 from jkv.attention.storage import to_float32
 
 
+@functools.partial(jax.jit, static_argnames=("soft_cap", "kv_dtype"))
 def attend_reference(
     queries: jax.Array,  # f32[R, H, D], not scaled
     key_pool: jax.Array,  # [L, N, K, T, D]

@@ -2,6 +2,14 @@
 
 Requests of one row go through `decode.py`, the others through `prefill.py`; each loop
 makes no trip when it has no work. The derivative is in `gradients.py`.
+
+Decoding is bound by reading the keys and values once. Without a kernel XLA cannot
+multiply out of scattered blocks: it copies a chunk of them into the cache and reads it
+there. Of the processor time of 16 sequences of 1000 tokens (8 kv heads of 64, float32,
+JAX 0.10.2, two cores of an AMD EPYC) that copy takes about 62%, the two products 13%,
+softmax, joining and the dispatch of small operations 25%; a plain `jnp.sum` over as
+many bytes takes 35 to 45% of the whole. With four query heads per kv head the products
+take about half of the time.
 """
 
 import functools

@@ -1,0 +1,451 @@
+"""Attention on plain arrays: against the reference, and that against a plain loop."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_close, is_close
+from workloads import WORKLOADS, Workload, make_operands, shrink
+
+from jkv.attention import paged_attention
+from jkv.attention.decode import list_work
+from jkv.attention.requests import make_requests
+
+NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
+LAYER = 1
+
+# (query length, context length) of each request; all share one trace.
+BATCHES = {
+    "decode": [(1, 26), (1, 1), (1, 3), (1, 9)],
+    "prefill": [(5, 5), (1, 1), (9, 9), (2, 2)],
+    "chunked prefill": [(7, 25), (5, 9), (2, 3), (3, 20)],
+    "mixed": [(1, 25), (8, 11), (0, 6), (1, 16)],
+    "idle": [(0, 4), (0, 0), (0, 9), (1, 2)],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Shapes and options that a call is compiled for."""
+
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    block_size: int = 4
+    options: tuple[tuple[str, float], ...] = ()
+    has_sinks: bool = False
+
+    def workload(self, batch: str) -> Workload:
+        query_lengths, context_lengths = zip(*BATCHES[batch], strict=True)
+        return Workload(
+            name=batch,
+            query_lengths=query_lengths,
+            context_lengths=context_lengths,
+            num_heads=self.kv_heads * self.group,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_dim,
+            block_size=self.block_size,
+            num_layers=2,
+        )
+
+    def sinks(self) -> jax.Array | None:
+        if not self.has_sinks:
+            return None
+        return jnp.linspace(-1.0, 2.0, self.kv_heads * self.group, dtype=jnp.float32)
+
+
+def case(**fields) -> Case:
+    options = tuple(fields.pop("options", {}).items())
+    return Case(options=options, **fields)
+
+
+CASES = {
+    "one kv head per query head": case(head_dim=64, value_dim=64, block_size=16),
+    "groups of 2, window": case(group=2, options={"window": 5}),
+    "groups of 3, soft cap": case(group=3, options={"soft_cap": 1.5}, head_dim=80),
+    "groups of 4, sinks": case(group=4, has_sinks=True, value_dim=24),
+    "groups of 5, scale": case(group=5, options={"scale": 0.7}, head_dim=96),
+    "groups of 6, window of 1": case(group=6, options={"window": 1}, block_size=3),
+    "groups of 7, everything": case(
+        group=7,
+        block_size=3,
+        has_sinks=True,
+        options={"window": 7, "soft_cap": 2.0, "scale": 0.3},
+    ),
+    "multi-query, block size 5": case(kv_heads=1, group=8, block_size=5, value_dim=8),
+}
+
+
+def attend_loop(operands, layer, *, scale=None, window=None, soft_cap=None, sinks=None):
+    """Row by row, head by head, token by token in float64, without any block."""
+    num_heads, head_dim = operands.queries.shape[2:]
+    scale = head_dim**-0.5 if scale is None else scale
+    outputs, logs = [], []
+    row = 0
+    for request, length in enumerate(operands.query_lengths):
+        keys = operands.keys[request][layer].astype(np.float64)
+        values = operands.values[request][layer].astype(np.float64)
+        context, num_kv_heads = keys.shape[:2]
+        for position in range(context - length, context):
+            for head in range(num_heads):
+                kv_head = head // (num_heads // num_kv_heads)
+                first = 0 if window is None else max(0, position - window + 1)
+                query = operands.queries[layer, row, head].astype(np.float64)
+                scores = keys[first : position + 1, kv_head] @ query * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                weights = np.exp(scores)
+                total = weights.sum()
+                if sinks is not None:
+                    total += np.exp(float(sinks[head]))
+                outputs.append(weights @ values[first : position + 1, kv_head] / total)
+                logs.append(np.log(total))
+            row += 1
+    value_dim = operands.values[0].shape[-1]
+    return (
+        np.array(outputs).reshape(row, num_heads, value_dim),
+        np.array(logs).reshape(row, num_heads),
+    )
+
+
+def arguments(operands, num_rows=NUM_ROWS):
+    """The positional arguments of `paged_attention`, rows padded to `num_rows`."""
+    queries = operands.queries[LAYER]
+    padded = np.full((num_rows, *queries.shape[1:]), 3.0, np.float32)
+    padded[: len(queries)] = queries
+    arrays = [padded, operands.key_pool, operands.value_pool, np.int32(LAYER)]
+    arrays += [operands.block_tables, np.arange(len(operands.keys), dtype=np.int32)]
+    arrays += operands[4:7]
+    return [jnp.asarray(array) for array in arrays]
+
+
+def small_operands(batch="mixed", seed=0, **fields):
+    return make_operands(
+        case(**fields).workload(batch),
+        seed,
+        num_blocks=NUM_BLOCKS,
+        max_blocks=MAX_BLOCKS,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_plain_loop(name, implementation):
+    """Decode, prefill, mixed and idle batches through one trace."""
+    this = CASES[name]
+    options, sinks = dict(this.options), this.sinks()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def attend(*positional):
+        return paged_attention(
+            *positional,
+            sinks=sinks,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+        )
+
+    for seed, batch in enumerate(BATCHES):
+        operands = make_operands(
+            this.workload(batch), seed, num_blocks=NUM_BLOCKS, max_blocks=MAX_BLOCKS
+        )
+        positional = arguments(operands)
+        expected, logs = attend_loop(operands, LAYER, sinks=sinks, **options)
+        used = len(expected)
+        output, lse = attend(*positional)
+        assert_close(output[:used], expected)
+        assert_close(lse[:used], logs)
+        assert not output[used:].any() and np.isneginf(lse[used:]).all()
+        again, _ = attend(*positional)
+        np.testing.assert_array_equal(again, output)
+
+        # The tolerance is smaller than what these mistakes change.
+        if batch == "decode":
+            shifted, permuted = list(positional), list(positional)
+            shifted[8] = jnp.maximum(positional[8] - 1, 1)
+            assert not is_close(attend(*shifted)[0][0], expected[0])
+            permuted[4] = jnp.roll(positional[4], 1, axis=0)
+            assert not is_close(attend(*permuted)[0][1], expected[1])
+            assert not is_close(jnp.zeros_like(output[:used]), expected)
+
+
+@pytest.mark.parametrize("name", ["decode-one-long-grouped", "mixed"])
+def test_workloads_in_small(name):
+    """The benchmarks' batches, their proportions kept."""
+    (workload,) = (shrink(each) for each in WORKLOADS if each.name == name)
+    operands = make_operands(workload)
+    output = paged_attention(*arguments(operands, workload.num_rows))
+    expected, _ = attend_loop(operands, LAYER)
+    assert_close(output, expected)
+    assert not is_close(jnp.roll(output, 1, axis=0), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_any_order_of_blocks_gives_the_same_bits(implementation):
+    operands = small_operands()
+    positional = arguments(operands)
+    order = np.random.default_rng(1).permutation(NUM_BLOCKS)
+    moved = list(positional)
+    moved[1], moved[2] = positional[1][:, order], positional[2][:, order]
+    place = np.argsort(order).astype(np.int32)  # where a block went
+    tables = operands.block_tables
+    inside = (tables >= 0) & (tables < NUM_BLOCKS)
+    moved[4] = jnp.asarray(
+        np.where(inside, place[np.clip(tables, 0, NUM_BLOCKS - 1)], tables)
+    )
+    attend = functools.partial(paged_attention, implementation=implementation)
+    np.testing.assert_array_equal(attend(*moved), attend(*positional))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_nan_outside_the_window_stays_outside(implementation):
+    """Also in the slots of the first visible block that the window hides."""
+    window = 6
+    operands = small_operands("decode")
+    expected, _ = attend_loop(operands, LAYER, window=window)
+    for request, context in enumerate(operands.context_lengths):
+        for position in range(max(0, context - window)):
+            block = operands.block_tables[request, position // 4]
+            operands.key_pool[:, block, :, position % 4] = np.nan
+            operands.value_pool[:, block, :, position % 4] = np.nan
+    output = paged_attention(
+        *arguments(operands), window=window, implementation=implementation
+    )
+    assert_close(output[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_padding_and_layouts(implementation):
+    """Padded [B, Q] rows, requests in any order, ids and starts out of range."""
+    operands = small_operands("chunked prefill")
+    attend = functools.partial(paged_attention, implementation=implementation)
+    packed = arguments(operands)
+    expected, _ = attend_loop(operands, LAYER)
+    starts, lengths = operands.query_starts, operands.query_lengths
+
+    # Requests in another order, each with 8 rows of its own, among padding.
+    order, width = [2, 0, 3, 1], 8
+    rows = np.full((7 * width, *operands.queries.shape[2:]), 5.0, np.float32)
+    spread, slots = [], {0: 0, 2: 1, 3: 2, 6: 3}
+    for place, which in slots.items():
+        request = order[which]
+        mine = slice(starts[request], starts[request] + lengths[request])
+        rows[place * width : place * width + lengths[request]] = operands.queries[
+            LAYER, mine
+        ]
+        spread.append((place, request, mine))
+
+    def to_slots(array, filler):
+        filled = np.full(7, filler, np.int32)
+        for place, which in slots.items():
+            filled[place] = np.asarray(array)[order[which]]
+        return jnp.asarray(filled)
+
+    seq_ids = to_slots(np.arange(4), -1).at[1].set(4).at[4].set(2**31 - 1)
+    query_starts = jnp.arange(7, dtype=jnp.int32) * width
+    query_starts = query_starts.at[5].set(7 * width).at[4].set(2**31 - 1)
+    output = attend(
+        jnp.asarray(rows),
+        *packed[1:5],
+        seq_ids,
+        query_starts,
+        to_slots(lengths, width),
+        to_slots(operands.context_lengths, 20),
+    )
+    found = np.zeros(7 * width, bool)
+    for place, request, mine in spread:
+        there = slice(place * width, place * width + lengths[request])
+        found[there] = True
+        assert_close(output[there], expected[mine])
+    assert not np.asarray(output)[~found].any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_nobody_asks(implementation):
+    """No rows, no requests, and a traced window that hides everything."""
+    operands = small_operands()
+    positional = arguments(operands)
+    empty = paged_attention(positional[0][:0], *positional[1:])
+    assert empty.shape == (0, 2, 16)
+    none = [array[:0] for array in positional[5:]]
+    assert not paged_attention(*positional[:5], *none).any()
+    output, lse = paged_attention(
+        *positional,
+        window=jnp.int32(0),
+        return_lse=True,
+        implementation=implementation,
+    )
+    assert not output.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", "bfloat16 bits"])
+def test_half_precision(storage):
+    """Sums stay in float32: the result is the reference's, rounded once."""
+    operands = small_operands()
+    dtype = jnp.dtype(storage.split()[0])
+    positional = arguments(operands)
+    positional[0] = positional[0].astype(dtype)
+    positional[1:3] = [pool.astype(dtype) for pool in positional[1:3]]
+    expected = paged_attention(*positional, implementation="reference")
+    options = {}
+    if storage == "bfloat16 bits":
+        positional[1:3] = [
+            jax.lax.bitcast_convert_type(pool, jnp.uint16) for pool in positional[1:3]
+        ]
+        options = {"kv_dtype": jnp.bfloat16}
+    output = paged_attention(*positional, **options)
+    assert output.dtype == expected.dtype == dtype
+    assert_close(output, expected)
+    assert not is_close(jnp.zeros_like(output), expected)
+    if options:
+        bits = paged_attention(*positional, implementation="reference", **options)
+        np.testing.assert_array_equal(bits, expected)
+
+
+def test_large_half_precision_values_do_not_overflow():
+    """Partial sums in float16 would reach infinity here."""
+    pool = jnp.full((1, 5, 1, 4, 8), 6e4, jnp.float16)
+    output = paged_attention(
+        jnp.zeros((1, 1, 8), jnp.float16),
+        jnp.zeros_like(pool),
+        pool,
+        0,
+        jnp.arange(5, dtype=jnp.int32)[None],
+        None,
+        jnp.array([0], jnp.int32),
+        jnp.array([1], jnp.int32),
+        jnp.array([20], jnp.int32),
+    )
+    assert_close(output, np.full((1, 1, 8), 6e4))
+
+
+def test_pools_without_layers_and_traced_scalars():
+    """layer=None; a window and a scale that differ from call to call."""
+    operands = small_operands()
+    positional = arguments(operands)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def attend(layer, window, scale):
+        return paged_attention(
+            *positional[:3], layer, *positional[4:], window=window, scale=scale
+        )
+
+    for layer, window, scale in ((0, 4, 0.2), (1, 9, 0.5)):
+        output = attend(jnp.int32(layer), jnp.int32(window), jnp.float32(scale))
+        slices = [pool[layer] for pool in positional[1:3]]
+        alone = paged_attention(
+            positional[0],
+            *slices,
+            None,
+            *positional[4:],
+            window=window,
+            scale=scale,
+            implementation="reference",
+        )
+        assert_close(output, alone)
+
+
+def test_work_is_the_sum_of_the_context_lengths():
+    """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
+    contexts = [1000, 32, 0, 33, 4, 5, 13]
+    lengths = [1, 1, 1, 1, 1, 5, 1]  # one is prefill, one is empty
+    requests = make_requests(
+        jnp.zeros((7, 300), jnp.int32),
+        None,
+        jnp.arange(7, dtype=jnp.int32),
+        jnp.array(lengths, jnp.int32),
+        jnp.array(contexts, jnp.int32),
+        num_rows=99,
+        block_size=4,
+    )
+    work = list_work(requests, None, 4, piece_blocks=2, padding=3)
+    # Last blocks are edges: 249, 7, 8, 0 and 3 blocks are left.
+    assert int(work.num_requests) == 5
+    assert int(work.num_pieces) == 125 + 4 + 4 + 0 + 2
+    # A window of 8 tokens: first and last visible block are edges, 0 or 1 between.
+    work = list_work(requests, jnp.int32(8), 4, piece_blocks=2, padding=3)
+    assert int(work.num_requests) == 5
+    assert int(work.num_pieces) == 0 + 0 + 1 + 0 + 1
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "uint16"])
+def test_compiled_module_never_copies_a_pool(storage):
+    """Half a GiB of pool, scan over layers: nothing of that size, little memory."""
+    layers, blocks, kv_heads, block_size, head_dim = shape = (8, 16384, 2, 16, 64)
+    requests, max_blocks = 64, 4096
+    pool = jax.ShapeDtypeStruct(shape, storage)
+    queries = jax.ShapeDtypeStruct((layers, 128, 4, head_dim), jnp.float32)
+    tables = jax.ShapeDtypeStruct((requests, max_blocks), jnp.int32)
+    counts = jax.ShapeDtypeStruct((requests,), jnp.int32)
+
+    def attend_layers(queries, keys, values, tables, starts, lengths, contexts):
+        def attend_layer(pools, layer):
+            output = paged_attention(
+                queries[layer],
+                *pools,
+                layer,
+                tables,
+                None,
+                starts,
+                lengths,
+                contexts,
+                kv_dtype=jnp.bfloat16 if storage == "uint16" else None,
+            )
+            return pools, output
+
+        return jax.lax.scan(
+            attend_layer, (keys, values), jnp.arange(layers, dtype=jnp.int32)
+        )
+
+    compiled = (
+        jax.jit(attend_layers, donate_argnums=(1, 2))
+        .lower(queries, pool, pool, tables, counts, counts, counts)
+        .compile()
+    )
+    layer_elements = blocks * kv_heads * block_size * head_dim
+    for line in compiled.as_text().splitlines():
+        match = re.search(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if match and np.prod([int(n) for n in match[1].split(",")]) >= layer_elements:
+            assert match[2] in {"parameter", "bitcast", "get-tuple-element"}, line
+    pool_bytes = np.prod(shape) * np.dtype(storage).itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 8
+
+
+def test_mistakes_are_explained():
+    operands = small_operands()
+    good = arguments(operands)
+
+    def refuses(words, *changes, **options):
+        bad = list(good)
+        for index, value in changes:
+            bad[index] = value
+        with pytest.raises(ValueError, match=words):
+            paged_attention(*bad, **options)
+
+    refuses("None or one of 'xla', 'reference'", implementation="cuda")
+    refuses("queries must have 3 axes", (0, good[0][0]))
+    refuses("key_pool must have 5 axes", (1, good[1][0]))
+    refuses("key_pool must have 4 axes", (3, None))
+    refuses("agree in layers", (2, good[2][:1]))
+    refuses("head dim 15, key_pool 16", (0, good[0][..., :15]))
+    refuses("3 query heads do not divide", (0, jnp.ones((5, 3, 16))))
+    refuses(r"sinks must be .* \[2\]", sinks=jnp.ones(3))
+    refuses("queries must be floating", (0, good[0].astype(jnp.int32)))
+    refuses("must be floating point, or uint16", (1, good[1].astype(jnp.int8)))
+    refuses("pass kv_dtype=bfloat16", (1, good[1].astype(jnp.uint16)))
+    refuses("kv_dtype is for pools of raw bits", kv_dtype=jnp.bfloat16)
+    refuses(r"query_lengths must have one entry", (7, good[7][:2]))
+    refuses("context_lengths must hold integers", (8, good[8].astype(jnp.float32)))
+    refuses("block_tables must have 2 axes", (4, good[4][0]))
+    refuses("block_tables has 2 rows", (4, good[4][:2]), (5, None))
+    refuses("window counts the token itself", window=0)
+    refuses("soft_cap must be above 0", soft_cap=0.0)
