@@ -1,4 +1,4 @@
-"""The public surface: pinned name by name, each documented, with an example that runs."""
+"""The public surface: pinned by name, each documented, with an example that runs."""
 
 import doctest
 import inspect

@@ -1,0 +1,309 @@
+"""The cache in plain Python: an independent second reading of the contract.
+
+Everything is a list or a dict, every batch is a loop over its requests, and nothing
+is stored that can be counted: a reference count is a count over the block tables, a
+context length is the length of the list of stored tokens. A stored token is whatever
+the test hands to `append`, so its contents travel with the sequence and not with the
+blocks; the blocks are kept beside them only to say which ids the cache must use.
+"""
+
+from collections import Counter, deque
+from typing import Any, NamedTuple
+
+OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, CONTEXT_FULL = 0, 1, 2, 3
+BATCH_FULL, INVALID_SEQUENCE, INVALID_ARGUMENT = 4, 5, 6
+PADDING = -1
+
+
+class Row(NamedTuple):
+    """One row of a batch that holds a token: where it is written."""
+
+    seq_id: int
+    position: int
+    block: int
+    offset: int
+
+
+class Batch(NamedTuple):
+    """What `append` promises; a row without a token is None."""
+
+    status: list[int]
+    query_starts: list[int]
+    query_lengths: list[int]
+    context_lengths: list[int]
+    rows: list[Row | None]
+
+
+class Oracle:
+    """The cache: free blocks and free sequence ids in order, tables, tokens."""
+
+    def __init__(self, *, num_blocks, block_size, max_sequences, max_context_length):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_sequences, self.max_context = max_sequences, max_context_length
+        self.free_blocks = deque(range(num_blocks))
+        self.free_ids = deque(range(max_sequences))
+        self.tables: dict[int, list[int]] = {}  # open sequences: their block ids
+        self.tokens: dict[int, list[Any]] = {}  # and their stored tokens
+        self.refusals: Counter[int] = Counter()
+
+    # The verbs. Requests are served one after the other.
+
+    def allocate(self, num_tokens):
+        """Open one sequence per request; returns (seq_ids, status)."""
+        self._begin()
+        seq_ids, status = [], []
+        for count in num_tokens:
+            seq_id = PADDING
+            if count == PADDING:
+                cause = OK
+            elif count < 0:
+                cause = INVALID_ARGUMENT
+            elif count > self.max_context:
+                cause = CONTEXT_FULL
+            elif not self.free_ids:
+                cause = OUT_OF_SEQUENCES
+            elif not self._fits(self._blocks_for(count)):
+                cause = OUT_OF_BLOCKS
+            else:
+                cause = OK
+                seq_id = self._open()
+                self._grow(seq_id, self._blocks_for(count))
+            seq_ids.append(seq_id)
+            status.append(cause)
+        return seq_ids, self._count(status)
+
+    def can_allocate(self, num_tokens):
+        """What `allocate` would serve, nothing changed."""
+        copy = Oracle(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_sequences=self.max_sequences,
+            max_context_length=self.max_context,
+        )
+        copy.free_blocks, copy.free_ids = deque(self.free_blocks), deque(self.free_ids)
+        return [cause == OK for cause in copy.allocate(num_tokens)[1]]
+
+    def append(self, seq_ids, num_tokens, contents, max_query_length=None):
+        """Store contents[row] in each served request's rows; returns a Batch.
+
+        `contents` has one entry per row, so its length is the capacity. With
+        `max_query_length` Q, request i owns Q rows from i * Q, else rows are packed.
+        """
+        self._begin()
+        batch = Batch([], [], [], [], [None] * len(contents))
+        before = {seq_id: len(tokens) for seq_id, tokens in self.tokens.items()}
+        start = 0
+        for i, (seq_id, count) in enumerate(zip(seq_ids, num_tokens, strict=True)):
+            if max_query_length is not None:
+                start, room = i * max_query_length, max_query_length
+            else:
+                room = len(contents) - start
+            length = before.get(seq_id, 0)
+            need = self._blocks_for(length + count) - len(self.tables.get(seq_id, []))
+            if seq_id == PADDING:
+                cause = OK
+            elif not self._is_first_open(seq_ids, i):
+                cause = INVALID_SEQUENCE
+            elif count < 0:
+                cause = INVALID_ARGUMENT
+            elif length + count > self.max_context:
+                cause = CONTEXT_FULL
+            elif count > 0 and count > room:
+                cause = BATCH_FULL
+            elif not self._fits(need):
+                cause = OUT_OF_BLOCKS
+            else:
+                cause = OK
+            served = cause == OK and seq_id != PADDING
+            if served:
+                self._grow(seq_id, need)
+                for row in range(start, start + count):
+                    batch.rows[row] = self._slot(seq_id, len(self.tokens[seq_id]))
+                    self.tokens[seq_id].append(contents[row])
+            batch.status.append(cause)
+            batch.query_starts.append(start)
+            batch.query_lengths.append(count if served else 0)
+            batch.context_lengths.append(length + count if served else length)
+            start += max(count, 0)
+        self._count(batch.status)
+        return batch
+
+    def fork(self, seq_ids):
+        """Open one child per parent; returns (seq_ids, status)."""
+        self._begin()
+        parents = set(self.tables)  # A child opened in this call is no parent in it.
+        children, status = [], []
+        for parent in seq_ids:
+            child = PADDING
+            if parent == PADDING:
+                cause = OK
+            elif parent not in parents:
+                cause = INVALID_SEQUENCE
+            elif not self.free_ids:
+                cause = OUT_OF_SEQUENCES
+            elif not self._fits(self._has_tail(len(self.tokens[parent]))):
+                cause = OUT_OF_BLOCKS
+            else:
+                cause = OK
+                child = self._open()
+                self.tokens[child] = list(self.tokens[parent])
+                self.tables[child] = self._full_blocks(parent)
+                self._grow(child, self._has_tail(len(self.tokens[child])))
+            children.append(child)
+            status.append(cause)
+        return children, self._count(status)
+
+    def free(self, seq_ids):
+        """Close sequences; a block comes back with its last reference."""
+        status = []
+        for i, seq_id in enumerate(seq_ids):
+            if seq_id == PADDING:
+                status.append(OK)
+            elif not self._is_first_open(seq_ids, i):
+                status.append(INVALID_SEQUENCE)
+            else:
+                status.append(OK)
+                self._shrink(seq_id, 0)
+                del self.tables[seq_id], self.tokens[seq_id]
+                self.free_ids.append(seq_id)
+        return self._count(status)
+
+    def truncate(self, seq_ids, lengths):
+        """Drop tokens and every block past the new end; copy a shared new tail."""
+        self._begin()
+        shared = {b for b in range(self.num_blocks) if self.reference_count(b) > 1}
+        status = []
+        for i, (seq_id, length) in enumerate(zip(seq_ids, lengths, strict=True)):
+            if seq_id == PADDING:
+                status.append(OK)
+                continue
+            if not self._is_first_open(seq_ids, i):
+                status.append(INVALID_SEQUENCE)
+                continue
+            if not 0 <= length <= len(self.tokens[seq_id]):
+                status.append(INVALID_ARGUMENT)
+                continue
+            # A writer may own no shared block, so a new tail that was shared before
+            # the call is copied.
+            tail = length // self.block_size
+            copies = self._has_tail(length) and self.tables[seq_id][tail] in shared
+            if not self._fits(int(copies)):
+                status.append(OUT_OF_BLOCKS)
+                continue
+            status.append(OK)
+            self._shrink(seq_id, tail if copies else self._blocks_for(length))
+            self._grow(seq_id, int(copies))
+            del self.tokens[seq_id][length:]
+        return self._count(status)
+
+    def reorder(self, seq_ids, parents):
+        """Sequence i continues from what parent i was before the call."""
+        status = []
+        for i, (seq_id, parent) in enumerate(zip(seq_ids, parents, strict=True)):
+            if seq_id == PADDING:
+                status.append(OK)
+            elif not self._is_first_open(seq_ids, i) or parent not in self.tables:
+                status.append(INVALID_SEQUENCE)
+            else:
+                status.append(OK)
+        # Who moves, in order: a sequence that is its own parent stays as it is.
+        moves = [
+            (i, seq_id, parent)
+            for i, (seq_id, parent) in enumerate(zip(seq_ids, parents, strict=True))
+            if seq_id != PADDING and status[i] == OK and seq_id != parent
+        ]
+        pasts = {parent: list(self.tokens[parent]) for _, _, parent in moves}
+        full = {parent: self._full_blocks(parent) for _, _, parent in moves}
+        # Moves that need no block are served. Of those that need one, as many as fit,
+        # the first ones: they may also take what the served sequences give up.
+        needy = [move for move in moves if self._has_tail(len(pasts[move[2]]))]
+        for num_served in range(len(needy), -1, -1):
+            refused = needy[num_served:]
+            served = [move for move in moves if move not in refused]
+            after = dict(self.tables) | {s: full[parent] for _, s, parent in served}
+            kept = {block for table in after.values() for block in table}
+            if num_served <= self.num_blocks - len(kept):
+                break
+        for i, _, _ in refused:
+            status[i] = OUT_OF_BLOCKS
+        # One step for all: drop and share, then take the new tails.
+        for _, seq_id, _ in served:
+            self._shrink(seq_id, 0, kept)
+        for _, seq_id, parent in served:
+            self.tables[seq_id] = list(full[parent])
+            self.tokens[seq_id] = list(pasts[parent])
+        for _, seq_id, _ in served:
+            self._grow(seq_id, self._has_tail(len(self.tokens[seq_id])))
+        return self._count(status)
+
+    # Looking things up.
+
+    def reference_count(self, block):
+        return sum(table.count(block) for table in self.tables.values())
+
+    def slot(self, seq_id, position):
+        """(block, offset) of a position, None where no block is mapped."""
+        table = self.tables.get(seq_id, [])
+        if not 0 <= position < len(table) * self.block_size:
+            return None
+        return table[position // self.block_size], position % self.block_size
+
+    def check(self):
+        """The oracle's own sanity: every block and every id is somewhere once."""
+        live = {block for table in self.tables.values() for block in table}
+        assert sorted([*self.free_blocks, *live]) == list(range(self.num_blocks))
+        assert sorted([*self.free_ids, *self.tables]) == list(range(self.max_sequences))
+        for seq_id, table in self.tables.items():
+            length = len(self.tokens[seq_id])
+            assert self._blocks_for(length) <= len(table)
+            owned = table[length // self.block_size :]
+            assert all(self.reference_count(block) == 1 for block in owned)
+
+    # Helpers.
+
+    def _blocks_for(self, length):
+        return -(-length // self.block_size)
+
+    def _has_tail(self, length):
+        return int(length % self.block_size != 0)
+
+    def _full_blocks(self, seq_id):
+        return self.tables[seq_id][: len(self.tokens[seq_id]) // self.block_size]
+
+    def _is_first_open(self, seq_ids, i):
+        return seq_ids[i] in self.tables and seq_ids[i] not in seq_ids[:i]
+
+    def _slot(self, seq_id, position):
+        return Row(seq_id, position, *self.slot(seq_id, position))
+
+    def _begin(self):
+        """A call is judged by the blocks free before it."""
+        self.available, self.shut = len(self.free_blocks), False
+
+    def _fits(self, need):
+        """Whether a request gets its blocks; one that does not shuts the rest out."""
+        if need <= 0:
+            return True
+        self.shut = self.shut or need > self.available
+        self.available -= 0 if self.shut else need
+        return not self.shut
+
+    def _open(self):
+        seq_id = self.free_ids.popleft()
+        self.tables[seq_id], self.tokens[seq_id] = [], []
+        return seq_id
+
+    def _grow(self, seq_id, count):
+        self.tables[seq_id] += [self.free_blocks.popleft() for _ in range(count)]
+
+    def _shrink(self, seq_id, count, kept=()):
+        """Drop blocks from the end; one is free when nobody names it any more."""
+        table = self.tables[seq_id]
+        while len(table) > count:
+            block = table.pop()
+            if self.reference_count(block) == 0 and block not in kept:
+                self.free_blocks.append(block)
+
+    def _count(self, status):
+        self.refusals.update(cause for cause in status if cause != OK)
+        return status

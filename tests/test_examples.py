@@ -1,0 +1,139 @@
+"""The scripts of examples/ as a user runs them, and what they say to bad input."""
+
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+# What else lies in examples/, and the test that runs it.
+TESTED_ELSEWHERE = {
+    "corpus.py": "test_bundled_model",
+    "pydoc_model.py": "test_bundled_model",
+    "train_pydoc.py": "test_bundled_model",
+    "flax_model.py": "test_framework_models",
+    "equinox_model.py": "test_framework_models",
+}
+
+
+def run_example(script, *arguments, stdin=""):
+    """Run a script in a process of its own, and return what it wrote."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=600,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def complaint(script, *arguments, monkeypatch):
+    """Run a script in this process and return the message it exits with."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert isinstance(stopped.value.code, str)
+    return stopped.value.code
+
+
+def test_every_script_is_run_by_some_test():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    here = {"quickstart.py", "generate.py", "parallel_sampling.py"}
+    assert scripts == here | TESTED_ELSEWHERE.keys()
+    for test in TESTED_ELSEWHERE.values():
+        assert (ROOT / "tests" / f"{test}.py").exists()
+
+
+@pytest.mark.parametrize(
+    "script, limit",
+    [("quickstart.py", 60), ("generate.py", 120), ("parallel_sampling.py", 120)],
+)
+def test_examples_are_short(script, limit):
+    assert len((EXAMPLES / script).read_text().splitlines()) < limit
+
+
+def test_quickstart_is_in_the_readme_with_its_output():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first_block = readme.split("```python\n")[1].split("```")[0]
+    assert first_block == (EXAMPLES / "quickstart.py").read_text(encoding="utf-8")
+    output = run_example("quickstart.py").stdout
+    assert f"```text\n{output}```" in readme
+    assert "free blocks after free: 32" in output
+
+
+@pytest.mark.slow
+def test_generate_streams_one_prompt():
+    done = run_example("generate.py", "--max-new-tokens", "24", "--temperature", "0")
+    assert done.stdout.startswith("The with statement is used to")
+    assert len(done.stdout.split()) > 10
+    assert re.search(
+        r"24 tokens, \d+ tokens/s after [\d.]+ s; 0 of 2 blocks in use, 2 at the peak, "
+        r"\d+% of their slots empty; ended by LENGTH",
+        done.stderr,
+    )
+
+
+@pytest.mark.slow
+def test_generate_reads_prompts_from_arguments_and_standard_input():
+    done = run_example(
+        "generate.py",
+        "class Path",
+        *("--file", "-", "--max-new-tokens", "9", "--repetition-penalty", "1.3"),
+        *("--top-k", "40", "--min-p", "0.02", "--seeds", "5"),
+        stdin="The import statement\nRaise an error if\n",
+    )
+    texts = done.stdout.split("\n\n---\n\n")
+    starts = ["class Path", "The import statement", "Raise an error if"]
+    assert [t[: len(s)] for t, s in zip(texts, starts, strict=True)] == starts
+    assert all(len(t) > len(s) for t, s in zip(texts, starts, strict=True))
+    assert "27 tokens" in done.stderr and "0 of 3 blocks" in done.stderr
+
+
+@pytest.mark.slow
+def test_parallel_samples_share_blocks():
+    output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
+    tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
+    assert len(tables) == 4
+    # All blocks but the last, partly filled one are the same.
+    assert len({tuple(table[:-1]) for table in tables}) == 1
+    assert len({table[-1] for table in tables}) == 4
+    peak, apart = map(
+        int, re.search(r"(\d+) blocks at the peak, (\d+) without", output).groups()
+    )
+    assert peak <= apart / 2
+    free, total = re.search(r"(\d+) of (\d+) blocks free at the end", output).groups()
+    assert free == total
+    samples = re.split(r"--- sample \d\n", output.rsplit("\n\n", 1)[0])[1:]
+    assert len(set(samples)) == 4
+
+
+def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):
+    def says(*arguments):
+        return complaint("generate.py", *arguments, monkeypatch=monkeypatch)
+
+    assert "config.json is missing" in says("x", "--model", str(tmp_path / "none"))
+    assert "a prompt is empty" in says("  ")
+    assert "a prompt is empty" in says("one", "")
+    assert "--max-new-tokens below 1" in says("x", "--max-new-tokens", "0")
+    assert "No such file" in says("--file", str(tmp_path / "none"))
+    long = "a b c d e f g h " * 400
+    assert re.search(r"a prompt has \d{4} tokens, the context is 2048", says(long))
+    answer = complaint(
+        "parallel_sampling.py", "x", "--samples", "0", monkeypatch=monkeypatch
+    )
+    assert "at least 1" in answer

@@ -1,0 +1,548 @@
+"""Generation: against an eager loop and a model without a cache, limits, tiny pools.
+
+Compiling is what costs time here, so almost all tests share one set of shapes: prompts
+are padded to `ROWS` by `WIDTH`, and a small pool is a large one that others fill.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import small_cache
+
+import jkv
+from jkv import decoding
+from jkv.decoding import FinishReason, Sampling
+
+VOCABULARY, LAYERS, HEADS, KV_HEADS, DIM = 19, 2, 4, 2, 4
+ROWS, WIDTH, NEW_TOKENS, CONTEXT = 8, 32, 12, 30
+STATIC = ("model", "max_new_tokens", "num_samples", "chunk_size")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6]]
+
+generate = jax.jit(decoding.generate, static_argnames=STATIC)
+prefill = jax.jit(decoding.prefill, static_argnames=STATIC)
+decode = jax.jit(decoding.decode, static_argnames="model")
+call = jax.jit(lambda model, *arguments: model(*arguments), static_argnums=0)
+
+
+# Two small models. The first needs the cache: attention, with learned positions.
+
+
+@functools.cache
+def attention_params():
+    keys = iter(jax.random.split(jax.random.key(3), 6))
+    width = HEADS * DIM
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape, jnp.float32) / shape[-2] ** 0.5
+
+    return dict(
+        embedding=4 * draw(VOCABULARY, width),
+        positions=4 * draw(64, width),
+        layers=dict(
+            query=draw(LAYERS, width, HEADS * DIM),
+            key=draw(LAYERS, width, KV_HEADS * DIM),
+            value=draw(LAYERS, width, KV_HEADS * DIM),
+        ),
+        head=2 * draw(width, VOCABULARY),
+    )
+
+
+def attention_model(params, tokens, cache, batch, *, all_rows=False):
+    hidden = params["embedding"][tokens] + params["positions"][batch.positions]
+    num_rows = tokens.shape[0]
+
+    def run_layer(carry, scanned):
+        hidden, cache = carry
+        layer, weights = scanned
+        keys = (hidden @ weights["key"]).reshape(num_rows, KV_HEADS, DIM)
+        values = (hidden @ weights["value"]).reshape(num_rows, KV_HEADS, DIM)
+        queries = (hidden @ weights["query"]).reshape(num_rows, HEADS, DIM)
+        cache = jkv.write(cache, layer, batch, keys, values)
+        attended = jkv.attend(cache, layer, batch, queries)
+        return (jnp.tanh(hidden + attended.reshape(num_rows, -1)), cache), None
+
+    layers = (jnp.arange(LAYERS, dtype=jnp.int32), params["layers"])
+    (hidden, cache), _ = jax.lax.scan(run_layer, (hidden, cache), layers)
+    if not all_rows:
+        hidden = hidden[jnp.minimum(batch.last_rows, num_rows - 1)]
+    return hidden @ params["head"], cache
+
+
+def dense_logits(tokens):
+    """The same model over one whole sequence, without jkv: f32[V] after its end."""
+    params = jax.tree.map(np.asarray, attention_params())
+    length = len(tokens)
+    hidden = params["embedding"][np.array(tokens)] + params["positions"][:length]
+    is_past = np.tril(np.ones((length, length), bool))
+    for layer in range(LAYERS):
+        query, key, value = (
+            hidden @ params["layers"][name][layer] for name in ("query", "key", "value")
+        )
+        groups = HEADS // KV_HEADS
+        keys = np.repeat(key.reshape(length, KV_HEADS, DIM), groups, axis=1)
+        values = np.repeat(value.reshape(length, KV_HEADS, DIM), groups, axis=1)
+        queries = query.reshape(length, HEADS, DIM)
+        scores = np.einsum("qhd,khd->hqk", queries, keys) / DIM**0.5
+        weights = np.exp(np.where(is_past, scores, -np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        attended = np.einsum("hqk,khd->qhd", weights, values)
+        hidden = np.tanh(hidden + attended.reshape(length, -1))
+    return hidden[-1] @ params["head"]
+
+
+# The second is readable by eye: after token t comes t + 1.
+
+
+def counting_model(params, tokens, cache, batch, *, all_rows=False):
+    logits = 9 * jax.nn.one_hot(tokens + 1, 100)
+    last = jnp.minimum(batch.last_rows, tokens.shape[0] - 1)
+    return (logits if all_rows else logits[last]), cache
+
+
+def fresh_cache(free_blocks=64, free_rows=ROWS, **changes):
+    """64 blocks of 4 tokens filled with NaN, 8 rows; others hold what is not free."""
+    fields = dict(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        num_blocks=64,
+        block_size=4,
+        max_sequences=ROWS + 8,
+        max_context_length=CONTEXT,
+    )
+    cache = small_cache(**(fields | changes))
+    # One sequence holds eight blocks at most, and every other row is taken.
+    taken = [min(8, max(0, 64 - free_blocks - 8 * i)) for i in range(16 - free_rows)]
+    cache, others = jkv.allocate(cache, [min(4 * n, CONTEXT) for n in taken])
+    jkv.raise_for_status(others, cache)
+    assert int(jkv.num_free_blocks(cache)) == free_blocks
+    return cache
+
+
+def padded(prompts, num_rows=ROWS):
+    """Lists of tokens as i32[B, P], -1 after each one's end; the last ones empty."""
+    prompts = prompts + [[]] * (num_rows - len(prompts))
+    return jnp.array([p + [-1] * (WIDTH - len(p)) for p in prompts], jnp.int32)
+
+
+def per_row(num_rows=ROWS, **options):
+    """A `Sampling` of arrays, so that tests with and without sampling share a trace."""
+    fields = dict(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        seeds=np.arange(num_rows, dtype=np.int32),
+    )
+    return Sampling(
+        **{k: jnp.broadcast_to(v, (num_rows,)) for k, v in (fields | options).items()}
+    )
+
+
+def arguments(prompts, stops=(98, 99), limits=None, **options):
+    """What `generate` and `prefill` take after the cache, in the shared shapes."""
+    limits = (limits or [NEW_TOKENS] * len(prompts)) + [0] * (ROWS - len(prompts))
+    return dict(
+        prompts=padded(prompts),
+        max_new_tokens=NEW_TOKENS,
+        limits=jnp.array(limits, jnp.int32),
+        stop_tokens=jnp.array(stops, jnp.int32),
+        sampling=per_row(**options),
+    )
+
+
+def assert_as_before(cache, before):
+    """Every block and row is back; what others hold is still theirs."""
+    jkv.check(cache)
+    assert int(jkv.num_free_blocks(cache)) == int(jkv.num_free_blocks(before))
+    np.testing.assert_array_equal(cache.metadata.is_open, before.metadata.is_open)
+
+
+def run(model, prompts, cache=None, **options):
+    """Generate in the shared shapes: texts and reasons as lists, and statistics."""
+    params = attention_params() if model is attention_model else None
+    before = fresh_cache() if cache is None else cache
+    after, result = generate(model, params, before, **arguments(prompts, **options))
+    assert_as_before(after, before)
+    n = len(prompts)
+    return texts(result)[:n], reasons(result)[:n], result.statistics
+
+
+def texts(result):
+    """The new tokens of each sequence as lists; past the end there is nothing."""
+    tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+    for row, logprobs, n in zip(tokens, result.logprobs, lengths, strict=True):
+        assert (row[n:] == -1).all() and (row[:n] >= 0).all()
+        assert (np.asarray(logprobs)[n:] == 0).all()
+    return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+
+
+def reasons(result):
+    return [FinishReason(reason).name for reason in np.asarray(result.reasons)]
+
+
+@functools.cache
+def eager_greedy(prompt):
+    """One sequence, one verb at a time outside jit, as a user would write it."""
+    cache, opened = jkv.allocate(fresh_cache(), [len(prompt)])
+    rows, text = list(prompt), []
+    for _ in range(NEW_TOKENS):
+        cache, batch = jkv.append(cache, opened.seq_ids, [len(rows)], capacity=9)
+        jkv.raise_for_status(batch.status)
+        tokens = jnp.array(rows + [0] * (9 - len(rows)))
+        logits, cache = call(attention_model, attention_params(), tokens, cache, batch)
+        cache = jkv.commit(cache, batch)
+        text.append(int(jnp.argmax(logits[0])))
+        rows = text[-1:]
+    return text
+
+
+@pytest.mark.parametrize("chunk_size", [5, decoding.generation.CHUNK_SIZE])
+def test_greedy_equals_eager_loop_and_dense_recomputation(chunk_size):
+    before = fresh_cache()
+    cache, result = generate(
+        attention_model,
+        attention_params(),
+        before,
+        **arguments(PROMPTS),
+        chunk_size=chunk_size,
+    )
+    assert_as_before(cache, before)
+    assert reasons(result) == ["LENGTH"] * 4 + ["EMPTY_PROMPT"] * 4
+    # 21 prompt tokens in chunks, then a step for each token but the first.
+    assert result.statistics.num_steps == -(-21 // chunk_size) + NEW_TOKENS - 1
+    assert texts(result)[0] == eager_greedy(tuple(PROMPTS[0]))
+    for i, prompt in enumerate(PROMPTS):
+        text = texts(result)[i]
+        for n, token in enumerate(text):
+            logits = dense_logits(prompt + text[:n])
+            # The best token's lead is more than twice the tolerance below.
+            assert token == np.argmax(logits) and np.diff(np.sort(logits)[-2:]) > 2e-5
+            logprob = logits[token] - np.logaddexp.reduce(logits)
+            assert abs(logprob - float(result.logprobs[i, n])) < 1e-5
+    # The model is no trivial one: the texts differ from each other.
+    assert len({tuple(text) for text in texts(result)[:4]}) == 4
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9)])
+def test_a_sequence_does_not_depend_on_its_batch(options):
+    seeds = np.array([11, 5, 8, 2, 0, 0, 0, 0], np.int32)
+    together, *_ = run(attention_model, PROMPTS, seeds=seeds, **options)
+    # In another order, with other neighbours.
+    order = np.array([2, 0, 3, 1, 4, 5, 6, 7])
+    moved, *_ = run(
+        attention_model, [PROMPTS[i] for i in order[:4]], seeds=seeds[order], **options
+    )
+    assert moved == [together[i] for i in order[:4]]
+    # Alone, in another pool, in small chunks.
+    for i, prompt in enumerate(PROMPTS):
+        _, result = generate(
+            attention_model,
+            attention_params(),
+            small_cache(
+                num_layers=LAYERS,
+                num_kv_heads=KV_HEADS,
+                head_dim=DIM,
+                block_size=3,
+                max_sequences=1,
+                max_context_length=22,
+            ),
+            padded([prompt], num_rows=1),
+            max_new_tokens=NEW_TOKENS,
+            sampling=per_row(1, seeds=seeds[i], **options),
+            chunk_size=2,
+        )
+        assert texts(result) == [together[i]]
+
+
+def test_seeds_change_sampled_texts_and_nothing_else():
+    hot = dict(temperature=2.0)
+    first, *_ = run(attention_model, PROMPTS, **hot)
+    again, *_ = run(attention_model, PROMPTS, **hot)
+    other, *_ = run(attention_model, PROMPTS, seeds=np.arange(50, 58, dtype=np.int32))
+    hotter, *_ = run(
+        attention_model, PROMPTS, seeds=np.arange(50, 58, dtype=np.int32), **hot
+    )
+    greedy, *_ = run(attention_model, PROMPTS)
+    assert first == again and other == greedy
+    assert all(a != b for a, b in zip(first, hotter, strict=True))
+
+
+def test_stop_tokens_limits_and_the_end_of_the_context():
+    prompts = [[5], [20, 21], [30], [40] * 26, [50] * 30, [60] * 31, []]
+    found, why, statistics = run(
+        counting_model, prompts, stops=(7, 99), limits=[9, 3, 0, 9, 9, 9, 9]
+    )
+    assert [*zip(found, why, strict=True)] == [
+        ([6, 7], "STOP"),  # the stop token is kept
+        ([22, 23, 24], "LENGTH"),
+        ([], "LENGTH"),
+        ([41, 42, 43, 44, 45], "CONTEXT_FULL"),  # 45 has no slot, and needs none
+        ([51], "CONTEXT_FULL"),
+        ([], "CONTEXT_FULL"),  # the prompt is longer than the context
+        ([], "EMPTY_PROMPT"),
+    ]
+    # All prompts in one chunk, then the steps of the longest text, and one that finds
+    # the context full.
+    assert statistics.num_steps == 1 + 5
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    found = run(counting_model, [[5], [90]], stops=(7, 91), limits=[2, 12])
+    assert found[:2] == ([[6, 7], [91]], ["STOP", "STOP"])
+
+
+def test_more_prompts_than_rows():
+    cache = fresh_cache(free_rows=2)
+    found, why, _ = run(counting_model, [[1], [], [2], [3]], cache, limits=[3] * 4)
+    assert found == [[2, 3, 4], [], [3, 4, 5], []]
+    assert why == ["LENGTH", "EMPTY_PROMPT", "LENGTH", "OUT_OF_SEQUENCES"]
+
+
+def test_one_sequence_larger_than_the_pool():
+    found, why, statistics = run(counting_model, [[1, 2, 3]], fresh_cache(2))
+    # Eight slots: three for the prompt, five for tokens, and one token without.
+    assert (found, why) == ([[4, 5, 6, 7, 8, 9]], ["OUT_OF_BLOCKS"])
+    assert statistics.peak_blocks == 64
+
+
+def test_a_pool_of_exactly_one_sequence_makes_progress():
+    found, why, _ = run(counting_model, [[1, 2, 3]], fresh_cache(2), limits=[6])
+    assert (found, why) == ([[4, 5, 6, 7, 8, 9]], ["LENGTH"])
+
+
+def test_no_block_at_all():
+    found, why, _ = run(counting_model, [[1], [2]], fresh_cache(0))
+    assert (found, why) == ([[], []], ["OUT_OF_BLOCKS"] * 2)
+
+
+def test_when_blocks_run_out_the_last_sequence_makes_room():
+    # Four sequences, one block each; all want a second at once, and none is left.
+    found, why, _ = run(
+        counting_model, [[10], [20], [30], [40]], fresh_cache(4), limits=[8] * 4
+    )
+    # The last ends and its block serves the first, which goes on alone to its end; its
+    # two blocks serve the second and the third.
+    assert why == ["LENGTH", "LENGTH", "LENGTH", "OUT_OF_BLOCKS"]
+    assert [len(text) for text in found] == [8, 8, 8, 4]
+    assert found[2] == list(range(31, 39))
+
+
+def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
+    # The first needs 3 blocks in the end, the second 3: 4 do for both, one after the
+    # other, and the texts are what they are with room for all.
+    limits = [6, 12]
+    tight = run(attention_model, PROMPTS[:2], fresh_cache(4), limits=limits)
+    wide = run(attention_model, PROMPTS[:2], limits=limits)
+    assert tight[:2] == wide[:2]
+    assert tight[1] == ["LENGTH", "LENGTH"]
+    # It did wait: the same tokens took more steps.
+    assert tight[2].num_steps > wide[2].num_steps
+
+
+def test_a_prompt_that_does_not_fit_ends_and_the_others_go_on():
+    prompts = [[1, 2, 3], [10] * 20, [30, 31]]
+    found, why, _ = run(counting_model, prompts, fresh_cache(4), limits=[4] * 3)
+    assert why == ["LENGTH", "OUT_OF_BLOCKS", "LENGTH"]
+    assert found == [[4, 5, 6, 7], [], [32, 33, 34, 35]]
+
+
+def test_any_pool_ends_every_sequence_with_a_reason():
+    options = dict(temperature=1.0, stops=(0, 1))
+    wide, *_ = run(attention_model, PROMPTS, **options)
+    num_whole = []
+    for free_blocks in range(19):
+        found, why, _ = run(
+            attention_model, PROMPTS, fresh_cache(free_blocks), **options
+        )
+        for text, reason, full in zip(found, why, wide, strict=True):
+            # A text may be cut short for want of blocks; it is never another.
+            assert text == full[: len(text)] and reason != "RUNNING"
+            assert reason == "OUT_OF_BLOCKS" or text == full
+        num_whole.append(sum(reason != "OUT_OF_BLOCKS" for reason in why))
+    assert num_whole[0] == 0 and num_whole[-1] == 4 and len(set(num_whole)) == 5
+
+
+def test_other_sequences_of_the_cache_stay_as_they_are():
+    cache, opened = jkv.allocate(fresh_cache(free_rows=9), [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, [6], capacity=9)
+    _, cache = call(attention_model, attention_params(), jnp.arange(9), cache, batch)
+    before = [np.asarray(a) for a in jkv.read(cache, 1, opened.seq_ids[0])]
+    assert before[2] == 6 and np.isfinite(before[0][:6]).all()
+    cache, _ = generate(
+        attention_model, attention_params(), cache, **arguments(PROMPTS)
+    )
+    after = [np.asarray(a) for a in jkv.read(cache, 1, opened.seq_ids[0])]
+    for old, new in zip(before[:2], after[:2], strict=True):
+        np.testing.assert_array_equal(old[:6], new[:6])
+    assert after[2] == 6
+
+
+def test_samples_of_one_prompt_share_its_blocks():
+    def two_prompts_three_times(cache, seeds):
+        return generate(
+            attention_model,
+            attention_params(),
+            cache,
+            padded([PROMPTS[3], PROMPTS[0]], num_rows=2),
+            max_new_tokens=7,
+            sampling=Sampling(temperature=1.0, seeds=seeds),
+            num_samples=3,
+        )
+
+    before, seeds = fresh_cache(), np.arange(6, dtype=np.int32)
+    cache, shared = two_prompts_three_times(before, seeds)
+    assert_as_before(cache, before)
+    apart, _, statistics = run(
+        attention_model,
+        [PROMPTS[3]] * 3 + [PROMPTS[0]] * 3,
+        limits=[7] * 6,
+        temperature=1.0,
+        cache=fresh_cache(),
+    )
+    assert texts(shared) == apart
+    assert len({tuple(text) for text in apart}) == 6
+    # 9 prompt tokens and 6 more are 4 blocks, 2 of them shared; 7 and 6 are 4, 1 of
+    # them shared: 2 + 3 * 2 and 1 + 3 * 3, against 6 * 4.
+    assert statistics.peak_blocks == 24
+    assert shared.statistics.peak_blocks == 18
+    # With 4 blocks and one row less, the samples that find no room are refused.
+    cache, few = two_prompts_three_times(fresh_cache(6, free_rows=5), seeds)
+    assert reasons(few).count("OUT_OF_BLOCKS") >= 1
+    assert all(len(t) == 7 for t in np.array(few.tokens) if t[-1] >= 0)
+
+
+def test_statistics_are_those_of_the_fullest_step():
+    *_, statistics = run(counting_model, [[1] * 5, [2]], limits=[3, 3])
+    # 5 and 1 tokens: blocks of four, 2 and 1, with 3 and 3 empty slots; the two steps
+    # after it need no other block.
+    assert [int(n) for n in statistics] == [3, 3, 6]
+    assert statistics.internal_fragmentation(4) == 0.5
+
+
+def test_steps_from_the_host_equal_the_whole():
+    options = arguments(PROMPTS, stops=(2, 3), temperature=1.0, repetition_penalty=1.2)
+    params, before = attention_params(), fresh_cache()
+    _, whole = generate(attention_model, params, before, **options)
+    cache, state = prefill(attention_model, params, before, **options)
+    shown = texts(state.result)
+    assert [len(text) for text in shown] == [1] * 4 + [0] * 4
+    while state.is_running.any():
+        cache, state = decode(
+            attention_model,
+            params,
+            cache,
+            state,
+            sampling=options["sampling"],
+            num_steps=2,
+        )
+        jkv.check(cache)
+        grown = texts(state.result)
+        assert all(g[: len(s)] == s for g, s in zip(grown, shown, strict=True))
+        shown = grown
+    chex.assert_trees_all_equal(state.result, whole)
+    assert_as_before(cache, before)
+
+
+def test_a_generation_can_be_left_at_any_step():
+    before = fresh_cache(record_tokens=True)
+    cache, state = prefill(
+        counting_model, None, before, **arguments(PROMPTS, stops=(7, 99))
+    )
+    cache, state = decode(counting_model, None, cache, state, num_steps=2)
+    # The prompts that end in 6 have stopped already: their ids are padding now.
+    assert state.is_running.tolist() == [True, False, True] + [False] * 5
+    # Where the cache records tokens, the ones fed to the model are there.
+    assert jkv.tokens(cache, state.seq_ids[2])[:6].tolist() == [5, 3, 5, 8, 9, 10]
+    # One is freed: the next step finds it gone, and the other goes on.
+    cache, status = jkv.free(cache, state.seq_ids[:1])
+    jkv.raise_for_status(status)
+    cache, state = decode(counting_model, None, cache, state, num_steps=2)
+    assert reasons(state.result)[:3] == ["CANCELLED", "STOP", "RUNNING"]
+    assert texts(state.result)[::2][:2] == [[3, 4, 5], [9, 10, 11, 12, 13]]
+    # Then all that are left.
+    cache, status = jkv.free(cache, state.seq_ids)
+    jkv.raise_for_status(status)
+    assert_as_before(cache, before)
+
+
+def test_repetition_penalty_sees_the_prompt_and_the_new_tokens():
+    prompt = PROMPTS[3]
+    (text,), *_ = run(attention_model, [prompt], repetition_penalty=3.0)
+    for n, token in enumerate(text):
+        logits = dense_logits(prompt + text[:n])
+        seen = np.isin(np.arange(VOCABULARY), prompt + text[:n])
+        penalised = np.where(logits < 0, logits * 3, logits / 3)
+        assert token == np.argmax(np.where(seen, penalised, logits))
+    plain, *_ = run(attention_model, [prompt])
+    assert plain != [text]
+
+
+def test_one_trace_however_values_change():
+    jitted = jax.jit(
+        chex.assert_max_traces(decoding.generate, n=1), static_argnames=STATIC
+    )
+    cache = fresh_cache()
+    for step in range(3):
+        cache, result = jitted(
+            counting_model,
+            None,
+            cache,
+            padded([[step] * (step + 1), [10]], num_rows=2),
+            max_new_tokens=5,
+            limits=jnp.array([step, 5]),
+            stop_tokens=(step + 12,),
+            sampling=Sampling(temperature=0.1 * step, top_k=step, seeds=step),
+        )
+        assert reasons(result) == ["LENGTH", "STOP"]
+        assert result.lengths.tolist() == [step, step + 2]
+
+
+def test_donated_and_in_place():
+    jitted = jax.jit(decoding.generate, static_argnames=STATIC, donate_argnames="cache")
+    cache = small_cache(
+        num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=4096
+    )
+    params, prompts = attention_params(), padded(PROMPTS, num_rows=4)
+    compiled = jitted.lower(
+        attention_model, params, cache, prompts, max_new_tokens=3
+    ).compile()
+    # Neither loop holds a second copy of the pool.
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < cache.keys.nbytes // 4
+    counts = []
+    for _ in range(4):
+        given = cache
+        cache, result = compiled(params, cache, prompts)
+        assert given.keys.is_deleted() and given.metadata.block_tables.is_deleted()
+        assert texts(result)[0] == eager_greedy(tuple(PROMPTS[0]))[:3]
+        del given, result
+        counts.append(len(jax.live_arrays()))
+    assert counts[0] == counts[-1]
+    jkv.check(cache)
+    assert int(jkv.num_free_blocks(cache)) == cache.num_blocks
+
+
+def test_wrong_arguments_are_named():
+    start = functools.partial(decoding.generate, counting_model, None, fresh_cache())
+    one = padded([[1]], num_rows=1)
+    with pytest.raises(ValueError, match=r"i32\[B, P\].*got int32\[3\]"):
+        start(jnp.arange(3, dtype=jnp.int32), max_new_tokens=1)
+    with pytest.raises(ValueError, match="got float32"):
+        start(jnp.ones((1, 3), jnp.float32), max_new_tokens=1)
+    for name in ("max_new_tokens", "num_samples", "chunk_size"):
+        with pytest.raises(ValueError, match=f"{name} must be a static int"):
+            start(one, **({"max_new_tokens": 1} | {name: 0}))
+    with pytest.raises(ValueError, match=r"limits must be .*\[1\].*got .*\[2\]"):
+        start(one, max_new_tokens=1, limits=jnp.ones(2, jnp.int32))
+    with pytest.raises(ValueError, match="Sampling.temperature"):
+        jax.eval_shape(
+            lambda: start(
+                one, max_new_tokens=1, sampling=Sampling(temperature=jnp.ones(2))
+            )
+        )

@@ -1,0 +1,222 @@
+"""A donated step updates the pool where it lies: the compiled module says so.
+
+XLA shows every copy it makes. The pools here have an element count that nothing else
+reaches, so an operation of that size that is not an in-place update is a copy of the
+pool, whatever its name.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import small_cache
+
+import jkv
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
+BATCH_SIZE, NUM_HEADS = 4, 4
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+# One operation of a compiled module: its result's type, a tuple's too, and its name.
+OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
+SHAPE = re.compile(r"\w+\[([\d,]+)\]")
+# These hand on or update their operand without a pass over it.
+IN_PLACE = {
+    "bitcast",
+    "call",
+    "conditional",
+    "dynamic-update-slice",
+    "fusion",  # its inner operations are listed too
+    "get-tuple-element",
+    "parameter",
+    "scatter",
+    "tuple",
+    "while",
+}
+
+
+def make_cache(dtype):
+    """The shapes of a cache whose pool dwarfs the working memory of a step."""
+    config = jkv.CacheConfig(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=8,
+        max_context_length=100,
+        dtype=dtype,
+    )
+    return jax.eval_shape(lambda: jkv.init(config))
+
+
+def pool_bytes(cache):
+    return math.prod(cache.keys.shape) * cache.keys.dtype.itemsize
+
+
+def pool_sized_operations(compiled, cache):
+    """Names of operations as large as a layer of the pool that may copy it."""
+    layer_size = math.prod(cache.keys.shape[1:])
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = OPERATION.search(line)
+        if match and match[2] not in IN_PLACE:
+            for shape in SHAPE.findall(match[1]):
+                if math.prod(map(int, shape.split(","))) >= layer_size:
+                    found.append(f"{match[2]}[{shape}]")
+    return found
+
+
+def assert_in_place(function, *arguments):
+    """The first argument is donated and no operation makes another pool of it."""
+    cache = arguments[0]
+    compiled = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
+    assert pool_sized_operations(compiled, cache) == []
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < pool_bytes(cache) / 4
+    # Both pools went out again in the place where they came in.
+    assert memory.alias_size_in_bytes >= 2 * pool_bytes(cache)
+
+
+def attend_layer(cache, layer, batch, hidden):
+    """What a model does per layer: project, write, attend, add."""
+    kv = (BATCH_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    keys = hidden[:, :NUM_KV_HEADS].reshape(kv)
+    cache = jkv.write(cache, layer, batch, keys, keys * 2)
+    return cache, hidden + jkv.attend(cache, layer, batch, hidden)
+
+
+def step_unrolled(cache, seq_ids, hidden):
+    cache, batch = jkv.append(cache, seq_ids)
+    for layer in range(NUM_LAYERS):
+        cache, hidden = attend_layer(cache, layer, batch, hidden)
+    return jkv.commit(cache, batch), hidden
+
+
+def step_scanned(cache, seq_ids, hidden):
+    cache, batch = jkv.append(cache, seq_ids)
+
+    def body(carry, layer):
+        return attend_layer(carry[0], layer, batch, carry[1]), None
+
+    layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
+    (cache, hidden), _ = jax.lax.scan(body, (cache, hidden), layers)
+    return jkv.commit(cache, batch), hidden
+
+
+def step_in_a_loop(cache, seq_ids, hidden):
+    """Whole generation in one jit: steps in a loop, layers in a loop."""
+    return jax.lax.fori_loop(
+        0,
+        5,
+        lambda _, carry: step_scanned(carry[0], seq_ids, carry[1]),
+        (cache, hidden),
+    )
+
+
+STEPS = [step_unrolled, step_scanned]
+CASES = [(step, dtype) for step in STEPS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    "step, dtype",
+    [*CASES, (step_in_a_loop, jnp.bfloat16)],
+    ids=lambda value: value.__name__,
+)
+def test_a_donated_step_updates_in_place(step, dtype):
+    seq_ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    hidden = jnp.ones((BATCH_SIZE, NUM_HEADS, HEAD_DIM), dtype)
+    assert_in_place(step, make_cache(dtype), seq_ids, hidden)
+
+
+def test_a_donated_prefill_updates_in_place(dtype=jnp.bfloat16):
+    def prefill(cache, seq_ids, counts, hidden):
+        cache, batch = jkv.append(cache, seq_ids, counts, capacity=48)
+
+        def body(carry, layer):
+            cache, hidden = carry
+            keys = hidden[:, :NUM_KV_HEADS]
+            cache = jkv.write(cache, layer, batch, keys, keys)
+            return (cache, jkv.attend(cache, layer, batch, hidden)), None
+
+        layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
+        return jax.lax.scan(body, (cache, hidden), layers)[0]
+
+    seq_ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    hidden = jnp.ones((48, NUM_HEADS, HEAD_DIM), dtype)
+    assert_in_place(prefill, make_cache(dtype), seq_ids, seq_ids, hidden)
+
+
+VERBS = {
+    "allocate": lambda cache, ids: jkv.allocate(cache, ids),
+    "append": lambda cache, ids: jkv.append(cache, ids),
+    "fork": lambda cache, ids: jkv.fork(cache, ids),
+    "free": lambda cache, ids: jkv.free(cache, ids),
+    "truncate": lambda cache, ids: jkv.truncate(cache, ids, ids),
+    "reorder": lambda cache, ids: jkv.reorder(cache, ids, ids[::-1]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("verb", ["fork", "truncate", "reorder"])
+def test_a_donated_copying_verb_updates_in_place(verb, dtype):
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    assert_in_place(VERBS[verb], make_cache(dtype), ids)
+
+
+@pytest.mark.parametrize("verb", ["allocate", "append", "free"])
+def test_a_donated_metadata_verb_updates_in_place(verb):
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    assert_in_place(VERBS[verb], make_cache(jnp.float32), ids)
+
+
+@pytest.mark.parametrize("verb", ["allocate", "append", "free"])
+def test_an_eager_metadata_verb_passes_the_storage_around(verb):
+    cache = small_cache()
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    after, _ = VERBS[verb](cache, ids)
+    for old, new in ((cache.keys, after.keys), (cache.values, after.values)):
+        assert old.unsafe_buffer_pointer() == new.unsafe_buffer_pointer()
+
+
+class TestTheCountCanFail:
+    """The same check on steps that do copy."""
+
+    def assert_not_in_place(self, function, dtype=jnp.float32):
+        with pytest.raises(AssertionError):
+            assert_in_place(function, make_cache(dtype))
+
+    def test_an_identity_is_in_place(self):
+        assert_in_place(lambda cache: cache, make_cache(jnp.float32))
+
+    def test_a_transposed_pool(self):
+        def step(cache):
+            keys = cache.keys.swapaxes(2, 3) * 2
+            return cache, keys.swapaxes(1, 2)
+
+        self.assert_not_in_place(step)
+
+    def test_a_pool_that_is_masked(self):
+        def step(cache):
+            seen = jnp.where(cache.keys > 0, cache.keys, 0)
+            return cache, jnp.sort(seen, axis=0)
+
+        self.assert_not_in_place(step)
+
+    def test_a_pool_that_is_scanned_over_as_xs_and_ys(self):
+        def step(cache):
+            def body(carry, pool):
+                return carry, pool.at[0, 0, 0].set(carry)
+
+            row = jnp.ones(HEAD_DIM, cache.keys.dtype)
+            return jax.lax.scan(body, row, cache.keys)[1], cache.values
+
+        self.assert_not_in_place(step)
+
+    def test_an_old_pool_that_is_still_needed(self):
+        def step(cache):
+            keys = cache.keys.at[0, 3].set(1)
+            return keys, cache
+
+        self.assert_not_in_place(step)

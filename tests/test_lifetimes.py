@@ -1,0 +1,133 @@
+"""Old values live, donated ones are gone, and nothing is left behind."""
+
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import grow, opened, stored_tokens, with_storage_filled, write_tokens
+
+import jkv
+
+
+def i32(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def turn(cache, number):
+    """One life of a sequence and its child; the cache ends as it was."""
+    cache, result = jkv.allocate(cache, i32(0))
+    cache, batch = jkv.append(cache, result.seq_ids, i32(9), capacity=9)
+    cache = write_tokens(cache, batch, jnp.full(9, number))
+    cache, child = jkv.fork(cache, result.seq_ids)
+    cache, _ = jkv.truncate(cache, child.seq_ids, 3)
+    cache, _ = jkv.free(cache, result.seq_ids)
+    return jkv.free(cache, child.seq_ids)
+
+
+def live_bytes():
+    gc.collect()
+    arrays = jax.live_arrays()
+    return len(arrays), sum(array.nbytes for array in arrays)
+
+
+def test_ten_thousand_donated_steps_leave_no_array_behind():
+    step = jax.jit(turn, donate_argnums=0)
+    cache = with_storage_filled(opened(6), 0.0)
+    number = jnp.float32(1)
+    for _ in range(3):
+        cache, status = step(cache, number)
+    jax.block_until_ready((cache, status))
+    before = live_bytes()
+    for _ in range(10_000):
+        cache, status = step(cache, number)
+    jax.block_until_ready((cache, status))
+    assert live_bytes() == before
+    assert int(jkv.num_free_blocks(cache)) == 6
+    assert int(cache.metadata.refusals.sum(dtype=jnp.uint32)) == 0
+    jkv.check(cache)
+
+
+def test_eager_turns_leave_no_array_behind():
+    cache, _ = turn(opened(6), jnp.float32(1))
+    before = live_bytes()
+    for _ in range(5):
+        cache, _ = turn(cache, jnp.float32(2))
+    assert live_bytes() == before
+
+
+def test_a_donated_cache_raises():
+    cache = opened(6)
+    new, _ = jax.jit(jkv.fork, donate_argnums=0)(cache, i32(0))
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(cache.metadata.context_lengths)
+    for use in (lambda: jkv.append(cache, i32(0)), lambda: jkv.read(cache, 0, 0)):
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
+            use()
+    assert stored_tokens(new, 1) == list(range(6))
+    # Looking at a deleted cache in a debugger must not raise.
+    assert len(repr(cache).splitlines()) < 25
+
+
+def test_old_values_stay_readable_while_other_threads_make_new_ones():
+    old = opened(6, 9)
+    expected = [stored_tokens(old, 0), stored_tokens(old, 1)]
+    failures = []
+    started = threading.Barrier(4)
+
+    def read_old():
+        started.wait()
+        for _ in range(10):
+            found = [stored_tokens(old, 0), stored_tokens(old, 1)]
+            if found != expected:
+                failures.append(found)
+
+    def make_new(number):
+        started.wait()
+        for _ in range(5):
+            new, _ = jkv.truncate(old, i32(0), i32(0))
+            new = grow(new, 0, [number] * 14)
+            if stored_tokens(new, 0) != [number] * 14:
+                failures.append(number)
+
+    threads = [threading.Thread(target=read_old) for _ in range(2)]
+    threads += [threading.Thread(target=make_new, args=(n,)) for n in (555, 666)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    jkv.check(old)
+
+
+def test_a_tree_of_values_shares_nothing_it_should_not():
+    """Every value made from one ancestor keeps its own contents."""
+    root = opened(5)
+    left, right = grow(root, 0, [70]), grow(root, 0, [80, 81])
+    past = list(range(5))
+    assert stored_tokens(root, 0) == past
+    assert stored_tokens(left, 0) == [*past, 70]
+    assert stored_tokens(right, 0) == [*past, 80, 81]
+
+
+@pytest.mark.parametrize("storage", [True, False])
+def test_no_two_leaves_share_a_buffer(storage):
+    """Donation rejects a buffer that is named twice."""
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        num_blocks=4,
+        block_size=4,
+        max_sequences=4,
+        max_context_length=16,
+    )
+    cache = jkv.init(config, storage=storage)
+    cache, _ = jax.jit(jkv.allocate, donate_argnums=0)(cache, i32(5))
+    cache, _ = jkv.fork(cache, i32(0))
+    pointers = [
+        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size
+    ]
+    assert len(set(pointers)) == len(pointers)

@@ -1,0 +1,328 @@
+"""Sampling: filters against numpy and Hugging Face, draws against chi-square."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jkv.decoding import Sampling, filter_logits, sample
+
+# More than one tile of the two-level draw, and not a multiple of it.
+VOCABULARY = 300
+
+FILTERS = {
+    "temperature": dict(temperature=0.7),
+    "hot": dict(temperature=3.0),
+    "top_k": dict(temperature=1.0, top_k=5),
+    "top_k_of_one": dict(temperature=1.0, top_k=1),
+    "top_k_above_vocabulary": dict(temperature=1.0, top_k=1000),
+    "top_p": dict(temperature=1.0, top_p=0.8),
+    "top_p_low": dict(temperature=1.0, top_p=0.01),
+    "top_p_zero": dict(temperature=1.0, top_p=0.0),
+    "min_p": dict(temperature=1.0, min_p=0.1),
+    "min_p_of_one": dict(temperature=1.0, min_p=1.0),
+    "penalty": dict(temperature=1.0, repetition_penalty=1.5),
+    "encouragement": dict(temperature=1.0, repetition_penalty=0.5),
+    "all": dict(
+        temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.3
+    ),
+}
+
+
+@functools.cache
+def random_logits(num_rows=4, vocabulary=VOCABULARY):
+    return 3 * jax.random.normal(jax.random.key(0), (num_rows, vocabulary), jnp.float32)
+
+
+@functools.cache
+def random_seen():
+    return jax.random.bernoulli(jax.random.key(1), 0.2, (4, VOCABULARY))
+
+
+def reference(
+    logits,
+    seen,
+    *,
+    temperature,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+):
+    """One row after another, by sorting, in float64: what the filters mean."""
+    rows = []
+    for row, row_seen in zip(
+        np.asarray(logits, np.float64), np.asarray(seen), strict=True
+    ):
+        row = np.where(row_seen & (row < 0), row * repetition_penalty, row)
+        row = np.where(row_seen & (row > 0), row / repetition_penalty, row)
+        row = row / temperature
+        if top_k:
+            row[np.argsort(-row)[top_k:]] = -np.inf
+        if top_p < 1:
+            order = np.argsort(-row)
+            probabilities = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            above = np.cumsum(probabilities[order]) - probabilities[order]
+            row[order[1:][above[1:] >= top_p]] = -np.inf
+        probabilities = np.exp(row - row.max())
+        row[probabilities < min_p] = -np.inf
+        rows.append(row - row.max())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+def test_filters_equal_plain_numpy(options):
+    filtered = filter_logits(random_logits(), Sampling(**options), seen=random_seen())
+    expected = reference(random_logits(), random_seen(), **options)
+    np.testing.assert_array_equal(np.isinf(filtered), np.isinf(expected))
+    np.testing.assert_allclose(filtered, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")  # of torch and transformers themselves
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+def test_filters_equal_hugging_face(options):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    penalty = options.get("repetition_penalty", 1.0)
+    processors = [
+        transformers.RepetitionPenaltyLogitsProcessor(penalty),
+        transformers.TemperatureLogitsWarper(options["temperature"]),
+        *(
+            [transformers.TopKLogitsWarper(options["top_k"])]
+            if "top_k" in options
+            else []
+        ),
+        transformers.TopPLogitsWarper(options.get("top_p", 1.0)),
+        transformers.MinPLogitsWarper(options.get("min_p", 0.0)),
+    ]
+    for logits, seen in zip(random_logits(), random_seen(), strict=True):
+        prompt = torch.tensor(np.flatnonzero(seen))[None]
+        scores = torch.tensor(np.asarray(logits))[None]
+        for processor in processors:
+            scores = processor(prompt, scores)
+        expected = np.asarray(scores)[0]
+        filtered = filter_logits(logits[None], Sampling(**options), seen=seen[None])[0]
+        np.testing.assert_array_equal(np.isinf(filtered), np.isinf(expected))
+        np.testing.assert_allclose(
+            filtered, expected - expected.max(), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_small_example_by_hand():
+    # Probabilities 1/2, 1/4, 1/8, 1/16, 1/16, in another order.
+    logits = jnp.log(jnp.array([[2, 16, 2, 4, 8]], jnp.float32))
+
+    def kept(**options):
+        filtered = filter_logits(logits, Sampling(temperature=1.0, **options))
+        return np.flatnonzero(np.isfinite(filtered[0])).tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [1, 4]
+    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # two tokens tie for the fourth place
+    assert kept(top_p=0.5) == [1]
+    assert kept(top_p=0.51) == [1, 4]  # the token that crosses it stays
+    assert kept(top_p=0.8) == [1, 3, 4]
+    assert kept(min_p=0.2) == [1, 3, 4]
+    assert kept(min_p=0.3) == [1, 4]
+    # After top-k of 2 the probabilities are 2/3 and 1/3.
+    assert kept(top_k=2, top_p=0.6) == [1]
+    assert kept(top_k=2, top_p=0.7) == [1, 4]
+
+
+def test_greedy_takes_the_first_maximum_of_the_penalised_logits():
+    logits = jnp.array([[1.0, 3.0, 3.0, 2.9], [1.0, 3.0, 2.0, 2.9]])
+    tokens, logprobs = sample(logits, Sampling())
+    assert tokens.tolist() == [1, 1]
+    np.testing.assert_allclose(
+        logprobs, jax.nn.log_softmax(logits)[jnp.arange(2), tokens], rtol=1e-6
+    )
+    seen = jnp.array([[False, True, True, False], [False, True, False, False]])
+    penalised = Sampling(repetition_penalty=2.0)
+    tokens, logprobs = sample(logits, penalised, seen=seen)
+    assert tokens.tolist() == [3, 3]
+    # The log-probability is the model's own, before the penalty.
+    np.testing.assert_allclose(
+        logprobs, jax.nn.log_softmax(logits)[jnp.arange(2), tokens], rtol=1e-6
+    )
+
+
+def test_penalty_moves_both_signs_down():
+    logits = jnp.array([[2.0, -2.0, 2.0, -2.0]])
+    seen = jnp.array([[True, True, False, False]])
+    filtered = filter_logits(
+        logits, Sampling(temperature=1.0, repetition_penalty=2.0), seen=seen
+    )
+    assert (filtered[0] + 2).tolist() == [1.0, -4.0, 2.0, -2.0]
+
+
+def draw_many(logits, num_draws, **options):
+    """Tokens of `num_draws` rows with seeds of their own."""
+    rows = jnp.broadcast_to(logits, (num_draws, logits.shape[-1]))
+    tokens, _ = jax.jit(sample)(rows, Sampling(seeds=11, **options))
+    return np.bincount(tokens, minlength=logits.shape[-1])
+
+
+def chi_square(counts, logits):
+    """The chance of counts this far from softmax(logits), if it were the truth."""
+    expected = np.asarray(jax.nn.softmax(logits), np.float64) * counts.sum()
+    expected *= counts.sum() / expected.sum()
+    is_large = expected >= 5
+    assert counts[expected == 0].sum() == 0
+    # The rare tokens together make one class.
+    observed = np.append(counts[is_large], counts[~is_large].sum())
+    expected = np.append(expected[is_large], expected[~is_large].sum())
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    return stats.chisquare(observed, expected).pvalue
+
+
+@pytest.mark.parametrize("vocabulary", [2, 128, 129, VOCABULARY])
+def test_draws_follow_the_distribution(vocabulary):
+    logits = random_logits(1, vocabulary)[0] / 2
+    counts = draw_many(logits, 20_000, temperature=1.0)
+    assert chi_square(counts, logits) > 1e-4
+    # The test has power: a distribution that is a little off is found out.
+    assert chi_square(counts, logits * 1.2) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "hot"])
+def test_filtered_draws_follow_the_filtered_distribution(name):
+    logits = random_logits(1)[0]
+    counts = draw_many(logits, 20_000, **FILTERS[name])
+    allowed = filter_logits(logits[None], Sampling(**FILTERS[name]))[0]
+    assert chi_square(counts, allowed) > 1e-4
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should():
+    # 2^-10 each, over eight tiles.
+    counts = draw_many(jnp.zeros(1024), 20_480, temperature=1.0)
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_draws_of_one_sequence_follow_the_distribution_too():
+    logits = random_logits(1, 10)[0] / 3
+    step = jax.jit(
+        jax.vmap(
+            lambda count: sample(logits[None], Sampling(temperature=1.0), count)[0]
+        )
+    )
+    counts = np.bincount(step(jnp.arange(20_000))[:, 0], minlength=10)
+    assert chi_square(counts, logits) > 1e-4
+
+
+def test_a_row_depends_on_its_seed_and_count_alone():
+    logits = random_logits()
+    sampling = Sampling(temperature=1.5, top_p=0.95, seeds=jnp.array([5, 6, 7, 8]))
+    together, _ = sample(logits, sampling, jnp.array([0, 3, 1, 9]))
+    for i in range(4):
+        alone, _ = sample(
+            logits[i : i + 1],
+            Sampling(temperature=1.5, top_p=0.95, seeds=jnp.array([5 + i])),
+            jnp.array([0, 3, 1, 9])[i],
+        )
+        assert alone[0] == together[i]
+    # In another order, with other neighbours.
+    order = jnp.array([2, 0, 3, 1])
+    moved, _ = sample(
+        logits[order],
+        Sampling(temperature=1.5, top_p=0.95, seeds=jnp.array([7, 5, 8, 6])),
+        jnp.array([1, 0, 9, 3]),
+    )
+    np.testing.assert_array_equal(moved, together[order])
+
+
+def test_one_seed_means_consecutive_seeds():
+    flat = jnp.zeros((6, VOCABULARY))
+    one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))
+    each, _ = sample(flat, Sampling(temperature=1.0, seeds=jnp.arange(40, 46)))
+    np.testing.assert_array_equal(one, each)
+    assert len(set(one.tolist())) > 3
+    # Another seed and another count give other numbers.
+    other, _ = sample(flat, Sampling(temperature=1.0, seeds=1000))
+    later, _ = sample(flat, Sampling(temperature=1.0, seeds=40), 1)
+    assert one.tolist() != other.tolist() and one.tolist() != later.tolist()
+
+
+def test_rows_may_differ_in_every_parameter():
+    logits = jnp.broadcast_to(random_logits()[:1], (4, VOCABULARY))
+    options = [
+        dict(temperature=1.0, top_k=3),
+        dict(temperature=0.5, top_p=0.5),
+        dict(temperature=2.0, min_p=0.3),
+        dict(temperature=1.0),
+    ]
+    names = ["temperature", "top_k", "top_p", "min_p"]
+    defaults = [1.0, 0, 1.0, 0.0]
+    together = Sampling(
+        **{
+            name: jnp.array([row.get(name, default) for row in options])
+            for name, default in zip(names, defaults, strict=True)
+        }
+    )
+    filtered = filter_logits(logits, together)
+    for i, row in enumerate(options):
+        alone = filter_logits(logits[:1], Sampling(**row))[0]
+        np.testing.assert_array_equal(np.isinf(filtered[i]), np.isinf(alone))
+        np.testing.assert_allclose(filtered[i], alone, rtol=1e-6)
+
+
+def test_greedy_rows_are_greedy_among_others():
+    logits = random_logits()
+    temperature = jnp.array([0.0, 5.0, 0.0, 5.0])
+    for seed in range(5):
+        tokens, _ = sample(logits, Sampling(temperature=temperature, seeds=seed))
+        best = jnp.argmax(logits, axis=-1)
+        np.testing.assert_array_equal(tokens[::2], best[::2])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e30])
+def test_extreme_numbers_give_valid_tokens(scale, temperature):
+    logits = random_logits() * jnp.float32(scale)
+    logits = logits.at[:, ::2].set(-jnp.inf)
+    sampling = Sampling(temperature=temperature, top_k=9, top_p=0.9, min_p=0.01)
+    filtered = filter_logits(logits, sampling)
+    assert not np.isnan(filtered).any() and (np.max(filtered, axis=1) == 0).all()
+    tokens, logprobs = sample(logits, sampling)
+    assert (np.asarray(tokens) % 2 == 1).all()
+    assert np.isfinite(logprobs).all()
+
+
+def test_removed_tokens_are_never_drawn():
+    # Three tokens in one tile and one far away, all others removed.
+    logits = jnp.full((VOCABULARY,), -jnp.inf).at[jnp.array([3, 4, 5, 290])].set(0.0)
+    counts = draw_many(logits, 5_000, temperature=1.0)
+    assert set(np.flatnonzero(counts)) == {3, 4, 5, 290}
+    assert chi_square(counts, logits) > 1e-4
+
+
+def test_one_trace_however_values_change():
+    draw = jax.jit(chex.assert_max_traces(sample, n=1))
+    for step in range(4):
+        sampling = Sampling(
+            temperature=0.5 * step,
+            top_k=step,
+            top_p=1 - 0.1 * step,
+            min_p=0.01 * step,
+            repetition_penalty=1.0 + step,
+            seeds=step,
+        )
+        draw(random_logits(), sampling, jnp.int32(step), seen=random_seen())
+
+
+def test_nothing_is_sorted():
+    sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)
+    jaxpr = str(jax.make_jaxpr(sample)(random_logits(), sampling))
+    assert not re.search(r"\b(sort|top_k|approx_top_k)\[", jaxpr)
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(ValueError, match=r"Sampling.top_p .* shape \(4,\)"):
+        sample(random_logits(), Sampling(top_p=jnp.ones(3)))
+    with pytest.raises(ValueError, match=r"Sampling.seeds .* shape \(4,\)"):
+        sample(random_logits(), Sampling(seeds=jnp.ones((4, 1), jnp.int32)))
