@@ -42,7 +42,7 @@ types: $(VENV)/.test
 test-oldest: $(VENV)/.test
 	@$(VENV)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
 	  sys.version_info[:2], "JAX", jax.__version__, "(oldest supported)")'
-	$(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
+	JKV_REQUIRE_PARITY=$(if $(CI),1) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-newest:
 	@python=$$($(FIND_NEWEST)); \

@@ -453,7 +453,7 @@ def test_mistakes_are_explained():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_bound_of_one_row_leaves_prefill_out(implementation):
-    """The same answers for single rows, less code, and longer requests count as none."""
+    """Single rows get the same answers from less code; longer requests get none."""
     operands = small_operands("mixed")
     given = arguments(operands)
     lengths = given[7]

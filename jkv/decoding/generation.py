@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.allocation import allocate, free
+from jkv.allocation import Allocation, allocate, free
 from jkv.appending import Batch, append, commit
 from jkv.decoding.model import Model
 from jkv.decoding.progress import (
@@ -39,11 +39,12 @@ from jkv.status import Status
 # few enough that the chunk's activations stay small.
 CHUNK_SIZE = 512
 
-# Refusals of the cache that end a sequence. Other statuses cannot occur here.
+# Refusals of the cache that end a sequence. No other status can occur here.
 _REASONS = {
     Status.CONTEXT_FULL: FinishReason.CONTEXT_FULL,
     Status.OUT_OF_BLOCKS: FinishReason.OUT_OF_BLOCKS,
     Status.OUT_OF_SEQUENCES: FinishReason.OUT_OF_SEQUENCES,
+    Status.INVALID_SEQUENCE: FinishReason.CANCELLED,
 }
 
 
@@ -141,8 +142,9 @@ def prefill(
     """Put B prompts in the cache and choose the first new token of each.
 
     The first half of `generate`, for callers that look at the tokens between steps. The
-    sequences stay open until `decode` ends them; one that is to end before is freed
-    with `jkv.free(cache, state.seq_ids)`, where ended ones are padding.
+    sequences stay open until `decode` ends them. To end one before, free its id in
+    `state.seq_ids` with `jkv.free`: the next `decode` finds it gone and calls it
+    CANCELLED. All of them at once: `jkv.free(cache, state.seq_ids)`.
 
     Args:
       model, params, cache, prompts, max_new_tokens, limits, stop_tokens, sampling,
@@ -229,19 +231,22 @@ def decode(
               cache, state = decode(model, params, cache, state, num_steps=4)
               show(state.result.tokens)
     """
-    last_step = jnp.iinfo(jnp.int32).max if num_steps is None else num_steps
+    if num_steps is None:
+        num_steps = jnp.iinfo(jnp.int32).max
+    steps_left = jnp.asarray(num_steps, jnp.int32)
 
     def goes_on(carry: tuple[jax.Array, Cache, GenerationState]) -> jax.Array:
-        step, _, state = carry
-        return (step < last_step) & jnp.any(state.is_running)
+        steps_left, _, state = carry
+        return (steps_left > 0) & jnp.any(state.is_running)
 
     def step(
         carry: tuple[jax.Array, Cache, GenerationState],
     ) -> tuple[jax.Array, Cache, GenerationState]:
-        step, cache, state = carry
-        return step + 1, *_decode_step(model, params, cache, state, sampling)
+        steps_left, cache, state = carry
+        cache, state = _decode_step(model, params, cache, state, sampling)
+        return steps_left - 1, cache, state
 
-    _, cache, state = lax.while_loop(goes_on, step, (jnp.int32(0), cache, state))
+    _, cache, state = lax.while_loop(goes_on, step, (steps_left, cache, state))
     return cache, state
 
 
@@ -261,7 +266,7 @@ def _run_prompts(
     cache: Cache,
     prompts: jax.Array,
     lengths: jax.Array,
-    opened: Any,
+    opened: Allocation,
     reasons: jax.Array,
     num_rows: int,
 ) -> tuple[Cache, _Prompted]:
@@ -273,7 +278,7 @@ def _run_prompts(
 
     def append_chunk(
         cache: Cache, prompted: _Prompted
-    ) -> tuple[Cache, Batch, jax.Array]:
+    ) -> tuple[jax.Array, Cache, Batch]:
         # Each prompt's part of the rows is what those before it leave.
         left = remaining(prompted)
         starts = jnp.cumsum(left, dtype=jnp.int32) - left
@@ -285,11 +290,11 @@ def _run_prompts(
         tokens = prompts.at[owner, column].get(mode="fill", fill_value=0)
         seq_ids = jnp.where(count > 0, prompted.seq_ids, NO_SEQUENCE)
         cache, batch = append(cache, seq_ids, count, capacity=num_rows, tokens=tokens)
-        return cache, batch, tokens
+        return tokens, cache, batch
 
     def step(carry: tuple[Cache, _Prompted]) -> tuple[Cache, _Prompted]:
         cache, prompted = carry
-        cache, batch, tokens = append_chunk(cache, prompted)
+        tokens, cache, batch = append_chunk(cache, prompted)
         logits, cache = model(params, tokens, cache, batch)
         cache = commit(cache, batch)
 
@@ -314,27 +319,15 @@ def _run_prompts(
     # The model's own shapes say how large the vocabulary is.
     no_work = jnp.zeros_like(lengths)
     blank = _Prompted(opened.seq_ids, reasons, no_work, no_work, _no_statistics())
-    shapes = jax.eval_shape(
-        lambda params, cache, blank: model(
-            params, *_chunk_arguments(append_chunk(cache, blank))
-        ),
-        params,
-        cache,
-        blank,
+    logits, _ = jax.eval_shape(
+        lambda cache, blank: model(params, *append_chunk(cache, blank)), cache, blank
     )
     prompted = blank._replace(
-        num_done=opened.num_cached, logits=jnp.zeros(shapes[0].shape, jnp.float32)
+        num_done=opened.num_cached, logits=jnp.zeros(logits.shape, jnp.float32)
     )
     return lax.while_loop(
         lambda carry: jnp.any(remaining(carry[1]) > 0), step, (cache, prompted)
     )
-
-
-def _chunk_arguments(
-    chunk: tuple[Cache, Batch, jax.Array],
-) -> tuple[jax.Array, Cache, Batch]:
-    cache, batch, tokens = chunk
-    return tokens, cache, batch
 
 
 def _fork_samples(

@@ -28,6 +28,7 @@ class FinishReason(enum.IntEnum):
     OUT_OF_BLOCKS = 4  # the pool had no block for it, and no other sequence could go on
     OUT_OF_SEQUENCES = 5  # the cache had no row for it: it never began
     EMPTY_PROMPT = 6  # there was nothing to continue: it never began
+    CANCELLED = 7  # its row was freed by somebody else between two steps
 
 
 class Statistics(NamedTuple):

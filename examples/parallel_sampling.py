@@ -1,0 +1,108 @@
+"""Several continuations of one prompt that share its blocks.
+
+    python examples/parallel_sampling.py --samples 4 "The with statement"
+
+The prompt is read once; `fork` then opens a sequence per sample on the same blocks, and
+copies only the partly filled last one. The script shows the block tables after the fork
+and how many blocks were in use at the peak, against as many separate prompts.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+
+import jkv
+from jkv import decoding
+
+BUNDLED = Path(__file__).parent / "models" / "pydoc"
+PROMPT = """The with statement
+
+The "with" statement is used to wrap the execution of a block with methods defined by a
+context manager. This allows common "try"..."except"..."finally" usage patterns to be
+encapsulated for convenient reuse. The execution of the "with" statement proceeds as
+follows:
+
+"""
+
+prefill = jax.jit(
+    decoding.prefill,
+    static_argnames=("model", "max_new_tokens", "num_samples"),
+    donate_argnames="cache",
+)
+decode = jax.jit(
+    decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
+)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=40)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    options = parser.parse_args()
+    num_samples, num_new = options.samples, options.max_new_tokens
+
+    try:
+        model, params = llama.load(options.model)
+        tokenizer = llama.load_tokenizer(options.model)
+        prompt = tokenizer.encode(options.prompt).ids
+        if not prompt or num_samples < 1 or num_new < 1:
+            raise ValueError("the prompt and both numbers must be at least 1 long")
+        length = len(prompt) + num_new
+        if length > model.config.max_context_length:
+            raise ValueError(
+                f"{len(prompt)} tokens and {num_new} more do not fit the context of "
+                f"{model.config.max_context_length}"
+            )
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+    cache = jkv.init(
+        jkv.CacheConfig.for_context_length(
+            length,
+            max_sequences=num_samples,
+            dtype=params["embedding"].dtype,
+            **model.cache_fields,
+        )
+    )
+    # One seed is the first of consecutive ones: every sample draws its own numbers.
+    sampling = jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1)
+    cache, state = prefill(
+        model,
+        params,
+        cache,
+        jnp.array([prompt], jnp.int32),
+        max_new_tokens=num_new,
+        num_samples=num_samples,
+        stop_tokens=jnp.array(model.config.stop_tokens, jnp.int32),
+        sampling=sampling,
+    )
+    print(
+        f"{len(prompt)} prompt tokens in blocks of {cache.block_size}; after the fork"
+    )
+    for i, seq_id in enumerate(np.asarray(state.seq_ids)):
+        blocks = np.asarray(jkv.block_ids(cache, int(seq_id)))
+        print(f"  sample {i}: blocks", *blocks[blocks < cache.num_blocks])
+
+    cache, state = decode(model, params, cache, state, sampling=sampling)
+    for i, tokens in enumerate(np.asarray(state.result.tokens)):
+        print(f"\n--- sample {i}\n{tokenizer.decode(tokens[tokens >= 0].tolist())}")
+
+    # A sequence's last token is never put in the cache.
+    lengths = len(prompt) + np.asarray(state.result.lengths) - 1
+    apart = int(np.sum(-(-lengths // cache.block_size)))
+    peak = int(state.result.statistics.peak_blocks)
+    saved = f"{1 - peak / apart:.0%} saved"
+    print(f"\n{peak} blocks at the peak, {apart} without sharing: {saved}")
+    print(f"{jkv.num_free_blocks(cache)} of {cache.num_blocks} blocks free at the end")
+
+
+if __name__ == "__main__":
+    main()
