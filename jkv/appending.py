@@ -40,8 +40,6 @@ class Batch:
     valid: jax.Array  # bool[R], whether a served request owns the row
     block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
     offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
-    # Static: rows per request where the layout bounds them (1 in decoding), else None.
-    max_query_length: int | None = dataclasses.field(metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
@@ -304,7 +302,6 @@ def _append(
         valid=valid,
         block_ids=block_ids,
         offsets=offset,
-        max_query_length=max_query_length,
     )
     return metadata, batch
 

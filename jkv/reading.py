@@ -96,7 +96,6 @@ def attend(
         sinks=sinks,
         return_lse=return_lse,
         kv_dtype=cache.dtype,
-        max_query_length=batch.max_query_length,
         implementation=implementation,
     )
 

@@ -449,27 +449,3 @@ def test_mistakes_are_explained():
     refuses("block_tables has 2 rows", (4, good[4][:2]), (5, None))
     refuses("window counts the token itself", window=0)
     refuses("soft_cap must be above 0", soft_cap=0.0)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_bound_of_one_row_leaves_prefill_out(implementation):
-    """Single rows get the same answers from less code; longer requests get none."""
-    operands = small_operands("mixed")
-    given = arguments(operands)
-    lengths = given[7]
-
-    def attend(bound, *given):
-        return paged_attention(
-            *given, implementation=implementation, max_query_length=bound
-        )
-
-    bounded, full = (jax.jit(functools.partial(attend, b)) for b in (1, None))
-    expected = np.array(full(*given))
-    is_single = np.zeros(NUM_ROWS, bool)
-    is_single[np.asarray(given[6])[np.asarray(lengths) == 1]] = True
-    assert is_single.any() and not is_single.all()
-    assert_close(bounded(*given)[is_single], expected[is_single])
-    assert not np.any(bounded(*given)[~is_single])
-    if implementation == "xla":
-        sizes = [len(f.lower(*given).as_text()) for f in (bounded, full)]
-        assert sizes[0] < 0.75 * sizes[1]

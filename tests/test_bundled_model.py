@@ -140,27 +140,28 @@ def test_model_has_learnt_to_read(loaded, windows):
     assert float(losses(params, shuffled).mean()) > 8
 
 
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers and torch")
-def test_transformers_finds_the_same_losses(loaded, windows):
-    import torch
-    import transformers
+if HAS_TRANSFORMERS:
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.float32
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
-    text = 'The "with" statement is used\n    to wrap'
-    assert tokenizer(text)["input_ids"] == loaded[1].encode(text).ids
-    assert tokenizer.eos_token_id == model.config.eos_token_id == 0
+    def test_transformers_finds_the_same_losses(loaded, windows):
+        import torch
+        import transformers
 
-    rows = torch.tensor(windows[:4]).long()
-    with torch.no_grad():
-        logits = model.eval()(rows[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), rows[:, 1:], reduction="none"
-    )
-    losses = jax.jit(pydoc_model.token_losses)(loaded[0], windows[:4])
-    np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            FOLDER, dtype=torch.float32
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+        text = 'The "with" statement is used\n    to wrap'
+        assert tokenizer(text)["input_ids"] == loaded[1].encode(text).ids
+        assert tokenizer.eos_token_id == model.config.eos_token_id == 0
+
+        rows = torch.tensor(windows[:4]).long()
+        with torch.no_grad():
+            logits = model.eval()(rows[:, :-1]).logits
+        expected = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), rows[:, 1:], reduction="none"
+        )
+        losses = jax.jit(pydoc_model.token_losses)(loaded[0], windows[:4])
+        np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow

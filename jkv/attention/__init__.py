@@ -41,7 +41,6 @@ def paged_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     kv_dtype: jax.typing.DTypeLike | None = None,
-    max_query_length: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -72,8 +71,6 @@ def paged_attention(
       sinks: f32[H], one more logit per head in the softmax denominator.
       return_lse: also return the log-sum-exp of the scores.
       kv_dtype: what the elements of a uint16 pool mean: bfloat16.
-      max_query_length: static bound on `query_lengths`, if there is one: 1 leaves what
-        only longer requests need out of the program. A longer one counts as padding.
       implementation: "xla" or "reference"; None chooses.
 
     Returns:
@@ -131,7 +128,6 @@ def paged_attention(
         context_lengths,
         num_rows=num_rows,
         block_size=key_pool.shape[3],
-        max_query_length=max_query_length,
     )
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)

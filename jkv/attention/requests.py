@@ -3,15 +3,13 @@
 Symbols: `S` rows of the block tables, `M` blocks per row, `B` requests, `R` query rows.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Requests:
+class Requests(NamedTuple):
     """The requests of one call. Padding has query length 0 and names sequence 0.
 
     Request i owns rows `query_starts[i] .. query_starts[i] + query_lengths[i] - 1`; its
@@ -24,9 +22,6 @@ class Requests:
     query_starts: jax.Array  # i32[B]
     query_lengths: jax.Array  # i32[B]
     context_lengths: jax.Array  # i32[B]
-    # Static: a bound that the caller knows, so that a program for decoding alone can
-    # leave out what longer requests need.
-    max_query_length: int | None = dataclasses.field(metadata={"static": True})
 
 
 def make_requests(
@@ -38,7 +33,6 @@ def make_requests(
     *,
     num_rows: int,
     block_size: int,
-    max_query_length: int | None,
 ) -> Requests:
     """Bring the arrays to i32 and everything out of range to padding."""
     block_tables, query_starts, query_lengths, context_lengths = (
@@ -52,8 +46,6 @@ def make_requests(
 
     is_live = (seq_ids >= 0) & (seq_ids < num_sequences)
     is_live &= (query_starts >= 0) & (query_starts < num_rows)
-    if max_query_length is not None:
-        is_live &= query_lengths <= max_query_length
     # Bounding each length first keeps every later sum far below 2**31.
     rows_left = jnp.maximum(num_rows - query_starts, 0)
     query_lengths = jnp.where(is_live, jnp.clip(query_lengths, 0, rows_left), 0)
@@ -64,5 +56,4 @@ def make_requests(
         query_starts=jnp.where(is_live, query_starts, num_rows),
         query_lengths=query_lengths,
         context_lengths=context_lengths,
-        max_query_length=max_query_length,
     )

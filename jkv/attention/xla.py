@@ -81,8 +81,6 @@ def _attend(
         sinks=sinks,
         kv_dtype=kv_dtype,
     )
-    if requests.max_query_length == 1:
-        return output, lse
     return attend_prefill(
         queries,
         key_pool,

@@ -107,7 +107,7 @@ def generate(
       ...     jnp.array([[5, 6, 7], [40, -1, -1]]), max_new_tokens=4, stop_tokens=[9])
       >>> result.tokens.tolist()
       [[8, 9, -1, -1], [41, 42, 43, 44]]
-      >>> [jkv.decoding.FinishReason(reason).name for reason in result.reasons]
+      >>> [jkv.FinishReason(reason).name for reason in result.reasons.tolist()]
       ['STOP', 'LENGTH']
     """
     cache, state = prefill(
