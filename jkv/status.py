@@ -5,12 +5,9 @@ on the host `raise_for_status` turns the first refusal into the exception of its
 """
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:  # for the annotation only: statuses know nothing of the state
-    from jkv.state import Cache
 
 
 class Status(enum.IntEnum):
@@ -112,7 +109,15 @@ EXCEPTIONS: dict[Status, type[CacheError]] = {
 }
 
 
-def raise_for_status(status: Any, cache: "Cache | None" = None) -> None:
+class Occupied(Protocol):
+    """What can say in a line how full it is: a `Cache`."""
+
+    def occupancy(self) -> str:
+        """Return that line."""
+        ...
+
+
+def raise_for_status(status: Any, cache: Occupied | None = None) -> None:
     """Raise the exception of the first refused request; return if there is none.
 
     Runs on the host: call it outside jit.

@@ -25,13 +25,9 @@ ALLOWED: dict[str, set[str]] = {
 
 
 def imported_by(path: pathlib.Path) -> set[str]:
-    """Return the modules of jkv that a file imports, type checking aside."""
+    """Return the modules of jkv that a file imports."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for block in [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
-        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
-            block.body.clear()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
