@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv import ring
 from jkv.state import NO_SEQUENCE, Metadata
 from jkv.status import Status
 
@@ -105,7 +106,7 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
     A plain running sum of large counts would wrap around to negative numbers.
     """
     if counts.shape[0] * limit <= I32.max:
-        return jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), limit)
+        return jnp.minimum(ring.running_sum(counts), limit)
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
 
 

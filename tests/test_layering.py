@@ -13,7 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"status"},
     "state": {"config"},
     "ring": {"state"},
-    "requests": {"state", "status"},
+    "requests": {"ring", "state", "status"},
     "invariants": {"state", "status"},
     "attention": set(),
     "allocation": {"requests", "ring", "state", "status"},

@@ -1,0 +1,47 @@
+"""The running sum and the ring, against numpy and a deque."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import ring
+from jkv.state import Ring
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 1024, 1025, 2048, 2049])
+def test_running_sum_is_a_cumsum(size):
+    counts = np.random.default_rng(size).integers(0, 2**19, size).astype(np.int32)
+    expected = np.cumsum(counts, dtype=np.int32)
+    summed = jax.jit(ring.running_sum)(counts)
+    assert summed.dtype == jnp.int32
+    np.testing.assert_array_equal(summed, expected)
+
+
+def test_a_ring_is_a_deque():
+    random = np.random.default_rng(0)
+    capacity, batch = 7, 5
+    expected = collections.deque(range(capacity))
+    state = Ring(
+        ids=jnp.arange(capacity, dtype=jnp.int32),
+        head=jnp.int32(0),
+        count=jnp.int32(capacity),
+    )
+    outside: list[int] = []
+    pop, push, peek = jax.jit(ring.pop), jax.jit(ring.push), jax.jit(ring.peek)
+    for _ in range(200):
+        num = int(random.integers(0, min(batch, len(expected)) + 1))
+        taken = peek(state, jnp.arange(batch, dtype=jnp.int32))[:num].tolist()
+        assert taken == [expected.popleft() for _ in range(num)]
+        outside += taken
+        state = pop(state, jnp.int32(num))
+
+        # Some of those outside come back, in the order they stand among the others.
+        lanes = np.array((outside + [-1] * batch)[:batch], np.int32)
+        entering = (random.random(batch) < 0.5) & (lanes >= 0)
+        state = push(state, lanes, jnp.asarray(entering))
+        expected.extend(lanes[entering].tolist())
+        outside = [i for i in outside if i not in expected]
+        assert int(state.count) == len(expected)
