@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv import requests, ring
+from jkv import counters, requests, ring
 from jkv.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status
@@ -130,11 +130,11 @@ def _allocate(metadata: Metadata, num_tokens: jax.Array) -> tuple[Metadata, Allo
     most = min(metadata.num_blocks, need.shape[0] * metadata.max_blocks_per_sequence)
     metadata = requests.for_each_entry(need, most, reserve, metadata)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata, taken = counters.settle(metadata, status, served, need)
     metadata = dataclasses.replace(
         metadata,
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(need, mode="drop"),
-        free_blocks=ring.pop(metadata.free_blocks, jnp.sum(need, dtype=jnp.int32)),
-        refusals=requests.count_refusals(metadata.refusals, status),
+        free_blocks=ring.pop(metadata.free_blocks, taken),
     )
     num_cached = jnp.zeros_like(seq_ids)
     return metadata, Allocation(seq_ids, status, num_cached)
@@ -162,8 +162,8 @@ def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(0, mode="drop"),
         is_open=metadata.is_open.at[row].set(False, mode="drop"),
         free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
-        refusals=requests.count_refusals(metadata.refusals, status),
     )
+    metadata, _ = counters.settle(metadata, status, closable)
     return metadata, status
 
 
@@ -207,7 +207,8 @@ def lacks_room(
     """
     no_block, _ = requests.lacks_blocks(metadata, need)
     takes_row = eligible & ~no_block
-    taken_before = jnp.cumsum(takes_row, dtype=jnp.int32) - takes_row.astype(jnp.int32)
+    takes = takes_row.astype(jnp.int32)
+    taken_before = ring.running_sum(takes) - takes
     return eligible & (taken_before >= metadata.free_sequences.count), no_block
 
 
@@ -217,18 +218,17 @@ def open_sequences(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax
     Returns:
       The metadata, and i32[B] of sequence ids, -1 where not served.
     """
-    ranks = jnp.cumsum(served, dtype=jnp.int32) - 1
-    row = ring.peek(metadata.free_sequences, ranks)
+    ranks = ring.running_sum(served.astype(jnp.int32))
+    row = ring.peek(metadata.free_sequences, ranks - 1)
     seq_ids = jnp.where(served, row, NO_SEQUENCE)
     row = jnp.where(served, row, metadata.max_sequences)
+    num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
     metadata = dataclasses.replace(
         metadata,
         is_open=metadata.is_open.at[row].set(True, mode="drop"),
-        free_sequences=ring.pop(
-            metadata.free_sequences, jnp.sum(served, dtype=jnp.int32)
-        ),
+        free_sequences=ring.pop(metadata.free_sequences, num),
     )
-    return metadata, seq_ids
+    return counters.mark_opened(metadata, row), seq_ids
 
 
 def map_blocks(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import allocation, requests, ring
+from jkv import allocation, counters, requests, ring
 from jkv.requests import Integers
 from jkv.state import Cache, Metadata, stored
 from jkv.status import Status
@@ -280,12 +280,13 @@ def _append(
     )
 
     row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, row)
+    metadata, taken = counters.settle(metadata, status, served, need)
     metadata = dataclasses.replace(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(new_length, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(need, mode="drop"),
-        free_blocks=ring.pop(metadata.free_blocks, jnp.sum(need, dtype=jnp.int32)),
-        refusals=requests.count_refusals(metadata.refusals, status),
+        free_blocks=ring.pop(metadata.free_blocks, taken),
     )
     if tokens is not None and metadata.tokens is not None:
         recorded = metadata.tokens.at[block_ids, offset].set(

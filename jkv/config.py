@@ -18,6 +18,9 @@ from jkv.status import Status
 # Ring positions are added before they are wrapped: twice the largest must fit in i32.
 MAX_COUNT = 2**30 - 1
 
+# Rows of `Metadata.counters`: refusals by status, then what `jkv.counters` lists.
+NUM_COUNTERS = len(Status) + 9
+
 # What the bits of a stored element are kept as. XLA on CPU up to jaxlib 0.11.1 turns a
 # whole bfloat16 array into float32 and back on every scatter; the same bits as uint16
 # are updated in place by every version and backend, so bfloat16 is stored that way.
@@ -47,7 +50,9 @@ class CacheConfig:
       dtype: of keys and values: float32, float16 or bfloat16.
       record_tokens: also keep the token ids given to `append(..., tokens=)`, 4 bytes a
         token, for `tokens(cache, seq_id)`.
-      prefix_caching: reserved for the prefix index; must be False in this version.
+      prefix_caching: index full blocks by their tokens, so that a prompt that begins
+        like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
+        recorded) and 116 a block.
 
     Raises:
       ValueError: for a size that cannot work, saying what to change.
@@ -58,7 +63,7 @@ class CacheConfig:
       ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
       ...     max_sequences=8, max_context_length=256, dtype="float32")
       >>> config.bytes
-      2098096
+      2098280
       >>> config.max_blocks_per_sequence
       16
     """
@@ -84,10 +89,11 @@ class CacheConfig:
             if field.type in (int, int | None):
                 count = _checked_count(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, count)
-        if self.prefix_caching:
+        # With a prefix index the ring is twice as long, and so are sums of its places.
+        if self.prefix_caching and self.num_blocks > MAX_COUNT // 2:
             raise ValueError(
-                "prefix_caching=True needs the prefix index, which this version of jkv "
-                "does not have yet; leave it False"
+                f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
+                f"{self.num_blocks}; lower it, or raise block_size"
             )
         table = self.max_sequences * self.max_blocks_per_sequence
         if table > MAX_COUNT:
@@ -120,18 +126,33 @@ class CacheConfig:
             "num_mapped_blocks": ((sequences,), jnp.int32),
             "is_open": ((sequences,), jnp.bool_),
             "reference_counts": ((blocks,), jnp.int32),
-            "free_blocks.ids": ((blocks,), jnp.int32),
-            "free_blocks.head": ((), jnp.int32),
-            "free_blocks.count": ((), jnp.int32),
+            # With a prefix index the ring of blocks has room for as many holes.
+            "free_blocks.ids": ((blocks * (1 + self.prefix_caching),), jnp.int32),
+            "free_blocks.bounds": ((4,), jnp.int32),
             "free_sequences.ids": ((sequences,), jnp.int32),
-            "free_sequences.head": ((), jnp.int32),
-            "free_sequences.count": ((), jnp.int32),
-            "refusals": ((len(Status), 2), jnp.uint32),
+            "free_sequences.bounds": ((4,), jnp.int32),
+            "created": ((sequences,), jnp.uint32),
+            "last_used": ((sequences,), jnp.uint32),
+            "num_uses": ((sequences,), jnp.uint32),
+            "counters": ((NUM_COUNTERS, 2), jnp.uint32),
             "keys": ((*pool, self.head_dim), stored),
             "values": ((*pool, self.value_head_dim), stored),
         }
-        if self.record_tokens:
+        if self.record_tokens or self.prefix_caching:
             shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
+        if self.prefix_caching:
+            shapes["prefix.buckets"] = ((blocks, 8), jnp.int32)
+            shapes["prefix.children"] = ((blocks, 16), jnp.int32)
+            for name, size, dtype in (
+                ("hashes", blocks, jnp.uint32),
+                ("parents", blocks, jnp.int32),
+                ("salts", blocks, jnp.int32),
+                ("positions", blocks, jnp.int32),
+                ("committed", sequences, jnp.int32),
+                ("sequence_salts", sequences, jnp.int32),
+                ("epochs", sequences, jnp.uint32),
+            ):
+                shapes[f"prefix.{name}"] = ((size,), dtype)
         return {k: jax.ShapeDtypeStruct(s, d) for k, (s, d) in shapes.items()}
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jkv.config import NUM_COUNTERS
 from jkv.state import Cache, Metadata, Ring
 from jkv.status import InvariantError
 
@@ -44,6 +45,10 @@ def _shapes(cache: Cache) -> Iterator[str]:
         "num_mapped_blocks": ((rows,), np.int32),
         "is_open": ((rows,), np.bool_),
         "reference_counts": ((num_blocks,), np.int32),
+        "created": ((rows,), np.uint32),
+        "last_used": ((rows,), np.uint32),
+        "num_uses": ((rows,), np.uint32),
+        "counters": ((NUM_COUNTERS, 2), np.uint32),
     }
     for name, (shape, dtype) in expected.items():
         array = getattr(meta, name)
@@ -52,7 +57,8 @@ def _shapes(cache: Cache) -> Iterator[str]:
                 f"shapes: {name} is {array.dtype}{list(array.shape)}, expected "
                 f"{np.dtype(dtype)}{list(shape)}"
             )
-    for name, size in (("free_blocks", num_blocks), ("free_sequences", rows)):
+    holes = 0 if meta.prefix is None else num_blocks
+    for name, size in (("free_blocks", num_blocks + holes), ("free_sequences", rows)):
         if getattr(meta, name).ids.shape != (size,):
             yield f"shapes: the ring {name} has no room for {size} ids"
     pool = (num_blocks, cache.num_kv_heads, meta.block_size)
@@ -121,7 +127,8 @@ def _partition(meta: Metadata) -> Iterator[str]:
 
 def _free_blocks(meta: Metadata) -> Iterator[str]:
     free = np.flatnonzero(_recount(meta) == 0)
-    yield from _ring_holds("free_blocks", "block", meta.free_blocks, free)
+    positions = None if meta.prefix is None else np.asarray(meta.prefix.positions)
+    yield from _ring_holds("free_blocks", "block", meta.free_blocks, free, positions)
 
 
 def _free_sequences(meta: Metadata) -> Iterator[str]:
@@ -165,14 +172,27 @@ def _recount(meta: Metadata) -> np.ndarray:
 
 
 def _ring_holds(
-    name: str, unit: str, ring: Ring, expected: np.ndarray
+    name: str,
+    unit: str,
+    ring: Ring,
+    expected: np.ndarray,
+    positions: np.ndarray | None = None,
 ) -> Iterator[str]:
     """Compare the live entries of a ring with the ids that belong in it."""
-    capacity, head, count = ring.ids.shape[0], int(ring.head), int(ring.count)
-    if not (0 <= head < capacity and 0 <= count <= capacity):
-        yield f"{name}: head {head} and count {count} of a ring of {capacity}"
+    capacity = ring.ids.shape[0]
+    head, span, count, fewest = np.asarray(ring.bounds).tolist()
+    if not (0 <= head < capacity and 0 <= fewest <= count <= span <= capacity):
+        yield (
+            f"{name}: head {head}, span {span}, count {count} and fewest {fewest} of a "
+            f"ring of {capacity}"
+        )
         return
-    ids = np.asarray(ring.ids)[(head + np.arange(count)) % capacity]
+    places = (head + np.arange(span)) % capacity
+    ids = np.asarray(ring.ids)[places]
+    if positions is not None:  # an entry whose id is elsewhere is a hole
+        ids = ids[positions[ids] == places]
+    if len(ids) != count:
+        yield f"{name}: {len(ids)} entries of the ring hold an id, its count is {count}"
     for entry in ids[~np.isin(ids, expected)]:
         yield f"{name}: {unit} {entry} is in the ring but not free"
     for entry in expected[~np.isin(expected, ids)]:

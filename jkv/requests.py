@@ -128,15 +128,6 @@ def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Ar
     return (need > 0) & (taken > metadata.free_blocks.count), taken - need
 
 
-def count_refusals(refusals: jax.Array, status: jax.Array) -> jax.Array:
-    """Add the refusals of one call to the counters, u32[statuses, 2] (low, high)."""
-    codes = jnp.arange(len(Status), dtype=jnp.int32)[None, :]
-    seen = (status[:, None] == codes) & (codes != Status.OK)
-    low = refusals[:, 0] + jnp.sum(seen, axis=0, dtype=jnp.uint32)
-    carry = (low < refusals[:, 0]).astype(jnp.uint32)
-    return jnp.stack([low, refusals[:, 1] + carry], axis=1)
-
-
 def for_each_entry(
     counts: jax.Array,
     max_entries: int,
@@ -157,7 +148,7 @@ def for_each_entry(
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    ends = ring.running_sum(counts)
     starts = ends - counts
     width = min(max_entries, ENTRIES_PER_TRIP)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv import allocation, requests, ring
+from jkv import allocation, counters, requests, ring
 from jkv.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.status import Status
@@ -159,9 +159,9 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, TailC
     metadata, children = allocation.open_sequences(metadata, served)
     metadata = _share(metadata, past, jnp.where(served, num_full, 0))
     metadata, copies = _adopt(metadata, served, children, past, length)
-    metadata = dataclasses.replace(
-        metadata, refusals=requests.count_refusals(metadata.refusals, status)
-    )
+    parent = jnp.where(served, parents, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, parent)
+    metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))
     return metadata, Fork(children, status), copies
 
 
@@ -205,8 +205,9 @@ def _truncate(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
-        refusals=requests.count_refusals(metadata.refusals, status),
     )
+    metadata = counters.mark_used(metadata, row)
+    metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
     return metadata, status, copies
 
 
@@ -233,8 +234,8 @@ def _reorder(
 
     # Which of those that need a block are served. Usually the free blocks suffice and
     # the loop makes no trip; else ever fewer are tried, with what they would give up.
-    rank = jnp.cumsum(needs, dtype=jnp.int32)
-    wanted = jnp.sum(needs, dtype=jnp.int32)
+    rank = ring.running_sum(needs.astype(jnp.int32))
+    wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 
     def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         num_served, _ = state
@@ -254,9 +255,10 @@ def _reorder(
     served = moves & ~no_block
     metadata = exchange(metadata, served)
     metadata, copies = _adopt(metadata, served, seq_ids, past, length)
-    metadata = dataclasses.replace(
-        metadata, refusals=requests.count_refusals(metadata.refusals, status)
-    )
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, row)
+    copied = (served & needs).astype(jnp.int32)
+    metadata, _ = counters.settle(metadata, status, served, copied)
     return metadata, status, copies
 
 
@@ -326,13 +328,14 @@ def _take_tails(
     Returns:
       The metadata, recorded tokens already copied, and the copies due in storage.
     """
-    rank = jnp.cumsum(copied, dtype=jnp.int32) - 1
-    block = ring.peek(metadata.free_blocks, rank)
+    rank = ring.running_sum(copied.astype(jnp.int32))
+    block = ring.peek(metadata.free_blocks, rank - 1)
     target = jnp.where(copied, block, metadata.num_blocks)
     metadata = allocation.map_blocks(
         metadata, jnp.where(copied, seq_ids, metadata.max_sequences), column, block
     )
-    free_blocks = ring.pop(metadata.free_blocks, jnp.sum(copied, dtype=jnp.int32))
+    taken = rank[-1] if rank.shape[0] else jnp.int32(0)
+    free_blocks = ring.pop(metadata.free_blocks, taken)
     metadata = dataclasses.replace(metadata, free_blocks=free_blocks)
     if metadata.tokens is not None:
         rows = metadata.tokens.at[source].get(mode="clip")

@@ -193,8 +193,8 @@ class TestAnyVerb:
 
     def test_a_refusal_counter_passes_32_bits(self):
         cache = opened(6)
-        full = cache.metadata.refusals.at[Status.INVALID_SEQUENCE, 0].set(2**32 - 1)
-        metadata = dataclasses.replace(cache.metadata, refusals=full)
+        full = cache.metadata.counters.at[Status.INVALID_SEQUENCE, 0].set(2**32 - 1)
+        metadata = dataclasses.replace(cache.metadata, counters=full)
         cache = dataclasses.replace(cache, metadata=metadata)
         cache, _ = jkv.free(cache, i32(7, 7))
         assert refusal_counts(cache)[Status.INVALID_SEQUENCE] == 2**32 + 1

@@ -348,8 +348,8 @@ def wrong_values(array):
         "num_mapped_blocks",
         "is_open",
         "reference_counts",
-        "free_blocks.count",
-        "free_sequences.count",
+        "free_blocks.bounds",
+        "free_sequences.bounds",
     ],
 )
 def test_19_every_leaf_has_an_invariant(leaf):
@@ -360,6 +360,10 @@ def test_19_every_leaf_has_an_invariant(leaf):
     name, _, part = leaf.partition(".")
     whole = getattr(cache.metadata, name)
     for index, value, changed in wrong_values(getattr(whole, part) if part else whole):
+        if part == "bounds" and index == 0:
+            continue  # another head may name the same ids
+        if part == "bounds" and index == 3 and 0 <= value <= int(whole.count):
+            continue  # the ring may have been that short once
         wrong = dataclasses.replace(whole, **{part: changed}) if part else changed
         try:
             jkv.check(with_metadata(cache, **{name: wrong}))
@@ -515,9 +519,9 @@ def test_24_capacity_in_tokens_by_hand():
 def test_24_bytes_by_hand_and_exact():
     # Keys: 1 layer, 8 blocks, 1 head, 4 tokens, 2 floats. Values: 3 floats.
     keys, values = 8 * 4 * 2 * 4, 8 * 4 * 3 * 4
-    # Tables 4x4, three rows of 4 (one bool), counts and ring of 8, ring of 4, two
-    # ints per ring, two words for each of seven statuses.
-    metadata = 64 + 16 + 16 + 4 + 32 + 32 + 16 + 16 + 56
+    # Tables 4x4, six rows of 4 (one bool), counts and ring of 8, ring of 4, four
+    # ints per ring, two words for each of 16 counters.
+    metadata = 64 + 5 * 16 + 4 + 32 + 32 + 16 + 32 + 128
     config = small_config(value_head_dim=3)
     assert config.bytes == keys + values + metadata
     for changes in (
