@@ -5,15 +5,24 @@ can be jitted, scanned and donated. In the order of a sequence's life:
 
     init -> allocate -> (append -> write, attend per layer -> commit)* -> free
 
-with fork, truncate and reorder for sequences that branch and roll back.
+with fork, truncate and reorder for sequences that branch and roll back, match for
+prompts that begin alike, and evict for the day the pool is full.
 """
 
 from jkv.allocation import Allocation, allocate, can_allocate, free
-from jkv.appending import Batch, append, commit, write
+from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.invariants import check
+from jkv.lifetime import (
+    clock,
+    evict,
+    evict_older_than,
+    least_recently_used,
+    touch,
+)
+from jkv.prefix import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.reading import (
     BlockInfo,
     Slots,
@@ -26,7 +35,15 @@ from jkv.reading import (
     tokens,
 )
 from jkv.sharing import Fork, fork, reorder, truncate
-from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
+from jkv.state import (
+    NO_SEQUENCE,
+    Cache,
+    Metadata,
+    PrefixIndex,
+    Ring,
+    init,
+    num_free_blocks,
+)
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -62,6 +79,7 @@ __all__ = [
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
+    "PrefixIndex",
     "Ring",
     "Sampling",
     "Slots",
@@ -73,11 +91,19 @@ __all__ = [
     "block_info",
     "can_allocate",
     "check",
+    "clear_prefixes",
+    "clock",
     "commit",
+    "evict",
+    "evict_cached",
+    "evict_older_than",
     "fork",
     "free",
     "generate",
     "init",
+    "invalidate",
+    "least_recently_used",
+    "match",
     "num_free_blocks",
     "paged_attention",
     "raise_for_status",
@@ -86,6 +112,7 @@ __all__ = [
     "reorder",
     "slots",
     "tokens",
+    "touch",
     "truncate",
     "write",
 ]
