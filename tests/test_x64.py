@@ -1,4 +1,4 @@
-"""With 64-bit types enabled, sums and ranges of JAX default to 64 bits; jkv's do not."""
+"""With 64-bit types enabled sums and ranges of JAX default to 64 bits; jkv's do not."""
 
 import jax
 import jax.numpy as jnp
