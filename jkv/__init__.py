@@ -39,6 +39,7 @@ from jkv.status import (
     Status,
     raise_for_status,
 )
+from jkv.transfer import SwapIn, Swapped, swap_in, swap_out
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,8 @@ __all__ = [
     "Sampling",
     "Slots",
     "Status",
+    "SwapIn",
+    "Swapped",
     "allocate",
     "append",
     "attend",
@@ -85,6 +88,8 @@ __all__ = [
     "read_slot",
     "reorder",
     "slots",
+    "swap_in",
+    "swap_out",
     "tokens",
     "truncate",
     "write",
