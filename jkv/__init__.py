@@ -13,6 +13,7 @@ from jkv.appending import Batch, append, commit, write
 from jkv.attention import paged_attention
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.files import FileError
 from jkv.invariants import check
 from jkv.reading import (
     BlockInfo,
@@ -25,6 +26,7 @@ from jkv.reading import (
     slots,
     tokens,
 )
+from jkv.saving import load, save
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
 from jkv.status import (
@@ -53,6 +55,7 @@ __all__ = [
     "CacheConfig",
     "CacheError",
     "ContextFull",
+    "FileError",
     "FinishReason",
     "Fork",
     "Generation",
@@ -81,12 +84,14 @@ __all__ = [
     "free",
     "generate",
     "init",
+    "load",
     "num_free_blocks",
     "paged_attention",
     "raise_for_status",
     "read",
     "read_slot",
     "reorder",
+    "save",
     "slots",
     "swap_in",
     "swap_out",

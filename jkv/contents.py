@@ -13,7 +13,7 @@ has the layers on its first axis and the blocks on its second.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jkv.state import Cache
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
 
 
-class Contents(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contents:
     """What P blocks hold, on the host."""
 
     # By field name of `Cache`, [L, P, ...] cut along the blocks as `in_pieces` says.

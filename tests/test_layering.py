@@ -30,6 +30,17 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "status",
     },
+    "files": {"status"},
+    "saving": {
+        "config",
+        "contents",
+        "files",
+        "invariants",
+        "requests",
+        "state",
+        "status",
+        "transfer",
+    },
     "reading": {"appending", "attention", "requests", "state"},
     "decoding": {"allocation", "appending", "sharing", "state", "status"},
 }

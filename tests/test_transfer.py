@@ -276,7 +276,7 @@ class TestDecodingGoesOn:
         lengths, tables = swapped.context_lengths, swapped.block_tables
         if fault == "zeros":
             storage = jax.tree.map(np.zeros_like, swapped.contents.storage)
-            held = swapped.contents._replace(storage=storage)
+            held = dataclasses.replace(swapped.contents, storage=storage)
             swapped = dataclasses.replace(swapped, contents=held)
         elif fault == "length":
             swapped = dataclasses.replace(swapped, context_lengths=lengths - 1)
