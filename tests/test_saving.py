@@ -345,7 +345,9 @@ class TestRefusedFiles:
         ):
             self.assert_refused(path, raw, "foreign: not a safetensors file")
         for metadata in (None, {"format": "pt"}):
-            safetensors.numpy.save_file({"keys": np.zeros((2, 3))}, path, metadata=metadata)
+            safetensors.numpy.save_file(
+                {"keys": np.zeros((2, 3))}, path, metadata=metadata
+            )
             raw = path.read_bytes()
             self.assert_refused(
                 path, raw, "foreign: a safetensors file that jkv did not"
