@@ -168,7 +168,8 @@ def _tensor(leaf: Any, dtype: np.dtype[Any]) -> Tensor:
       leaf: the array, or a tuple of its pieces.
       dtype: of the K/V, by what their bits mean.
     """
-    pieces = leaf if isinstance(leaf, tuple) else (leaf,)
+    # Pieces are on the host already, be it in memory that JAX holds.
+    pieces = tuple(map(np.asarray, leaf)) if isinstance(leaf, tuple) else (leaf,)
     if not pieces:
         return Tensor(dtype, (0, 0), ())
     first = pieces[0]

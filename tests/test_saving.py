@@ -24,7 +24,7 @@ from conftest import (
 )
 
 import jkv
-from jkv import files, saving
+from jkv import contents, files, saving
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -152,6 +152,13 @@ class TestSequences:
         jkv.check(cache)
         assert stored_tokens(cache, 0) == [*range(9), 99]
         assert stored_tokens(cache, int(back.seq_ids[0])) == list(range(9))
+
+    def test_from_pinned_memory(self, path, monkeypatch):
+        """The way of an accelerator, on the CPU's own such memory."""
+        monkeypatch.setattr(contents, "_has_pinned_memory", lambda array: True)
+        jkv.save(path, opened(9, 14, num_layers=2), [1])
+        other, back = jkv.load(path, small_cache(num_layers=2))
+        assert stored_tokens(other, int(back.seq_ids[0])) == list(range(100, 114))
 
     def test_refused_like_swap_in(self, path):
         jkv.save(path, opened(9, 5), [0, 1])
