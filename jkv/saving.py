@@ -242,7 +242,8 @@ def _by_layers(array: np.ndarray | jax.Array, device: Placement) -> jax.Array:
     """Copy an array [L, ...] from the file to the device layer by layer."""
     pool = jnp.zeros(array.shape, array.dtype, device=device)
     for number, layer in enumerate(array):
-        pool = _set_layer(pool, np.int32(number), layer)
+        # Waiting keeps copies of layers from piling up on their way.
+        pool = jax.block_until_ready(_set_layer(pool, np.int32(number), layer))
     return pool
 
 
