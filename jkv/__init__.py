@@ -5,16 +5,25 @@ can be jitted, scanned and donated. In the order of a sequence's life:
 
     init -> allocate -> (append -> write, attend per layer -> commit)* -> free
 
-with fork, truncate and reorder for sequences that branch and roll back.
+with fork, truncate and reorder for sequences that branch and roll back, match for
+prompts that begin alike, and evict for the day the pool is full.
 """
 
 from jkv.allocation import Allocation, allocate, can_allocate, free
-from jkv.appending import Batch, append, commit, write
+from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.files import FileError
 from jkv.invariants import check
+from jkv.lifetime import (
+    clock,
+    evict,
+    evict_older_than,
+    least_recently_used,
+    touch,
+)
+from jkv.prefix import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.reading import (
     BlockInfo,
     Slots,
@@ -28,7 +37,15 @@ from jkv.reading import (
 )
 from jkv.saving import load, save
 from jkv.sharing import Fork, fork, reorder, truncate
-from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
+from jkv.state import (
+    NO_SEQUENCE,
+    Cache,
+    Metadata,
+    PrefixIndex,
+    Ring,
+    init,
+    num_free_blocks,
+)
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -66,6 +83,7 @@ __all__ = [
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
+    "PrefixIndex",
     "Ring",
     "Sampling",
     "Slots",
@@ -79,12 +97,20 @@ __all__ = [
     "block_info",
     "can_allocate",
     "check",
+    "clear_prefixes",
+    "clock",
     "commit",
+    "evict",
+    "evict_cached",
+    "evict_older_than",
     "fork",
     "free",
     "generate",
     "init",
+    "invalidate",
+    "least_recently_used",
     "load",
+    "match",
     "num_free_blocks",
     "paged_attention",
     "raise_for_status",
@@ -96,6 +122,7 @@ __all__ = [
     "swap_in",
     "swap_out",
     "tokens",
+    "touch",
     "truncate",
     "write",
 ]

@@ -9,8 +9,9 @@ share it (`jkv.contents`). What becomes of the rest of a sequence:
 * The stamps of the clock stay behind. They mean nothing on another cache's clock, and a
   sequence that just returned must not look like the one used longest ago: `swap_in`
   stamps as `allocate` does. How often it was used is no time, and goes along.
-* Recorded tokens and the domain of the prefix index go along, as does how much of a
-  sequence was visible to prefix matching.
+* Recorded tokens and the domain of the prefix index go along. What a sequence had made
+  visible stays behind as cached blocks, for others to find as long as the pool can
+  spare them. The sequence itself, once back, makes no more blocks visible.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import allocation, contents, counters, requests, ring
+from jkv import allocation, contents, counters, pool, prefix_index, requests, ring
 from jkv.contents import Contents
 from jkv.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
@@ -269,6 +270,7 @@ class _Entering(NamedTuple):
     """Sequences on their way in, as `_open` needs them; all arrays on the host."""
 
     block_tables: Any  # i32[B, M] in swapped numbers, M of the cache they enter
+    is_first: Any  # bool[B, M], entries that name a block for the first time
     context_lengths: Any  # i32[B]
     num_uses: Any  # u32[B]
     committed: Any  # i32[B]
@@ -283,11 +285,14 @@ class _Entering(NamedTuple):
         tables = swapped.block_tables[:, :columns]
         padding = ((0, 0), (0, columns - tables.shape[1]))
         tables = np.pad(tables, padding, constant_values=swapped.num_blocks)
+        is_first = np.zeros(tables.size, bool)
+        is_first[np.unique(tables, return_index=True)[1]] = True
         cut_off = swapped.block_tables[:, columns:] < swapped.num_blocks
         lengths = swapped.context_lengths
         salts = swapped.salts
         return cls(
             block_tables=tables,
+            is_first=is_first.reshape(tables.shape),
             context_lengths=lengths,
             num_uses=swapped.num_uses,
             committed=_committed(swapped),
@@ -300,9 +305,9 @@ class _Entering(NamedTuple):
 def _committed(swapped: Swapped) -> np.ndarray:
     """Return how much of each sequence the prefix index it enters knows, i32[B].
 
-    Blocks that come in are not in the index, and a block must not be indexed before its
-    parent: a sequence that had begun to make its blocks visible is done with that (-1).
-    One that had not can still begin.
+    Blocks that come in are not in the index, and may not be replaced by equal ones that
+    are, whose last bits can differ. As a block must not be visible before its parent, a
+    sequence that had begun to make its blocks visible is done with that (-1).
     """
     if swapped.committed is None:
         begun = swapped.context_lengths > 0
@@ -334,13 +339,15 @@ def _open(
     row = jnp.where(served, seq_ids, metadata.max_sequences)
 
     # The blocks are numbered in the order in which they leave the pool.
+    taken = jnp.where(cause == Status.OK, num_blocks, 0)
+    metadata = pool.expose(metadata, taken)
     mapped = served[:, None] & (entering.block_tables < num_blocks)
     block = ring.peek(metadata.free_blocks, entering.block_tables)
     block = jnp.where(mapped, block, metadata.num_blocks)
-    taken = jnp.where(cause == Status.OK, num_blocks, 0)
-    need = jnp.zeros((num_rows,), jnp.int32).at[0].set(taken)
-    metadata, taken = counters.settle(metadata, status, served, need)
-    counts = metadata.reference_counts.at[block].add(1, mode="drop")
+    first = jnp.where(entering.is_first, block, metadata.num_blocks)
+    metadata = pool.mark_taken(metadata, first.reshape(-1))
+    again = jnp.where(entering.is_first, metadata.num_blocks, block)
+    counts = metadata.reference_counts.at[again].add(1, mode="drop")
     num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32)
 
     def enter(array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -355,15 +362,11 @@ def _open(
         reference_counts=counts,
         free_blocks=ring.pop(metadata.free_blocks, taken),
     )
-    if metadata.prefix is not None:
-        opened = jnp.broadcast_to(counters.now(metadata), (num_rows,))
-        prefix = dataclasses.replace(
-            metadata.prefix,
-            committed=enter(metadata.prefix.committed, entering.committed),
-            sequence_salts=enter(metadata.prefix.sequence_salts, entering.salts),
-            epochs=enter(metadata.prefix.epochs, opened),
-        )
-        metadata = dataclasses.replace(metadata, prefix=prefix)
+    metadata = prefix_index.open_sequences(
+        metadata, row, entering.salts, entering.committed
+    )
+    need = jnp.zeros((num_rows,), jnp.int32).at[0].set(taken)
+    metadata, _ = counters.settle(metadata, status, served, need)
     return metadata, SwapIn(seq_ids, status), block
 
 

@@ -13,6 +13,8 @@ PUBLIC = """
     raise_for_status read read_slot reorder slots tokens truncate write
     FinishReason Generation Model Sampling generate
     Swapped SwapIn swap_in swap_out FileError save load
+    PrefixIndex clear_prefixes evict_cached invalidate match
+    clock evict evict_older_than least_recently_used touch
 """.split()
 
 

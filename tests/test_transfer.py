@@ -16,10 +16,12 @@ from conftest import (
     table,
     with_storage_filled,
     without_refusals,
+    write_tokens,
 )
 
 import jkv
 from jkv import contents
+from jkv.counters import Counter
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 
@@ -466,21 +468,72 @@ class TestCost:
 
 
 class TestWithAPrefixIndex:
-    def test_the_domain_goes_along(self):
-        cache = small_cache(prefix_caching=True)
-        cache, _ = jkv.allocate(cache, [0])
-        cache, _ = jkv.append(cache, [0], 6, capacity=6, tokens=jnp.arange(6) + 40)
-        index = cache.metadata.prefix
-        index = dataclasses.replace(
-            index, sequence_salts=index.sequence_salts.at[0].set(7)
+    def computed(self, cache, prompt, salt):
+        """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""
+        cache, opened = jkv.allocate(
+            cache, 0, tokens=jnp.array([prompt]), salts=jnp.array([salt])
         )
-        metadata = dataclasses.replace(cache.metadata, prefix=index)
-        cache = dataclasses.replace(cache, metadata=metadata)
-        cache, swapped = jkv.swap_out(cache, 0)
+        jkv.raise_for_status(opened)
+        rest = prompt[int(opened.num_cached[0]) :]
+        cache, batch = jkv.append(
+            cache, opened.seq_ids, len(rest), capacity=16, tokens=padded(rest)
+        )
+        cache = write_tokens(cache, batch, padded(rest))
+        return cache, int(opened.seq_ids[0]), int(opened.num_cached[0])
+
+    def test_the_domain_and_the_tokens_go_along(self):
+        cache = small_cache(prefix_caching=True)
+        cache, seq_id, _ = self.computed(cache, list(range(40, 49)), 7)
+        cache, swapped = jkv.swap_out(cache, seq_id)
         other = small_cache(prefix_caching=True, num_blocks=11)
-        other, _ = jkv.allocate(other, [3])
+        other, _, _ = self.computed(other, [1, 2, 3], 5)
         other, back = jkv.swap_in(other, swapped)
+        jkv.check(other)
         seq_id, index = int(back.seq_ids[0]), other.metadata.prefix
         assert int(index.sequence_salts[seq_id]) == 7
         assert int(index.epochs[seq_id]) == int(other.metadata.created[seq_id])
-        assert jkv.tokens(other, seq_id)[:6].tolist() == [40, 41, 42, 43, 44, 45]
+        assert jkv.tokens(other, seq_id)[:9].tolist() == list(range(40, 49))
+        assert stored_tokens(other, seq_id) == list(range(40, 49))
+
+    def test_what_was_visible_stays_behind(self):
+        """Others find it until the pool needs it; what returns adds nothing more."""
+        cache = small_cache(prefix_caching=True)
+        prompt = list(range(40, 49))
+        cache, seq_id, _ = self.computed(cache, prompt, 7)
+        cache, swapped = jkv.swap_out(cache, seq_id)
+        jkv.check(cache)
+        assert jkv.match(cache, jnp.array([prompt]), 7).tolist() == [8]
+        cache, seq_id, found = self.computed(cache, prompt, 7)
+        assert found == 8
+        cache, _ = jkv.free(cache, seq_id)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        (seq_id,) = back.seq_ids.tolist()
+        assert int(cache.metadata.prefix.committed[seq_id]) == -1
+        cache = grow(cache, seq_id, [49, 50, 51])
+        jkv.check(cache)
+        assert stored_tokens(cache, seq_id) == list(range(40, 52))
+        longer = jnp.array([[*range(40, 53)]])
+        assert jkv.match(cache, longer, 7).tolist() == [8]
+
+    def test_cached_blocks_give_way(self):
+        """The pool takes the oldest, and each block taken is counted once."""
+        plain = opened(9, prefix_caching=True)
+        plain, _ = jkv.fork(plain, [0, 0])
+        _, swapped = jkv.swap_out(plain, [0, 1, 2])
+        cache = small_cache(prefix_caching=True)
+        for salt in range(2):
+            cache, seq_id, _ = self.computed(cache, list(range(14)), salt)
+            cache, _ = jkv.free(cache, seq_id)
+        evicted = int(Counter.BLOCKS_EVICTED)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        jkv.raise_for_status(back)
+        # Five blocks: a tail that was never visible, three of the first, one more tail.
+        assert int(cache.metadata.counters[evicted, 0]) == 3
+        for seq_id in back.seq_ids.tolist():
+            assert stored_tokens(cache, seq_id) == list(range(9))
+
+
+def padded(tokens):
+    return jnp.array([*tokens, *[-1] * (16 - len(tokens))], jnp.int32)
