@@ -516,6 +516,25 @@ class TestWithAPrefixIndex:
         longer = jnp.array([[*range(40, 53)]])
         assert jkv.match(cache, longer, 7).tolist() == [8]
 
+    def test_holes_in_the_ring(self):
+        """Blocks that were found again left the ring: none of them is taken."""
+        _, swapped = jkv.swap_out(opened(9, prefix_caching=True), 0)
+        cache, prompt = small_cache(prefix_caching=True), list(range(9))
+        cache, seq_id, _ = self.computed(cache, prompt, 0)  # blocks 0 1 2
+        cache, _ = jkv.free(cache, seq_id)
+        cache, reserved = jkv.allocate(cache, [14, 4])  # all but these
+        cache, opened_again = jkv.allocate(cache, 0, tokens=jnp.array([prompt]))
+        seq_id = int(opened_again.seq_ids[0])
+        assert table(cache, seq_id) == [0, 1]
+        cache, _ = jkv.free(cache, reserved.seq_ids[0])
+        free = cache.metadata.free_blocks  # 2, two holes, 6 5 4 3
+        assert (int(free.span), int(free.count)) == (7, 5)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        assert table(cache, int(back.seq_ids[0])) == [2, 6, 5]
+        assert stored_tokens(cache, int(back.seq_ids[0])) == prompt
+        assert stored_tokens(cache, seq_id) == prompt[:8]
+
     def test_cached_blocks_give_way(self):
         """The pool takes the oldest, and each block taken is counted once."""
         plain = opened(9, prefix_caching=True)
