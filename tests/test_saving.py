@@ -21,6 +21,7 @@ from conftest import (
     stored_tokens,
     table,
     with_storage_filled,
+    write_tokens,
 )
 
 import jkv
@@ -75,17 +76,28 @@ class TestAWholeCache:
         assert_same(loaded, cache)
         assert jkv.tokens(loaded, 0)[:6].tolist() == [40, 41, 42, 43, 44, 45]
 
-    def test_every_array_of_an_index(self, path):
-        """Each array gets numbers of its own, so that none can take another's place."""
-        cache = small_cache(prefix_caching=True)
-        index = cache.metadata.prefix
-        number = iter(range(1, 100))
-        index = jax.tree.map(lambda a: jnp.full_like(a, next(number)), index)
-        index = dataclasses.replace(index, positions=cache.metadata.prefix.positions)
-        metadata = dataclasses.replace(cache.metadata, prefix=index)
-        cache = dataclasses.replace(cache, metadata=metadata)
+    def test_the_prefix_index_goes_on(self, path):
+        """Live and cached blocks of two domains; all of the index is in use."""
+        cache = small_cache(prefix_caching=True, num_blocks=12)
+        fresh = jax.tree.leaves(cache.metadata.prefix)
+        prompt = jnp.arange(40, 50)
+        for salt in (3, 4):
+            cache, _ = jkv.allocate(cache, 0, tokens=prompt[None], salts=salt)
+            tokens = jnp.pad(prompt, (0, 6), constant_values=-1)
+            cache, batch = jkv.append(cache, salt - 3, 10, capacity=16, tokens=tokens)
+            cache = write_tokens(cache, batch, tokens)
+        cache, _ = jkv.truncate(cache, 1, 9)
+        cache, _ = jkv.free(cache, 0)
+        for new, old in zip(jax.tree.leaves(cache.metadata.prefix), fresh, strict=True):
+            assert not np.array_equal(new, old)
         jkv.save(path, cache)
-        assert_same(jkv.load(path), cache)
+        loaded = jkv.load(path)
+        assert_same(loaded, cache)
+        found = jkv.match(loaded, jnp.stack([prompt] * 3), jnp.array([3, 4, 5]))
+        assert found.tolist() == [8, 8, 0]
+        again, opened = jkv.allocate(loaded, 0, tokens=prompt[None], salts=3)
+        jkv.check(again)
+        assert stored_tokens(again, int(opened.seq_ids[0])) == list(range(40, 48))
 
     def test_without_storage(self, path):
         cache, _ = jkv.allocate(jkv.init(small_config(), storage=False), [5])
