@@ -85,7 +85,15 @@ ALLOWED: dict[str, set[str]] = {
         "transfer",
     },
     "reading": {"appending", "attention", "prefix_index", "requests", "state"},
-    "decoding": {"allocation", "appending", "prefix", "sharing", "state", "status"},
+    "decoding": {
+        "allocation",
+        "appending",
+        "prefix",
+        "requests",
+        "sharing",
+        "state",
+        "status",
+    },
 }
 
 
