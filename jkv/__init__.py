@@ -14,6 +14,7 @@ from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.files import FileError
 from jkv.invariants import check
 from jkv.lifetime import (
     clock,
@@ -34,6 +35,7 @@ from jkv.reading import (
     slots,
     tokens,
 )
+from jkv.saving import load, save
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import (
     NO_SEQUENCE,
@@ -56,6 +58,7 @@ from jkv.status import (
     Status,
     raise_for_status,
 )
+from jkv.transfer import SwapIn, Swapped, swap_in, swap_out
 
 __version__ = "0.1.0"
 
@@ -69,6 +72,7 @@ __all__ = [
     "CacheConfig",
     "CacheError",
     "ContextFull",
+    "FileError",
     "FinishReason",
     "Fork",
     "Generation",
@@ -84,6 +88,8 @@ __all__ = [
     "Sampling",
     "Slots",
     "Status",
+    "SwapIn",
+    "Swapped",
     "allocate",
     "append",
     "attend",
@@ -103,6 +109,7 @@ __all__ = [
     "init",
     "invalidate",
     "least_recently_used",
+    "load",
     "match",
     "num_free_blocks",
     "paged_attention",
@@ -110,7 +117,10 @@ __all__ = [
     "read",
     "read_slot",
     "reorder",
+    "save",
     "slots",
+    "swap_in",
+    "swap_out",
     "tokens",
     "touch",
     "truncate",
