@@ -94,6 +94,16 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "status",
     },
+    "doctor": {
+        "allocation",
+        "appending",
+        "attention",
+        "config",
+        "invariants",
+        "sharing",
+        "state",
+        "status",
+    },
 }
 
 
