@@ -223,8 +223,8 @@ def known_bad(facts: dict[str, Any]) -> Iterator[str]:
     on_gpu = facts["platform"] in ("gpu", "cuda", "rocm")
     if facts["drivers"] and not on_gpu:
         yield (
-            f"there is a GPU driver, but JAX runs on {facts['platform']}: its plugin is "
-            f"not installed (jkv[rocm] or jkv[cuda]), or JAX_PLATFORMS hides it"
+            f"there is a GPU driver, but JAX runs on {facts['platform']}: its plugin "
+            f"is not installed (jkv[rocm] or jkv[cuda]), or JAX_PLATFORMS hides it"
         )
 
 
