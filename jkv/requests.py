@@ -63,7 +63,8 @@ def as_prompts(tokens: jax.Array) -> jax.Array:
 
 def _saturated(name: str, value: Integers) -> jax.Array:
     """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
-    array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
+    on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    array: Any = np.asarray(value) if on_host else jnp.asarray(value)
     xp = _namespace(array)
     if array.shape == (0,):
         array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype

@@ -226,6 +226,11 @@ class TestAnyVerb:
             jax.monitoring.clear_event_listeners()
         assert compiled == []
 
+    def test_a_list_may_hold_arrays_and_traced_values(self):
+        cache, opened_ = jax.jit(jkv.allocate)(small_cache(), [5, 6])
+        cache, batch = jkv.append(cache, [opened_.seq_ids[1], 0])
+        assert batch.seq_ids.tolist() == [1, 0]
+
 
 class TestOrderOfCauses:
     """The first of several causes is reported."""
