@@ -27,6 +27,7 @@ from jkv.reading import (
 )
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
+from jkv.statistics import MemoryProfile, Stats, memory_profile, stats
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -58,6 +59,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidSequence",
     "InvariantError",
+    "MemoryProfile",
     "Metadata",
     "Model",
     "OutOfBlocks",
@@ -65,6 +67,7 @@ __all__ = [
     "Ring",
     "Sampling",
     "Slots",
+    "Stats",
     "Status",
     "allocate",
     "append",
@@ -78,6 +81,7 @@ __all__ = [
     "free",
     "generate",
     "init",
+    "memory_profile",
     "num_free_blocks",
     "paged_attention",
     "raise_for_status",
@@ -85,6 +89,7 @@ __all__ = [
     "read_slot",
     "reorder",
     "slots",
+    "stats",
     "tokens",
     "truncate",
     "write",

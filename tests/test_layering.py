@@ -9,13 +9,15 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 
 # Each module, with the only modules of jkv it may import; lower ones first.
 ALLOWED: dict[str, set[str]] = {
+    "units": set(),
     "status": set(),
     "config": {"status"},
-    "state": {"config", "status"},
-    "counters": {"state", "status"},
+    "state": {"config", "status", "units"},
+    "counters": {"config", "state", "status"},
     "ring": {"state"},
     "requests": {"ring", "state", "status"},
     "invariants": {"config", "state", "status"},
+    "statistics": {"counters", "state", "status", "units"},
     "attention": set(),
     "allocation": {"counters", "requests", "ring", "state", "status"},
     "appending": {"allocation", "counters", "requests", "ring", "state", "status"},

@@ -12,6 +12,7 @@ PUBLIC = """
     can_allocate check commit fork free init num_free_blocks paged_attention
     raise_for_status read read_slot reorder slots tokens truncate write
     FinishReason Generation Model Sampling generate
+    MemoryProfile Stats memory_profile stats
 """.split()
 
 
