@@ -11,6 +11,13 @@ with fork, truncate and reorder for sequences that branch and roll back.
 from jkv.allocation import Allocation, allocate, can_allocate, free
 from jkv.appending import Batch, append, commit, write
 from jkv.attention import paged_attention
+from jkv.compaction import (
+    Fragmentation,
+    compact,
+    fragmentation,
+    resize,
+    should_compact,
+)
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.invariants import check
@@ -55,6 +62,7 @@ __all__ = [
     "ContextFull",
     "FinishReason",
     "Fork",
+    "Fragmentation",
     "Generation",
     "InvalidArgument",
     "InvalidSequence",
@@ -77,7 +85,9 @@ __all__ = [
     "can_allocate",
     "check",
     "commit",
+    "compact",
     "fork",
+    "fragmentation",
     "free",
     "generate",
     "init",
@@ -88,6 +98,8 @@ __all__ = [
     "read",
     "read_slot",
     "reorder",
+    "resize",
+    "should_compact",
     "slots",
     "stats",
     "tokens",

@@ -89,12 +89,7 @@ class CacheConfig:
             if field.type in (int, int | None):
                 count = _checked_count(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, count)
-        # With a prefix index the ring is twice as long, and so are sums of its places.
-        if self.prefix_caching and self.num_blocks > MAX_COUNT // 2:
-            raise ValueError(
-                f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
-                f"{self.num_blocks}; lower it, or raise block_size"
-            )
+        checked_num_blocks(self.num_blocks, self.prefix_caching)
         table = self.max_sequences * self.max_blocks_per_sequence
         if table > MAX_COUNT:
             raise ValueError(
@@ -258,6 +253,18 @@ class CacheConfig:
             "max_context_length": max_context_length,
         }
         return cls.for_memory(gigabytes * GIGABYTE, **{**preset, **sizes})
+
+
+def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
+    """Return the size of a pool, or raise a `ValueError` that says what to change."""
+    num_blocks = _checked_count("num_blocks", num_blocks)
+    # With a prefix index the ring is twice as long, and so are sums of its places.
+    if prefix_caching and num_blocks > MAX_COUNT // 2:
+        raise ValueError(
+            f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
+            f"{num_blocks}; lower it, or raise block_size"
+        )
+    return num_blocks
 
 
 def _checked_count(name: str, value: Any) -> int:

@@ -236,6 +236,14 @@ class Oracle:
             self._grow(seq_id, self._has_tail(len(self.tokens[seq_id])))
         return self._count(status)
 
+    def compact(self):
+        """Number blocks by their first mention, row by row; then the free in order."""
+        named = [block for _, table in sorted(self.tables.items()) for block in table]
+        order = [*dict.fromkeys(named), *self.free_blocks]
+        renamed = {block: i for i, block in enumerate(order)}
+        self.tables = {s: [renamed[b] for b in t] for s, t in self.tables.items()}
+        self.free_blocks = deque(renamed[block] for block in self.free_blocks)
+
     # Looking things up.
 
     def reference_count(self, block):

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "requests": {"ring", "state", "status"},
     "invariants": {"config", "state", "status"},
     "statistics": {"counters", "state", "status", "units"},
+    "compaction": {"config", "counters", "ring", "state", "statistics", "units"},
     "attention": set(),
     "allocation": {"counters", "requests", "ring", "state", "status"},
     "appending": {"allocation", "counters", "requests", "ring", "state", "status"},

@@ -13,6 +13,7 @@ PUBLIC = """
     raise_for_status read read_slot reorder slots tokens truncate write
     FinishReason Generation Model Sampling generate
     MemoryProfile Stats memory_profile stats
+    Fragmentation compact fragmentation resize should_compact
 """.split()
 
 

@@ -82,6 +82,10 @@ def reorder(cache, seq_ids, parents):
     return jkv.reorder(cache, seq_ids, parents)
 
 
+def compact(cache):
+    return jkv.compact(cache)
+
+
 def can_allocate(cache, num_tokens):
     return jkv.can_allocate(cache, num_tokens)
 
@@ -109,6 +113,7 @@ CHANGING = [
     free,
     truncate,
     reorder,
+    compact,
 ]
 LOOKING = [can_allocate, read, attend]
 
@@ -267,6 +272,12 @@ class Game:
         self.cache, status = self.call("reorder", seq_ids, parents)
         self.compare_status(status, expected)
 
+    def play_compact(self):
+        self.oracle.compact()
+        self.cache = self.call("compact")
+        free = list(self.oracle.free_blocks)
+        assert free == sorted(free)
+
     def play_can_allocate(self):
         counts = self.pick_counts()
         fits = self.call("can_allocate", counts)
@@ -308,6 +319,7 @@ class Game:
             (self.play_free, 3),
             (self.play_truncate, 3),
             (self.play_reorder, 3),
+            (self.play_compact, 1),
             (self.play_can_allocate, 1),
             (self.play_look_up, 1),
         ]

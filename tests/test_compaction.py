@@ -1,0 +1,479 @@
+"""compact and resize: new ids for blocks, the same sequences, bit for bit."""
+
+import dataclasses
+import logging
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import grow, opened, small_cache, small_config, stored_tokens, table
+
+import jkv
+from jkv import compaction
+
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 3, 2, 4, 8, 6
+
+
+def i32(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def ring_order(cache):
+    """Free blocks in the order in which they will be handed out."""
+    free, meta = cache.metadata.free_blocks, cache.metadata
+    head, span, _, _ = free.bounds.tolist()
+    ids, room = free.ids.tolist(), free.ids.shape[0]
+    places = [(head + i) % room for i in range(span)]
+    if meta.prefix is None:
+        return [ids[p] for p in places]
+    where = meta.prefix.positions.tolist()
+    return [ids[p] for p in places if where[ids[p]] == p]
+
+
+def tables(cache):
+    return [table(cache, row) for row in range(cache.max_sequences)]
+
+
+def step(cache, rng, seq_ids, counts):
+    """Append and write random rows; returns the cache and the batch."""
+    rows = sum(counts)
+    cache, batch = jkv.append(cache, seq_ids, counts, capacity=rows)
+    jkv.raise_for_status(batch.status)
+    for layer in range(cache.num_layers):
+        keys, values = (
+            jnp.asarray(rng.standard_normal((rows, cache.num_kv_heads, d), np.float32))
+            for d in (cache.head_dim, cache.value_head_dim)
+        )
+        cache = jkv.write(cache, layer, batch, keys, values)
+    return jkv.commit(cache, batch), batch
+
+
+def churned(dtype=jnp.float32, **changes):
+    """Four sequences, two of them sharing, with holes between their blocks."""
+    cache = small_cache(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        value_head_dim=VALUE_HEAD_DIM,
+        dtype=dtype,
+        **dict(num_blocks=24, max_sequences=6, max_context_length=30) | changes,
+    )
+    rng = np.random.default_rng(5)
+    cache, _ = jkv.allocate(cache, [0] * 5)
+    for _ in range(4):  # interleaved: no sequence has consecutive blocks
+        cache, _ = step(cache, rng, [0, 1, 2, 3, 4], [3, 5, 4, 2, 3])
+    cache, _ = jkv.free(cache, [1, 3])
+    cache, _ = jkv.fork(cache, [2])
+    cache, _ = jkv.truncate(cache, [0], [7])
+    jkv.check(cache)
+    return cache
+
+
+def contents(cache):
+    """Keys, values and length of every sequence in every layer, as bytes."""
+    found = []
+    for layer in range(cache.num_layers):
+        for row in range(cache.max_sequences):
+            keys, values, length = jkv.read(cache, layer, row)
+            pair = [np.asarray(a)[: int(length)].tobytes() for a in (keys, values)]
+            found.append((int(length), *pair))
+    return found
+
+
+def attention(cache, counts, implementation):
+    """Outputs of one more step of all open sequences, all layers, as bytes."""
+    rng = np.random.default_rng(8)
+    seq_ids = np.flatnonzero(np.asarray(cache.metadata.is_open)).tolist()
+    cache, batch = step(cache, rng, seq_ids, counts)
+    queries = rng.standard_normal((sum(counts), NUM_HEADS, HEAD_DIM), np.float32)
+    outputs = [
+        jkv.attend(
+            cache, layer, batch, jnp.asarray(queries), implementation=implementation
+        )
+        for layer in range(cache.num_layers)
+    ]
+    return [np.asarray(output).tobytes() for output in outputs]
+
+
+def with_metadata(cache, **changes):
+    metadata = dataclasses.replace(cache.metadata, **changes)
+    return dataclasses.replace(cache, metadata=metadata)
+
+
+class TestFragmentation:
+    def test_40_by_hand(self):
+        # Blocks 0 to 3 hold sequences 0 (6 tokens) and 1 (5). The fork of 1 shares
+        # block 2 and gets block 4. Sequence 0 goes: blocks 2, 3 and 4 are live, with
+        # 4 + 1 + 1 of 12 slots filled, 4 table entries, 2 of the 5 blocks 0 to 4 free.
+        cache, _ = jkv.fork(opened(6, 5), [1])
+        cache, _ = jkv.free(cache, [0])
+        assert [table(cache, row) for row in (1, 2)] == [[2, 3], [2, 4]]
+        found = jkv.fragmentation(cache)
+        assert found == (pytest.approx(1 - 6 / 12), 4 / 3, pytest.approx(2 / 5))
+
+    def test_40_an_empty_pool_has_none(self):
+        assert jkv.fragmentation(small_cache()) == (0.0, 1.0, 0.0)
+        assert not jkv.should_compact(small_cache(), threshold=0.0)
+
+    def test_40_a_full_pool_without_waste_has_none(self):
+        assert jkv.fragmentation(opened(12, 12, 8)) == (0.0, 1.0, 0.0)
+
+    def test_40_a_reservation_is_waste_while_it_lasts(self):
+        cache, _ = jkv.allocate(small_cache(), [8])
+        assert jkv.fragmentation(cache).internal == 1.0
+        cache = grow(cache, 0, range(6))
+        assert jkv.fragmentation(cache).internal == 0.25
+
+    def test_43_compacting_cures_the_spread_alone(self):
+        cache = churned()
+        before, after = (jkv.fragmentation(c) for c in (cache, jkv.compact(cache)))
+        assert before.spread > 0.3 and after.spread == 0.0
+        assert before[:2] == after[:2]
+
+    def test_43_should_compact_compares_the_spread(self):
+        cache = churned()
+        spread = jkv.fragmentation(cache).spread
+        assert jkv.should_compact(cache)
+        assert jkv.should_compact(cache, spread - 0.01)
+        assert not jkv.should_compact(cache, spread)
+        assert not jkv.should_compact(jkv.compact(cache), 0.0)
+        for threshold in (-0.1, 1.1, math.nan):
+            with pytest.raises(ValueError, match="0..1"):
+                jkv.should_compact(cache, threshold)
+
+
+class TestCompact:
+    def test_43_picture(self):
+        cache = opened(6, 5, 9)  # blocks 01, 23, 456; 7 is free
+        cache, _ = jkv.fork(cache, [1])  # 2 is shared, 7 a copy of 3
+        cache, _ = jkv.free(cache, [0])  # 1 is free, then 0
+        assert tables(cache) == [[], [2, 3], [4, 5, 6], [2, 7]]
+        assert ring_order(cache) == [1, 0]
+        cache = jkv.compact(cache)
+        jkv.check(cache)
+        assert tables(cache) == [[], [0, 1], [2, 3, 4], [0, 5]]
+        assert ring_order(cache) == [6, 7]
+        assert cache.metadata.reference_counts.tolist() == [2, 1, 1, 1, 1, 1, 0, 0]
+        assert [stored_tokens(cache, row) for row in (1, 2, 3)] == [
+            [100, 101, 102, 103, 104],
+            [200, 201, 202, 203, 204, 205, 206, 207, 208],
+            [100, 101, 102, 103, 104],
+        ]
+
+    def test_05_blocks_are_consecutive_afterwards(self):
+        cache, _ = jkv.free(churned(), [5])
+        assert any(row != list(range(row[0], row[-1] + 1)) for row in tables(cache)[:1])
+        for row in tables(jkv.compact(cache)):
+            assert not row or row == list(range(row[0], row[0] + len(row)))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_43_contents_stay_bit_for_bit(self, dtype):
+        cache = churned(dtype)
+        compacted = jkv.compact(cache)
+        jkv.check(compacted)
+        assert tables(compacted) != tables(cache)
+        assert contents(compacted) == contents(cache)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("implementation", ["xla", "reference"])
+    @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [3, 1, 5, 2]])
+    def test_43_attention_stays_bit_for_bit(self, counts, implementation, dtype):
+        cache = churned(dtype)
+        compacted = jkv.compact(cache)
+        expected = attention(cache, counts, implementation)
+        assert attention(compacted, counts, implementation) == expected
+        # What a wrong permutation or length would give is something else.
+        unmoved = dataclasses.replace(compacted, keys=cache.keys, values=cache.values)
+        assert attention(unmoved, counts, implementation) != expected
+        lengths = compacted.metadata.context_lengths - (
+            compacted.metadata.context_lengths > 0
+        ).astype(jnp.int32)
+        shorter = with_metadata(compacted, context_lengths=lengths)
+        assert attention(shorter, counts, implementation) != expected
+
+    def test_43_blocks_are_handed_out_in_the_same_order(self):
+        cache = churned()
+        order, taken = ring_order(cache), tables(cache)
+        compacted = jkv.compact(cache)
+        live = cache.num_blocks - len(order)
+        assert ring_order(compacted) == list(range(live, cache.num_blocks))
+        # Free block i of the ring is now block live + i: the contents tell.
+        keys, moved = np.asarray(cache.keys), np.asarray(compacted.keys)
+        np.testing.assert_array_equal(keys[:, order], moved[:, live:])
+        assert taken == tables(cache)  # and the old value is as it was
+
+    def test_43_counted_with_the_clock(self):
+        cache = churned()
+        clock = jkv.stats(cache).clock
+        cache = jkv.compact(cache)
+        cache, _ = jkv.allocate(cache, [0])
+        cache = jkv.compact(jkv.compact(cache))
+        stats = jkv.stats(cache)
+        assert (stats.compactions, stats.last_compaction) == (3, clock + 1)
+        assert stats.clock == clock + 1
+        # A full ring, an empty ring and the peak survive.
+        assert stats.peak_blocks == jkv.stats(churned()).peak_blocks
+
+    @pytest.mark.parametrize("lengths", [(), (12, 12, 8), (14, 14)])
+    def test_43_empty_full_and_ordered_pools(self, lengths):
+        cache = opened(*lengths)
+        compacted = jkv.compact(cache)
+        jkv.check(compacted)
+        assert tables(compacted) == tables(cache)
+        assert ring_order(compacted) == ring_order(cache)
+        for row, length in enumerate(lengths):
+            expected = list(range(100 * row, 100 * row + length))
+            assert stored_tokens(compacted, row) == expected
+
+    def test_43_metadata_alone_and_recorded_tokens(self):
+        config = small_config(record_tokens=True)
+        cache = jkv.init(config, storage=False)
+        cache, _ = jkv.allocate(cache, [0, 0])
+        for token in range(6):
+            cache, _ = jkv.append(cache, [0, 1], tokens=i32(token, 10 + token))
+        cache, _ = jkv.free(cache, [0])
+        cache = jkv.compact(cache)
+        jkv.check(cache)
+        assert table(cache, 1) == [0, 1]
+        assert jkv.tokens(cache, 1)[:6].tolist() == [10, 11, 12, 13, 14, 15]
+
+    def test_43_jitted_once_and_inside_loops(self):
+        jitted = jax.jit(chex.assert_max_traces(jkv.compact, n=1), donate_argnums=0)
+        expected = contents(churned())
+        assert contents(jitted(churned())) == expected
+        cache, _ = jkv.free(churned(), [5])
+        kept = contents(cache)
+        assert contents(jitted(cache)) == kept
+
+        @jax.jit
+        def loop(cache):
+            return jax.lax.fori_loop(0, 3, lambda _, c: jkv.compact(c), cache)
+
+        looped = loop(churned())
+        assert contents(looped) == expected and jkv.stats(looped).compactions == 3
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_43_donated_storage_is_permuted_in_place(self, dtype):
+        config = small_config(
+            num_layers=8,
+            num_kv_heads=2,
+            head_dim=16,
+            value_head_dim=24,
+            num_blocks=4099,
+            block_size=8,
+            max_context_length=100,
+            dtype=dtype,
+        )
+        cache = jax.eval_shape(lambda: jkv.init(config))
+        compiled = jax.jit(jkv.compact, donate_argnums=0).lower(cache).compile()
+        itemsize = cache.keys.dtype.itemsize
+        pools = [math.prod(p.shape) * itemsize for p in (cache.keys, cache.values)]
+        memory = compiled.memory_analysis()
+        # Every array goes out where it came in; scratch is a layer of the larger pool.
+        assert memory.alias_size_in_bytes >= sum(pools)
+        assert memory.temp_size_in_bytes < 1.05 * max(pools) / config.num_layers
+
+
+class TestResize:
+    @pytest.mark.parametrize("num_blocks", [24, 25, 60])
+    def test_43_growing_keeps_every_id(self, num_blocks):
+        cache = churned()
+        grown = jkv.resize(cache, num_blocks)
+        jkv.check(grown)
+        assert tables(grown) == tables(cache) and contents(grown) == contents(cache)
+        # The new blocks are the first to be taken.
+        new = list(range(24, num_blocks))
+        assert ring_order(grown) == new + ring_order(cache)
+        assert not np.asarray(grown.keys)[:, 24:].any()
+        stats = jkv.stats(grown)
+        assert stats.compactions == 0
+        assert stats.peak_blocks == jkv.stats(cache).peak_blocks
+        assert stats.frees == jkv.stats(cache).frees
+
+    def test_43_what_was_refused_fits_after_growing(self):
+        cache = opened(12, 12, 8)
+        cache, refused = jkv.allocate(cache, [4])
+        assert int(refused.status[0]) == jkv.Status.OUT_OF_BLOCKS
+        cache = jkv.resize(cache, 9)
+        cache, served = jkv.allocate(cache, [0])
+        cache = grow(cache, int(served.seq_ids[0]), [1, 2, 3, 4])
+        jkv.check(cache)
+        assert stored_tokens(cache, 3) == [1, 2, 3, 4]
+
+    def test_43_shrinking_moves_live_blocks_only_if_it_must(self):
+        cache = opened(6, 5, 9)  # blocks 01, 23, 456
+        cache, _ = jkv.free(cache, [2])  # the ring: 7, 6, 5, 4
+        shrunk = jkv.resize(cache, 6)
+        assert tables(shrunk)[:2] == [[0, 1], [2, 3]]
+        assert ring_order(shrunk) == [5, 4]
+        assert jkv.stats(shrunk).compactions == 0
+        cache = opened(6, 5, 9)
+        cache, _ = jkv.free(cache, [0])  # the ring: 7, 1, 0
+        shrunk = jkv.resize(cache, 6)
+        assert tables(shrunk)[1:3] == [[0, 1], [2, 3, 4]]
+        assert ring_order(shrunk) == [5]
+        stats = jkv.stats(shrunk)
+        assert (stats.compactions, stats.last_compaction) == (1, stats.clock)
+        for cache in (shrunk, jkv.resize(shrunk, 5)):
+            jkv.check(cache)
+            assert stored_tokens(cache, 1) == list(range(100, 105))
+            assert stored_tokens(cache, 2) == list(range(200, 209))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_43_down_to_the_live_blocks_and_up_again(self, dtype):
+        cache = churned(dtype)
+        live = jkv.stats(cache).live_blocks
+        kept = contents(cache)
+        smallest = jkv.resize(cache, live)
+        jkv.check(smallest)
+        assert jkv.stats(smallest).free_blocks == 0 and contents(smallest) == kept
+        again = jkv.resize(smallest, 24)
+        jkv.check(again)
+        assert contents(again) == kept
+        expected = attention(cache, [1, 1, 1, 1], None)
+        assert attention(again, [1, 1, 1, 1], None) == expected
+
+    def test_43_live_blocks_are_never_lost(self):
+        cache = churned()
+        live = jkv.stats(cache).live_blocks
+        for too_few in (live - 1, 1):
+            with pytest.raises(ValueError, match=f"^{live} live blocks .* {too_few};"):
+                jkv.resize(cache, too_few)
+        for wrong in (0, -3, 2**30, 2.5, True):
+            with pytest.raises(ValueError, match="num_blocks"):
+                jkv.resize(cache, wrong)
+        assert contents(cache) == contents(churned())
+
+    def test_43_bytes_are_those_of_the_configuration(self):
+        for changes in (dict(), dict(record_tokens=True), dict(prefix_caching=True)):
+            for size in (3, 8, 21):
+                cache = jkv.resize(small_cache(**changes), size)
+                config = small_config(num_blocks=size, **changes)
+                assert cache.nbytes == config.bytes
+                fresh = jkv.init(config)
+                chex.assert_trees_all_equal_shapes_and_dtypes(cache, fresh)
+                jkv.check(cache)
+
+    def test_43_metadata_alone(self):
+        cache = jkv.init(small_config(), storage=False)
+        cache, _ = jkv.allocate(cache, [9])
+        cache = jkv.resize(cache, 3)
+        jkv.check(cache)
+        assert (cache.num_layers, jkv.stats(cache).free_blocks) == (0, 0)
+
+    def test_38_the_peak_is_kept_as_far_as_it_fits(self):
+        cache, _ = jkv.free(opened(12, 12), [0])
+        assert jkv.stats(jkv.resize(cache, 30)).peak_blocks == 6
+        assert jkv.stats(jkv.resize(cache, 4)).peak_blocks == 4
+
+    def test_44_said_in_the_log_and_only_outside_jit(self, caplog):
+        caplog.set_level(logging.INFO, logger="jkv")
+        cache = churned()
+        jax.jit(jkv.compact)(jkv.compact(cache))
+        assert not caplog.records
+        jkv.resize(cache, jkv.stats(cache).live_blocks)
+        (record,) = caplog.records
+        assert record.name == "jkv.compaction" and record.levelno == logging.INFO
+        assert "from 24 to" in record.message and "renumbered" in record.message
+
+
+class TestPrefixIndex:
+    """The index is marked by hand: which blocks are indexed is all that matters here.
+
+    Sequences 0, 1 and 2 have two blocks each; 0 and 1 are freed, so the ring is
+    6 7 1 0 3 2. Of these 0, 3 and 2 are cached, oldest first; of the live 4 and 5, only
+    4 is indexed.
+    """
+
+    def cache(self):
+        cache = opened(8, 8, 8, prefix_caching=True)
+        cache, _ = jkv.free(cache, [0, 1])
+        prefix, free = cache.metadata.prefix, cache.metadata.free_blocks
+        places = (free.head + jnp.arange(6, dtype=jnp.int32)) % 16
+        positions = jnp.full((8,), -1, jnp.int32).at[free.ids[places]].set(places)
+        marked, hashes = i32(0, 2, 3, 4), jnp.array([10, 12, 13, 14], jnp.uint32)
+        prefix = dataclasses.replace(
+            prefix,
+            positions=positions,
+            hashes=prefix.hashes.at[marked].set(hashes),
+            salts=prefix.salts.at[marked].set(i32(0, 1, 1, 0)),
+            parents=prefix.parents.at[3].set(2),
+            buckets=prefix.buckets.at[5, 1].set(3).at[6, 0].set(4),
+            children=prefix.children.at[2, 7].set(3),
+        )
+        cache = with_metadata(cache, prefix=prefix)
+        assert ring_order(cache) == [6, 7, 1, 0, 3, 2]
+        return cache
+
+    def test_43_the_index_follows_its_blocks(self):
+        cache = jkv.compact(self.cache())
+        jkv.check(cache)
+        # Live 4 5 come first, then the ring: 6 7 1 0 3 2 become 2 3 4 5 6 7.
+        prefix = cache.metadata.prefix
+        assert tables(cache)[2] == [0, 1]
+        assert ring_order(cache) == [2, 3, 4, 5, 6, 7]
+        assert prefix.hashes.tolist() == [14, 0, 0, 0, 0, 10, 13, 12]
+        assert prefix.salts.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+        assert prefix.parents.tolist() == [8, 8, 8, 8, 8, 8, 7, 8]
+        assert prefix.positions.tolist() == [-1, -1, 0, 1, 2, 3, 4, 5]
+        assert int(prefix.buckets[5, 1]) == 6 and int(prefix.buckets[6, 0]) == 0
+        assert int(prefix.children[2, 7]) == 6
+        assert int(jnp.sum(prefix.buckets < 8)) == 2
+        stats = jkv.stats(cache)
+        assert (stats.cached_blocks, stats.pinned_blocks) == (3, 1)
+
+    def test_43_holes_in_the_ring_are_gone(self):
+        cache = self.cache()
+        # Block 0 was revived: its entry stays behind as a hole.
+        prefix = cache.metadata.prefix
+        positions = prefix.positions.at[0].set(-1)
+        bounds = cache.metadata.free_blocks.bounds + i32(0, 0, -1, -1)
+        ring = dataclasses.replace(cache.metadata.free_blocks, bounds=bounds)
+        counts = cache.metadata.reference_counts.at[0].set(1)
+        meta = cache.metadata
+        cache = with_metadata(
+            cache,
+            free_blocks=ring,
+            reference_counts=counts,
+            block_tables=meta.block_tables.at[2, 2].set(0),
+            num_mapped_blocks=meta.num_mapped_blocks.at[2].set(3),
+            prefix=dataclasses.replace(prefix, positions=positions),
+        )
+        jkv.check(cache)
+        compacted = jkv.compact(cache)
+        jkv.check(compacted)
+        assert tables(compacted)[2] == [0, 1, 2]
+        assert ring_order(compacted) == [3, 4, 5, 6, 7]
+        head, span, count, _ = compacted.metadata.free_blocks.bounds.tolist()
+        assert (head, span, count) == (0, 5, 5)
+        hashes = compacted.metadata.prefix.hashes.tolist()
+        assert hashes == [14, 0, 10, 0, 0, 0, 13, 12]
+
+    @pytest.mark.parametrize(
+        "num_blocks, kept, evicted",
+        [(7, [10, 13, 12], 0), (5, [10, 13, 12], 0), (4, [13, 12], 1), (2, [], 3)],
+    )
+    def test_43_the_oldest_cached_blocks_go_first(self, num_blocks, kept, evicted):
+        cache = jkv.resize(self.cache(), num_blocks)
+        jkv.check(cache)
+        hashes = cache.metadata.prefix.hashes.tolist()
+        cached = [hashes[b] for b in ring_order(cache) if hashes[b]]
+        assert cached == kept
+        stats = jkv.stats(cache)
+        assert (stats.cached_blocks, stats.evicted_blocks) == (len(kept), evicted)
+        assert stats.pinned_blocks == 1
+
+    def test_43_new_blocks_are_taken_before_cached_ones(self):
+        cache = jkv.resize(self.cache(), 10)
+        jkv.check(cache)
+        assert ring_order(cache) == [8, 9, 6, 7, 1, 0, 3, 2]
+        assert cache.metadata.prefix.parents.tolist()[3] == 2
+        assert cache.metadata.prefix.parents.tolist()[8:] == [10, 10]
+
+    def test_43_a_permutation_names_every_block_once(self):
+        blocks, live = compaction._in_order(self.cache().metadata)
+        assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 2
