@@ -11,7 +11,9 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "units": set(),
     "status": set(),
-    "config": {"status"},
+    "huggingface": set(),
+    "config": {"huggingface", "status", "units"},
+    "plan": {"config", "huggingface", "units"},
     "state": {"config", "status", "units"},
     "counters": {"config", "state", "status"},
     "ring": {"state"},
