@@ -5,11 +5,12 @@ can be jitted, scanned and donated. In the order of a sequence's life:
 
     init -> allocate -> (append -> write, attend per layer -> commit)* -> free
 
-with fork, truncate and reorder for sequences that branch and roll back.
+with fork, truncate and reorder for sequences that branch and roll back, match for
+prompts that begin alike, and evict for the day the pool is full.
 """
 
 from jkv.allocation import Allocation, allocate, can_allocate, free
-from jkv.appending import Batch, append, commit, write
+from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
 from jkv.compaction import (
     Fragmentation,
@@ -21,6 +22,14 @@ from jkv.compaction import (
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.invariants import check
+from jkv.lifetime import (
+    clock,
+    evict,
+    evict_older_than,
+    least_recently_used,
+    touch,
+)
+from jkv.prefix import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.reading import (
     BlockInfo,
     Slots,
@@ -33,7 +42,15 @@ from jkv.reading import (
     tokens,
 )
 from jkv.sharing import Fork, fork, reorder, truncate
-from jkv.state import NO_SEQUENCE, Cache, Metadata, Ring, init, num_free_blocks
+from jkv.state import (
+    NO_SEQUENCE,
+    Cache,
+    Metadata,
+    PrefixIndex,
+    Ring,
+    init,
+    num_free_blocks,
+)
 from jkv.statistics import MemoryProfile, Stats, memory_profile, stats
 from jkv.status import (
     BatchFull,
@@ -72,6 +89,7 @@ __all__ = [
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
+    "PrefixIndex",
     "Ring",
     "Sampling",
     "Slots",
@@ -84,14 +102,22 @@ __all__ = [
     "block_info",
     "can_allocate",
     "check",
+    "clear_prefixes",
+    "clock",
     "commit",
     "compact",
+    "evict",
+    "evict_cached",
+    "evict_older_than",
     "fork",
     "fragmentation",
     "free",
     "generate",
     "init",
     "memory_profile",
+    "invalidate",
+    "least_recently_used",
+    "match",
     "num_free_blocks",
     "paged_attention",
     "raise_for_status",
@@ -103,6 +129,7 @@ __all__ = [
     "slots",
     "stats",
     "tokens",
+    "touch",
     "truncate",
     "write",
 ]

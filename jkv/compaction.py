@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import counters, ring
+from jkv import counters, pool, prefix_index, ring
 from jkv.config import checked_num_blocks
 from jkv.counters import Counter
-from jkv.state import Cache, Metadata, PrefixIndex, Ring
+from jkv.state import Cache, Metadata, Ring
 from jkv.statistics import num_held_tokens, tally
 from jkv.units import human_bytes
 
@@ -249,6 +249,8 @@ def _resize(metadata: Metadata, plan: Resizing) -> Metadata:
     bounds = jnp.stack([jnp.int32(0), count, count, fewest])
     source, free_ids = jnp.asarray(plan.source), jnp.asarray(plan.free_ids)
     metadata = _renumber(metadata, source, free_ids, bounds)
+    if num_new != num_old:
+        metadata = _reenter(metadata)
     evicted = {Counter.BLOCKS_EVICTED: jnp.asarray(plan.num_evicted)}
     metadata = counters.add(metadata, evicted)
     return _count_compaction(metadata, jnp.asarray(plan.compacts))
@@ -272,11 +274,10 @@ def _in_order(metadata: Metadata) -> tuple[jax.Array, jax.Array]:
 
     free = metadata.free_blocks
     place = jnp.arange(free.ids.shape[0], dtype=jnp.int32)
-    ids = ring.peek(free, place)
-    is_free = place < free.span
-    if metadata.prefix is not None:  # an entry whose block is elsewhere is a hole
-        where = metadata.prefix.positions.at[ids].get(mode="fill", fill_value=-1)
-        is_free &= where == (free.head + place) % free.ids.shape[0]
+    if metadata.prefix is None:
+        ids, is_free = ring.peek(free, place), place < free.span
+    else:
+        ids, is_free = pool.entries(free, metadata.prefix, place)
     return _extend(blocks, num_live, ids, is_free)[0], num_live
 
 
@@ -313,18 +314,19 @@ def _renumber(
 
     prefix, room = metadata.prefix, num_new
     if prefix is not None:
-        buckets, children = prefix.buckets, prefix.children
         room *= 2
         positions = jnp.full((num_new,), -1, jnp.int32)
         positions = positions.at[free_ids].set(place, mode="drop")
         prefix = dataclasses.replace(
             prefix,
+            # Rows follow from hashes, not from ids: what they name is renamed in place.
+            buckets=renamed(prefix.buckets),
+            children=renamed(prefix.children),
             hashes=moved(prefix.hashes, 0),
             parents=renamed(moved(prefix.parents, num_old)),
             salts=moved(prefix.salts, 0),
             positions=positions,
         )
-        prefix = _with_tables(prefix, renamed(buckets), renamed(children))
     tokens = metadata.tokens
     return dataclasses.replace(
         metadata,
@@ -339,23 +341,68 @@ def _renumber(
     )
 
 
-def _with_tables(
-    prefix: PrefixIndex, buckets: jax.Array, children: jax.Array
-) -> PrefixIndex:
-    """Give a renumbered index its hash tables, whose entries have the new ids.
+def _reenter(metadata: Metadata) -> Metadata:
+    """Enter the indexed blocks in hash tables of as many rows as there are blocks.
 
-    The row of an entry follows from hashes of tokens and from the number of rows, not
-    from ids: with as many blocks as before, every entry is in its row. Else the tables
-    begin empty, and what was indexed is no longer.
+    The row of an entry follows from hashes and from the number of rows, so a pool of
+    another size needs other tables. A block whose new row is full leaves the index, and
+    so does what was built on it.
     """
-    num_blocks = prefix.hashes.shape[0]
-    if buckets.shape[0] == num_blocks:
-        return dataclasses.replace(prefix, buckets=buckets, children=children)
-    return dataclasses.replace(
-        prefix,
-        buckets=jnp.full((num_blocks, buckets.shape[1]), num_blocks, jnp.int32),
-        children=jnp.full((num_blocks, children.shape[1]), num_blocks, jnp.int32),
+    if metadata.prefix is None:
+        return metadata
+    before, num_blocks = metadata.prefix, metadata.num_blocks
+    place = jnp.arange(num_blocks, dtype=jnp.int32)
+    empty = dataclasses.replace(
+        before,
+        buckets=jnp.full((num_blocks, before.buckets.shape[1]), num_blocks, jnp.int32),
+        children=jnp.full(
+            (num_blocks, before.children.shape[1]), num_blocks, jnp.int32
+        ),
     )
+    is_indexed = before.hashes != 0
+    metadata, answer = prefix_index.insert(
+        dataclasses.replace(metadata, prefix=empty),
+        jnp.where(is_indexed, place, num_blocks),
+        before.hashes,
+        prefix_index.tokens_of(metadata),
+        before.salts,
+        is_indexed,
+    )
+
+    def above(hashes: jax.Array) -> jax.Array:
+        """Return the hash that ends where each block begins, u32[N]."""
+        root = prefix_index.salt_hash(before.salts)
+        parent = hashes.at[before.parents].get(mode="fill", fill_value=0)
+        return jnp.where(before.parents < num_blocks, parent, root)
+
+    # Hardly ever a trip: a row has eight places for one block on average.
+    def is_cut(hashes: jax.Array) -> jax.Array:
+        return (hashes != 0) & (above(hashes) == 0) & (before.parents < num_blocks)
+
+    hashes = jax.lax.while_loop(
+        lambda hashes: jnp.any(is_cut(hashes)),
+        lambda hashes: jnp.where(is_cut(hashes), jnp.uint32(0), hashes),
+        jnp.where(answer == place, before.hashes, jnp.uint32(0)),
+    )
+    prefix = dataclasses.replace(prefix_index.index_of(metadata), hashes=hashes)
+
+    # Only what was listed: a parent may have more children than a row has places.
+    listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
+    listed = jnp.where(listed & (hashes != 0), place, num_blocks)
+    prefix = prefix_index.insert_children(prefix, listed, above(hashes))
+
+    # A sequence whose blocks have left the index has committed no more than the rest.
+    size = jnp.int32(metadata.block_size)
+    visible = hashes.at[metadata.block_tables].get(mode="fill", fill_value=0) != 0
+    num_visible = jnp.sum(jnp.cumprod(visible, axis=1, dtype=jnp.int32), axis=1)
+    num_visible = num_visible.astype(jnp.int32)
+    cut = num_visible < before.committed // size
+    committed = jnp.where(cut, num_visible * size, before.committed)
+    prefix = dataclasses.replace(prefix, committed=committed)
+    lost = is_indexed & (hashes == 0) & (metadata.reference_counts == 0)
+    num_lost = jnp.sum(lost, dtype=jnp.int32)
+    metadata = dataclasses.replace(metadata, prefix=prefix)
+    return counters.add(metadata, {Counter.BLOCKS_EVICTED: num_lost})
 
 
 def _count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
@@ -368,19 +415,19 @@ def _count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
 
 
 @jax.jit
-def _permute(pool: jax.Array, source: jax.Array) -> jax.Array:
+def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
     """Move blocks, [L, N, ...], in place: layer by layer, a layer's copy at a time."""
 
-    def permute_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
-        return pool.at[layer].set(pool.at[layer, source].get(mode="clip"))
+    def permute_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
+        return array.at[layer].set(array.at[layer, source].get(mode="clip"))
 
     # No trip where every block is in its place.
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))
-    trips = jnp.where(in_order, jnp.int32(0), jnp.int32(pool.shape[0]))
-    return jax.lax.fori_loop(jnp.int32(0), trips, permute_layer, pool)
+    trips = jnp.where(in_order, jnp.int32(0), jnp.int32(array.shape[0]))
+    return jax.lax.fori_loop(jnp.int32(0), trips, permute_layer, array)
 
 
 @jax.jit
-def _gather(pool: jax.Array, source: jax.Array) -> jax.Array:
+def _gather(array: jax.Array, source: jax.Array) -> jax.Array:
     """Return a pool of other blocks, [L, N', ...]; a new one holds zeros."""
-    return pool.at[:, source].get(mode="fill", fill_value=0)
+    return array.at[:, source].get(mode="fill", fill_value=0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jkv.config import NUM_COUNTERS
-from jkv.state import Cache, Metadata, Ring
+from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.status import InvariantError
 
 
@@ -150,6 +150,71 @@ def _private_tail(meta: Metadata) -> Iterator[str]:
             )
 
 
+def _prefix_blocks(meta: Metadata) -> Iterator[str]:
+    prefix, tokens = meta.prefix, meta.tokens
+    if prefix is None:
+        return
+    if tokens is None:
+        yield "prefix_index: there is an index but no recorded tokens"
+        return
+    hashes, parents = np.asarray(prefix.hashes), np.asarray(prefix.parents)
+    salts, contents = np.asarray(prefix.salts), np.asarray(tokens)
+    indexed = np.flatnonzero(hashes)
+    for block in indexed[~np.isin(indexed, np.asarray(prefix.buckets))]:
+        yield f"prefix_index: block {block} is indexed, but in no bucket"
+    chains: dict[tuple[int, int, bytes], int] = {}
+    for block in indexed.tolist():
+        parent = int(parents[block])
+        if parent != meta.num_blocks and (hashes[parent] == 0 or parent == block):
+            yield f"prefix_index: the parent {parent} of block {block} is not indexed"
+        elif parent != meta.num_blocks and salts[parent] != salts[block]:
+            yield f"prefix_index: block {block} has another domain than its parent"
+        if np.any(contents[block] < 0):
+            yield f"prefix_index: block {block} is indexed without all of its tokens"
+        key = (parent, int(salts[block]), contents[block].tobytes())
+        if key in chains:
+            yield f"prefix_index: blocks {chains[key]} and {block} are equal"
+        chains[key] = block
+    yield from _eviction_order(meta, prefix, indexed)
+
+
+def _eviction_order(
+    meta: Metadata, prefix: PrefixIndex, indexed: np.ndarray
+) -> Iterator[str]:
+    """A parent is handed out after its children: it is live, or behind them."""
+    ring, positions = meta.free_blocks, np.asarray(prefix.positions)
+    parents = np.asarray(prefix.parents)
+    live = _recount(meta) > 0
+    for block in np.flatnonzero(live & (positions != -1)):
+        yield f"free_blocks: block {block} is live but has a place in the ring"
+    turn = (positions - int(ring.head)) % ring.ids.shape[0]
+    children = indexed[parents[indexed] != meta.num_blocks]
+    for block in children[~live[parents[children]]]:
+        if live[block] or turn[block] > turn[parents[block]]:
+            yield f"prefix_index: block {block} outlives its parent {parents[block]}"
+
+
+def _committed(meta: Metadata) -> Iterator[str]:
+    """What a sequence committed is indexed, a chain of parents; the rest is not."""
+    prefix = meta.prefix
+    if prefix is None:
+        return
+    tables, hashes = np.asarray(meta.block_tables), np.asarray(prefix.hashes)
+    parents, mapped = np.asarray(prefix.parents), np.asarray(meta.num_mapped_blocks)
+    lengths, committed = np.asarray(meta.context_lengths), np.asarray(prefix.committed)
+    for row in np.flatnonzero(np.asarray(meta.is_open)):
+        if not -1 <= committed[row] <= lengths[row]:
+            yield f"committed: row {row} has {committed[row]} of {lengths[row]} tokens"
+            continue
+        num = max(int(committed[row]), 0) // meta.block_size
+        chain, rest = tables[row, :num], tables[row, num : mapped[row]]
+        before = np.concatenate([[meta.num_blocks], chain])[:num]
+        if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
+            yield f"committed: the blocks that row {row} committed are no chain"
+        if np.any(hashes[rest] != 0):
+            yield f"committed: row {row} may still write an indexed block"
+
+
 # Tables first: the recounts of the others rely on them.
 _INVARIANTS = (
     _block_tables,
@@ -160,6 +225,8 @@ _INVARIANTS = (
     _free_blocks,
     _free_sequences,
     _private_tail,
+    _prefix_blocks,
+    _committed,
 )
 
 

@@ -46,6 +46,18 @@ def broadcast(**arguments: Integers) -> list[jax.Array]:
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
+def as_prompts(tokens: jax.Array, num_requests: int) -> jax.Array:
+    """Return prompts as i32[B, P]; reject what is not one row per request."""
+    if tokens.ndim != 2 or tokens.shape[0] != num_requests:
+        raise ValueError(
+            f"tokens must be i32[B, P] with B = {num_requests} requests, -1 after each "
+            f"prompt's end, got {tokens.dtype}{list(tokens.shape)}"
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
+    return jnp.asarray(tokens, jnp.int32)
+
+
 def _saturated(name: str, value: Integers) -> jax.Array:
     """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
     array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -110,7 +122,9 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
 
 
-def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Array]:
+def lacks_blocks(
+    metadata: Metadata, need: jax.Array, wants: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return which requests the free blocks do not reach, and each one's place.
 
     Requests are served in order; from the first that does not fit on, all that need a
@@ -119,13 +133,15 @@ def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Ar
     Args:
       metadata: the state before the call.
       need: i32[B], blocks each request asks for, 0 where it is refused already.
+      wants: bool[B], requests that cannot be served without blocks; those with a need.
 
     Returns:
       bool[B], and i32[B]: the blocks taken by the requests before each served one.
     """
+    wants = need > 0 if wants is None else wants
     limit = metadata.num_blocks + 1
     taken = saturating_cumsum(jnp.minimum(need, limit), limit)
-    return (need > 0) & (taken > metadata.free_blocks.count), taken - need
+    return wants & (taken > metadata.free_blocks.count), taken - need
 
 
 def for_each_entry(

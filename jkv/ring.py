@@ -25,12 +25,12 @@ def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
       ring: the ring, of C ids.
       ranks: i32[...], 0 for the head; the caller masks ranks outside the count.
     """
-    return ring.ids.at[_wrap(ring, ring.head + ranks)].get(mode="clip")
+    return ring.ids.at[wrap(ring, ring.head + ranks)].get(mode="clip")
 
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
     """Drop `num` ids (i32[], at most the count) from the head, none of them a hole."""
-    head = _wrap(ring, ring.head + num)
+    head = wrap(ring, ring.head + num)
     count = ring.count - num
     fewest = jnp.minimum(ring.fewest, count)
     bounds = jnp.stack([head, ring.span - num, count, fewest])
@@ -59,8 +59,8 @@ def places(ring: Ring, entering: jax.Array) -> tuple[jax.Array, jax.Array]:
     size = entering.shape[0]
     ranks = running_sum(entering.astype(jnp.int32))
     past_end = ring.ids.shape[0] + jnp.arange(size, dtype=jnp.int32)
-    tail = _wrap(ring, ring.head + ring.span)
-    index = jnp.where(entering, _wrap(ring, tail + ranks - 1), past_end)
+    tail = wrap(ring, ring.head + ring.span)
+    index = jnp.where(entering, wrap(ring, tail + ranks - 1), past_end)
     return index, ranks[-1] if size else jnp.int32(0)
 
 
@@ -82,7 +82,7 @@ def running_sum(counts: jax.Array) -> jax.Array:
     return (within + before[:, None]).reshape(-1)[:size]
 
 
-def _wrap(ring: Ring, index: jax.Array) -> jax.Array:
+def wrap(ring: Ring, index: jax.Array) -> jax.Array:
     """Bring an index below 2C back into the ring without a division."""
     capacity = ring.ids.shape[0]
     return jnp.where(index >= capacity, index - capacity, index)

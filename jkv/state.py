@@ -104,6 +104,10 @@ class Metadata:
     7. `block_tables`: mapped entries are block ids, all others are N, none twice a row.
     8. `closed_rows`: a closed row has length 0 and no blocks.
     9. `shapes`: every array has the shape and dtype that the others imply.
+    10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
+       equal, and a parent that is indexed and is not handed out before it.
+    11. `committed`: what a sequence committed is a chain of indexed blocks, the rest of
+       what it maps is not indexed; 0 <= committed <= context length, or -1.
     """
 
     block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped

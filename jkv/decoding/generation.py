@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.allocation import Allocation, allocate, free
-from jkv.appending import Batch, append, commit
+from jkv.appending import Batch, append
 from jkv.decoding.model import Model
 from jkv.decoding.progress import (
     FinishReason,
@@ -31,6 +31,7 @@ from jkv.decoding.progress import (
     Statistics,
 )
 from jkv.decoding.sampling import GREEDY, Sampling, sample
+from jkv.prefix import commit
 from jkv.sharing import fork
 from jkv.state import NO_SEQUENCE, Cache, num_free_blocks
 from jkv.status import Status
