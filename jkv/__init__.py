@@ -12,13 +12,7 @@ prompts that begin alike, and evict for the day the pool is full.
 from jkv.allocation import Allocation, allocate, can_allocate, free
 from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
-from jkv.compaction import (
-    Fragmentation,
-    compact,
-    fragmentation,
-    resize,
-    should_compact,
-)
+from jkv.compaction import Fragmentation, compact, fragmentation, should_compact
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.invariants import check
@@ -41,6 +35,7 @@ from jkv.reading import (
     slots,
     tokens,
 )
+from jkv.resizing import resize
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import (
     NO_SEQUENCE,

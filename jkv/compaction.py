@@ -1,4 +1,4 @@
-"""compact and resize: live blocks to the front of the pool, and pools of other sizes.
+"""compact: live blocks to the front of the pool, and how far apart they lie.
 
 Blocks get new ids by one permutation, and everything that names or holds a block
 follows it: tables, reference counts, recorded tokens, prefix index, ring, keys and
@@ -6,21 +6,15 @@ values. No result depends on the ids of blocks, so attention gives the same bits
 """
 
 import dataclasses
-import logging
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jkv import counters, pool, prefix_index, ring
-from jkv.config import checked_num_blocks
+from jkv import counters, pool, ring
 from jkv.counters import Counter
 from jkv.state import Cache, Metadata, Ring
 from jkv.statistics import num_held_tokens, tally
-from jkv.units import human_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class Fragmentation(NamedTuple):
@@ -125,139 +119,20 @@ def compact(cache: Cache) -> Cache:
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
-def resize(cache: Cache, num_blocks: int) -> Cache:
-    """Return the cache with another number of blocks. For the host, outside jit.
-
-    Growing puts the new blocks at the head of the ring: they are taken before any
-    cached block. Shrinking drops free blocks, cached ones only when it must, and then
-    the oldest first. Live blocks keep their ids if they can; if one lies past the new
-    end, all are renumbered as by `compact`, and this counts as a compaction. Old and
-    new storage exist side by side until the old cache is let go. Shapes change, so
-    what was jitted for the old cache is traced again.
-
-    Args:
-      cache: a concrete cache.
-      num_blocks: blocks of the new pool, N.
-
-    Raises:
-      ValueError: if there are more live blocks than that, or for a size that
-        `CacheConfig` would reject.
-
-    Example:
-      >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16))
-      >>> cache, _ = jkv.allocate(cache, [4, 8])
-      >>> cache, _ = jkv.free(cache, 0)
-      >>> cache = jkv.resize(cache, 2)
-      >>> jkv.block_ids(cache, 1).tolist(), int(jkv.num_free_blocks(cache))
-      ([0, 1, 2, 2], 0)
-    """
-    num_blocks = checked_num_blocks(num_blocks, cache.metadata.prefix is not None)
-    blocks, num_live = jax.device_get(_in_order(cache.metadata))
-    if num_live > num_blocks:
-        raise ValueError(
-            f"{num_live} live blocks do not fit a pool of {num_blocks}; free sequences "
-            f"first, or resize to {num_live} blocks or more"
-        )
-    plan = _plan_resize(
-        cache.metadata, blocks[:num_live], blocks[num_live:], num_blocks
-    )
-    metadata = _resize(cache.metadata, plan)
-    keys, values = _gather(cache.keys, plan.source), _gather(cache.values, plan.source)
-    resized = dataclasses.replace(cache, metadata=metadata, keys=keys, values=values)
-    logger.info(
-        "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",
-        cache.num_blocks,
-        num_blocks,
-        human_bytes(cache.nbytes),
-        human_bytes(resized.nbytes),
-        num_live,
-        " and renumbered" if plan.compacts else "",
-        plan.num_evicted,
-    )
-    return resized
-
-
-class Resizing(NamedTuple):
-    """Where the blocks of a pool of another size come from."""
-
-    source: np.ndarray  # i32[N'], old id of each block, N or above for a new one
-    free_ids: np.ndarray  # i32[N'], new ids of the free blocks in ring order, then N'
-    num_free: np.int32
-    compacts: np.bool_  # whether blocks are renumbered
-    num_evicted: np.int32  # cached blocks dropped
-
-
-def _plan_resize(
-    metadata: Metadata, live: np.ndarray, free: np.ndarray, num_blocks: int
-) -> Resizing:
-    """Choose which free blocks stay, and whether live ones must move.
-
-    Args:
-      metadata: the state.
-      live: i32[...], live blocks in sequence order.
-      free: i32[...], free blocks in ring order.
-      num_blocks: N' of the new pool, no less than the live blocks.
-    """
-    num_old, place = metadata.num_blocks, np.arange(num_blocks, dtype=np.int32)
-    cached = np.zeros(num_old, bool)
-    if metadata.prefix is not None:
-        cached = np.asarray(metadata.prefix.hashes) != 0
-    # First to go is what is not cached, then the oldest: a stable sort keeps the ring's
-    # order among either kind.
-    leaving = np.argsort(cached[free], kind="stable")[: max(num_old - num_blocks, 0)]
-    kept = np.delete(free, leaving)
-    needed = np.concatenate([live, kept[cached[kept]]])
-    compacts = bool(np.any(needed >= num_blocks))
-    if compacts:
-        source = np.concatenate([live, kept])
-        ring_order = place[len(live) :]
-    else:
-        source = place
-        ring_order = np.concatenate([place[num_old:], free[free < num_blocks]])
-    free_ids = np.full(num_blocks, num_blocks, np.int32)
-    free_ids[: len(ring_order)] = ring_order
-    return Resizing(
-        source,
-        free_ids,
-        np.int32(len(ring_order)),
-        np.bool_(compacts),
-        np.int32(np.sum(cached[free[leaving]])),
-    )
-
-
 @jax.jit
 def _compact(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     """Return the compacted metadata, and i32[N], the old id of each block."""
-    source, num_live = _in_order(metadata)
+    source, num_live = in_order(metadata)
     place = jnp.arange(metadata.num_blocks, dtype=jnp.int32)
     count = metadata.free_blocks.count
     free_ids = jnp.where(place < count, place + num_live, metadata.num_blocks)
     bounds = jnp.stack([jnp.int32(0), count, count, metadata.free_blocks.fewest])
-    metadata = _renumber(metadata, source, free_ids, bounds)
-    return _count_compaction(metadata, jnp.bool_(True)), source
+    metadata = renumber(metadata, source, free_ids, bounds)
+    return count_compaction(metadata, jnp.bool_(True)), source
 
 
 @jax.jit
-def _resize(metadata: Metadata, plan: Resizing) -> Metadata:
-    """Return the metadata of a pool of N' blocks."""
-    # The peak use stays what it was, as far as the pool is still that large.
-    num_old, num_new = metadata.num_blocks, plan.source.shape[0]
-    fewest = jnp.maximum(metadata.free_blocks.fewest + (num_new - num_old), 0)
-    count = jnp.asarray(plan.num_free)
-    bounds = jnp.stack([jnp.int32(0), count, count, fewest])
-    source, free_ids = jnp.asarray(plan.source), jnp.asarray(plan.free_ids)
-    metadata = _renumber(metadata, source, free_ids, bounds)
-    if num_new != num_old:
-        metadata = _reenter(metadata)
-    evicted = {Counter.BLOCKS_EVICTED: jnp.asarray(plan.num_evicted)}
-    metadata = counters.add(metadata, evicted)
-    return _count_compaction(metadata, jnp.asarray(plan.compacts))
-
-
-@jax.jit
-def _in_order(metadata: Metadata) -> tuple[jax.Array, jax.Array]:
+def in_order(metadata: Metadata) -> tuple[jax.Array, jax.Array]:
     """Return the blocks in the order that `compact` gives them, i32[N], and i32[].
 
     Live blocks come by their first mention in the tables, then the free ones from the
@@ -290,7 +165,7 @@ def _extend(
     return blocks.at[index].set(ids, mode="drop"), ranks[-1]
 
 
-def _renumber(
+def renumber(
     metadata: Metadata, source: jax.Array, free_ids: jax.Array, bounds: jax.Array
 ) -> Metadata:
     """Give the blocks new ids, wherever one is named or described.
@@ -341,71 +216,7 @@ def _renumber(
     )
 
 
-def _reenter(metadata: Metadata) -> Metadata:
-    """Enter the indexed blocks in hash tables of as many rows as there are blocks.
-
-    The row of an entry follows from hashes and from the number of rows, so a pool of
-    another size needs other tables. A block whose new row is full leaves the index, and
-    so does what was built on it.
-    """
-    if metadata.prefix is None:
-        return metadata
-    before, num_blocks = metadata.prefix, metadata.num_blocks
-    place = jnp.arange(num_blocks, dtype=jnp.int32)
-    empty = dataclasses.replace(
-        before,
-        buckets=jnp.full((num_blocks, before.buckets.shape[1]), num_blocks, jnp.int32),
-        children=jnp.full(
-            (num_blocks, before.children.shape[1]), num_blocks, jnp.int32
-        ),
-    )
-    is_indexed = before.hashes != 0
-    metadata, answer = prefix_index.insert(
-        dataclasses.replace(metadata, prefix=empty),
-        jnp.where(is_indexed, place, num_blocks),
-        before.hashes,
-        prefix_index.tokens_of(metadata),
-        before.salts,
-        is_indexed,
-    )
-
-    def above(hashes: jax.Array) -> jax.Array:
-        """Return the hash that ends where each block begins, u32[N]."""
-        root = prefix_index.salt_hash(before.salts)
-        parent = hashes.at[before.parents].get(mode="fill", fill_value=0)
-        return jnp.where(before.parents < num_blocks, parent, root)
-
-    # Hardly ever a trip: a row has eight places for one block on average.
-    def is_cut(hashes: jax.Array) -> jax.Array:
-        return (hashes != 0) & (above(hashes) == 0) & (before.parents < num_blocks)
-
-    hashes = jax.lax.while_loop(
-        lambda hashes: jnp.any(is_cut(hashes)),
-        lambda hashes: jnp.where(is_cut(hashes), jnp.uint32(0), hashes),
-        jnp.where(answer == place, before.hashes, jnp.uint32(0)),
-    )
-    prefix = dataclasses.replace(prefix_index.index_of(metadata), hashes=hashes)
-
-    # Only what was listed: a parent may have more children than a row has places.
-    listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
-    listed = jnp.where(listed & (hashes != 0), place, num_blocks)
-    prefix = prefix_index.insert_children(prefix, listed, above(hashes))
-
-    # A sequence whose blocks have left the index has committed no more than the rest.
-    size = jnp.int32(metadata.block_size)
-    visible = hashes.at[metadata.block_tables].get(mode="fill", fill_value=0) != 0
-    num_visible = jnp.sum(jnp.cumprod(visible, axis=1, dtype=jnp.int32), axis=1)
-    num_visible = num_visible.astype(jnp.int32)
-    cut = num_visible < before.committed // size
-    committed = jnp.where(cut, num_visible * size, before.committed)
-    prefix = dataclasses.replace(prefix, committed=committed)
-    lost = is_indexed & (hashes == 0) & (metadata.reference_counts == 0)
-    num_lost = jnp.sum(lost, dtype=jnp.int32)
-    metadata = dataclasses.replace(metadata, prefix=prefix)
-    return counters.add(metadata, {Counter.BLOCKS_EVICTED: num_lost})
-
-
-def _count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
+def count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
     """Count a compaction, if it is one, and note the clock."""
     metadata = counters.add(metadata, {Counter.COMPACTIONS: compacts})
     rows = metadata.counters
@@ -425,9 +236,3 @@ def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))
     trips = jnp.where(in_order, jnp.int32(0), jnp.int32(array.shape[0]))
     return jax.lax.fori_loop(jnp.int32(0), trips, permute_layer, array)
-
-
-@jax.jit
-def _gather(array: jax.Array, source: jax.Array) -> jax.Array:
-    """Return a pool of other blocks, [L, N', ...]; a new one holds zeros."""
-    return array.at[:, source].get(mode="fill", fill_value=0)

@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import grow, opened, small_cache, small_config, stored_tokens, table
+from conftest import (
+    grow,
+    opened,
+    small_cache,
+    small_config,
+    stored_tokens,
+    table,
+    write_tokens,
+)
 
 import jkv
-from jkv import compaction
+from jkv import compaction, prefix_index
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 3, 2, 4, 8, 6
@@ -377,103 +385,167 @@ class TestResize:
         assert not caplog.records
         jkv.resize(cache, jkv.stats(cache).live_blocks)
         (record,) = caplog.records
-        assert record.name == "jkv.compaction" and record.levelno == logging.INFO
+        assert record.name == "jkv.resizing" and record.levelno == logging.INFO
         assert "from 24 to" in record.message and "renumbered" in record.message
 
 
-class TestPrefixIndex:
-    """The index is marked by hand: which blocks are indexed is all that matters here.
+A, B, C = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [7, 7, 7, 7, 6, 6, 6, 6]
 
-    Sequences 0, 1 and 2 have two blocks each; 0 and 1 are freed, so the ring is
-    6 7 1 0 3 2. Of these 0, 3 and 2 are cached, oldest first; of the live 4 and 5, only
-    4 is indexed.
+
+def open_prompt(cache, prompt, salt=0):
+    """Open a sequence for a prompt, and compute what is not found of it.
+
+    A token's content is its id. Returns the cache, the sequence and what was found.
     """
+    width = cache.max_context_length
+    told = jnp.array([prompt + [-1] * (width - len(prompt))], jnp.int32)
+    cache, opened = jkv.allocate(cache, 0, tokens=told, salts=salt)
+    jkv.raise_for_status(opened.status)
+    found = int(opened.num_cached[0])
+    rest = prompt[found:] + [-1] * (width - len(prompt) + found)
+    cache, batch = jkv.append(
+        cache, opened.seq_ids, len(prompt) - found, capacity=width, tokens=i32(*rest)
+    )
+    jkv.raise_for_status(batch.status)
+    return write_tokens(cache, batch, rest), int(opened.seq_ids[0]), found
 
-    def cache(self):
-        cache = opened(8, 8, 8, prefix_caching=True)
-        cache, _ = jkv.free(cache, [0, 1])
-        prefix, free = cache.metadata.prefix, cache.metadata.free_blocks
-        places = (free.head + jnp.arange(6, dtype=jnp.int32)) % 16
-        positions = jnp.full((8,), -1, jnp.int32).at[free.ids[places]].set(places)
-        marked, hashes = i32(0, 2, 3, 4), jnp.array([10, 12, 13, 14], jnp.uint32)
-        prefix = dataclasses.replace(
-            prefix,
-            positions=positions,
-            hashes=prefix.hashes.at[marked].set(hashes),
-            salts=prefix.salts.at[marked].set(i32(0, 1, 1, 0)),
-            parents=prefix.parents.at[3].set(2),
-            buckets=prefix.buckets.at[5, 1].set(3).at[6, 0].set(4),
-            children=prefix.children.at[2, 7].set(3),
-        )
-        cache = with_metadata(cache, prefix=prefix)
-        assert ring_order(cache) == [6, 7, 1, 0, 3, 2]
-        return cache
+
+def found_of(cache, *prompts, salt=0):
+    """How many tokens of each prompt, and one more, would be found."""
+    rows = [prompt + [0] + [-1] * (12 - len(prompt)) for prompt in prompts]
+    return jkv.match(cache, jnp.array(rows, jnp.int32), salt).tolist()
+
+
+def reused(**changes):
+    """B holds blocks 0, shared by A before, and 2; cached are 1 of A, 4 and 3 of C."""
+    cache = small_cache(prefix_caching=True, **changes)
+    for prompt in (A, B, C):
+        cache, _, _ = open_prompt(cache, prompt)
+    cache, _ = jkv.free(cache, [0])
+    cache, _ = jkv.free(cache, [2])
+    jkv.check(cache)
+    return cache
+
+
+class TestPrefixIndex:
+    def test_43_the_cache_of_these_tests(self):
+        cache = reused()
+        assert tables(cache) == [[], [0, 2], [], []]
+        assert ring_order(cache) == [5, 6, 7, 1, 4, 3]
+        assert found_of(cache, A, B, C) == [8, 8, 8]
+        stats = jkv.stats(cache)
+        assert (stats.cached_blocks, stats.pinned_blocks) == (3, 2)
+        assert (stats.prefix_queries, stats.prefix_hits) == (3, 4)
+
+    def assert_true(self, cache, *prompts):
+        """What is found holds what the prompt says, a step on."""
+        for prompt in prompts:
+            (expected,) = found_of(cache, prompt)
+            cache, seq_id, found = open_prompt(cache, prompt + [0])
+            assert found == expected
+            jkv.check(cache)
+            assert stored_tokens(cache, seq_id) == prompt + [0]
+            cache, _ = jkv.free(cache, seq_id)
 
     def test_43_the_index_follows_its_blocks(self):
-        cache = jkv.compact(self.cache())
+        cache = jkv.compact(reused())
         jkv.check(cache)
-        # Live 4 5 come first, then the ring: 6 7 1 0 3 2 become 2 3 4 5 6 7.
-        prefix = cache.metadata.prefix
-        assert tables(cache)[2] == [0, 1]
+        assert tables(cache)[1] == [0, 1]
         assert ring_order(cache) == [2, 3, 4, 5, 6, 7]
-        assert prefix.hashes.tolist() == [14, 0, 0, 0, 0, 10, 13, 12]
-        assert prefix.salts.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-        assert prefix.parents.tolist() == [8, 8, 8, 8, 8, 8, 7, 8]
-        assert prefix.positions.tolist() == [-1, -1, 0, 1, 2, 3, 4, 5]
-        assert int(prefix.buckets[5, 1]) == 6 and int(prefix.buckets[6, 0]) == 0
-        assert int(prefix.children[2, 7]) == 6
-        assert int(jnp.sum(prefix.buckets < 8)) == 2
-        stats = jkv.stats(cache)
-        assert (stats.cached_blocks, stats.pinned_blocks) == (3, 1)
+        # Whole blocks, and a part of one.
+        part = [7, 7, 7, 7, 6, 6, 5]
+        assert found_of(cache, A, B, C, part) == [8, 8, 8, 6]
+        assert found_of(cache, A, salt=1) == [0]
+        assert jkv.stats(cache).cached_blocks == 3
+        self.assert_true(cache, C, A, B, part)
+
+    def test_43_cached_blocks_still_go_in_their_order(self):
+        cache = jkv.compact(reused())
+        for expected in ([4, 8, 8], [4, 8, 4], [4, 8, 0]):
+            cache = jkv.evict_cached(cache, 1)
+            assert found_of(cache, A, B, C) == expected
 
     def test_43_holes_in_the_ring_are_gone(self):
-        cache = self.cache()
-        # Block 0 was revived: its entry stays behind as a hole.
-        prefix = cache.metadata.prefix
-        positions = prefix.positions.at[0].set(-1)
-        bounds = cache.metadata.free_blocks.bounds + i32(0, 0, -1, -1)
-        ring = dataclasses.replace(cache.metadata.free_blocks, bounds=bounds)
-        counts = cache.metadata.reference_counts.at[0].set(1)
-        meta = cache.metadata
-        cache = with_metadata(
-            cache,
-            free_blocks=ring,
-            reference_counts=counts,
-            block_tables=meta.block_tables.at[2, 2].set(0),
-            num_mapped_blocks=meta.num_mapped_blocks.at[2].set(3),
-            prefix=dataclasses.replace(prefix, positions=positions),
-        )
+        cache, opened = jkv.allocate(reused(), 0, tokens=i32(*C, 0)[None])
+        assert opened.num_cached.tolist() == [8]
+        _, span, count, _ = cache.metadata.free_blocks.bounds.tolist()
+        assert (span, count) == (6, 4)
+        cache = jkv.compact(cache)
         jkv.check(cache)
-        compacted = jkv.compact(cache)
-        jkv.check(compacted)
-        assert tables(compacted)[2] == [0, 1, 2]
-        assert ring_order(compacted) == [3, 4, 5, 6, 7]
-        head, span, count, _ = compacted.metadata.free_blocks.bounds.tolist()
-        assert (head, span, count) == (0, 5, 5)
-        hashes = compacted.metadata.prefix.hashes.tolist()
-        assert hashes == [14, 0, 10, 0, 0, 0, 13, 12]
+        head, span, count, _ = cache.metadata.free_blocks.bounds.tolist()
+        assert (head, span, count) == (0, 4, 4)
+        assert found_of(cache, A, B, C) == [8, 8, 8]
+        self.assert_true(cache, A)
 
     @pytest.mark.parametrize(
-        "num_blocks, kept, evicted",
-        [(7, [10, 13, 12], 0), (5, [10, 13, 12], 0), (4, [13, 12], 1), (2, [], 3)],
+        "num_blocks, expected, evicted",
+        [
+            (40, [8, 8, 8], 0),
+            (9, [8, 8, 8], 0),
+            (7, [8, 8, 8], 0),
+            (5, [8, 8, 8], 0),
+            (4, [4, 8, 8], 1),
+            (3, [4, 8, 4], 2),
+            (2, [4, 8, 0], 3),
+        ],
     )
-    def test_43_the_oldest_cached_blocks_go_first(self, num_blocks, kept, evicted):
-        cache = jkv.resize(self.cache(), num_blocks)
+    def test_43_the_oldest_cached_blocks_go_first(self, num_blocks, expected, evicted):
+        before = reused()
+        cache = jkv.resize(before, num_blocks)
         jkv.check(cache)
-        hashes = cache.metadata.prefix.hashes.tolist()
-        cached = [hashes[b] for b in ring_order(cache) if hashes[b]]
-        assert cached == kept
+        assert found_of(cache, A, B, C) == expected
         stats = jkv.stats(cache)
-        assert (stats.cached_blocks, stats.evicted_blocks) == (len(kept), evicted)
-        assert stats.pinned_blocks == 1
+        assert (stats.cached_blocks, stats.evicted_blocks) == (3 - evicted, evicted)
+        assert stats.pinned_blocks == 2
+        assert stored_tokens(cache, 1) == B
+        if num_blocks in (5, 40):
+            self.assert_true(cache, C, A, B, [7, 7, 7, 7, 6, 6, 5])
+        assert found_of(before, A, B, C) == [8, 8, 8]
 
     def test_43_new_blocks_are_taken_before_cached_ones(self):
-        cache = jkv.resize(self.cache(), 10)
+        cache = jkv.resize(reused(), 10)
+        assert ring_order(cache) == [8, 9, 5, 6, 7, 1, 4, 3]
+
+    def test_43_sequences_go_on_committing_after_a_resize(self):
+        cache = jkv.resize(reused(), 20)
+        more = [3, 3, 3, 3]
+        cache, batch = jkv.append(cache, [1], 4, capacity=4, tokens=i32(*more))
+        cache = write_tokens(cache, batch, more)
         jkv.check(cache)
-        assert ring_order(cache) == [8, 9, 6, 7, 1, 0, 3, 2]
-        assert cache.metadata.prefix.parents.tolist()[3] == 2
-        assert cache.metadata.prefix.parents.tolist()[8:] == [10, 10]
+        assert found_of(cache, B + more) == [12]
+
+    @pytest.mark.parametrize("num_blocks", [40, 90])
+    def test_43_a_full_row_of_the_new_tables_costs_hits_only(
+        self, num_blocks, monkeypatch
+    ):
+        cache = small_cache(
+            num_blocks=64, max_sequences=30, max_context_length=12, prefix_caching=True
+        )
+        prompts = [[i] * 4 + [50 + i] * 4 for i in range(14)]
+        for prompt in prompts:
+            cache, _, _ = open_prompt(cache, prompt)
+        cache, _ = jkv.free(cache, list(range(7)))
+        assert found_of(cache, *prompts) == [8] * 14
+        row = prefix_index._row
+        monkeypatch.setattr(
+            prefix_index,
+            "_row",
+            lambda table, hashes: (
+                row(table, hashes) * (0 if table.shape[0] == num_blocks else 1)
+            ),
+        )
+        jax.clear_caches()
+        cache = jkv.resize(cache, num_blocks)
+        jkv.check(cache)
+        found = found_of(cache, *prompts)
+        stats = jkv.stats(cache)
+        assert sum(found) == 4 * (stats.cached_blocks + stats.pinned_blocks) > 0
+        assert stats.cached_blocks + stats.pinned_blocks <= 8
+        assert stats.evicted_blocks == 14 - stats.cached_blocks
+        monkeypatch.undo()
+        jax.clear_caches()
 
     def test_43_a_permutation_names_every_block_once(self):
-        blocks, live = compaction._in_order(self.cache().metadata)
-        assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 2
+        cache, _, _ = open_prompt(reused(), C + [0])
+        blocks, live = compaction.in_order(cache.metadata)
+        assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 5

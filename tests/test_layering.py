@@ -24,14 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "pool": {"counters", "ring", "state"},
     "prefix_index": {"counters", "state"},
     "copying": {"state"},
-    "compaction": {
+    "compaction": {"counters", "pool", "ring", "state", "statistics"},
+    "resizing": {
+        "compaction",
         "config",
         "counters",
-        "pool",
         "prefix_index",
-        "ring",
         "state",
-        "statistics",
         "units",
     },
     "allocation": {
