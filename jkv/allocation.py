@@ -67,9 +67,12 @@ def allocate(
       >>> opened.seq_ids.tolist(), opened.status.tolist()
       ([0, -1, 1], [0, 1, 0])
     """
-    num_tokens, salts = requests.broadcast(num_tokens=num_tokens, salts=salts)
     if tokens is not None:
-        tokens = requests.as_prompts(tokens, num_tokens.shape[0])
+        tokens = requests.as_prompts(tokens)
+    num_prompts = None if tokens is None else tokens.shape[0]
+    num_tokens, salts = requests.broadcast(
+        num_prompts, num_tokens=num_tokens, salts=salts
+    )
     metadata, result, copies = _allocate(
         cache.metadata,
         num_tokens,

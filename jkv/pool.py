@@ -48,9 +48,11 @@ def mark_taken(metadata: Metadata, block: jax.Array) -> Metadata:
     was_indexed = prefix.hashes.at[block].get(mode="fill", fill_value=0) != 0
     num = jnp.sum(was_indexed, dtype=jnp.int32)
     metadata = counters.add(metadata, {Counter.BLOCKS_EVICTED: num})
+    # The write depends on the read, or XLA would keep a copy of the array for it.
+    indexed = jnp.where(was_indexed, block, metadata.num_blocks)
     prefix = dataclasses.replace(
         prefix,
-        hashes=prefix.hashes.at[block].set(jnp.uint32(0), mode="drop"),
+        hashes=prefix.hashes.at[indexed].set(jnp.uint32(0), mode="drop"),
         positions=prefix.positions.at[block].set(-1, mode="drop"),
     )
     return dataclasses.replace(metadata, prefix=prefix)
@@ -150,8 +152,9 @@ def _is_lowest(
     num_blocks = counts.shape[0]
     scratch = counts.at[block].min(key, mode="drop")
     lowest = scratch.at[block].get(mode="fill", fill_value=0) == key
-    # The scratch is undone rather than dropped: the array is then updated in place.
-    return lowest & (block < num_blocks), scratch.at[block].set(0, mode="drop")
+    lowest &= block < num_blocks
+    # The write depends on the read, or XLA would keep a copy of the array for it.
+    return lowest, scratch.at[jnp.where(lowest, block, num_blocks)].set(0, mode="drop")
 
 
 def _reach(free: Ring, prefix: PrefixIndex, num: jax.Array) -> jax.Array:

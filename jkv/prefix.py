@@ -47,8 +47,8 @@ def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
       >>> jkv.match(cache, prompt[None]).tolist()
       [8]
     """
-    tokens = requests.as_prompts(tokens, tokens.shape[0])
-    salts = _per_prompt(salts, tokens.shape[0])
+    tokens = requests.as_prompts(tokens)
+    (salts,) = requests.broadcast(tokens.shape[0], salts=salts)
     prefix_index.index_of(cache.metadata)
     return _match(cache.metadata, tokens, salts)
 
@@ -376,14 +376,3 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
         committed=jnp.where(is_stale, -1, prefix.committed),
     )
     return dataclasses.replace(metadata, prefix=prefix)
-
-
-def _per_prompt(salts: Integers, num_requests: int) -> jax.Array:
-    """Return one domain per prompt, i32[B]."""
-    (salts,) = requests.broadcast(salts=salts)
-    if salts.shape[0] not in (1, num_requests):
-        raise ValueError(
-            f"salts must be an int or i32[B] with B = {num_requests} prompts, got "
-            f"{list(salts.shape)}"
-        )
-    return jnp.broadcast_to(salts, (num_requests,))

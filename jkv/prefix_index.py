@@ -136,7 +136,9 @@ def insert(
         now = dataclasses.replace(metadata, prefix=prefix)
         is_equal = is_same(now, equal, tokens, salts)
         answer = jnp.where(pending & is_equal, equal, answer)
-        pending &= may_enter & (equal == nothing)
+        # (That an equal one is none says nothing new, but has all reads come before the
+        # writes below: XLA would keep copies of the arrays for them.)
+        pending &= may_enter & (equal == nothing) & ~is_equal
         bucket = prefix.buckets[row]
         is_free = _is_free_place(prefix, bucket, row)
         pending &= jnp.any(is_free, axis=1)

@@ -26,9 +26,12 @@ I32 = np.iinfo(np.int32)
 ENTRIES_PER_TRIP = 512
 
 
-def broadcast(**arguments: Integers) -> list[jax.Array]:
+def broadcast(
+    num_requests: int | None = None, /, **arguments: Integers
+) -> list[jax.Array]:
     """Return the arguments as i32[B] arrays, scalars repeated for every request.
 
+    B is `num_requests` if that is given, else what the arrays among the arguments say.
     Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
 
     Raises:
@@ -37,6 +40,8 @@ def broadcast(**arguments: Integers) -> list[jax.Array]:
     """
     arrays = {name: _saturated(name, value) for name, value in arguments.items()}
     sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
+    if num_requests is not None:
+        sizes["prompts"] = num_requests
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"arguments must have one entry per request, got lengths {sizes}; pass "
@@ -46,15 +51,13 @@ def broadcast(**arguments: Integers) -> list[jax.Array]:
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
-def as_prompts(tokens: jax.Array, num_requests: int) -> jax.Array:
-    """Return prompts as i32[B, P]; reject what is not one row per request."""
-    if tokens.ndim != 2 or tokens.shape[0] != num_requests:
+def as_prompts(tokens: jax.Array) -> jax.Array:
+    """Return prompts as i32[B, P]; reject what is not a row of tokens per prompt."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f"tokens must be i32[B, P] with B = {num_requests} requests, -1 after each "
-            f"prompt's end, got {tokens.dtype}{list(tokens.shape)}"
+            f"tokens must be i32[B, P], a prompt per request and -1 after each one's "
+            f"end, got {tokens.dtype}{list(tokens.shape)}"
         )
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
     return jnp.asarray(tokens, jnp.int32)
 
 

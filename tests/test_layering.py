@@ -75,7 +75,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "lifetime": {"allocation", "counters", "requests", "state", "status"},
     "reading": {"appending", "attention", "prefix_index", "requests", "state"},
-    "decoding": {"allocation", "appending", "prefix", "sharing", "state", "status"},
+    "decoding": {
+        "allocation",
+        "appending",
+        "prefix",
+        "requests",
+        "sharing",
+        "state",
+        "status",
+    },
 }
 
 
