@@ -18,6 +18,8 @@ from conftest import (
     table,
     write_tokens,
 )
+from test_random_operations import read
+from test_random_reuse import ReuseGame, make_reuse_verbs
 
 import jkv
 from jkv import compaction, prefix_index
@@ -549,3 +551,31 @@ class TestPrefixIndex:
         cache, _, _ = open_prompt(reused(), C + [0])
         blocks, live = compaction.in_order(cache.metadata)
         assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 5
+
+
+class ResizingGame(ReuseGame):
+    """Random operations with prompts, and now and then a pool of another size."""
+
+    num_resizes = num_refused = 0
+
+    def play_resize(self):
+        num_blocks = 10 if self.cache.num_blocks == 15 else 15
+        if self.oracle.resize(num_blocks):
+            self.num_resizes += 1
+            self.cache = jkv.resize(self.cache, num_blocks)
+        else:
+            self.num_refused += 1
+            with pytest.raises(ValueError, match="live blocks do not fit"):
+                jkv.resize(self.cache, num_blocks)
+
+    def plays(self):
+        return [*super().plays(), (self.play_resize, 5)]
+
+
+@pytest.mark.slow
+def test_43_random_operations_between_resizes():
+    verbs = make_reuse_verbs("eager")
+    verbs["read_jitted"] = jax.jit(read)  # one trace for each size, not for all
+    game = ResizingGame((10, 2, 5, 9), verbs, seed=43)
+    game.play(num_operations=100)
+    assert game.num_resizes > 2 and game.num_refused > 0 and game.num_hits > 0
