@@ -15,6 +15,7 @@ from jkv.attention import paged_attention
 from jkv.compaction import Fragmentation, compact, fragmentation, should_compact
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.files import FileError
 from jkv.invariants import check
 from jkv.lifetime import (
     clock,
@@ -36,6 +37,7 @@ from jkv.reading import (
     tokens,
 )
 from jkv.resizing import resize
+from jkv.saving import load, save
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import (
     NO_SEQUENCE,
@@ -59,6 +61,7 @@ from jkv.status import (
     Status,
     raise_for_status,
 )
+from jkv.transfer import SwapIn, Swapped, swap_in, swap_out
 
 __version__ = "0.1.0"
 
@@ -72,6 +75,7 @@ __all__ = [
     "CacheConfig",
     "CacheError",
     "ContextFull",
+    "FileError",
     "FinishReason",
     "Fork",
     "Fragmentation",
@@ -90,6 +94,8 @@ __all__ = [
     "Slots",
     "Stats",
     "Status",
+    "SwapIn",
+    "Swapped",
     "allocate",
     "append",
     "attend",
@@ -112,6 +118,7 @@ __all__ = [
     "memory_profile",
     "invalidate",
     "least_recently_used",
+    "load",
     "match",
     "num_free_blocks",
     "paged_attention",
@@ -120,9 +127,12 @@ __all__ = [
     "read_slot",
     "reorder",
     "resize",
+    "save",
     "should_compact",
     "slots",
     "stats",
+    "swap_in",
+    "swap_out",
     "tokens",
     "touch",
     "truncate",

@@ -7,6 +7,7 @@ the test hands to `append`, so its contents travel with the sequence and not wit
 blocks; the blocks are kept beside them only to say which ids the cache must use.
 """
 
+import copy
 from collections import Counter, deque
 from typing import Any, NamedTuple
 
@@ -131,14 +132,7 @@ class Oracle:
 
     def can_allocate(self, num_tokens):
         """What `allocate` would serve, nothing changed."""
-        copy = Oracle(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_sequences=self.max_sequences,
-            max_context_length=self.max_context,
-        )
-        copy.free_blocks, copy.free_ids = deque(self.free_blocks), deque(self.free_ids)
-        return [cause == OK for cause in copy.allocate(num_tokens)[1]]
+        return [cause == OK for cause in self.copy().allocate(num_tokens)[1]]
 
     def commit(self, batch):
         """Make full blocks visible; a block equal to a visible one gives way to it."""
@@ -430,6 +424,60 @@ class Oracle:
         self.num_blocks = num_blocks
         return True
 
+    def swap_out(self, seq_ids):
+        """Close sequences and return what they were, or their statuses if refused.
+
+        Of each: its stored tokens, its blocks by names that only tell them apart, its
+        domain, and whether it has made anything visible.
+        """
+        status = [
+            OK if i == PADDING or self._is_first_open(seq_ids, n) else INVALID_SEQUENCE
+            for n, i in enumerate(seq_ids)
+        ]
+        if any(cause != OK for cause in status):
+            return None, status  # an exception: not even counted
+        named = [seq_id for seq_id in seq_ids if seq_id != PADDING]
+        swapped = [
+            (list(self.tokens[i]), list(self.tables[i]), self.salts[i], self.visible[i])
+            for i in named
+        ]
+        self.free(seq_ids)
+        return swapped, status
+
+    def swap_in(self, swapped):
+        """Open such sequences again, all or none; returns (seq_ids, status)."""
+        # Each block is taken once, all that hold tokens before the reserved ones.
+        filled, reserved = [], []
+        for tokens, table, _, _ in swapped:
+            filled += table[: self._blocks_for(len(tokens))]
+            reserved += table[self._blocks_for(len(tokens)) :]
+        names = list(dict.fromkeys(filled + reserved))
+        most = self._blocks_for(self.max_context)
+        if any(len(table) > most for _, table, _, _ in swapped):
+            cause = CONTEXT_FULL
+        elif any(len(tokens) > self.max_context for tokens, _, _, _ in swapped):
+            cause = CONTEXT_FULL
+        elif len(swapped) > len(self.free_ids):
+            cause = OUT_OF_SEQUENCES
+        elif len(names) > len(self.free_blocks):
+            cause = OUT_OF_BLOCKS
+        else:
+            cause = OK
+        seq_ids = [PADDING] * len(swapped)
+        if cause == OK:
+            block = dict(zip(names, self._take(len(names)), strict=True))
+            for i, (tokens, table, salt, visible) in enumerate(swapped):
+                seq_ids[i] = self._open(salt)
+                self.tokens[seq_ids[i]] = list(tokens)
+                self.tables[seq_ids[i]] = [block[name] for name in table]
+                self.visible[seq_ids[i]] = None if visible != 0 else 0
+            self._tick(seq_ids)
+        return seq_ids, self._count([cause] * len(swapped))
+
+    def copy(self):
+        """Return the cache as it is now, as a saved one is."""
+        return copy.deepcopy(self)
+
     # Looking things up.
 
     def reference_count(self, block):
@@ -517,10 +565,13 @@ class Oracle:
         self.free_blocks = deque(b for b in self.free_blocks if b not in blocks)
 
     def _grow(self, seq_id, count):
+        self.tables[seq_id] += self._take(count)
+
+    def _take(self, count):
         """Take the blocks that have been free longest; what they held is forgotten."""
         taken = [self.free_blocks.popleft() for _ in range(count)]
-        self.tables[seq_id] += taken
         self.index = {k: block for k, block in self.index.items() if block not in taken}
+        return taken
 
     def _shrink(self, seq_id, count, kept=()):
         """Drop blocks from the end; one is free when nobody names it any more."""

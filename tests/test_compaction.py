@@ -577,5 +577,9 @@ def test_43_random_operations_between_resizes():
     verbs = make_reuse_verbs("eager")
     verbs["read_jitted"] = jax.jit(read)  # one trace for each size, not for all
     game = ResizingGame((10, 2, 5, 9), verbs, seed=43)
-    game.play(num_operations=100)
-    assert game.num_resizes > 2 and game.num_refused > 0 and game.num_hits > 0
+    game.play(num_operations=60)
+    for _ in range(20):  # until all of it has happened
+        if game.num_resizes > 2 and game.num_refused and game.num_hits:
+            return
+        game.play(num_operations=10)
+    pytest.fail(f"{game.num_resizes}, {game.num_refused}, {game.num_hits}")

@@ -14,6 +14,7 @@ PUBLIC = """
     FinishReason Generation Model Sampling generate
     MemoryProfile Stats memory_profile stats
     Fragmentation compact fragmentation resize should_compact
+    Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
 """.split()

@@ -160,7 +160,16 @@ class Game:
 
     prefix_caching = False
 
-    def __init__(self, shape, verbs, seed, storage=True, record_tokens=False):
+    def __init__(
+        self,
+        shape,
+        verbs,
+        seed,
+        storage=True,
+        record_tokens=False,
+        donate=False,
+        folder=None,
+    ):
         num_blocks, block_size, max_sequences, max_context = shape
         config = jkv.CacheConfig(
             num_layers=NUM_LAYERS,
@@ -178,6 +187,10 @@ class Game:
         self.cache = with_storage_filled(jkv.init(config, storage=storage), np.nan)
         self.has_storage = storage
         self.has_tokens = record_tokens or self.prefix_caching
+        self.donate = donate
+        # Sequences and caches that left, each with what the oracle knows of it.
+        self.outside, self.saved = [], []
+        self.folder = folder  # where caches are saved, None: nowhere
         self.oracle = Oracle(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -314,6 +327,69 @@ class Game:
         free = list(self.oracle.free_blocks)
         assert free == sorted(free)
 
+    def play_swap_out(self):
+        """Sequences leave, if each that is named can: a wrong id is an exception."""
+        seq_ids = self.pick_seq_ids()[: int(self.rng.integers(1, 4))]
+        expected, status = self.oracle.swap_out(seq_ids)
+        if expected is None:
+            with pytest.raises(jkv.InvalidSequence):
+                jkv.swap_out(self.cache, i32(seq_ids))
+            return
+        self.cache, swapped = jkv.swap_out(self.cache, i32(seq_ids))
+        assert swapped.num_sequences == len(expected)
+        blocks = {block for _, table, _, _ in expected for block in table}
+        assert swapped.num_blocks == len(blocks)
+        self.outside.append((expected, swapped))
+
+    def play_swap_in(self):
+        """Some that left return; often once only, sometimes more often."""
+        if not self.outside:
+            return
+        number = int(self.rng.integers(len(self.outside)))
+        expected, swapped = self.outside[number]
+        seq_ids, status = self.oracle.swap_in(expected)
+        self.cache, result = jkv.swap_in(self.cache, swapped, donate=self.donate)
+        same(result.seq_ids, seq_ids)
+        self.compare_status(result.status, status)
+        if status and status[0] == OK and self.rng.random() < 0.7:
+            del self.outside[number]
+
+    def play_save(self):
+        """Write some sequences, or the whole cache, to a file."""
+        if self.folder is None:
+            return
+        path = self.folder / f"{self.rng.integers(4)}.safetensors"
+        self.saved = [entry for entry in self.saved if entry[1] != path]
+        if self.rng.random() < 0.5:
+            jkv.save(path, self.cache)
+            self.saved.append((self.oracle.copy(), path))
+            return
+        # What is saved stays: the oracle lets a copy of itself swap out.
+        seq_ids = self.pick_seq_ids()[:2]
+        expected, status = self.oracle.copy().swap_out(seq_ids)
+        if expected is None:
+            with pytest.raises(jkv.InvalidSequence):
+                jkv.save(path, self.cache, i32(seq_ids))
+            path.unlink(missing_ok=True)
+        else:
+            jkv.save(path, self.cache, i32(seq_ids))
+            self.saved.append((expected, path))
+
+    def play_load(self):
+        """Go back to a saved cache, or open saved sequences in this one."""
+        if not self.saved:
+            return
+        expected, path = self.saved[int(self.rng.integers(len(self.saved)))]
+        if isinstance(expected, Oracle) and self.rng.random() < 0.5:
+            self.oracle, self.cache = expected.copy(), jkv.load(path)
+            return
+        if isinstance(expected, Oracle):  # the sequences of a whole cache
+            expected, _ = expected.copy().swap_out(sorted(expected.tables))
+        seq_ids, status = self.oracle.swap_in(expected)
+        self.cache, result = jkv.load(path, self.cache, donate=self.donate)
+        same(result.seq_ids, seq_ids)
+        self.compare_status(result.status, status)
+
     def play_lifetime(self):
         """Touch some sequences, or evict some."""
         seq_ids = self.pick_seq_ids()
@@ -375,6 +451,10 @@ class Game:
             (self.play_truncate, 3),
             (self.play_reorder, 3),
             (self.play_compact, 1),
+            (self.play_swap_out, 1),
+            (self.play_swap_in, 1),
+            (self.play_save, 0.5),
+            (self.play_load, 0.5),
             (self.play_lifetime, 1),
             (self.play_can_allocate, 1),
             (self.play_look_up, 1),
@@ -506,7 +586,7 @@ ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
-def test_random_operations(name, mode):
+def test_random_operations(name, mode, tmp_path):
     verbs = make_verbs(mode)
     for seed in range(EFFORT):
         game = Game(
@@ -514,6 +594,8 @@ def test_random_operations(name, mode):
             verbs,
             seed=1000 * len(name) + seed,
             record_tokens=mode != "eager",
+            donate=mode == "donated",
+            folder=tmp_path,
         )
         game.play(num_operations=400)
         # Every cause came up, where the shape lets it: with one sequence or one block
@@ -522,9 +604,10 @@ def test_random_operations(name, mode):
             assert set(game.num_requests) == set(range(7)), game.num_requests
 
 
-def test_random_operations_without_storage():
+def test_random_operations_without_storage(tmp_path):
     """Metadata alone follows the oracle just as well."""
-    game = Game(SHAPES["few blocks"], make_verbs("jitted"), seed=7, storage=False)
+    verbs = make_verbs("jitted")
+    game = Game(SHAPES["few blocks"], verbs, 7, storage=False, folder=tmp_path)
     game.play(num_operations=500)
 
 

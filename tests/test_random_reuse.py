@@ -196,10 +196,16 @@ ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
-def test_random_reuse(name, mode):
+def test_random_reuse(name, mode, tmp_path):
     verbs = make_reuse_verbs(mode)
     for seed in range(EFFORT):
-        game = ReuseGame(SHAPES[name], verbs, seed=777 * len(name) + seed)
+        game = ReuseGame(
+            SHAPES[name],
+            verbs,
+            seed=777 * len(name) + seed,
+            donate=mode == "donated",
+            folder=tmp_path,
+        )
         game.play(num_operations=250)
         # With room for one block only, or for long blocks, few are ever filled.
         assert game.num_hits > 0 or name.startswith(("one", "blocks of 16"))
