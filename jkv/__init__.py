@@ -12,6 +12,7 @@ prompts that begin alike, and evict for the day the pool is full.
 from jkv.allocation import Allocation, allocate, can_allocate, free
 from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
+from jkv.compaction import Fragmentation, compact, fragmentation, should_compact
 from jkv.config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
 from jkv.files import FileError
@@ -35,6 +36,7 @@ from jkv.reading import (
     slots,
     tokens,
 )
+from jkv.resizing import resize
 from jkv.saving import load, save
 from jkv.sharing import Fork, fork, reorder, truncate
 from jkv.state import (
@@ -46,6 +48,7 @@ from jkv.state import (
     init,
     num_free_blocks,
 )
+from jkv.statistics import MemoryProfile, Stats, memory_profile, stats
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -75,10 +78,12 @@ __all__ = [
     "FileError",
     "FinishReason",
     "Fork",
+    "Fragmentation",
     "Generation",
     "InvalidArgument",
     "InvalidSequence",
     "InvariantError",
+    "MemoryProfile",
     "Metadata",
     "Model",
     "OutOfBlocks",
@@ -87,6 +92,7 @@ __all__ = [
     "Ring",
     "Sampling",
     "Slots",
+    "Stats",
     "Status",
     "SwapIn",
     "Swapped",
@@ -100,13 +106,16 @@ __all__ = [
     "clear_prefixes",
     "clock",
     "commit",
+    "compact",
     "evict",
     "evict_cached",
     "evict_older_than",
     "fork",
+    "fragmentation",
     "free",
     "generate",
     "init",
+    "memory_profile",
     "invalidate",
     "least_recently_used",
     "load",
@@ -117,8 +126,11 @@ __all__ = [
     "read",
     "read_slot",
     "reorder",
+    "resize",
     "save",
+    "should_compact",
     "slots",
+    "stats",
     "swap_in",
     "swap_out",
     "tokens",

@@ -18,6 +18,7 @@ import numpy as np
 
 from jkv.config import STORAGE_DTYPES, CacheConfig
 from jkv.status import Status
+from jkv.units import human_bytes
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
 
@@ -235,7 +236,7 @@ class Cache:
     def __repr__(self) -> str:
         """Fit one screen at any size; a traced or deleted cache shows no counts."""
         meta = self.metadata
-        size = _human_bytes(self.nbytes)
+        size = human_bytes(self.nbytes)
         storage = f"{self.num_layers} layers" if self.num_layers else "no storage"
         head = (
             f"Cache({storage}, {self.num_kv_heads} kv heads, head dim "
@@ -367,12 +368,3 @@ def restored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 def _is_deleted(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.is_deleted()
-
-
-def _human_bytes(count: float) -> str:
-    """Return a byte count in the largest binary unit that keeps it above 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

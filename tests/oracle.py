@@ -395,6 +395,35 @@ class Oracle:
         self._tick({}, used=[seq_id for _, seq_id, _ in served])
         return self._count(status)
 
+    def compact(self):
+        """Number blocks by their first mention, row by row; then the free in order."""
+        named = [block for _, table in sorted(self.tables.items()) for block in table]
+        order = [*dict.fromkeys(named), *self.free_blocks]
+        renamed = {block: i for i, block in enumerate(order)}
+        self.tables = {s: [renamed[b] for b in t] for s, t in self.tables.items()}
+        self.free_blocks = deque(renamed[block] for block in self.free_blocks)
+        self.index = {key: renamed[block] for key, block in self.index.items()}
+
+    def resize(self, num_blocks):
+        """A pool of another size; False where live blocks would not fit.
+
+        Free blocks leave, visible ones last, in order. Ids change only if they must.
+        """
+        live, visible = set(self._reference_counts()), set(self.index.values())
+        if len(live) > num_blocks:
+            return False
+        surplus = max(self.num_blocks - num_blocks, 0)
+        gone = sorted(self.free_blocks, key=lambda block: block in visible)[:surplus]
+        self.index = {k: block for k, block in self.index.items() if block not in gone}
+        if max(live | set(self.index.values()), default=0) >= num_blocks:
+            self.free_blocks = deque(b for b in self.free_blocks if b not in gone)
+            self.compact()
+        else:
+            old = [block for block in self.free_blocks if block < num_blocks]
+            self.free_blocks = deque([*range(self.num_blocks, num_blocks), *old])
+        self.num_blocks = num_blocks
+        return True
+
     def swap_out(self, seq_ids):
         """Close sequences and return what they were, or their statuses if refused.
 

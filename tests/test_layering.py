@@ -9,17 +9,30 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 
 # Each module, with the only modules of jkv it may import; lower ones first.
 ALLOWED: dict[str, set[str]] = {
+    "units": set(),
     "status": set(),
-    "config": {"status"},
-    "state": {"config", "status"},
+    "huggingface": set(),
+    "config": {"huggingface", "status", "units"},
+    "plan": {"config", "huggingface", "units"},
+    "state": {"config", "status", "units"},
     "counters": {"config", "state", "status"},
     "ring": {"state"},
     "requests": {"ring", "state", "status"},
     "invariants": {"config", "state", "status"},
+    "statistics": {"counters", "state", "status", "units"},
     "attention": set(),
     "pool": {"counters", "ring", "state"},
     "prefix_index": {"counters", "state"},
     "copying": {"state"},
+    "compaction": {"counters", "pool", "ring", "state", "statistics"},
+    "resizing": {
+        "compaction",
+        "config",
+        "counters",
+        "prefix_index",
+        "state",
+        "units",
+    },
     "allocation": {
         "copying",
         "counters",

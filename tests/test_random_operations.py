@@ -86,6 +86,10 @@ def reorder(cache, seq_ids, parents):
     return jkv.reorder(cache, seq_ids, parents)
 
 
+def compact(cache):
+    return jkv.compact(cache)
+
+
 def touch(cache, seq_ids):
     return jkv.touch(cache, seq_ids)
 
@@ -126,6 +130,7 @@ CHANGING = [
     free,
     truncate,
     reorder,
+    compact,
     touch,
     evict,
     evict_older_than,
@@ -316,6 +321,12 @@ class Game:
         self.cache, status = self.call("reorder", seq_ids, parents)
         self.compare_status(status, expected)
 
+    def play_compact(self):
+        self.oracle.compact()
+        self.cache = self.call("compact")
+        free = list(self.oracle.free_blocks)
+        assert free == sorted(free)
+
     def play_swap_out(self):
         """Sequences leave, if each that is named can: a wrong id is an exception."""
         seq_ids = self.pick_seq_ids()[: int(self.rng.integers(1, 4))]
@@ -439,6 +450,7 @@ class Game:
             (self.play_free, 3),
             (self.play_truncate, 3),
             (self.play_reorder, 3),
+            (self.play_compact, 1),
             (self.play_swap_out, 1),
             (self.play_swap_in, 1),
             (self.play_save, 0.5),
