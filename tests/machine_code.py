@@ -11,6 +11,7 @@ import tempfile
 from typing import NamedTuple
 
 os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-"))
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as XLA has it
 
 import triton  # noqa: E402
 from triton._C.libtriton import ir  # noqa: E402
@@ -45,7 +46,8 @@ class Code(NamedTuple):
     """What became of one kernel on one target."""
 
     registers: int  # per lane; on AMD the accumulation registers are added
-    spills: int  # registers that do not fit, or bytes of local memory
+    spills: int  # vector registers that do not fit, and bytes of private memory
+    scalar_spills: int  # on AMD: scalars kept in lanes of vector registers, no memory
     shared_bytes: int
     matrix: int  # matrix instructions in all
     step: dict[str, int]  # instructions of the longest loop by kind
@@ -59,17 +61,20 @@ def compile_kernel(kernel, target):
         return Code(
             registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
             spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-            + _number(r"\.sgpr_spill_count:\s+(\d+)", assembly)
             + _number(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
+            scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
             shared_bytes=shared,
             matrix=len(re.findall(r"^\s+v_(?:mfma|wmma)", assembly, re.M)),
-            step=_count_loop(assembly, r"^(\.\w+):", r"s_c?branch\w*\s+(\S+)", _AMD_KINDS),
+            step=_count_loop(
+                assembly, r"^(\.\w+):", r"s_c?branch\w*\s+(\S+)", _AMD_KINDS
+            ),
         )
     ptx = stages["ptx"]
     usage = _resource_usage(stages["cubin"])
     return Code(
         registers=_number(r"REG:(\d+)", usage),
         spills=_number(r"LOCAL:(\d+)", usage) + _number(r"STACK:(\d+)", usage),
+        scalar_spills=0,
         shared_bytes=shared,
         matrix=len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
         step=_count_loop(ptx, r"^(\$\w+):", r"\bbra(?:\.uni)?\s+(\$\w+)", _PTX_KINDS),
@@ -110,19 +115,32 @@ def _number(pattern, text):
 
 
 def _count_loop(assembly, label_pattern, branch_pattern, kinds):
-    """Count the instructions of the longest loop: from a label to a branch back."""
+    """Count the instructions of one step of the attention loop, by kind.
+
+    A loop is what lies between a label and a branch back to it; of those with the most
+    matrix instructions (or exponentials, where a kernel has none) the shortest counts.
+    """
     lines = assembly.splitlines()
-    labels, longest = {}, (0, 0)
+    labels, loops = {}, []
     for number, line in enumerate(lines):
         if label := re.match(label_pattern, line):
             labels[label.group(1)] = number
         elif branch := re.search(branch_pattern, line):
             start = labels.get(branch.group(1).rstrip(";"))
-            if start is not None and number - start > longest[1] - longest[0]:
-                longest = (start, number)
+            if start is not None:
+                loops.append(_count(lines[start:number], kinds))
+    empty = dict.fromkeys(kinds, 0)
+
+    def rank(counts):
+        return counts["matrix"], counts["exp"], -sum(counts.values())
+
+    return max(loops, key=rank, default=empty)
+
+
+def _count(lines, kinds):
     counts = dict.fromkeys(kinds, 0)
-    for line in lines[slice(*longest)]:
-        instruction = re.match(r"\s+(?:@%\w+\s+)?([a-z][\w.]*)\s", line)
+    for line in lines:
+        instruction = re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.]*)\s", line)
         if instruction is None:
             continue
         for kind, pattern in kinds.items():

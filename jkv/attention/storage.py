@@ -40,11 +40,15 @@ class Pools:
         return self.keys.shape[3]
 
     @property
-    def max_dtype(self) -> np.dtype[Any]:
-        """The dtype that holds every stored element without loss."""
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """What the elements are, one dtype unless keys and values differ."""
         arrays = [self.keys] if self.values is None else [self.keys, self.values]
-        is_raw = not jnp.issubdtype(self.keys.dtype, jnp.floating)
-        return jnp.result_type(*(self.kv_dtype if is_raw else a.dtype for a in arrays))
+        return {
+            array.dtype
+            if self.kv_dtype is None or jnp.issubdtype(array.dtype, jnp.floating)
+            else self.kv_dtype
+            for array in arrays
+        }
 
 
 def gather_blocks(

@@ -1,0 +1,1 @@
+"""What the kernel becomes for GPUs that are not there: lowered, exported, addressed."""
