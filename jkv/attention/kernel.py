@@ -24,7 +24,6 @@ from jkv.attention.requests import Requests
 from jkv.attention.storage import Pools
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap", "tuning", "interpret"))
 def attend_kernel(
     queries: jax.Array,  # [R, H, D], not scaled
     pools: Pools,

@@ -206,15 +206,17 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
         # The dots take no tile narrower than 16.
         if dim % 16 or dim > 576:
             return f"the {name} head dim must be a multiple of 16 up to 576, not {dim}"
-    for dtype in (queries.dtype, *pools.dtypes):
-        if dtype not in _OPERANDS:
-            return f"it multiplies float32, float16 and bfloat16, not {dtype}"
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
-        if pool is not None and pool.size > 2**31 and pool.nbytes <= 2**32:
+        if pool is None or pool.size <= 2**31:
+            continue
+        if (num_bytes := pool.size * pool.dtype.itemsize) <= 2**32:
             return (
-                f"the {name} pool has {pool.size} elements in {pool.nbytes} bytes, "
+                f"the {name} pool has {pool.size} elements in {num_bytes} bytes, "
                 "which the compiler would address with 32 bits; have less than 2**31 "
                 "elements or more than 2**32 bytes"
             )
+    for dtype in (queries.dtype, *pools.dtypes):
+        if dtype not in _OPERANDS:
+            return f"it multiplies float32, float16 and bfloat16, not {dtype}"
     return None

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jkv.attention.kernel_tuning import Tile
 
@@ -61,31 +63,102 @@ def launch(
 
     In place, the last two operands are the arrays that it changes.
     """
-    # JAX 0.11 and later say so when they lower a kernel. It is known, and the reason
-    # why one file holds a backend.
-    warnings.filterwarnings(
-        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+    leaves, structure = jax.tree.flatten(operands)
+    results = (
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
     )
-
-    def named(*refs: Any) -> None:
-        kernel(*refs)
-
-    named.__name__ = name  # what profilers show
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    last = len(jax.tree.leaves(operands)) - 1
-    output, lse = pl.pallas_call(
-        named,
-        grid=grid,
-        in_specs=jax.tree.map(lambda _: whole, operands),
-        out_specs=(whole, whole),
-        out_shape=(
-            jax.ShapeDtypeStruct(shape, dtype),
-            jax.ShapeDtypeStruct(shape[:2], jnp.float32),
-        ),
-        input_output_aliases={last - 1: 0, last: 1} if in_place else {},
-        compiler_params=triton.CompilerParams(
-            num_warps=tile.num_warps, num_stages=tile.num_stages
-        ),
-        interpret=interpret,
-    )(*operands)
+    last = len(leaves) - 1
+
+    def body(*refs: Any) -> None:
+        inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
+        kernel(*inputs, *refs[len(leaves) :])
+
+    body.__name__ = name  # what profilers show
+
+    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        # JAX 0.11 and later say so when they lower a kernel. It is known, and the
+        # reason why one file holds a backend.
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
+        return pl.pallas_call(
+            body,
+            grid=grid,
+            in_specs=[whole] * len(leaves),
+            out_specs=(whole, whole),
+            out_shape=results,
+            input_output_aliases={last - 1: 0, last: 1} if in_place else {},
+            compiler_params=triton.CompilerParams(
+                num_warps=tile.num_warps, num_stages=tile.num_stages
+            ),
+            interpret=interpret,
+        )(*leaves)
+
+    if interpret:
+        output, lse = call(*leaves)
+    else:
+        output, lse = _launch.bind(*leaves, call=call, results=results)
     return output, lse
+
+
+# A Pallas call cannot be lowered for CPU, not even where a program for several
+# platforms never gets to it; and lowering all branches for all platforms is what
+# `platform_dependent` does in such a program. So launches are a primitive of their own,
+# which other platforms lower to zeros that nobody sees. It also leaves the tracing of
+# the kernel to those who lower it.
+_launch = Primitive("jkv_launch")
+_launch.multiple_results = True
+
+
+def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
+    del results
+    return call(*leaves)
+
+
+def _find_types(*leaves: Any, call: Callable[..., Any], results: Any) -> Any:
+    del leaves, call
+    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+
+def _lower(ctx: Any, *leaves: Any, call: Callable[..., Any], results: Any) -> Any:
+    del results
+    return mlir.lower_fun(call)(ctx, *leaves)
+
+
+def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
+    del call
+
+    def zeros(*leaves: jax.Array) -> list[jax.Array]:
+        del leaves
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    return mlir.lower_fun(zeros)(ctx, *leaves)
+
+
+def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) -> Any:
+    """One launch after the other: `vmap` is for completeness here."""
+    mapped = [isinstance(axis, int) for axis in axes]
+    moved = [
+        jnp.moveaxis(leaf, axis, 0) if is_mapped else leaf
+        for leaf, axis, is_mapped in zip(leaves, axes, mapped, strict=True)
+    ]
+    xs = [leaf for leaf, is_mapped in zip(moved, mapped, strict=True) if is_mapped]
+
+    def call_one(xs: list[jax.Array]) -> Any:
+        rest = iter(xs)
+        pairs = zip(moved, mapped, strict=True)
+        one = [next(rest) if is_mapped else leaf for leaf, is_mapped in pairs]
+        return _launch.bind(*one, call=call, results=results)
+
+    outputs = jax.lax.map(call_one, xs)
+    return outputs, [0] * len(outputs)
+
+
+_launch.def_impl(_run)
+_launch.def_abstract_eval(_find_types)
+mlir.register_lowering(_launch, _lower_unused)
+for _platform in ("rocm", "cuda"):
+    mlir.register_lowering(_launch, _lower, platform=_platform)
+batching.primitive_batchers[_launch] = _batch
