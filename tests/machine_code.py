@@ -18,8 +18,13 @@ from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget, Language  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 
-# What a program may take of a compute unit's shared memory.
-SHARED_LIMIT = {"gfx": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
+# What a program may take of a compute unit's shared memory, in bytes.
+SHARED_LIMIT = {
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"), 64 * 1024),
+    "sm_80": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+}
 
 _AMD_KINDS = {
     "matrix": r"v_mfma|v_wmma|v_smfmac|v_swmmac",

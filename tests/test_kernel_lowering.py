@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_lowering import find_kernels, lower, pretend
+from kernel_lowering import (
+    find_kernels,
+    lower,
+    lower_kernels,
+    make_shapes,
+    pretend,
+    shape,
+)
 from tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention
-from jkv.attention.kernel import attend_kernel
 from jkv.attention.kernel_tuning import (
     TABLE,
     Tuning,
@@ -22,65 +28,10 @@ from jkv.attention.kernel_tuning import (
     why_never,
     why_not,
 )
-from jkv.attention.requests import Requests
-from jkv.attention.storage import Pools
 
 ROWS = [
     (family, number) for family in TABLE for number in range(len(TABLE[family].rows))
 ]
-
-
-def shape(*sizes, dtype=jnp.int32):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def make_shapes(
-    head_dim=128,
-    *,
-    value_dim=None,
-    group=4,
-    kv_heads=8,
-    blocks=64,
-    block_size=16,
-    dtype="bfloat16",
-    num_layers=2,
-):
-    """Queries and pools as shapes; head dims above 256 are a latent cache."""
-    is_latent = head_dim > 256
-    kv_heads = 1 if is_latent else kv_heads
-    stored = "uint16" if dtype == "bfloat16" else dtype
-    value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
-    common = (num_layers, blocks, kv_heads, block_size)
-    pools = Pools(
-        keys=shape(*common, head_dim, dtype=stored),
-        values=None if is_latent else shape(*common, value_dim, dtype=stored),
-        value_dim=value_dim,
-        kv_dtype=jnp.dtype(dtype) if stored == "uint16" else None,
-    )
-    return shape(64, kv_heads * group, head_dim, dtype=dtype), pools
-
-
-def lower_kernels(queries, pools, tuning, platform, **options):
-    """Lower a call of the kernel itself, with the options' shapes."""
-    soft_cap = options.pop("soft_cap", None)
-
-    def call(queries, pools, layer, requests, scale, options):
-        return attend_kernel(
-            queries,
-            pools,
-            layer,
-            requests,
-            scale=scale,
-            window=options.get("window"),
-            sinks=options.get("sinks"),
-            soft_cap=soft_cap,
-            tuning=tuning,
-            interpret=False,
-        )
-
-    requests = Requests(shape(32, 512), *(shape(32) for _ in range(4)))
-    scale = shape(dtype=jnp.float32)
-    return lower(call, (queries, pools, shape(), requests, scale, options), platform)
 
 
 def platforms_of(family):

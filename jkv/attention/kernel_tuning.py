@@ -137,6 +137,13 @@ def find_target(platform: str) -> str | None:
       None if the program is to run on some other machine, and the card not known.
     """
     device = jax.devices()[0]
+    # From JAX 0.11 on a program may be meant for a card that is not here but named
+    # (`use_abstract_mesh`); only AMD's names are those of targets.
+    mesh = jax.sharding.get_abstract_mesh()
+    named = getattr(mesh, "abstract_device", None)
+    if named is not None and named.device_kind != device.device_kind:
+        is_target = platform == "rocm" and named.device_kind.startswith("gfx")
+        return named.device_kind if is_target else None
     name = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or name.startswith("gfx") != (platform == "rocm"):
         return None
