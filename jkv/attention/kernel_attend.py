@@ -104,7 +104,8 @@ def attend_pieces(operands: Operands, plan: Plan) -> tuple[jax.Array, jax.Array]
         grid=(num_entries, _num_head_tiles(operands, plan)),
         shape=(num_entries, num_heads, plan.value_dim),
         dtype=jnp.float32,
-        tile=plan.tile,
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
         interpret=plan.interpret,
     )
 
@@ -124,7 +125,8 @@ def attend_rows(
         grid=(operands.work.row.shape[0], _num_head_tiles(operands, plan)),
         shape=(num_rows, num_heads, value_dim),
         dtype=output.dtype,
-        tile=plan.tile,
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
         interpret=plan.interpret,
         in_place=True,
     )

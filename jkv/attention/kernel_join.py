@@ -10,11 +10,12 @@ from jax import lax
 
 from jkv.attention import pallas
 from jkv.attention.kernel_attend import HIDDEN, LN2, Sums, columns_of, cut, start_sums
-from jkv.attention.kernel_tuning import JOIN
 from jkv.attention.kernel_work import Pieces
 
 # Partial results joined at a time.
 _JOIN_PIECES = 8
+# Values that one warp holds of each; twice as many spill on Hopper.
+_MAX_WARP_DIM = 256
 
 
 def join_pieces(
@@ -35,7 +36,8 @@ def join_pieces(
         grid=(num_rows, num_heads),
         shape=(num_rows, num_heads, value_dim),
         dtype=dtype,
-        tile=JOIN,
+        num_warps=1 if value_dim <= _MAX_WARP_DIM else 2,
+        num_stages=1,
         interpret=interpret,
     )
 

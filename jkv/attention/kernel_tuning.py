@@ -61,9 +61,6 @@ def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
     return Tile(rows, tokens, num_warps, num_stages, has_full_loop=True)
 
 
-# For the kernel that joins partial results; only warps and stages count.
-JOIN = Tile(rows=16, tokens=16, num_warps=1, num_stages=1)
-
 TABLE = {
     # One wave and 16 tokens a step: 120 to 130 registers at head dim 128, so four waves
     # per SIMD hide the latency of each other's loads without a barrier; 32 tokens on

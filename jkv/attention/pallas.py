@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jkv.attention.kernel_tuning import Tile
-
 MISSING: str | None = None
 try:
     from jax.experimental import pallas as pl
@@ -55,7 +53,8 @@ def launch(
     grid: tuple[int, int],
     shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
-    tile: Tile,
+    num_warps: int,
+    num_stages: int,
     interpret: bool,
     in_place: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +90,7 @@ def launch(
             out_shape=results,
             input_output_aliases={last - 1: 0, last: 1} if in_place else {},
             compiler_params=triton.CompilerParams(
-                num_warps=tile.num_warps, num_stages=tile.num_stages
+                num_warps=num_warps, num_stages=num_stages
             ),
             interpret=interpret,
         )(*leaves)
