@@ -140,14 +140,24 @@ def paged_attention(
     )
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
-    operands = (
-        queries,
-        pools,
-        jnp.asarray(scale, jnp.float32),
-        None if sinks is None else sinks.astype(jnp.float32),
-        jnp.asarray(layer, jnp.int32),
-        requests,
-        None if window is None else jnp.asarray(window, jnp.int32),
-    )
-    output, lse = attend_differentiably(attend, soft_cap, *operands)
+    scale = jnp.asarray(scale, jnp.float32)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    layer = jnp.asarray(layer, jnp.int32)
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    if implementation == "reference":
+        # Differentiable as it stands, so that it can judge the others' derivative.
+        output, lse = attend(
+            queries,
+            pools,
+            layer,
+            requests,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+    else:
+        output, lse = attend_differentiably(
+            attend, soft_cap, queries, pools, scale, sinks, layer, requests, window
+        )
     return (output, lse) if return_lse else output
