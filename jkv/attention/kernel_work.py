@@ -85,7 +85,7 @@ def list_decode_work(
     # The pieces of one request share its tokens evenly, which may take one less.
     length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
     counts = (units + length - 1) // length
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    ends = _running_sum(counts)
 
     entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
@@ -102,12 +102,12 @@ def list_decode_work(
         first=jnp.where(alive, start, 0),
         end=jnp.where(alive, stop, 0),
     )
-    # Requests that are not listed write to a row past the last one, that is nowhere.
-    row = jnp.where(listed, requests.query_starts, num_rows)
-    nothing = jnp.zeros(num_rows, jnp.int32)
+    # Each row looks for its request: no scatter, whose target XLA would copy first.
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    mine = listed[None, :] & (requests.query_starts[None, :] == row)
     pieces = Pieces(
-        first=nothing.at[row].set(ends - counts, mode="drop"),
-        end=nothing.at[row].set(ends, mode="drop"),
+        first=jnp.sum(jnp.where(mine, (ends - counts)[None, :], 0), 1, jnp.int32),
+        end=jnp.sum(jnp.where(mine, ends[None, :], 0), 1, jnp.int32),
     )
     return work, pieces
 
@@ -127,7 +127,7 @@ def list_prefill_work(
     """Cut the rows of all requests of two or more into tiles."""
     lengths, context = requests.query_lengths, requests.context_lengths
     counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    ends = _running_sum(counts)
 
     entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
@@ -150,13 +150,21 @@ def list_prefill_work(
     )
 
 
+# XLA does not move these lists out of a scan over layers, so their cost is launches: a
+# comparison of all with all is one, a scan or a search is several.
+def _running_sum(counts: jax.Array) -> jax.Array:
+    """Return the sums up to and with each entry, i32[B]."""
+    place = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    before = place[None, :] <= place[:, None]
+    return jnp.sum(jnp.where(before, counts[None, :], 0), 1, jnp.int32)
+
+
 def _owners(
     ends: jax.Array,  # i32[B]
     counts: jax.Array,  # i32[B]
     entry: jax.Array,  # i32[W]
 ) -> tuple[jax.Array, jax.Array]:
     """Return each entry's request and its index among that request's entries."""
-    # One comparison of all with all: cheaper on a GPU than the steps of a search.
     request = jnp.sum(ends[None, :] <= entry[:, None], axis=1, dtype=jnp.int32)
     request = jnp.minimum(request, ends.shape[0] - 1)
     return request, entry - (ends - counts)[request]
