@@ -228,10 +228,10 @@ def test_a_long_context_in_many_pieces():
     assert not attend(jnp.int32(0), *arguments)[0].any()
 
 
-def test_large_half_precision_values_do_not_overflow():
-    """Partial results in float16, or not normalised, would be infinite."""
+def attend_large_values():
+    """700 tokens of value 60,000 in float16, all of equal weight."""
     pool = jnp.full((1, 3, 1, 256, 16), 6e4, jnp.float16)
-    output = paged_attention(
+    return paged_attention(
         jnp.zeros((1, 1, 16), jnp.float16),
         jnp.zeros_like(pool),
         pool,
@@ -243,7 +243,17 @@ def test_large_half_precision_values_do_not_overflow():
         jnp.array([700], jnp.int32),
         implementation="pallas",
     )
-    assert_close(output, np.full((1, 1, 16), 6e4))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """The first interpreted call loads modules that make JAX 0.12 trace again."""
+    attend_large_values()
+
+
+def test_large_half_precision_values_do_not_overflow():
+    """Partial results in float16, or not normalised, would be infinite."""
+    assert_close(attend_large_values(), np.full((1, 1, 16), 6e4))
 
 
 def test_rubbish_inside_a_table_is_no_fault():
