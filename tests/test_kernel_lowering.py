@@ -1,5 +1,6 @@
 """What the kernel becomes for GPUs that are not there: lowered, addressed, exported."""
 
+import functools
 import re
 import warnings
 
@@ -153,6 +154,15 @@ def test_the_platform_chooses(platform):
     assert len(find_kernels(lowered)) == 3
     lowered = lower(paged_attention, call_shapes("float32"), platform)
     assert not find_kernels(lowered)
+
+
+def test_a_forced_kernel_is_refused_where_it_cannot_be():
+    """When the program is lowered, or traced if the card is named by then."""
+    forced = functools.partial(paged_attention, implementation="pallas")
+    assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 3
+    for platform in ("rocm", "cuda", "tpu"):
+        with pytest.raises(NotImplementedError, match="no tile for"):
+            lower(forced, call_shapes("float32"), platform)
 
 
 def test_only_the_known_warning_is_silenced():

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention import pallas
@@ -99,8 +100,21 @@ def attend_pallas(
         interpret=True,
     )
     kernels = _kernels(queries, pools, soft_cap)
+    results = (
+        jax.ShapeDtypeStruct((*queries.shape[:2], pools.value_dim), queries.dtype),
+        jax.ShapeDtypeStruct(queries.shape[:2], jnp.float32),
+    )
+
+    def refuse(*operands: object) -> tuple[jax.Array, jax.Array]:
+        output, lse = pallas.refuse(
+            "implementation='pallas' has no tile for these shapes and dtypes on every "
+            "card of the platform that this program is lowered for",
+            *results,
+        )
+        return output, lse
+
     operands = (queries, pools, layer, requests, options)
-    return lax.platform_dependent(*operands, cpu=interpreted, **kernels)
+    return lax.platform_dependent(*operands, cpu=interpreted, **kernels, default=refuse)
 
 
 def _kernels(

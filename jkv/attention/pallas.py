@@ -116,8 +116,8 @@ def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
     return call(*leaves)
 
 
-def _find_types(*leaves: Any, call: Callable[..., Any], results: Any) -> Any:
-    del leaves, call
+def _find_types(*leaves: Any, results: Any, **params: Any) -> Any:
+    del leaves, params
     return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
 
 
@@ -154,6 +154,20 @@ def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) ->
     outputs = jax.lax.map(call_one, xs)
     return outputs, [0] * len(outputs)
 
+
+def refuse(reason: str, *results: jax.ShapeDtypeStruct) -> list[jax.Array]:
+    """Stand for a computation that raises NotImplementedError when it is lowered."""
+    return _refuse.bind(reason=reason, results=results)
+
+
+def _lower_refusal(ctx: Any, *, reason: str, results: Any) -> Any:
+    raise NotImplementedError(reason)
+
+
+_refuse = Primitive("jkv_refuse")
+_refuse.multiple_results = True
+_refuse.def_abstract_eval(_find_types)
+mlir.register_lowering(_refuse, _lower_refusal)
 
 _launch.def_impl(_run)
 _launch.def_abstract_eval(_find_types)
