@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv import requests, ring
+from jkv import counters, pool, prefix_index, requests, ring
+from jkv.copying import BlockCopies, copy_tokens, with_copies
+from jkv.counters import Counter
 from jkv.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status
@@ -23,7 +25,7 @@ class Allocation(NamedTuple):
 
     seq_ids: jax.Array  # i32[B], the opened sequences, -1 where refused or padding
     status: jax.Array  # i32[B], `Status`
-    num_cached: jax.Array  # i32[B], tokens found in the prefix index (0 without one)
+    num_cached: jax.Array  # i32[B], tokens of the prompt that need not be computed
 
 
 def allocate(
@@ -31,19 +33,24 @@ def allocate(
     num_tokens: Integers,
     *,
     tokens: jax.Array | None = None,
-    salts: jax.Array | None = None,
+    salts: Integers = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
     A new sequence has context length 0; the reservation only says how far `append` can
-    go without asking the pool.
+    go without asking the pool. With prefix caching, a prompt that begins like cached
+    ones starts with what they have in common: whole blocks are shared, and the part of
+    a block that agrees is copied into one of its own. Outside jit this looks on the
+    host whether a block must be copied, and copies the storage if so: jit and donate.
 
     Args:
       cache: the cache.
-      num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding.
+      num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. What is found of a
+        prompt counts as part of it.
       tokens: i32[B, P], the prompts, -1 after each one's end, matched against the
         prefix index. Without prefix caching nothing can match.
-      salts: i32[B], separate domains of the prefix index.
+      salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
+        the weights); 0 unless given.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -60,10 +67,21 @@ def allocate(
       >>> opened.seq_ids.tolist(), opened.status.tolist()
       ([0, -1, 1], [0, 1, 0])
     """
-    (num_tokens,) = requests.broadcast(num_tokens=num_tokens)
-    _check_prompts(num_tokens.shape[0], tokens, salts)
-    metadata, result = _allocate(cache.metadata, num_tokens)
-    return dataclasses.replace(cache, metadata=metadata), result
+    if tokens is not None:
+        tokens = requests.as_prompts(tokens)
+    num_prompts = None if tokens is None else tokens.shape[0]
+    num_tokens, salts = requests.broadcast(
+        num_prompts, num_tokens=num_tokens, salts=salts
+    )
+    metadata, result, copies = _allocate(
+        cache.metadata,
+        num_tokens,
+        tokens if cache.metadata.prefix is not None else None,
+        salts,
+    )
+    if copies is None:
+        return dataclasses.replace(cache, metadata=metadata), result
+    return with_copies(cache, metadata, copies), result
 
 
 def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
@@ -110,11 +128,23 @@ def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
 
 
 @jax.jit
-def _allocate(metadata: Metadata, num_tokens: jax.Array) -> tuple[Metadata, Allocation]:
-    status, need = _plan(metadata, num_tokens)
-    served = (status == Status.OK) & (num_tokens != NO_SEQUENCE)
+def _allocate(
+    metadata: Metadata,
+    num_tokens: jax.Array,
+    tokens: jax.Array | None,
+    salts: jax.Array,
+) -> tuple[Metadata, Allocation, BlockCopies | None]:
+    found = None if tokens is None else prefix_index.find(metadata, tokens, salts)
+    metadata, plan = _plan(metadata, num_tokens, found)
+    served = (plan.status == Status.OK) & (num_tokens != NO_SEQUENCE)
+    fresh = jnp.where(served, plan.num_fresh, 0)
     metadata, seq_ids = open_sequences(metadata, served)
-    need = jnp.where(served, need, 0)
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+
+    # Found blocks are pinned before any block is taken, so that none of them is.
+    metadata = _share_found(metadata, row, found)
+    num_found = jnp.zeros_like(fresh) if found is None else found.num_blocks
+    metadata = pool.expose(metadata, jnp.sum(fresh, dtype=jnp.int32))
 
     # Entry e of the call's reservations is block e of the ring.
     def reserve(
@@ -124,25 +154,35 @@ def _allocate(metadata: Metadata, num_tokens: jax.Array) -> tuple[Metadata, Allo
         rank: jax.Array,
         valid: jax.Array,
     ) -> Metadata:
-        row = jnp.where(valid, seq_ids[request], metadata.max_sequences)
-        return map_blocks(metadata, row, rank, ring.peek(metadata.free_blocks, entry))
+        seq_id = jnp.where(valid, seq_ids[request], metadata.max_sequences)
+        column = num_found[request] + rank
+        block = ring.peek(metadata.free_blocks, entry)
+        return map_blocks(metadata, seq_id, column, block)
 
-    most = min(metadata.num_blocks, need.shape[0] * metadata.max_blocks_per_sequence)
-    metadata = requests.for_each_entry(need, most, reserve, metadata)
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    most = min(metadata.num_blocks, fresh.shape[0] * metadata.max_blocks_per_sequence)
+    metadata = requests.for_each_entry(fresh, most, reserve, metadata)
+    free_blocks = ring.pop(metadata.free_blocks, jnp.sum(fresh, dtype=jnp.int32))
+    mapped = num_found + fresh
     metadata = dataclasses.replace(
         metadata,
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(need, mode="drop"),
-        free_blocks=ring.pop(metadata.free_blocks, jnp.sum(need, dtype=jnp.int32)),
-        refusals=requests.count_refusals(metadata.refusals, status),
+        free_blocks=free_blocks,
+        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(mapped, mode="drop"),
     )
-    num_cached = jnp.zeros_like(seq_ids)
-    return metadata, Allocation(seq_ids, status, num_cached)
+    num_cached, copies = jnp.zeros_like(seq_ids), None
+    if found is not None:
+        num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
+        metadata, copies = _copy_part(metadata, row, found)
+        lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
+        metadata = dataclasses.replace(metadata, context_lengths=lengths)
+        metadata = _count_queries(metadata, served, tokens, num_cached)
+    metadata = prefix_index.open_sequences(metadata, row, salts, num_cached)
+    metadata, _ = counters.settle(metadata, plan.status, served, fresh)
+    return metadata, Allocation(seq_ids, plan.status, num_cached), copies
 
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    return _plan(metadata, num_tokens)[0] == Status.OK
+    return _plan(metadata, num_tokens, None)[1].status == Status.OK
 
 
 @jax.jit
@@ -151,30 +191,40 @@ def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
     closable = requests.is_live(metadata, seq_ids)
     closable &= requests.is_first_mention(metadata, seq_ids)
     status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    metadata = release_blocks(
-        metadata, seq_ids, jnp.zeros_like(mapped), jnp.where(closable, mapped, 0)
-    )
-    row = jnp.where(closable, seq_ids, metadata.max_sequences)
-    metadata = dataclasses.replace(
-        metadata,
-        context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(0, mode="drop"),
-        is_open=metadata.is_open.at[row].set(False, mode="drop"),
-        free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
-        refusals=requests.count_refusals(metadata.refusals, status),
-    )
+    metadata = close_sequences(metadata, seq_ids, closable)
+    metadata, _ = counters.settle(metadata, status, closable)
     return metadata, status
 
 
-def _plan(metadata: Metadata, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return status and blocks needed of each `allocate` request, i32[B] each."""
+class _Plan(NamedTuple):
+    """What becomes of each `allocate` request."""
+
+    status: jax.Array  # i32[B], `Status`
+    num_fresh: jax.Array  # i32[B], blocks to take from the ring's head
+
+
+def _plan(
+    metadata: Metadata, num_tokens: jax.Array, found: prefix_index.Found | None
+) -> tuple[Metadata, _Plan]:
+    """Decide on `allocate` requests; the metadata comes back as it was."""
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
     eligible = ~(negative | too_long)
-    need = jnp.where(eligible, num_blocks_for(metadata, num_tokens), 0)
-    no_row, no_block = lacks_room(metadata, eligible, need)
+    fresh = jnp.where(eligible, num_blocks_for(metadata, num_tokens), 0)
+    first = jnp.zeros_like(fresh)
+    wants = fresh > 0
+    if found is not None:
+        # Blocks found need not be taken, but cached ones are free no more.
+        cached = num_blocks_for(metadata, found.num_tokens(metadata.block_size))
+        fresh = jnp.maximum(fresh, cached) - found.num_blocks
+        fresh = jnp.where(eligible, fresh, 0)
+        blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
+        metadata, revivals = pool.first_revivals(metadata, blocks.reshape(-1))
+        counts = metadata.reference_counts.at[blocks].get(mode="fill", fill_value=1)
+        first = jnp.sum(revivals.reshape(blocks.shape), axis=1, dtype=jnp.int32)
+        wants = (fresh > 0) | jnp.any(counts == 0, axis=1)
+    no_row, no_block = lacks_room(metadata, eligible, fresh + first, wants)
     status = requests.find_status(
         padding,
         [
@@ -184,7 +234,51 @@ def _plan(metadata: Metadata, num_tokens: jax.Array) -> tuple[jax.Array, jax.Arr
             (Status.OUT_OF_BLOCKS, no_block),
         ],
     )
-    return status, need
+    return metadata, _Plan(status, fresh)
+
+
+def _share_found(
+    metadata: Metadata, row: jax.Array, found: prefix_index.Found | None
+) -> Metadata:
+    """Enter the whole blocks found in the tables of their sequences."""
+    if found is None:
+        return metadata
+    is_served = (row < metadata.max_sequences)[:, None]
+    blocks = jnp.where(is_served, found.blocks, metadata.num_blocks)
+    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.where(blocks < metadata.num_blocks, row[:, None], metadata.max_sequences)
+    tables = metadata.block_tables.at[rows, columns].set(blocks, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return pool.add_references(metadata, blocks.reshape(-1))
+
+
+def _copy_part(
+    metadata: Metadata, row: jax.Array, found: prefix_index.Found
+) -> tuple[Metadata, BlockCopies]:
+    """Have the part of a block that was found copied into the first fresh one."""
+    fresh = metadata.block_tables.at[row, found.num_blocks].get(
+        mode="fill", fill_value=metadata.num_blocks
+    )
+    target = jnp.where(found.num_part > 0, fresh, metadata.num_blocks)
+    copies = BlockCopies(jnp.minimum(found.part, metadata.num_blocks - 1), target)
+    return copy_tokens(metadata, copies), copies
+
+
+def _count_queries(
+    metadata: Metadata,
+    served: jax.Array,
+    tokens: jax.Array | None,
+    num_cached: jax.Array,
+) -> Metadata:
+    """Count the prompts of served requests, their tokens, and those found."""
+    assert tokens is not None
+    asked = (tokens >= 0) & served[:, None]
+    sums = {
+        Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
+        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
+        Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
+    }
+    return counters.add(metadata, sums)
 
 
 def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
@@ -194,7 +288,10 @@ def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
 
 
 def lacks_room(
-    metadata: Metadata, eligible: jax.Array, need: jax.Array
+    metadata: Metadata,
+    eligible: jax.Array,
+    need: jax.Array,
+    wants: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return which requests find no free row and which no free blocks, bool[B] each.
 
@@ -204,10 +301,12 @@ def lacks_room(
       metadata: the state before the call.
       eligible: bool[B], requests not refused for another cause, which want a row each.
       need: i32[B], blocks wanted, 0 where not eligible.
+      wants: bool[B], requests that cannot do without them; those with a need.
     """
-    no_block, _ = requests.lacks_blocks(metadata, need)
+    no_block, _ = requests.lacks_blocks(metadata, need, wants)
     takes_row = eligible & ~no_block
-    taken_before = jnp.cumsum(takes_row, dtype=jnp.int32) - takes_row.astype(jnp.int32)
+    takes = takes_row.astype(jnp.int32)
+    taken_before = ring.running_sum(takes) - takes
     return eligible & (taken_before >= metadata.free_sequences.count), no_block
 
 
@@ -217,18 +316,34 @@ def open_sequences(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax
     Returns:
       The metadata, and i32[B] of sequence ids, -1 where not served.
     """
-    ranks = jnp.cumsum(served, dtype=jnp.int32) - 1
-    row = ring.peek(metadata.free_sequences, ranks)
+    ranks = ring.running_sum(served.astype(jnp.int32))
+    row = ring.peek(metadata.free_sequences, ranks - 1)
     seq_ids = jnp.where(served, row, NO_SEQUENCE)
     row = jnp.where(served, row, metadata.max_sequences)
+    num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
     metadata = dataclasses.replace(
         metadata,
         is_open=metadata.is_open.at[row].set(True, mode="drop"),
-        free_sequences=ring.pop(
-            metadata.free_sequences, jnp.sum(served, dtype=jnp.int32)
-        ),
+        free_sequences=ring.pop(metadata.free_sequences, num),
     )
-    return metadata, seq_ids
+    return counters.mark_opened(metadata, row), seq_ids
+
+
+def close_sequences(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+) -> Metadata:
+    """Give back the rows and blocks of sequences, i32[B], distinct where bool[B]."""
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    last = jnp.where(closable, mapped, 0)
+    metadata = release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+    row = jnp.where(closable, seq_ids, metadata.max_sequences)
+    return dataclasses.replace(
+        metadata,
+        context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
+        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(0, mode="drop"),
+        is_open=metadata.is_open.at[row].set(False, mode="drop"),
+        free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
+    )
 
 
 def map_blocks(
@@ -236,11 +351,9 @@ def map_blocks(
 ) -> Metadata:
     """Enter fresh blocks, i32[P], in the tables; a row of S or above is dropped."""
     block = jnp.where(row < metadata.max_sequences, block, metadata.num_blocks)
-    return dataclasses.replace(
-        metadata,
-        block_tables=metadata.block_tables.at[row, column].set(block, mode="drop"),
-        reference_counts=metadata.reference_counts.at[block].set(1, mode="drop"),
-    )
+    tables = metadata.block_tables.at[row, column].set(block, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return pool.mark_taken(metadata, block)
 
 
 def release_blocks(
@@ -281,36 +394,6 @@ def _release_entries(
     block = metadata.block_tables.at[row, column].get(
         mode="fill", fill_value=num_blocks
     )
-    counts = metadata.reference_counts.at[block].add(-1, mode="drop")
-    dropped = counts.at[block].get(mode="fill", fill_value=1) == 0
-
-    # Several lanes may have brought one block to zero: the last of them returns it. The
-    # zeroed counts themselves serve as scratch to find that lane (a scratch array of
-    # their own would cost a pass over the pool): -1 - lane, so that the minimum wins.
-    lane = -1 - jnp.arange(block.shape[0], dtype=jnp.int32)
-    zeroed = jnp.where(dropped, block, num_blocks)
-    counts = counts.at[zeroed].min(lane, mode="drop")
-    returns = counts.at[zeroed].get(mode="fill", fill_value=1) == lane
-    counts = counts.at[zeroed].set(0, mode="drop")
-    return dataclasses.replace(
-        metadata,
-        block_tables=metadata.block_tables.at[row, column].set(num_blocks, mode="drop"),
-        reference_counts=counts,
-        free_blocks=ring.push(metadata.free_blocks, block, returns),
-    )
-
-
-def _check_prompts(
-    num_requests: int, tokens: jax.Array | None, salts: jax.Array | None
-) -> None:
-    """Reject prompts and salts that do not fit the requests."""
-    if tokens is not None and (tokens.ndim != 2 or tokens.shape[0] != num_requests):
-        raise ValueError(
-            f"tokens must be i32[B, P] with B = {num_requests} requests, got "
-            f"{tokens.dtype}{list(tokens.shape)}"
-        )
-    if salts is not None and salts.shape != (num_requests,):
-        raise ValueError(
-            f"salts must be i32[B] with B = {num_requests} requests, got "
-            f"{salts.dtype}{list(salts.shape)}"
-        )
+    tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return pool.drop_references(metadata, block)

@@ -1,4 +1,4 @@
-"""append, write and commit: one step's tokens get their slots, then their K/V.
+"""append and write: one step's tokens get their slots, then their K/V.
 
 `append` decides everything at once, for all layers: which rows of the step belong to
 which sequence and where each row is stored. The `Batch` it returns is that plan. A
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import allocation, requests, ring
+from jkv import allocation, counters, pool, prefix_index, requests, ring
 from jkv.requests import Integers
 from jkv.state import Cache, Metadata, stored
 from jkv.status import Status
@@ -40,6 +40,7 @@ class Batch:
     valid: jax.Array  # bool[R], whether a served request owns the row
     block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
     offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
+    epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +76,8 @@ def append(
       capacity: static number of rows R, default B.
       max_query_length: static Q, for the padded layout instead: R = B * Q and request i
         owns rows i * Q up to (i + 1) * Q. Give this or `capacity`.
-      tokens: i32[R], token ids of the rows, kept if the cache records tokens.
+      tokens: i32[R], token ids of the rows, kept if the cache records tokens; -1 is
+        kept for rows without.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
@@ -106,12 +108,12 @@ def append(
         capacity = num_requests if capacity is None else capacity
         max_query_length = 1 if one_each and capacity == num_requests else None
     num_rows = num_requests * max_query_length if max_query_length else capacity
-    _check_rows(num_rows, tokens)
+    num_rows = _checked_rows(num_rows, tokens)
     metadata, batch = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        tokens if cache.metadata.tokens is not None else None,
+        None if cache.metadata.tokens is None else _as_rows(tokens, num_rows),
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
@@ -153,11 +155,11 @@ def write(
       (8.0, 1)
     """
     check_layer(cache, layer)
-    for name, rows, pool in (
+    for name, rows, stored_rows in (
         ("keys", keys, cache.keys),
         ("values", values, cache.values),
     ):
-        expected = (batch.num_rows, pool.shape[2], pool.shape[4])
+        expected = (batch.num_rows, stored_rows.shape[2], stored_rows.shape[4])
         if rows.shape != expected:
             raise ValueError(
                 f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
@@ -177,25 +179,6 @@ def write(
     return dataclasses.replace(
         cache, keys=scatter(cache.keys, keys), values=scatter(cache.values, values)
     )
-
-
-def commit(cache: Cache, batch: Batch) -> Cache:
-    """Make the blocks that this step filled visible to prefix matching.
-
-    Call it after the last layer's `write`. Without a prefix index there is nothing to
-    make visible, and the cache is returned as it is.
-
-    Example:
-      >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
-      >>> cache, batch = jkv.append(cache, opened.seq_ids)
-      >>> jkv.commit(cache, batch) is cache
-      True
-    """
-    del batch
-    return cache
 
 
 def check_layer(cache: Cache, layer: jax.Array | int) -> None:
@@ -260,6 +243,7 @@ def _append(
     query_lengths = jnp.where(served, num_tokens, 0)
     new_length = jnp.where(served, new_length, length)
     need = jnp.where(served, need, 0)
+    metadata = pool.expose(metadata, jnp.sum(need, dtype=jnp.int32))
 
     # Each row finds its request; the row that begins an unmapped block maps it.
     to_rows, index = _row_owners(starts, num_rows, max_query_length)
@@ -280,17 +264,16 @@ def _append(
     )
 
     row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, row)
+    metadata, taken = counters.settle(metadata, status, served, need)
     metadata = dataclasses.replace(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(new_length, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(need, mode="drop"),
-        free_blocks=ring.pop(metadata.free_blocks, jnp.sum(need, dtype=jnp.int32)),
-        refusals=requests.count_refusals(metadata.refusals, status),
+        free_blocks=ring.pop(metadata.free_blocks, taken),
     )
     if tokens is not None and metadata.tokens is not None:
-        recorded = metadata.tokens.at[block_ids, offset].set(
-            tokens.astype(jnp.int32), mode="drop"
-        )
+        recorded = metadata.tokens.at[block_ids, offset].set(tokens, mode="drop")
         metadata = dataclasses.replace(metadata, tokens=recorded)
     batch = Batch(
         seq_ids=jnp.asarray(seq_ids),
@@ -302,6 +285,7 @@ def _append(
         valid=valid,
         block_ids=block_ids,
         offsets=offset,
+        epochs=prefix_index.epochs(metadata, seq_ids),
     )
     return metadata, batch
 
@@ -325,8 +309,15 @@ def _row_owners(
     return lambda a: a[request], row - starts[request]
 
 
-def _check_rows(num_rows: int | None, tokens: jax.Array | None) -> None:
-    """Reject a number of rows, or token rows, that cannot be."""
+def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
+    """Return the token of each row, i32[R], -1 where none is told."""
+    if tokens is None:
+        return jnp.full((num_rows,), -1, jnp.int32)
+    return jnp.asarray(tokens, jnp.int32)
+
+
+def _checked_rows(num_rows: int | None, tokens: jax.Array | None) -> int:
+    """Return the number of rows; reject one, or token rows, that cannot be."""
     if not isinstance(num_rows, int) or num_rows < 0:
         raise ValueError(
             f"the number of rows must be a static int of at least 0, got {num_rows!r}"
@@ -336,3 +327,4 @@ def _check_rows(num_rows: int | None, tokens: jax.Array | None) -> None:
             f"tokens must be i32[R] with R = {num_rows} rows, got "
             f"{tokens.dtype}{list(tokens.shape)}"
         )
+    return num_rows

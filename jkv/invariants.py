@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jkv.state import Cache, Metadata, Ring
+from jkv.config import NUM_COUNTERS
+from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.status import InvariantError
 
 
@@ -44,6 +45,10 @@ def _shapes(cache: Cache) -> Iterator[str]:
         "num_mapped_blocks": ((rows,), np.int32),
         "is_open": ((rows,), np.bool_),
         "reference_counts": ((num_blocks,), np.int32),
+        "created": ((rows,), np.uint32),
+        "last_used": ((rows,), np.uint32),
+        "num_uses": ((rows,), np.uint32),
+        "counters": ((NUM_COUNTERS, 2), np.uint32),
     }
     for name, (shape, dtype) in expected.items():
         array = getattr(meta, name)
@@ -52,7 +57,8 @@ def _shapes(cache: Cache) -> Iterator[str]:
                 f"shapes: {name} is {array.dtype}{list(array.shape)}, expected "
                 f"{np.dtype(dtype)}{list(shape)}"
             )
-    for name, size in (("free_blocks", num_blocks), ("free_sequences", rows)):
+    holes = 0 if meta.prefix is None else num_blocks
+    for name, size in (("free_blocks", num_blocks + holes), ("free_sequences", rows)):
         if getattr(meta, name).ids.shape != (size,):
             yield f"shapes: the ring {name} has no room for {size} ids"
     pool = (num_blocks, cache.num_kv_heads, meta.block_size)
@@ -121,7 +127,8 @@ def _partition(meta: Metadata) -> Iterator[str]:
 
 def _free_blocks(meta: Metadata) -> Iterator[str]:
     free = np.flatnonzero(_recount(meta) == 0)
-    yield from _ring_holds("free_blocks", "block", meta.free_blocks, free)
+    positions = None if meta.prefix is None else np.asarray(meta.prefix.positions)
+    yield from _ring_holds("free_blocks", "block", meta.free_blocks, free, positions)
 
 
 def _free_sequences(meta: Metadata) -> Iterator[str]:
@@ -143,6 +150,71 @@ def _private_tail(meta: Metadata) -> Iterator[str]:
             )
 
 
+def _prefix_blocks(meta: Metadata) -> Iterator[str]:
+    prefix, tokens = meta.prefix, meta.tokens
+    if prefix is None:
+        return
+    if tokens is None:
+        yield "prefix_index: there is an index but no recorded tokens"
+        return
+    hashes, parents = np.asarray(prefix.hashes), np.asarray(prefix.parents)
+    salts, contents = np.asarray(prefix.salts), np.asarray(tokens)
+    indexed = np.flatnonzero(hashes)
+    for block in indexed[~np.isin(indexed, np.asarray(prefix.buckets))]:
+        yield f"prefix_index: block {block} is indexed, but in no bucket"
+    chains: dict[tuple[int, int, bytes], int] = {}
+    for block in indexed.tolist():
+        parent = int(parents[block])
+        if parent != meta.num_blocks and (hashes[parent] == 0 or parent == block):
+            yield f"prefix_index: the parent {parent} of block {block} is not indexed"
+        elif parent != meta.num_blocks and salts[parent] != salts[block]:
+            yield f"prefix_index: block {block} has another domain than its parent"
+        if np.any(contents[block] < 0):
+            yield f"prefix_index: block {block} is indexed without all of its tokens"
+        key = (parent, int(salts[block]), contents[block].tobytes())
+        if key in chains:
+            yield f"prefix_index: blocks {chains[key]} and {block} are equal"
+        chains[key] = block
+    yield from _eviction_order(meta, prefix, indexed)
+
+
+def _eviction_order(
+    meta: Metadata, prefix: PrefixIndex, indexed: np.ndarray
+) -> Iterator[str]:
+    """A parent is handed out after its children: it is live, or behind them."""
+    ring, positions = meta.free_blocks, np.asarray(prefix.positions)
+    parents = np.asarray(prefix.parents)
+    live = _recount(meta) > 0
+    for block in np.flatnonzero(live & (positions != -1)):
+        yield f"free_blocks: block {block} is live but has a place in the ring"
+    turn = (positions - int(ring.head)) % ring.ids.shape[0]
+    children = indexed[parents[indexed] != meta.num_blocks]
+    for block in children[~live[parents[children]]]:
+        if live[block] or turn[block] > turn[parents[block]]:
+            yield f"prefix_index: block {block} outlives its parent {parents[block]}"
+
+
+def _committed(meta: Metadata) -> Iterator[str]:
+    """What a sequence committed is indexed, a chain of parents; the rest is not."""
+    prefix = meta.prefix
+    if prefix is None:
+        return
+    tables, hashes = np.asarray(meta.block_tables), np.asarray(prefix.hashes)
+    parents, mapped = np.asarray(prefix.parents), np.asarray(meta.num_mapped_blocks)
+    lengths, committed = np.asarray(meta.context_lengths), np.asarray(prefix.committed)
+    for row in np.flatnonzero(np.asarray(meta.is_open)):
+        if not -1 <= committed[row] <= lengths[row]:
+            yield f"committed: row {row} has {committed[row]} of {lengths[row]} tokens"
+            continue
+        num = max(int(committed[row]), 0) // meta.block_size
+        chain, rest = tables[row, :num], tables[row, num : mapped[row]]
+        before = np.concatenate([[meta.num_blocks], chain])[:num]
+        if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
+            yield f"committed: the blocks that row {row} committed are no chain"
+        if np.any(hashes[rest] != 0):
+            yield f"committed: row {row} may still write an indexed block"
+
+
 # Tables first: the recounts of the others rely on them.
 _INVARIANTS = (
     _block_tables,
@@ -153,6 +225,8 @@ _INVARIANTS = (
     _free_blocks,
     _free_sequences,
     _private_tail,
+    _prefix_blocks,
+    _committed,
 )
 
 
@@ -165,14 +239,27 @@ def _recount(meta: Metadata) -> np.ndarray:
 
 
 def _ring_holds(
-    name: str, unit: str, ring: Ring, expected: np.ndarray
+    name: str,
+    unit: str,
+    ring: Ring,
+    expected: np.ndarray,
+    positions: np.ndarray | None = None,
 ) -> Iterator[str]:
     """Compare the live entries of a ring with the ids that belong in it."""
-    capacity, head, count = ring.ids.shape[0], int(ring.head), int(ring.count)
-    if not (0 <= head < capacity and 0 <= count <= capacity):
-        yield f"{name}: head {head} and count {count} of a ring of {capacity}"
+    capacity = ring.ids.shape[0]
+    head, span, count, fewest = np.asarray(ring.bounds).tolist()
+    if not (0 <= head < capacity and 0 <= fewest <= count <= span <= capacity):
+        yield (
+            f"{name}: head {head}, span {span}, count {count} and fewest {fewest} of a "
+            f"ring of {capacity}"
+        )
         return
-    ids = np.asarray(ring.ids)[(head + np.arange(count)) % capacity]
+    places = (head + np.arange(span)) % capacity
+    ids = np.asarray(ring.ids)[places]
+    if positions is not None:  # an entry whose id is elsewhere is a hole
+        ids = ids[positions[ids] == places]
+    if len(ids) != count:
+        yield f"{name}: {len(ids)} entries of the ring hold an id, its count is {count}"
     for entry in ids[~np.isin(ids, expected)]:
         yield f"{name}: {unit} {entry} is in the ring but not free"
     for entry in expected[~np.isin(expected, ids)]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv import requests
+from jkv import prefix_index, requests
 from jkv.appending import Batch, check_layer
 from jkv.attention import paged_attention
 from jkv.requests import Integers
@@ -24,6 +24,7 @@ class BlockInfo(NamedTuple):
 
     reference_count: jax.Array  # i32[], table entries that name the block
     is_free: jax.Array  # bool[], whether `allocate` or `append` may take it
+    is_cached: jax.Array  # bool[], whether it is free and still found by its prefix
 
 
 def attend(
@@ -270,7 +271,9 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
     block_id = jnp.asarray(block_id, jnp.int32)
     known = (block_id >= 0) & (block_id < cache.num_blocks)
     count = jnp.where(known, counts.at[block_id].get(mode="clip"), 0)
-    return BlockInfo(count, known & (count == 0))
+    is_free = known & (count == 0)
+    is_cached = is_free & prefix_index.is_indexed(cache.metadata, block_id)
+    return BlockInfo(count, is_free, is_cached)
 
 
 def _row(cache: Cache, seq_ids: jax.Array | int) -> jax.Array:

@@ -26,9 +26,12 @@ I32 = np.iinfo(np.int32)
 ENTRIES_PER_TRIP = 512
 
 
-def broadcast(**arguments: Integers) -> list[jax.Array]:
+def broadcast(
+    num_requests: int | None = None, /, **arguments: Integers
+) -> list[jax.Array]:
     """Return the arguments as i32[B] arrays, scalars repeated for every request.
 
+    B is `num_requests` if that is given, else what the arrays among the arguments say.
     Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
 
     Raises:
@@ -37,6 +40,8 @@ def broadcast(**arguments: Integers) -> list[jax.Array]:
     """
     arrays = {name: _saturated(name, value) for name, value in arguments.items()}
     sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
+    if num_requests is not None:
+        sizes["prompts"] = num_requests
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"arguments must have one entry per request, got lengths {sizes}; pass "
@@ -46,9 +51,20 @@ def broadcast(**arguments: Integers) -> list[jax.Array]:
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
+def as_prompts(tokens: jax.Array) -> jax.Array:
+    """Return prompts as i32[B, P]; reject what is not a row of tokens per prompt."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be i32[B, P], a prompt per request and -1 after each one's "
+            f"end, got {tokens.dtype}{list(tokens.shape)}"
+        )
+    return jnp.asarray(tokens, jnp.int32)
+
+
 def _saturated(name: str, value: Integers) -> jax.Array:
     """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
-    array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
+    on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    array: Any = np.asarray(value) if on_host else jnp.asarray(value)
     xp = _namespace(array)
     if array.shape == (0,):
         array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
@@ -110,7 +126,9 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
 
 
-def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Array]:
+def lacks_blocks(
+    metadata: Metadata, need: jax.Array, wants: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return which requests the free blocks do not reach, and each one's place.
 
     Requests are served in order; from the first that does not fit on, all that need a
@@ -119,22 +137,15 @@ def lacks_blocks(metadata: Metadata, need: jax.Array) -> tuple[jax.Array, jax.Ar
     Args:
       metadata: the state before the call.
       need: i32[B], blocks each request asks for, 0 where it is refused already.
+      wants: bool[B], requests that cannot be served without blocks; those with a need.
 
     Returns:
       bool[B], and i32[B]: the blocks taken by the requests before each served one.
     """
+    wants = need > 0 if wants is None else wants
     limit = metadata.num_blocks + 1
     taken = saturating_cumsum(jnp.minimum(need, limit), limit)
-    return (need > 0) & (taken > metadata.free_blocks.count), taken - need
-
-
-def count_refusals(refusals: jax.Array, status: jax.Array) -> jax.Array:
-    """Add the refusals of one call to the counters, u32[statuses, 2] (low, high)."""
-    codes = jnp.arange(len(Status), dtype=jnp.int32)[None, :]
-    seen = (status[:, None] == codes) & (codes != Status.OK)
-    low = refusals[:, 0] + jnp.sum(seen, axis=0, dtype=jnp.uint32)
-    carry = (low < refusals[:, 0]).astype(jnp.uint32)
-    return jnp.stack([low, refusals[:, 1] + carry], axis=1)
+    return wants & (taken > metadata.free_blocks.count), taken - need
 
 
 def for_each_entry(
@@ -157,7 +168,7 @@ def for_each_entry(
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    ends = ring.running_sum(counts)
     starts = ends - counts
     width = min(max_entries, ENTRIES_PER_TRIP)
 

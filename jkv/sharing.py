@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv import allocation, requests, ring
+from jkv import allocation, counters, pool, prefix_index, requests, ring
+from jkv.copying import BlockCopies, copy_tokens, with_copies
 from jkv.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.status import Status
@@ -24,13 +25,6 @@ class Fork(NamedTuple):
 
     seq_ids: jax.Array  # i32[B], the children, -1 where refused or padding
     status: jax.Array  # i32[B], `Status`
-
-
-class TailCopies(NamedTuple):
-    """Blocks whose contents one call copies, at most one per request."""
-
-    source: jax.Array  # i32[B], any block where there is no copy
-    target: jax.Array  # i32[B], N where there is no copy
 
 
 def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
@@ -63,7 +57,7 @@ def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
     """
     (parents,) = requests.broadcast(seq_ids=seq_ids)
     metadata, result, copies = _fork(cache.metadata, parents)
-    return _with_copies(cache, metadata, copies), result
+    return with_copies(cache, metadata, copies), result
 
 
 def truncate(
@@ -97,7 +91,7 @@ def truncate(
     """
     seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
     metadata, status, copies = _truncate(cache.metadata, seq_ids, lengths)
-    return _with_copies(cache, metadata, copies), status
+    return with_copies(cache, metadata, copies), status
 
 
 def reorder(
@@ -134,11 +128,11 @@ def reorder(
     """
     seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
     metadata, status, copies = _reorder(cache.metadata, seq_ids, parents)
-    return _with_copies(cache, metadata, copies), status
+    return with_copies(cache, metadata, copies), status
 
 
 @jax.jit
-def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, TailCopies]:
+def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, BlockCopies]:
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
     eligible = live & ~padding
@@ -159,16 +153,19 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, TailC
     metadata, children = allocation.open_sequences(metadata, served)
     metadata = _share(metadata, past, jnp.where(served, num_full, 0))
     metadata, copies = _adopt(metadata, served, children, past, length)
-    metadata = dataclasses.replace(
-        metadata, refusals=requests.count_refusals(metadata.refusals, status)
+    metadata = prefix_index.inherit(
+        metadata, metadata, jnp.where(served, children, metadata.max_sequences), parents
     )
+    parent = jnp.where(served, parents, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, parent)
+    metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))
     return metadata, Fork(children, status), copies
 
 
 @jax.jit
 def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> tuple[Metadata, jax.Array, TailCopies]:
+) -> tuple[Metadata, jax.Array, BlockCopies]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
     live &= requests.is_first_mention(metadata, seq_ids)
@@ -181,12 +178,14 @@ def _truncate(
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
 
-    # A kept tail that others share must be copied before it can be written again.
+    # A kept tail that others share, or that the prefix index can still find, must be
+    # copied before it can be written again.
     lengths = jnp.where(eligible, lengths, 0)
     column, tail = jnp.divmod(lengths, jnp.int32(metadata.block_size))
     last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
     owners = metadata.reference_counts.at[last_block].get(mode="clip")
-    copied = eligible & (tail > 0) & (owners > 1)
+    copied = (owners > 1) | prefix_index.is_indexed(metadata, last_block)
+    copied &= eligible & (tail > 0)
     no_block, _ = requests.lacks_blocks(metadata, copied.astype(jnp.int32))
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
@@ -205,15 +204,17 @@ def _truncate(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
-        refusals=requests.count_refusals(metadata.refusals, status),
     )
+    metadata = prefix_index.cut_back(metadata, row, lengths)
+    metadata = counters.mark_used(metadata, row)
+    metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
     return metadata, status, copies
 
 
 @jax.jit
 def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
-) -> tuple[Metadata, jax.Array, TailCopies]:
+) -> tuple[Metadata, jax.Array, BlockCopies]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
     live &= requests.is_first_mention(metadata, seq_ids)
@@ -233,8 +234,8 @@ def _reorder(
 
     # Which of those that need a block are served. Usually the free blocks suffice and
     # the loop makes no trip; else ever fewer are tried, with what they would give up.
-    rank = jnp.cumsum(needs, dtype=jnp.int32)
-    wanted = jnp.sum(needs, dtype=jnp.int32)
+    rank = ring.running_sum(needs.astype(jnp.int32))
+    wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 
     def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         num_served, _ = state
@@ -252,11 +253,14 @@ def _reorder(
         padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
     )
     served = moves & ~no_block
+    before = metadata
     metadata = exchange(metadata, served)
     metadata, copies = _adopt(metadata, served, seq_ids, past, length)
-    metadata = dataclasses.replace(
-        metadata, refusals=requests.count_refusals(metadata.refusals, status)
-    )
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = prefix_index.inherit(metadata, before, row, parents)
+    metadata = counters.mark_used(metadata, row)
+    copied = (served & needs).astype(jnp.int32)
+    metadata, _ = counters.settle(metadata, status, served, copied)
     return metadata, status, copies
 
 
@@ -286,7 +290,7 @@ def _adopt(
     seq_ids: jax.Array,
     past: jax.Array,
     length: jax.Array,
-) -> tuple[Metadata, TailCopies]:
+) -> tuple[Metadata, BlockCopies]:
     """Give sequences with empty rows the past of others, whose owners are counted.
 
     Args:
@@ -320,55 +324,21 @@ def _take_tails(
     seq_ids: jax.Array,
     column: jax.Array,
     source: jax.Array,
-) -> tuple[Metadata, TailCopies]:
+) -> tuple[Metadata, BlockCopies]:
     """Map a fresh block at `column` of each sequence that copies its tail.
 
     Returns:
       The metadata, recorded tokens already copied, and the copies due in storage.
     """
-    rank = jnp.cumsum(copied, dtype=jnp.int32) - 1
-    block = ring.peek(metadata.free_blocks, rank)
+    rank = ring.running_sum(copied.astype(jnp.int32))
+    taken = rank[-1] if rank.shape[0] else jnp.int32(0)
+    metadata = pool.expose(metadata, taken)
+    block = ring.peek(metadata.free_blocks, rank - 1)
     target = jnp.where(copied, block, metadata.num_blocks)
     metadata = allocation.map_blocks(
         metadata, jnp.where(copied, seq_ids, metadata.max_sequences), column, block
     )
-    free_blocks = ring.pop(metadata.free_blocks, jnp.sum(copied, dtype=jnp.int32))
+    free_blocks = ring.pop(metadata.free_blocks, taken)
     metadata = dataclasses.replace(metadata, free_blocks=free_blocks)
-    if metadata.tokens is not None:
-        rows = metadata.tokens.at[source].get(mode="clip")
-        tokens = metadata.tokens.at[target].set(rows, mode="drop")
-        metadata = dataclasses.replace(metadata, tokens=tokens)
-    return metadata, TailCopies(source, target)
-
-
-def _with_copies(cache: Cache, metadata: Metadata, copies: TailCopies) -> Cache:
-    """Return the cache with new metadata and the tail blocks copied."""
-    cache = dataclasses.replace(cache, metadata=metadata)
-    traced = isinstance(copies.target, jax.core.Tracer)
-    if cache.num_layers == 0 or not (
-        traced or bool(jnp.any(copies.target < cache.num_blocks))
-    ):
-        return cache  # outside jit: no pass over the storage where nothing is copied
-    keys, values = _copy_blocks(cache.keys, cache.values, copies)
-    return dataclasses.replace(cache, keys=keys, values=values)
-
-
-@jax.jit
-def _copy_blocks(
-    keys: jax.Array, values: jax.Array, copies: TailCopies
-) -> tuple[jax.Array, jax.Array]:
-    """Copy blocks in all layers; every source is read before any target is written."""
-
-    def copy(pool: jax.Array) -> jax.Array:
-        blocks = pool.at[:, copies.source].get(mode="clip")
-        return pool.at[:, copies.target].set(blocks, mode="drop")
-
-    # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
-    # conditional it leaves the storage in place.
-    any_copy = jnp.any(copies.target < keys.shape[1]).astype(jnp.int32)
-    return jax.lax.fori_loop(
-        jnp.int32(0),
-        any_copy,
-        lambda _, pools: jax.tree.map(copy, pools),
-        (keys, values),
-    )
+    copies = BlockCopies(source, target)
+    return copy_tokens(metadata, copies), copies

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config import STORAGE_DTYPES, CacheConfig
+from jkv.status import Status
+from jkv.units import human_bytes
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
 
@@ -27,12 +29,59 @@ class Ring:
     """FIFO of free ids: entry `i` from the head is `ids[(head + i) % len(ids)]`.
 
     The ring has room for every id there is, so a push cannot overflow. What lies
-    outside the `count` live entries is stale.
+    outside the `span` entries from the head on is stale. Every entry in the span is a
+    free id, unless a prefix index takes cached blocks out of the middle: it leaves
+    holes there, and gives the ring of blocks room for as many holes as blocks.
     """
 
-    ids: jax.Array  # i32[C], the ids; C blocks or sequences in all
-    head: jax.Array  # i32[], index of the entry that leaves next
-    count: jax.Array  # i32[], live entries
+    ids: jax.Array  # i32[C], the ids; C blocks or sequences in all, twice with holes
+    bounds: jax.Array  # i32[4], the four numbers below, in their order
+
+    @property
+    def head(self) -> jax.Array:
+        """Index of the entry that leaves next, i32[]."""
+        return self.bounds[0]
+
+    @property
+    def span(self) -> jax.Array:
+        """Entries from the head to the tail, holes included, i32[]."""
+        return self.bounds[1]
+
+    @property
+    def count(self) -> jax.Array:
+        """Ids in the ring, i32[]."""
+        return self.bounds[2]
+
+    @property
+    def fewest(self) -> jax.Array:
+        """Lowest count so far, i32[]."""
+        return self.bounds[3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefixIndex:
+    """Which full blocks can be found by the tokens that lead up to their end.
+
+    A block is *indexed* from the `commit` that made it visible until the pool hands it
+    out again, whether live or free (then it is a *cached* block). Its parent is the
+    block before it; the parents of a block lead back to the first block of a prompt.
+    A parent stays indexed as long as its children: every table row that names a child
+    names the parent one column before, and rows are released from their end.
+
+    Buckets and children are hash tables with 8 and 16 places to a row. What they name
+    need not be indexed any more: whoever reads them compares with the arrays below.
+    """
+
+    buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
+    children: jax.Array  # i32[N, 16], blocks by the hash of their parent, N where empty
+    hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
+    parents: jax.Array  # i32[N], the block before, N for the first of a prompt
+    salts: jax.Array  # i32[N], domain of the block
+    positions: jax.Array  # i32[N], a free block's place in the ring, -1 if it is live
+    committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
+    sequence_salts: jax.Array  # i32[S], domain of each sequence
+    epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +104,10 @@ class Metadata:
     7. `block_tables`: mapped entries are block ids, all others are N, none twice a row.
     8. `closed_rows`: a closed row has length 0 and no blocks.
     9. `shapes`: every array has the shape and dtype that the others imply.
+    10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
+       equal, and a parent that is indexed and is not handed out before it.
+    11. `committed`: what a sequence committed is a chain of indexed blocks, the rest of
+       what it maps is not indexed; 0 <= committed <= context length, or -1.
     """
 
     block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
@@ -64,8 +117,12 @@ class Metadata:
     reference_counts: jax.Array  # i32[N], table entries that name each block
     free_blocks: Ring  # [N], blocks with reference count 0, oldest first
     free_sequences: Ring  # [S], closed rows, oldest first
-    refusals: jax.Array  # u32[statuses, 2], refused requests: low word, high word
+    created: jax.Array  # u32[S], clock when each sequence was opened
+    last_used: jax.Array  # u32[S], clock when it was last appended to, forked, touched
+    num_uses: jax.Array  # u32[S], how often it was, since it was opened
+    counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
     tokens: jax.Array | None  # i32[N, T], token ids if the configuration records them
+    prefix: PrefixIndex | None  # if the configuration has prefix caching
     # Static, as no shape tells them: T when there are no tokens, and a maximum that
     # need not be a multiple of T.
     block_size: int = dataclasses.field(metadata={"static": True})
@@ -75,6 +132,11 @@ class Metadata:
     def num_blocks(self) -> int:
         """Blocks in the pool, N."""
         return self.reference_counts.shape[0]
+
+    @property
+    def refusals(self) -> jax.Array:
+        """Refused requests by `Status`, u32[statuses, 2]: low word, high word."""
+        return self.counters[: len(Status)]
 
     @property
     def max_sequences(self) -> int:
@@ -97,7 +159,7 @@ class Cache:
       >>> jkv.init(jkv.CacheConfig(
       ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4, block_size=4,
       ...     max_sequences=2, max_context_length=16))
-      Cache(2 layers, 1 kv heads, head dim 8, bfloat16, 1.2 KiB)
+      Cache(2 layers, 1 kv heads, head dim 8, bfloat16, 1.3 KiB)
         blocks     4 of 4 free, 4 tokens each
         sequences  0 of 2 open, 0 tokens, at most 16 each
     """
@@ -174,16 +236,17 @@ class Cache:
     def __repr__(self) -> str:
         """Fit one screen at any size; a traced or deleted cache shows no counts."""
         meta = self.metadata
-        size = _human_bytes(self.nbytes)
+        size = human_bytes(self.nbytes)
         storage = f"{self.num_layers} layers" if self.num_layers else "no storage"
         head = (
             f"Cache({storage}, {self.num_kv_heads} kv heads, head dim "
             f"{self.head_dim}, {self.dtype.name}, {size})"
         )
-        leaves = [meta.free_blocks.count, meta.is_open, meta.context_lengths]
+        leaves = [meta.free_blocks.bounds, meta.is_open, meta.context_lengths]
         if any(isinstance(a, jax.core.Tracer) or _is_deleted(a) for a in leaves):
             return head
         free, is_open, lengths = (np.asarray(a) for a in leaves)
+        free = free[2]
         return (
             f"{head}\n"
             f"  blocks     {int(free)} of {self.num_blocks} free, "
@@ -230,10 +293,24 @@ def init(
         return jnp.zeros(shape if storage else (0, *shape[1:]), dtype, device=device)
 
     def ring(name: str, size: int) -> Ring:
+        room = arrays[f"{name}.ids"].shape[0]
         return Ring(
-            ids=jnp.arange(size, dtype=jnp.int32, device=device),
-            head=full(f"{name}.head"),
-            count=full(f"{name}.count", size),
+            ids=jnp.arange(room, dtype=jnp.int32, device=device),
+            bounds=jnp.array([0, size, size, size], jnp.int32, device=device),
+        )
+
+    def prefix_index() -> PrefixIndex:
+        arange = jnp.arange(config.num_blocks, dtype=jnp.int32, device=device)
+        return PrefixIndex(
+            buckets=full("prefix.buckets", config.num_blocks),
+            children=full("prefix.children", config.num_blocks),
+            hashes=full("prefix.hashes"),
+            parents=full("prefix.parents", config.num_blocks),
+            salts=full("prefix.salts"),
+            positions=arange,
+            committed=full("prefix.committed"),
+            sequence_salts=full("prefix.sequence_salts"),
+            epochs=full("prefix.epochs"),
         )
 
     metadata = Metadata(
@@ -244,8 +321,12 @@ def init(
         reference_counts=full("reference_counts"),
         free_blocks=ring("free_blocks", config.num_blocks),
         free_sequences=ring("free_sequences", config.max_sequences),
-        refusals=full("refusals"),
-        tokens=full("tokens", -1) if config.record_tokens else None,
+        created=full("created"),
+        last_used=full("last_used"),
+        num_uses=full("num_uses"),
+        counters=full("counters"),
+        tokens=full("tokens", -1) if "tokens" in arrays else None,
+        prefix=prefix_index() if config.prefix_caching else None,
         block_size=config.block_size,
         max_context_length=config.max_context_length,
     )
@@ -287,12 +368,3 @@ def restored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 def _is_deleted(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.is_deleted()
-
-
-def _human_bytes(count: float) -> str:
-    """Return a byte count in the largest binary unit that keeps it above 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

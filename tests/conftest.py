@@ -69,9 +69,8 @@ def refusal_counts(cache):
 
 def without_refusals(cache):
     """Copies of all leaves as bytes on the host, the refusal counters left out."""
-    metadata = dataclasses.replace(
-        cache.metadata, refusals=jnp.zeros_like(cache.metadata.refusals)
-    )
+    counters = cache.metadata.counters.at[: len(jkv.Status)].set(0)
+    metadata = dataclasses.replace(cache.metadata, counters=counters)
     leaves = jax.tree.leaves((metadata, cache.keys, cache.values))
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 

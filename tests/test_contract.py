@@ -193,8 +193,8 @@ class TestAnyVerb:
 
     def test_a_refusal_counter_passes_32_bits(self):
         cache = opened(6)
-        full = cache.metadata.refusals.at[Status.INVALID_SEQUENCE, 0].set(2**32 - 1)
-        metadata = dataclasses.replace(cache.metadata, refusals=full)
+        full = cache.metadata.counters.at[Status.INVALID_SEQUENCE, 0].set(2**32 - 1)
+        metadata = dataclasses.replace(cache.metadata, counters=full)
         cache = dataclasses.replace(cache, metadata=metadata)
         cache, _ = jkv.free(cache, i32(7, 7))
         assert refusal_counts(cache)[Status.INVALID_SEQUENCE] == 2**32 + 1
@@ -225,6 +225,11 @@ class TestAnyVerb:
         finally:
             jax.monitoring.clear_event_listeners()
         assert compiled == []
+
+    def test_a_list_may_hold_arrays_and_traced_values(self):
+        cache, opened_ = jax.jit(jkv.allocate)(small_cache(), [5, 6])
+        cache, batch = jkv.append(cache, [opened_.seq_ids[1], 0])
+        assert batch.seq_ids.tolist() == [1, 0]
 
 
 class TestOrderOfCauses:

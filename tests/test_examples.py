@@ -7,7 +7,10 @@ import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+import jkv
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
@@ -53,7 +56,7 @@ def complaint(script, *arguments, monkeypatch):
 
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    here = {"quickstart.py", "generate.py", "parallel_sampling.py"}
+    here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert (ROOT / "tests" / f"{test}.py").exists()
@@ -61,7 +64,12 @@ def test_every_script_is_run_by_some_test():
 
 @pytest.mark.parametrize(
     "script, limit",
-    [("quickstart.py", 60), ("generate.py", 120), ("parallel_sampling.py", 120)],
+    [
+        ("quickstart.py", 60),
+        ("generate.py", 120),
+        ("parallel_sampling.py", 120),
+        ("block_map.py", 120),
+    ],
 )
 def test_examples_are_short(script, limit):
     assert len((EXAMPLES / script).read_text().splitlines()) < limit
@@ -120,6 +128,62 @@ def test_parallel_samples_share_blocks():
     assert free == total
     samples = re.split(r"--- sample \d\n", output.rsplit("\n\n", 1)[0])[1:]
     assert len(set(samples)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
+def test_block_map_draws_the_pool(kind, tmp_path):
+    """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    path, steps = tmp_path / f"pool.{kind.lower()}", 26
+    output = run_example(
+        "block_map.py", "--delay", "0", "--steps", str(steps), "--save", str(path)
+    ).stdout
+    lines = output.splitlines()
+    assert lines[0].split()[0] == str(steps)
+    assert [line for line in lines if "█" in line] == ["██" * 20] * 8
+    hits, tokens = re.search(r"(\d+) of (\d+) tokens found", output).groups()
+    assert 0 < int(hits) < int(tokens)
+    assert "compacted   1 times" in output
+    with Image.open(path) as picture:
+        assert picture.format == kind
+        assert getattr(picture, "n_frames", 1) == (steps if kind == "GIF" else 1)
+        colours = picture.convert("RGB").getcolors(maxcolors=2**20)
+        assert len(colours) > 5
+
+
+def test_block_map_tells_the_states_apart(monkeypatch):
+    """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    block_map = __import__("block_map")
+    cache = jkv.init(
+        jkv.CacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            num_blocks=block_map.HEIGHT * block_map.WIDTH,
+            block_size=4,
+            max_sequences=4,
+            max_context_length=16,
+            prefix_caching=True,
+        ),
+        storage=False,
+    )
+    prompts = np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 0]])
+    for seq_id, prompt in enumerate(prompts):
+        cache, opened = jkv.allocate(cache, 0, tokens=prompt[None])
+        rest = prompt[int(opened.num_cached[0]) :]
+        cache = block_map.append(cache, [seq_id], rest[None])
+    first = block_map.FIRST_COLOUR
+    cells = block_map.draw_map(cache).flat[:5].tolist()
+    shared, free = block_map.SHARED, block_map.FREE
+    assert cells == [shared, shared, first, first + 1, free]
+    cache, _ = jkv.free(cache, [0, 1])
+    cells = block_map.draw_map(cache).flat[:5].tolist()
+    assert cells == [block_map.CACHED] * 2 + [free] * 3
 
 
 def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):

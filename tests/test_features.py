@@ -348,8 +348,8 @@ def wrong_values(array):
         "num_mapped_blocks",
         "is_open",
         "reference_counts",
-        "free_blocks.count",
-        "free_sequences.count",
+        "free_blocks.bounds",
+        "free_sequences.bounds",
     ],
 )
 def test_19_every_leaf_has_an_invariant(leaf):
@@ -360,6 +360,10 @@ def test_19_every_leaf_has_an_invariant(leaf):
     name, _, part = leaf.partition(".")
     whole = getattr(cache.metadata, name)
     for index, value, changed in wrong_values(getattr(whole, part) if part else whole):
+        if part == "bounds" and index == 0:
+            continue  # another head may name the same ids
+        if part == "bounds" and index == 3 and 0 <= value <= int(whole.count):
+            continue  # the ring may have been that short once
         wrong = dataclasses.replace(whole, **{part: changed}) if part else changed
         try:
             jkv.check(with_metadata(cache, **{name: wrong}))
@@ -515,9 +519,9 @@ def test_24_capacity_in_tokens_by_hand():
 def test_24_bytes_by_hand_and_exact():
     # Keys: 1 layer, 8 blocks, 1 head, 4 tokens, 2 floats. Values: 3 floats.
     keys, values = 8 * 4 * 2 * 4, 8 * 4 * 3 * 4
-    # Tables 4x4, three rows of 4 (one bool), counts and ring of 8, ring of 4, two
-    # ints per ring, two words for each of seven statuses.
-    metadata = 64 + 16 + 16 + 4 + 32 + 32 + 16 + 16 + 56
+    # Tables 4x4, six rows of 4 (one bool), counts and ring of 8, ring of 4, four
+    # ints per ring, two words for each of 16 counters.
+    metadata = 64 + 5 * 16 + 4 + 32 + 32 + 16 + 32 + 128
     config = small_config(value_head_dim=3)
     assert config.bytes == keys + values + metadata
     for changes in (
@@ -656,11 +660,100 @@ def test_32_sequences_are_freed_in_the_loop_that_ends_them():
     assert without_refusals(again) == without_refusals(cache)
 
 
-def test_37_a_block_is_free_or_in_use():
+def test_34_created_last_used_and_number_of_uses():
+    cache = opened(6, 3)
+    meta = cache.metadata
+    assert meta.created[:2].tolist() == [1, 3]
+    assert meta.last_used[:2].tolist() == [2, 4]
+    assert meta.num_uses[:2].tolist() == [1, 1]
+    cache, status = jkv.touch(cache, i32(0, 0, 3, -1))
+    assert names(status) == ["OK", "INVALID_SEQUENCE", "INVALID_SEQUENCE", "OK"]
+    assert int(jkv.clock(cache)) == 5
+    assert cache.metadata.last_used[:2].tolist() == [5, 4]
+    assert cache.metadata.num_uses[:2].tolist() == [2, 1]
+    # A parent is used by its fork; the child is new.
+    cache, _ = jkv.fork(cache, i32(1))
+    assert cache.metadata.last_used[:3].tolist() == [5, 6, 6]
+    assert cache.metadata.num_uses[:3].tolist() == [2, 2, 0]
+    # Looking, writing and being refused use nothing.
+    before = cache.metadata.last_used.tolist()
+    cache, _ = jkv.append(cache, i32(0), -1)
+    jkv.read(cache, 0, 0)
+    assert cache.metadata.last_used.tolist() == before
+
+
+def test_35_the_least_recently_used_go_until_enough_is_free():
+    cache = opened(8, 4, 8, 4)  # 2 + 1 + 2 + 1 blocks of 8
+    cache, _ = jkv.touch(cache, i32(0))
+    assert jkv.least_recently_used(cache, 4).tolist() == [1, 2, 3, 0]
+    order = jkv.least_recently_used(cache, 3, exclude=[2, -1, 99])
+    assert order.tolist() == [1, 3, 0]
+    after, evicted = jkv.evict(cache, 4, protect=i32(2))
+    assert evicted.tolist() == [1, 3, -1, -1] and free_count(after) == 4
+    jkv.check(after)
+    # Nobody goes if there is enough; nobody is left if there is too little.
+    assert jkv.evict(cache, 2)[1].tolist() == [-1] * 4
+    after, evicted = jkv.evict(cache, 99, protect=0)
+    assert evicted.tolist() == [1, 2, 3, -1] and free_count(after) == 6
+
+
+def test_35_refused_evict_retry():
+    cache = opened(8, 8, 8, max_sequences=8)
+    cache, refused = jkv.allocate(cache, i32(12))
+    assert names(refused.status) == ["OUT_OF_BLOCKS"]
+    cache, evicted = jkv.evict(cache, 3)
+    assert evicted[:2].tolist() == [0, -1]
+    cache, result = jkv.allocate(cache, i32(12))
+    assert names(result.status) == ["OK"]
+    assert stored_tokens(cache, 1) == list(range(100, 108))
+    jkv.check(cache)
+
+
+def test_35_shared_blocks_come_free_with_the_last_owner():
+    cache, _ = jkv.fork(opened(8, num_blocks=4), i32(0))
+    after, evicted = jkv.evict(cache, 3)
+    assert evicted.tolist() == [0, 1, -1, -1] and free_count(after) == 4
+
+
+def test_35_sequences_of_an_age_are_evicted():
+    cache = opened(8, 4, 4)
+    for _ in range(3):
+        cache, _ = jkv.touch(cache, i32(1))
+    ages = (jkv.clock(cache) - cache.metadata.last_used)[:3].tolist()
+    assert ages == [7, 0, 3]
+    assert jkv.evict_older_than(cache, 7)[1].tolist() == [-1] * 4
+    after, evicted = jkv.evict_older_than(cache, 2)
+    assert evicted.tolist() == [0, 2, -1, -1] and free_count(after) == 7
+    after, evicted = jkv.evict_older_than(cache, 2, protect=0)
+    assert evicted.tolist() == [2, -1, -1, -1]
+    for age in (-1, 2**32):
+        with pytest.raises(ValueError, match="age must be"):
+            jkv.evict_older_than(cache, age)
+
+
+def test_36_cached_blocks_are_evicted_oldest_first_live_ones_never():
+    cache = small_cache(prefix_caching=True)
+    for seq_id in range(2):
+        tokens = jnp.arange(8) + 10 * seq_id
+        cache, _ = jkv.allocate(cache, 0)
+        cache, batch = jkv.append(cache, seq_id, 8, capacity=8, tokens=tokens)
+        cache = write_tokens(cache, batch, tokens)
+    cache, _ = jkv.free(cache, 1)
+    cache = jkv.evict_cached(cache, 1)
+    cached = [bool(jkv.block_info(cache, block).is_cached) for block in range(4)]
+    assert cached == [False, False, True, False]
+    cache = jkv.evict_cached(cache, 99)
+    assert stored_tokens(cache, 0) == list(range(8))
+    assert jkv.match(cache, jnp.arange(9)[None]).tolist() == [8]  # live, still found
+    assert jkv.match(cache, jnp.arange(10, 19)[None]).tolist() == [0]
+
+
+def test_37_a_block_is_free_cached_or_in_use():
     cache, _ = jkv.fork(opened(8), i32(0))
     info = [jkv.block_info(cache, block) for block in range(8)]
     assert [int(each.reference_count) for each in info] == [2, 2] + [0] * 6
     assert [bool(each.is_free) for each in info] == [False] * 2 + [True] * 6
+    assert not any(bool(each.is_cached) for each in info)
     cache, _ = jkv.free(cache, i32(0, 1))
     assert all(bool(jkv.block_info(cache, block).is_free) for block in range(8))
 

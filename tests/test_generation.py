@@ -229,6 +229,30 @@ def test_greedy_equals_eager_loop_and_dense_recomputation(chunk_size):
     assert len({tuple(text) for text in texts(result)[:4]}) == 4
 
 
+def test_a_prefix_cache_saves_work_and_changes_no_token():
+    shared = [3, 1, 4, 1, 5, 9, 2, 6]  # two blocks, and one token of each prompt's own
+    texts_of = [[*shared, 10 + i] for i in range(3)]
+    expected, _, plain = run(attention_model, texts_of)
+    assert int(plain.cached_tokens) == 0
+    cache = fresh_cache(prefix_caching=True)
+    params = attention_params()
+    for salts, cached_tokens in ((0, 0), (0, 3 * 8), (5, 0), (5, 3 * 8)):
+        cache, result = generate(
+            attention_model,
+            params,
+            cache,
+            **arguments(texts_of),
+            chunk_size=5,
+            salts=jnp.int32([salts] * ROWS),
+        )
+        jkv.check(cache)
+        assert texts(result)[:3] == expected
+        assert int(result.statistics.cached_tokens) == cached_tokens
+        steps = -(-(27 - cached_tokens) // 5) + NEW_TOKENS - 1
+        assert int(result.statistics.num_steps) == steps
+        assert int(jkv.num_free_blocks(cache)) == 64
+
+
 @pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9)])
 def test_a_sequence_does_not_depend_on_its_batch(options):
     seeds = np.array([11, 5, 8, 2, 0, 0, 0, 0], np.int32)

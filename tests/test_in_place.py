@@ -5,6 +5,7 @@ reaches, so an operation of that size that is not an in-place update is a copy o
 pool, whatever its name.
 """
 
+import dataclasses
 import math
 import re
 
@@ -36,7 +37,7 @@ IN_PLACE = {
 }
 
 
-def make_cache(dtype):
+def make_cache(dtype, **changes):
     """The shapes of a cache whose pool dwarfs the working memory of a step."""
     config = jkv.CacheConfig(
         num_layers=NUM_LAYERS,
@@ -47,6 +48,7 @@ def make_cache(dtype):
         max_sequences=8,
         max_context_length=100,
         dtype=dtype,
+        **changes,
     )
     return jax.eval_shape(lambda: jkv.init(config))
 
@@ -55,15 +57,14 @@ def pool_bytes(cache):
     return math.prod(cache.keys.shape) * cache.keys.dtype.itemsize
 
 
-def pool_sized_operations(compiled, cache):
-    """Names of operations as large as a layer of the pool that may copy it."""
-    layer_size = math.prod(cache.keys.shape[1:])
+def pool_sized_operations(compiled, size):
+    """Names of operations of at least this many elements that may copy an array."""
     found = []
     for line in compiled.as_text().splitlines():
         match = OPERATION.search(line)
         if match and match[2] not in IN_PLACE:
             for shape in SHAPE.findall(match[1]):
-                if math.prod(map(int, shape.split(","))) >= layer_size:
+                if math.prod(map(int, shape.split(","))) >= size:
                     found.append(f"{match[2]}[{shape}]")
     return found
 
@@ -72,11 +73,19 @@ def assert_in_place(function, *arguments):
     """The first argument is donated and no operation makes another pool of it."""
     cache = arguments[0]
     compiled = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
-    assert pool_sized_operations(compiled, cache) == []
+    layer_size = math.prod(cache.keys.shape[1:])
+    assert pool_sized_operations(compiled, layer_size) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool_bytes(cache) / 4
     # Both pools went out again in the place where they came in.
     assert memory.alias_size_in_bytes >= 2 * pool_bytes(cache)
+
+
+def copied_metadata(function, *arguments):
+    """What the compiled function copies of the arrays with an entry per block."""
+    compiled = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
+    operations = pool_sized_operations(compiled, NUM_BLOCKS)
+    return [each for each in operations if each.startswith("copy")]
 
 
 def attend_layer(cache, layer, batch, hidden):
@@ -171,6 +180,56 @@ def test_a_donated_metadata_verb_updates_in_place(verb):
     assert_in_place(VERBS[verb], make_cache(jnp.float32), ids)
 
 
+PROMPTS = jnp.zeros((BATCH_SIZE, 64), jnp.int32)
+REUSING = VERBS | {
+    "allocate": lambda cache, ids: jkv.allocate(cache, ids, tokens=PROMPTS),
+    "append": lambda cache, ids: jkv.append(cache, ids, tokens=ids),
+    "prefill": lambda cache, ids: jkv.append(
+        cache, ids, 16, capacity=64, tokens=PROMPTS[0]
+    ),
+    "evict": lambda cache, ids: jkv.evict(cache, ids[0]),
+    "evict_cached": lambda cache, ids: jkv.evict_cached(cache, ids[0]),
+}
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("verb", ["allocate", "append", "fork", "free", "truncate"])
+def test_a_donated_verb_copies_nothing_the_size_of_the_pool(verb, prefix_caching):
+    """Not even of the small integers: its cost does not grow with the pool."""
+    cache = make_cache(jnp.float32, prefix_caching=prefix_caching)
+    function = (REUSING if prefix_caching else VERBS)[verb]
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    assert copied_metadata(function, cache, ids) == []
+
+
+@pytest.mark.parametrize("verb", ["prefill", "evict", "evict_cached"])
+def test_a_donated_reusing_verb_copies_nothing_the_size_of_the_pool(verb):
+    cache = make_cache(jnp.float32, prefix_caching=True)
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    assert copied_metadata(REUSING[verb], cache, ids) == []
+
+
+def test_a_donated_commit_copies_nothing_the_size_of_the_pool():
+    cache = make_cache(jnp.float32, prefix_caching=True)
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    for verb in ("append", "prefill"):
+        _, batch = jax.eval_shape(REUSING[verb], cache, ids)
+        assert copied_metadata(jkv.commit, cache, batch) == []
+
+
+def test_a_donated_step_of_a_reusing_cache_updates_in_place():
+    def step(cache, prompts, hidden):
+        cache, opened = jkv.allocate(cache, 64, tokens=prompts)
+        cache, batch = jkv.append(cache, opened.seq_ids, tokens=prompts[:, 0])
+        for layer in range(NUM_LAYERS):
+            cache, hidden = attend_layer(cache, layer, batch, hidden)
+        return jkv.commit(cache, batch), hidden
+
+    cache = make_cache(jnp.bfloat16, prefix_caching=True)
+    hidden = jnp.ones((BATCH_SIZE, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
+    assert_in_place(step, cache, PROMPTS, hidden)
+
+
 @pytest.mark.parametrize("verb", ["allocate", "append", "free"])
 def test_an_eager_metadata_verb_passes_the_storage_around(verb):
     cache = small_cache()
@@ -186,6 +245,15 @@ class TestTheCountCanFail:
     def assert_not_in_place(self, function, dtype=jnp.float32):
         with pytest.raises(AssertionError):
             assert_in_place(function, make_cache(dtype))
+
+    def test_counts_that_are_still_needed(self):
+        def step(cache):
+            counts = cache.metadata.reference_counts
+            after = counts.at[3].set(7)
+            metadata = dataclasses.replace(cache.metadata, reference_counts=after)
+            return dataclasses.replace(cache, metadata=metadata), counts
+
+        assert copied_metadata(step, make_cache(jnp.float32)) != []
 
     def test_an_identity_is_in_place(self):
         assert_in_place(lambda cache: cache, make_cache(jnp.float32))

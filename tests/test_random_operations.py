@@ -63,6 +63,10 @@ def append_padded(cache, seq_ids, num_tokens, tokens):
 def write(cache, batch, keys, values):
     for layer in range(NUM_LAYERS):
         cache = jkv.write(cache, layer, batch, keys[layer], values[layer])
+    return cache
+
+
+def commit(cache, batch):
     return jkv.commit(cache, batch)
 
 
@@ -80,6 +84,22 @@ def truncate(cache, seq_ids, lengths):
 
 def reorder(cache, seq_ids, parents):
     return jkv.reorder(cache, seq_ids, parents)
+
+
+def compact(cache):
+    return jkv.compact(cache)
+
+
+def touch(cache, seq_ids):
+    return jkv.touch(cache, seq_ids)
+
+
+def evict(cache, num_blocks, protect):
+    return jkv.evict(cache, num_blocks, protect=protect)
+
+
+def evict_older_than(cache, age, protect):
+    return jkv.evict_older_than(cache, age, protect=protect)
 
 
 def can_allocate(cache, num_tokens):
@@ -105,24 +125,32 @@ CHANGING = [
     append_packed,
     append_padded,
     write,
+    commit,
     fork,
     free,
     truncate,
     reorder,
+    compact,
+    touch,
+    evict,
+    evict_older_than,
 ]
 LOOKING = [can_allocate, read, attend]
 
 
-def make_verbs(mode):
+def make_verbs(mode, changing=CHANGING, looking=LOOKING):
     """The verbs called eagerly, jitted, or jitted with the cache donated."""
     verbs = {}
-    for verb in [*CHANGING, *LOOKING]:
-        donate = (0,) if mode == "donated" and verb in CHANGING else ()
+    for verb in [*changing, *looking]:
+        donate = (0,) if mode == "donated" and verb in changing else ()
         traced_once = chex.assert_max_traces(verb, n=1)
         verbs[verb.__name__] = (
             verb if mode == "eager" else jax.jit(traced_once, donate_argnums=donate)
         )
     # Every operation is followed by many reads: jitted in all modes.
+    verbs["least_recently_used"] = jax.jit(
+        lambda cache: jkv.least_recently_used(cache, cache.max_sequences)
+    )
     verbs["read_jitted"] = jax.jit(chex.assert_max_traces(read_jitted, n=1))
     return verbs
 
@@ -130,7 +158,18 @@ def make_verbs(mode):
 class Game:
     """One cache and one oracle that are told the same."""
 
-    def __init__(self, shape, verbs, seed, storage=True, record_tokens=False):
+    prefix_caching = False
+
+    def __init__(
+        self,
+        shape,
+        verbs,
+        seed,
+        storage=True,
+        record_tokens=False,
+        donate=False,
+        folder=None,
+    ):
         num_blocks, block_size, max_sequences, max_context = shape
         config = jkv.CacheConfig(
             num_layers=NUM_LAYERS,
@@ -143,14 +182,21 @@ class Game:
             max_context_length=max_context,
             dtype=jnp.float32,
             record_tokens=record_tokens,
+            prefix_caching=self.prefix_caching,
         )
         self.cache = with_storage_filled(jkv.init(config, storage=storage), np.nan)
-        self.has_storage, self.has_tokens = storage, record_tokens
+        self.has_storage = storage
+        self.has_tokens = record_tokens or self.prefix_caching
+        self.donate = donate
+        # Sequences and caches that left, each with what the oracle knows of it.
+        self.outside, self.saved = [], []
+        self.folder = folder  # where caches are saved, None: nowhere
         self.oracle = Oracle(
             num_blocks=num_blocks,
             block_size=block_size,
             max_sequences=max_sequences,
             max_context_length=max_context,
+            prefix_caching=self.prefix_caching,
         )
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
@@ -191,6 +237,12 @@ class Game:
     def pick_counts(self):
         return [self.pick_count() for _ in range(BATCH_SIZE)]
 
+    def pick_contents(self):
+        """A token of its own for each row of a step."""
+        start, self.num_contents_used = self.num_contents_used, CAPACITY
+        self.num_contents_used += start
+        return [(start + row) % NUM_CONTENTS for row in range(CAPACITY)]
+
     # The operations. Each compares its own results.
 
     def play_allocate(self):
@@ -198,18 +250,15 @@ class Game:
         # Sometimes open few, or none: sequences must not always run out.
         counts[int(self.rng.integers(BATCH_SIZE + 1)) :] = []
         counts += [PADDING] * (BATCH_SIZE - len(counts))
-        seq_ids, status = self.oracle.allocate(counts)
+        seq_ids, status, num_cached = self.oracle.allocate(counts)
         self.cache, result = self.call("allocate", counts)
         same(result.seq_ids, seq_ids)
-        same(result.num_cached, [0] * BATCH_SIZE)
+        same(result.num_cached, num_cached)
         self.compare_status(result.status, status)
 
     def play_append(self, name, max_query_length):
         seq_ids, counts = self.pick_seq_ids(), self.pick_counts()
-        contents = [
-            (self.num_contents_used + row) % NUM_CONTENTS for row in range(CAPACITY)
-        ]
-        self.num_contents_used += CAPACITY
+        contents = self.pick_contents()
         expected = self.oracle.append(seq_ids, counts, contents, max_query_length)
         # What a token stores stands for its id as well.
         tokens = i32(contents) if self.has_tokens else None
@@ -222,8 +271,13 @@ class Game:
             values = jnp.asarray(self.values[contents].swapaxes(0, 1))
             self.cache = self.verbs["write"](self.cache, batch, keys, values)
         self.compare_status(batch.status, expected.status)
+        self.play_commit(batch, expected)
         if self.has_storage and self.rng.random() < 0.3:
             self.compare_attention(batch, expected)
+
+    def play_commit(self, batch, expected):
+        self.oracle.commit(expected)
+        self.cache = self.verbs["commit"](self.cache, batch)
 
     def play_append_packed(self):
         self.play_append("append_packed", None)
@@ -267,6 +321,94 @@ class Game:
         self.cache, status = self.call("reorder", seq_ids, parents)
         self.compare_status(status, expected)
 
+    def play_compact(self):
+        self.oracle.compact()
+        self.cache = self.call("compact")
+        free = list(self.oracle.free_blocks)
+        assert free == sorted(free)
+
+    def play_swap_out(self):
+        """Sequences leave, if each that is named can: a wrong id is an exception."""
+        seq_ids = self.pick_seq_ids()[: int(self.rng.integers(1, 4))]
+        expected, status = self.oracle.swap_out(seq_ids)
+        if expected is None:
+            with pytest.raises(jkv.InvalidSequence):
+                jkv.swap_out(self.cache, i32(seq_ids))
+            return
+        self.cache, swapped = jkv.swap_out(self.cache, i32(seq_ids))
+        assert swapped.num_sequences == len(expected)
+        blocks = {block for _, table, _, _ in expected for block in table}
+        assert swapped.num_blocks == len(blocks)
+        self.outside.append((expected, swapped))
+
+    def play_swap_in(self):
+        """Some that left return; often once only, sometimes more often."""
+        if not self.outside:
+            return
+        number = int(self.rng.integers(len(self.outside)))
+        expected, swapped = self.outside[number]
+        seq_ids, status = self.oracle.swap_in(expected)
+        self.cache, result = jkv.swap_in(self.cache, swapped, donate=self.donate)
+        same(result.seq_ids, seq_ids)
+        self.compare_status(result.status, status)
+        if status and status[0] == OK and self.rng.random() < 0.7:
+            del self.outside[number]
+
+    def play_save(self):
+        """Write some sequences, or the whole cache, to a file."""
+        if self.folder is None:
+            return
+        path = self.folder / f"{self.rng.integers(4)}.safetensors"
+        self.saved = [entry for entry in self.saved if entry[1] != path]
+        if self.rng.random() < 0.5:
+            jkv.save(path, self.cache)
+            self.saved.append((self.oracle.copy(), path))
+            return
+        # What is saved stays: the oracle lets a copy of itself swap out.
+        seq_ids = self.pick_seq_ids()[:2]
+        expected, status = self.oracle.copy().swap_out(seq_ids)
+        if expected is None:
+            with pytest.raises(jkv.InvalidSequence):
+                jkv.save(path, self.cache, i32(seq_ids))
+            path.unlink(missing_ok=True)
+        else:
+            jkv.save(path, self.cache, i32(seq_ids))
+            self.saved.append((expected, path))
+
+    def play_load(self):
+        """Go back to a saved cache, or open saved sequences in this one."""
+        if not self.saved:
+            return
+        expected, path = self.saved[int(self.rng.integers(len(self.saved)))]
+        if isinstance(expected, Oracle) and self.rng.random() < 0.5:
+            self.oracle, self.cache = expected.copy(), jkv.load(path)
+            return
+        if isinstance(expected, Oracle):  # the sequences of a whole cache
+            expected, _ = expected.copy().swap_out(sorted(expected.tables))
+        seq_ids, status = self.oracle.swap_in(expected)
+        self.cache, result = jkv.load(path, self.cache, donate=self.donate)
+        same(result.seq_ids, seq_ids)
+        self.compare_status(result.status, status)
+
+    def play_lifetime(self):
+        """Touch some sequences, or evict some."""
+        seq_ids = self.pick_seq_ids()
+        kind = int(self.rng.integers(3))
+        if kind == 0:
+            expected = self.oracle.touch(seq_ids)
+            self.cache, status = self.call("touch", seq_ids)
+            self.compare_status(status, expected)
+            return
+        if kind == 1:
+            wanted = int(self.rng.integers(-1, self.oracle.num_blocks + 2))
+            gone = self.oracle.evict(wanted, seq_ids)
+            self.cache, evicted = self.call("evict", wanted, seq_ids)
+        else:
+            age = int(self.rng.integers(12))
+            gone = self.oracle.evict_older_than(age, seq_ids)
+            self.cache, evicted = self.call("evict_older_than", age, seq_ids)
+        same(evicted, gone + [PADDING] * (self.oracle.max_sequences - len(gone)))
+
     def play_can_allocate(self):
         counts = self.pick_counts()
         fits = self.call("can_allocate", counts)
@@ -298,9 +440,9 @@ class Game:
     def call(self, name, *arguments):
         return self.verbs[name](self.cache, *map(i32, arguments))
 
-    def play(self, num_operations):
-        """Play random operations and compare everything after each."""
-        plays = [
+    def plays(self):
+        """What is played, and how often."""
+        return [
             (self.play_allocate, 5),
             (self.play_append_packed, 6),
             (self.play_append_padded, 4),
@@ -308,9 +450,19 @@ class Game:
             (self.play_free, 3),
             (self.play_truncate, 3),
             (self.play_reorder, 3),
+            (self.play_compact, 1),
+            (self.play_swap_out, 1),
+            (self.play_swap_in, 1),
+            (self.play_save, 0.5),
+            (self.play_load, 0.5),
+            (self.play_lifetime, 1),
             (self.play_can_allocate, 1),
             (self.play_look_up, 1),
         ]
+
+    def play(self, num_operations):
+        """Play random operations and compare everything after each."""
+        plays = self.plays()
         weights = np.array([weight for _, weight in plays], np.float64)
         for _ in range(num_operations):
             self.before = without_refusals(self.cache)
@@ -361,6 +513,14 @@ class Game:
             assert int(metadata.context_lengths[seq_id]) == length
             assert int(metadata.num_mapped_blocks[seq_id]) == len(table)
             same(metadata.block_tables[seq_id, : len(table)], table)
+            if seq_id in oracle.tables:
+                assert int(metadata.created[seq_id]) == oracle.created[seq_id]
+                assert int(metadata.last_used[seq_id]) == oracle.last_used[seq_id]
+        assert int(jkv.clock(cache)) == oracle.clock
+        order = oracle.least_recently_used()
+        rest = [PADDING] * (oracle.max_sequences - len(order))
+        same(self.verbs["least_recently_used"](cache), order + rest)
+        same(free_order(metadata), oracle.free_blocks)
         counts = [oracle.reference_count(block) for block in range(oracle.num_blocks)]
         same(metadata.reference_counts, counts)
         assert int(jkv.num_free_blocks(cache)) == len(oracle.free_blocks)
@@ -399,6 +559,17 @@ class Game:
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+def free_order(metadata):
+    """The free blocks from the head of their ring, the holes left out."""
+    ring = metadata.free_blocks
+    head, span, _, _ = ring.bounds.tolist()
+    places = (head + np.arange(span)) % ring.ids.size
+    blocks = ring.ids[places]
+    if metadata.prefix is not None:
+        blocks = blocks[metadata.prefix.positions[blocks] == places]
+    return blocks
+
+
 def i32(values):
     return jnp.asarray(np.asarray(values, np.int32))
 
@@ -415,7 +586,7 @@ ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
-def test_random_operations(name, mode):
+def test_random_operations(name, mode, tmp_path):
     verbs = make_verbs(mode)
     for seed in range(EFFORT):
         game = Game(
@@ -423,6 +594,8 @@ def test_random_operations(name, mode):
             verbs,
             seed=1000 * len(name) + seed,
             record_tokens=mode != "eager",
+            donate=mode == "donated",
+            folder=tmp_path,
         )
         game.play(num_operations=400)
         # Every cause came up, where the shape lets it: with one sequence or one block
@@ -431,9 +604,10 @@ def test_random_operations(name, mode):
             assert set(game.num_requests) == set(range(7)), game.num_requests
 
 
-def test_random_operations_without_storage():
+def test_random_operations_without_storage(tmp_path):
     """Metadata alone follows the oracle just as well."""
-    game = Game(SHAPES["few blocks"], make_verbs("jitted"), seed=7, storage=False)
+    verbs = make_verbs("jitted")
+    game = Game(SHAPES["few blocks"], verbs, 7, storage=False, folder=tmp_path)
     game.play(num_operations=500)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.allocation import Allocation, allocate, free
-from jkv.appending import Batch, append, commit
+from jkv.appending import Batch, append
 from jkv.decoding.model import Model
 from jkv.decoding.progress import (
     FinishReason,
@@ -31,6 +31,8 @@ from jkv.decoding.progress import (
     Statistics,
 )
 from jkv.decoding.sampling import GREEDY, Sampling, sample
+from jkv.prefix import commit
+from jkv.requests import Integers
 from jkv.sharing import fork
 from jkv.state import NO_SEQUENCE, Cache, num_free_blocks
 from jkv.status import Status
@@ -60,6 +62,7 @@ def generate(
     sampling: Sampling = GREEDY,
     num_samples: int = 1,
     chunk_size: int = CHUNK_SIZE,
+    salts: Integers = 0,
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -89,6 +92,8 @@ def generate(
       num_samples: continuations of each prompt, which share its blocks (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
       chunk_size: rows of a prompt chunk, R; static. B * P are used where that is less.
+      salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
+        earlier prompts of a domain left behind is not computed again.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -121,6 +126,7 @@ def generate(
         sampling=sampling,
         num_samples=num_samples,
         chunk_size=chunk_size,
+        salts=salts,
     )
     cache, state = decode(model, params, cache, state, sampling=sampling)
     return cache, state.result
@@ -138,6 +144,7 @@ def prefill(
     sampling: Sampling = GREEDY,
     num_samples: int = 1,
     chunk_size: int = CHUNK_SIZE,
+    salts: Integers = 0,
 ) -> tuple[Cache, GenerationState]:
     """Put B prompts in the cache and choose the first new token of each.
 
@@ -148,7 +155,7 @@ def prefill(
 
     Args:
       model, params, cache, prompts, max_new_tokens, limits, stop_tokens, sampling,
-        num_samples, chunk_size: as for `generate`.
+        num_samples, chunk_size, salts: as for `generate`.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -180,7 +187,8 @@ def prefill(
         reasons = jnp.where(applies, jnp.int32(reason), reasons)
 
     begins = reasons == FinishReason.RUNNING
-    cache, opened = allocate(cache, jnp.where(begins, 0, NO_SEQUENCE), tokens=prompts)
+    no_tokens = jnp.where(begins, 0, NO_SEQUENCE)
+    cache, opened = allocate(cache, no_tokens, tokens=prompts, salts=salts)
     reasons = _add_reasons(reasons, opened.status)
 
     cache, prompted = _run_prompts(
@@ -318,7 +326,7 @@ def _run_prompts(
 
     # The model's own shapes say how large the vocabulary is.
     no_work = jnp.zeros_like(lengths)
-    blank = _Prompted(opened.seq_ids, reasons, no_work, no_work, _no_statistics())
+    blank = _Prompted(opened.seq_ids, reasons, no_work, no_work, _statistics(opened))
     logits, _ = jax.eval_shape(
         lambda cache, blank: model(params, *append_chunk(cache, blank)), cache, blank
     )
@@ -475,8 +483,11 @@ def _free_ended(
     return cache, jnp.where(ended, NO_SEQUENCE, seq_ids)
 
 
-def _no_statistics() -> Statistics:
-    return Statistics(*(jnp.int32(0) for _ in Statistics._fields))
+def _statistics(opened: Allocation) -> Statistics:
+    """Begin the statistics: prompts opened, nothing computed yet."""
+    nothing = jnp.int32(0)
+    cached = jnp.sum(opened.num_cached, dtype=jnp.int32)
+    return Statistics(nothing, nothing, nothing, cached)
 
 
 def _count_step(
@@ -486,7 +497,7 @@ def _count_step(
     used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
     empty = jnp.sum(-context_lengths % cache.block_size, dtype=jnp.int32)
     is_peak = used > statistics.peak_blocks
-    return Statistics(
+    return statistics._replace(
         num_steps=statistics.num_steps + 1,
         peak_blocks=jnp.where(is_peak, used, statistics.peak_blocks),
         empty_slots=jnp.where(is_peak, empty, statistics.empty_slots),

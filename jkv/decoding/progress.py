@@ -37,6 +37,7 @@ class Statistics(NamedTuple):
     num_steps: jax.Array  # i32[], calls of the model
     peak_blocks: jax.Array  # i32[], most blocks of the pool in use at one time
     empty_slots: jax.Array  # i32[], slots without a token in its own blocks, then
+    cached_tokens: jax.Array  # i32[], prompt tokens that the prefix cache had
 
     def internal_fragmentation(self, block_size: int) -> float:
         """Return the share of the slots in use at the peak that held no token (host).

@@ -1,0 +1,62 @@
+"""Copies of whole blocks in storage: the tails of sequences that part ways.
+
+A block that a sequence will write to must be its own. Where two sequences agree up to
+the middle of a block, one of them gets a copy of it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.state import Cache, Metadata
+
+
+class BlockCopies(NamedTuple):
+    """Blocks whose contents one call copies, at most one per request."""
+
+    source: jax.Array  # i32[B], any block where there is no copy
+    target: jax.Array  # i32[B], N where there is no copy
+
+
+def copy_tokens(metadata: Metadata, copies: BlockCopies) -> Metadata:
+    """Copy the recorded tokens of blocks, if tokens are recorded."""
+    if metadata.tokens is None:
+        return metadata
+    rows = metadata.tokens.at[copies.source].get(mode="clip")
+    tokens = metadata.tokens.at[copies.target].set(rows, mode="drop")
+    return dataclasses.replace(metadata, tokens=tokens)
+
+
+def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies) -> Cache:
+    """Return the cache with new metadata and the tail blocks copied."""
+    cache = dataclasses.replace(cache, metadata=metadata)
+    traced = isinstance(copies.target, jax.core.Tracer)
+    if cache.num_layers == 0 or not (
+        traced or bool(jnp.any(copies.target < cache.num_blocks))
+    ):
+        return cache  # outside jit: no pass over the storage where nothing is copied
+    keys, values = _copy_blocks(cache.keys, cache.values, copies)
+    return dataclasses.replace(cache, keys=keys, values=values)
+
+
+@jax.jit
+def _copy_blocks(
+    keys: jax.Array, values: jax.Array, copies: BlockCopies
+) -> tuple[jax.Array, jax.Array]:
+    """Copy blocks in all layers; every source is read before any target is written."""
+
+    def copy(pool: jax.Array) -> jax.Array:
+        blocks = pool.at[:, copies.source].get(mode="clip")
+        return pool.at[:, copies.target].set(blocks, mode="drop")
+
+    # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
+    # conditional it leaves the storage in place.
+    any_copy = jnp.any(copies.target < keys.shape[1]).astype(jnp.int32)
+    return jax.lax.fori_loop(
+        jnp.int32(0),
+        any_copy,
+        lambda _, pools: jax.tree.map(copy, pools),
+        (keys, values),
+    )

@@ -1,0 +1,81 @@
+"""python -m jkv.doctor: a report of what was found, and an exit status."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from jkv import doctor
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """Two cases and one dtype: the others only take time."""
+    wanted = ("mixed, with padding", "sinks")
+    cases = tuple(case for case in doctor.CASES if case.name in wanted)
+    monkeypatch.setattr(doctor, "CASES", cases)
+    monkeypatch.setattr(doctor, "IMPLEMENTATIONS", ("xla",))
+    monkeypatch.setattr(doctor, "TOLERANCES", {"float32": 2e-5})
+
+
+def findings(path, verdict):
+    report = json.loads(path.read_text())
+    return [each for each in report["findings"] if each["verdict"] == verdict]
+
+
+def test_a_machine_that_works(few_cases, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert doctor.main(["--report", str(path)]) == 0
+    assert findings(path, "FAILED") == []
+    what = [each["what"] for each in findings(path, "ok")]
+    assert any(name.startswith("500 cycles") for name in what)
+    assert "xla, float32: 2 cases" in what
+    assert any(name.startswith("decode, 8 contexts") for name in what)
+    unchecked = [each["what"] for each in findings(path, "not checked")]
+    assert "the compiled kernel" in unchecked
+    facts = json.loads(path.read_text())["facts"]
+    assert facts["versions"]["jax"] and facts["devices"]
+    assert "nothing failed" in capsys.readouterr().out
+
+
+def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
+    right = doctor.paged_attention
+
+    def wrong(*arguments, implementation, **options):
+        found = right(*arguments, implementation="reference", **options)
+        return jnp.roll(found, 1, axis=0) if implementation == "xla" else found
+
+    monkeypatch.setattr(doctor, "paged_attention", wrong)
+    path = tmp_path / "report.json"
+    assert doctor.main(["--quick", "--report", str(path)]) == 1
+    assert len(findings(path, "FAILED")) == 3  # each case, and all of them
+
+
+def test_lost_blocks_are_reported(few_cases, tmp_path, monkeypatch):
+    from jkv import allocation
+
+    free = allocation.free
+    monkeypatch.setattr(allocation, "free", lambda cache, ids: free(cache, ids[:1]))
+    path = tmp_path / "report.json"
+    assert doctor.main(["--quick", "--report", str(path)]) == 1
+    assert "lost" in findings(path, "FAILED")[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"versions": {"jaxlib": "0.12.0", "jax-rocm7-plugin": "0.11.0"}}, "release"),
+        ({"environment": {"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}}, "another"),
+        ({"drivers": {"rocm-smi": "6.4"}}, "is not installed"),
+    ],
+)
+def test_known_bad_combinations(changes, words):
+    facts = {
+        "versions": {"jaxlib": "0.12.0"},
+        "environment": {},
+        "drivers": {},
+        "platform": "cpu",
+    }
+    assert not list(doctor.known_bad(facts))
+    (warning,) = doctor.known_bad(facts | changes)
+    assert words in warning

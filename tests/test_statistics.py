@@ -1,0 +1,258 @@
+"""stats and memory_profile against recounts on the host and figures by hand."""
+
+import dataclasses
+import json
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import grow, opened, small_cache, small_config
+
+import jkv
+from jkv import counters, statistics
+from jkv.counters import Counter
+from jkv.status import Status
+
+
+def churned(**changes):
+    """Sequence 0 of 6 tokens, its fork 3, two more; one freed, two calls refused."""
+    cache = opened(6, 5, 9, **changes)
+    cache, _ = jkv.fork(cache, [0])
+    cache, _ = jkv.free(cache, [1, 1])
+    cache, _ = jkv.allocate(cache, [40, -5])
+    return cache
+
+
+def recounted(cache):
+    """What `stats` says of the state, counted entry by entry in plain Python."""
+    meta = cache.metadata
+    rows = [
+        [b for b in row if b != cache.num_blocks] for row in meta.block_tables.tolist()
+    ]
+    owners = [sum(row.count(b) for row in rows) for b in range(cache.num_blocks)]
+    return dict(
+        live_blocks=sum(n > 0 for n in owners),
+        free_blocks=sum(n == 0 for n in owners),
+        shared_blocks=sum(n > 1 for n in owners),
+        live_sequences=sum(meta.is_open.tolist()),
+        tokens=sum(meta.context_lengths.tolist()),
+    )
+
+
+def test_38_the_state_is_a_recount():
+    for cache in (small_cache(), opened(6, 5, 9), churned()):
+        found = jkv.stats(cache)
+        for name, number in recounted(cache).items():
+            assert getattr(found, name) == number, name
+        assert found.total_blocks == 8 and found.max_sequences == 4
+
+
+def test_38_what_happened_by_hand():
+    # 2 + 2 + 3 blocks appended, 1 copied in the fork; sequence 1 gave back 2.
+    stats = jkv.stats(churned())
+    assert (stats.allocations, stats.frees, stats.peak_blocks) == (8, 2, 8)
+    refused = {s: n for s, n in stats.refusals.items() if n}
+    # 40 tokens are past the context of 14.
+    assert refused == {
+        Status.CONTEXT_FULL: 1,
+        Status.INVALID_ARGUMENT: 1,
+        Status.INVALID_SEQUENCE: 1,
+    }
+    # Three times allocate and append, fork, free; the last allocate served nobody.
+    assert stats.clock == 8
+    assert stats.last_compaction is None and stats.compactions == 0
+    assert stats.evicted_sequences == stats.evicted_blocks == 0
+
+
+def test_38_everything_is_a_python_number():
+    stats = jkv.stats(churned())
+    for field in dataclasses.fields(stats):
+        value = getattr(stats, field.name)
+        assert type(value) in (int, dict, type(None)), field.name
+    assert {type(n) for n in stats.refusals.values()} == {int}
+    assert type(stats.utilisation) is type(stats.hit_rate) is float
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.tokens = 3
+
+
+def test_38_counters_carry_into_64_bits():
+    cache = small_cache()
+    metadata = cache.metadata
+    for _ in range(3):
+        metadata = counters.add(
+            metadata,
+            {
+                Counter.PREFIX_TOKENS: jnp.uint32(2**32 - 1),
+                Counter.PREFIX_HITS: jnp.uint32(2**31),
+                Counter.CLOCK: jnp.uint32(2**32 - 2),
+            },
+        )
+    stats = jkv.stats(dataclasses.replace(cache, metadata=metadata))
+    assert stats.prefix_tokens == 3 * (2**32 - 1)
+    assert stats.prefix_hits == 3 * 2**31
+    assert stats.clock == 3 * (2**32 - 2)
+    assert stats.hit_rate == pytest.approx(0.5)
+
+
+def test_38_a_sum_of_lengths_past_32_bits():
+    # No cache this long fits a test, the sum alone does.
+    lengths = jnp.array([2**31 - 1] * 5 + [0, 7], jnp.int32)
+    low, high = statistics._wide_sum(lengths).tolist()
+    assert low + (high << 32) == 5 * (2**31 - 1) + 7
+
+
+def test_38_indexed_blocks_are_pinned_or_cached():
+    """By the index's definition; three blocks are marked by hand, two of them free."""
+    cache = opened(6, prefix_caching=True)  # blocks 0 and 1 are live
+    hashes = cache.metadata.prefix.hashes.at[jnp.array([0, 5, 7])].set(jnp.uint32(9))
+    prefix = dataclasses.replace(cache.metadata.prefix, hashes=hashes)
+    metadata = dataclasses.replace(cache.metadata, prefix=prefix)
+    cache = dataclasses.replace(cache, metadata=metadata)
+    stats = jkv.stats(cache)
+    assert (stats.pinned_blocks, stats.cached_blocks, stats.free_blocks) == (1, 2, 6)
+    profile = jkv.memory_profile(cache)
+    assert profile.cached_bytes == 2 * profile.storage_bytes // 8
+
+
+def test_38_one_small_transfer_whatever_the_size(monkeypatch):
+    # Whatever reads an array on the host, be it int() or np.asarray, asks `_value`.
+    kind, fetched = type(jnp.zeros(1)), []
+    read = kind._value.fget
+
+    def counting(array):
+        fetched.append(array.nbytes)
+        return read(array)
+
+    for size in (8, 4096):
+        cache = jkv.init(
+            small_config(num_blocks=size, max_sequences=size, prefix_caching=True)
+        )
+        for ask in (jkv.stats, jkv.memory_profile):
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, "_value", property(counting))
+                ask(cache)
+            assert len(fetched) == 1 and fetched.pop() < 300
+
+
+def test_38_values_do_not_retrace():
+    sums = jax.jit(chex.assert_max_traces(statistics._sums.__wrapped__, n=1))
+    for cache in (small_cache(), opened(3), churned()):
+        sums(cache.metadata)
+
+
+def test_39_an_empty_pool_is_not_used():
+    stats = jkv.stats(small_cache())
+    assert stats.utilisation == 0.0 and stats.hit_rate == 0.0
+    assert stats.peak_blocks == stats.allocations == stats.frees == 0
+    assert jkv.stats(opened(14, 14)).utilisation == 1.0
+    assert jkv.memory_profile(small_cache()).efficiency == 1.0
+
+
+def test_38_the_peak_outlives_the_use():
+    cache = opened(14, 9)
+    cache, _ = jkv.free(cache, [0, 1])
+    stats = jkv.stats(cache)
+    assert (stats.live_blocks, stats.peak_blocks) == (0, 7)
+    assert (stats.allocations, stats.frees) == (7, 7)
+
+
+def test_38_without_storage():
+    cache = jkv.init(small_config(), storage=False)
+    cache, _ = jkv.allocate(cache, [9])
+    assert jkv.stats(cache).live_blocks == 3
+    profile = jkv.memory_profile(cache)
+    assert profile.storage_bytes == profile.used_bytes == profile.bytes_per_token == 0
+    assert profile.total_bytes == profile.metadata_bytes == cache.nbytes
+
+
+def test_38_said_in_a_few_lines():
+    lines = str(jkv.stats(churned())).splitlines()
+    assert lines[0] == "blocks      6 of 8 live (75%), 1 of them shared, 0 pinned"
+    assert lines[2] == "sequences   3 of 4 live, 21 tokens"
+    assert "1 CONTEXT_FULL, 1 INVALID_SEQUENCE" in lines[4]
+    assert len(lines) < 12 and max(map(len, lines)) < 88
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(dtype=jnp.bfloat16, num_layers=3, value_head_dim=5),
+        dict(record_tokens=True, num_kv_heads=2),
+        dict(prefix_caching=True, dtype=jnp.float16),
+    ],
+)
+def test_41_bytes_are_those_of_the_arrays(changes):
+    config = small_config(**changes)
+    profile = jkv.memory_profile(jkv.init(config))
+    expected = {
+        name: math.prod(a.shape) * a.dtype.itemsize for name, a in config.arrays.items()
+    }
+    assert profile.array_bytes == expected
+    assert profile.total_bytes == config.bytes
+    assert profile.storage_bytes + profile.metadata_bytes == profile.total_bytes
+    assert profile.storage_bytes == expected["keys"] + expected["values"]
+    layers, heads = config.num_layers, config.num_kv_heads
+    floats = layers * heads * (config.head_dim + config.value_head_dim)
+    assert profile.bytes_per_token == floats * config.dtype.itemsize
+
+
+def test_41_used_and_free_are_the_storage():
+    profile = jkv.memory_profile(churned())
+    # One layer, one head, 4 tokens, 2 + 2 floats: 64 bytes a block; 6 are live.
+    assert profile.used_bytes == 6 * 64 and profile.free_bytes == 2 * 64
+    assert profile.used_bytes + profile.free_bytes == profile.storage_bytes
+
+
+def test_40_efficiency_counts_a_shared_token_once():
+    # Sequence 0 has blocks of 4 and 2 tokens, its fork the same 4 and a copy of the 2:
+    # 8 tokens in 3 blocks, though the lengths add up to 12.
+    cache, _ = jkv.fork(opened(6), [0])
+    profile = jkv.memory_profile(cache)
+    assert (profile.tokens, profile.cells) == (8, 12)
+    assert profile.efficiency == 8 / 12
+    # A reservation is mapped and holds nothing.
+    cache, _ = jkv.allocate(cache, [8])
+    assert jkv.memory_profile(cache).efficiency == 8 / 20
+
+
+def test_40_efficiency_is_a_recount():
+    cache = churned()
+    cache = grow(cache, 3, [1, 2, 3])
+    cells = set()
+    for row, length in enumerate(cache.metadata.context_lengths.tolist()):
+        slots = jkv.slots(cache, row, np.arange(length, dtype=np.int32))
+        cells |= set(zip(slots.block_ids.tolist(), slots.offsets.tolist(), strict=True))
+    assert jkv.memory_profile(cache).tokens == len(cells)
+
+
+def test_41_for_people_and_for_machines():
+    profile = jkv.memory_profile(churned())
+    report = profile.report()
+    assert "storage     512 B: 384 B used, 128 B free" in report
+    assert "efficiency  71%: 17 tokens in 24 cells" in report
+    for name in profile.array_bytes:
+        assert f"  {name} " in report
+    assert json.loads(json.dumps(profile.to_dict())) == profile.to_dict()
+    assert profile.to_dict()["efficiency"] == 17 / 24
+
+
+def test_41_beside_the_devices_own_account(monkeypatch):
+    cache = small_cache()
+    cpu = jax.devices("cpu")[0]
+    profile = jkv.memory_profile(cache)
+    assert profile.devices == {f"cpu:{cpu.id}": cpu.memory_stats()}
+
+    class Accelerator:
+        platform, id = "gpu", 3
+
+        def memory_stats(self):
+            return {"bytes_in_use": 3 * 2**29, "bytes_limit": 2**31}
+
+    monkeypatch.setattr(jkv.Cache, "devices", property(lambda _: {Accelerator()}))
+    profile = jkv.memory_profile(cache)
+    assert profile.devices["gpu:3"] == Accelerator().memory_stats()
+    assert "device      gpu:3 1.5 GiB in use of 2.0 GiB" in profile.report()

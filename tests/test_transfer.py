@@ -1,0 +1,558 @@
+"""Swapping out and in: what crosses, what stays, and that decoding goes on."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    grow,
+    opened,
+    refusal_counts,
+    small_cache,
+    stored_tokens,
+    table,
+    with_storage_filled,
+    without_refusals,
+    write_tokens,
+)
+
+import jkv
+from jkv import contents
+from jkv.counters import Counter
+
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+def state(cache):
+    """All leaves as bytes: equal only if every bit is."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
+
+
+def fragmented(num_blocks=15, **changes):
+    """A larger cache whose free blocks are 12 13 14 8 7 3 2 1 0."""
+    cache = opened(9, 3, 12, 5, 7, num_blocks=num_blocks, max_sequences=7, **changes)
+    cache, _ = jkv.free(cache, [3, 1, 0])
+    return grow(cache, 4, range(900, 902))
+
+
+class TestOutAndBack:
+    def test_one_among_many(self):
+        cache = opened(5, 9, 2)
+        cache, swapped = jkv.swap_out(cache, 1)
+        jkv.check(cache)
+        assert not bool(cache.metadata.is_open[1])
+        assert int(jkv.num_free_blocks(cache)) == 8 - 2 - 1
+        cache = grow(cache, 0, range(5, 14))  # its blocks are used again meanwhile
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        jkv.raise_for_status(back)
+        (seq_id,) = back.seq_ids.tolist()
+        assert stored_tokens(cache, seq_id) == list(range(100, 109))
+        assert stored_tokens(cache, 0) == list(range(14))
+        assert stored_tokens(cache, 2) == [200, 201]
+        cache = grow(cache, seq_id, [109])
+        assert stored_tokens(cache, seq_id) == list(range(100, 110))
+
+    def test_the_order_of_the_call_is_kept_and_padding_vanishes(self):
+        cache, swapped = jkv.swap_out(opened(5, 9, 2), [2, -1, 0])
+        assert swapped.seq_ids.tolist() == [2, 0]
+        assert swapped.context_lengths.tolist() == [2, 5]
+        cache, back = jkv.swap_in(cache, swapped)
+        assert [stored_tokens(cache, int(i)) for i in back.seq_ids] == [
+            [200, 201],
+            [0, 1, 2, 3, 4],
+        ]
+
+    def test_into_a_fragmented_cache_of_another_size(self):
+        cache, swapped = jkv.swap_out(opened(9, 14), [0, 1])
+        other = fragmented()
+        before = {i: stored_tokens(other, i) for i in (2, 4)}
+        other, back = jkv.swap_in(other, swapped)
+        jkv.check(other)
+        first, second = back.seq_ids.tolist()
+        assert stored_tokens(other, first) == list(range(9))
+        assert stored_tokens(other, second) == list(range(100, 114))
+        assert table(other, first) == [12, 13, 14]
+        assert table(other, second) == [8, 7, 3, 2]
+        assert {i: stored_tokens(other, i) for i in (2, 4)} == before
+
+    def test_again_and_again(self):
+        """The value stays valid: two copies of one sequence share nothing."""
+        cache, swapped = jkv.swap_out(opened(6), 0)
+        cache, first = jkv.swap_in(cache, swapped)
+        cache, second = jkv.swap_in(cache, swapped)
+        a, b = int(first.seq_ids[0]), int(second.seq_ids[0])
+        cache = grow(cache, a, [77])
+        assert stored_tokens(cache, a) == [0, 1, 2, 3, 4, 5, 77]
+        assert stored_tokens(cache, b) == [0, 1, 2, 3, 4, 5]
+        assert not set(table(cache, a)) & set(table(cache, b))
+
+    def test_nothing(self):
+        cache = opened(3)
+        after, swapped = jkv.swap_out(cache, [-1, -1])
+        assert swapped.num_sequences == 0 and swapped.num_blocks == 0
+        assert state(after) == state(cache)
+        after, back = jkv.swap_in(after, swapped)
+        assert back.seq_ids.shape == (0,) and state(after) == state(cache)
+
+    def test_without_tokens_and_without_storage(self):
+        """A reservation alone crosses as a number; metadata alone is enough."""
+        for storage in (True, False):
+            config = jkv.CacheConfig(
+                num_layers=2,
+                num_kv_heads=1,
+                head_dim=2,
+                num_blocks=6,
+                block_size=4,
+                max_sequences=3,
+                max_context_length=14,
+            )
+            cache, _ = jkv.allocate(jkv.init(config, storage=storage), [0, 9])
+            cache, swapped = jkv.swap_out(cache, [0, 1])
+            assert (swapped.num_filled_blocks, swapped.num_blocks) == (0, 3)
+            cache, back = jkv.swap_in(cache, swapped)
+            jkv.check(cache)
+            assert [len(table(cache, int(i))) for i in back.seq_ids] == [0, 3]
+
+    def test_recorded_tokens_go_along(self):
+        cache = small_cache(record_tokens=True)
+        cache, _ = jkv.allocate(cache, [0])
+        cache, _ = jkv.append(cache, [0], 6, capacity=6, tokens=jnp.arange(6) + 40)
+        cache, swapped = jkv.swap_out(cache, 0)
+        other, back = jkv.swap_in(fragmented(record_tokens=True), swapped)
+        found = jkv.tokens(other, back.seq_ids[0])[:7].tolist()
+        assert found == [40, 41, 42, 43, 44, 45, -1]
+        # One that does not record them drops them; one that does reads -1 for none.
+        other, back = jkv.swap_in(fragmented(), swapped)
+        jkv.check(other)
+        other, swapped = jkv.swap_out(other, back.seq_ids)
+        cache, back = jkv.swap_in(cache, swapped)
+        assert jkv.tokens(cache, back.seq_ids[0]).tolist() == [-1] * 14
+
+    def test_reservations_are_kept_and_their_contents_are_not(self):
+        cache, _ = jkv.allocate(small_cache(), [13])
+        cache = grow(cache, 0, range(5))
+        cache, swapped = jkv.swap_out(cache, 0)
+        assert (swapped.num_filled_blocks, swapped.num_blocks) == (2, 4)
+        cache, back = jkv.swap_in(cache, swapped)
+        free = int(jkv.num_free_blocks(cache))
+        cache = grow(cache, int(back.seq_ids[0]), range(5, 14))
+        assert int(jkv.num_free_blocks(cache)) == free == 4
+
+    def test_stamps(self):
+        """The clock's are this cache's own, the number of uses is the sequence's."""
+        cache = grow(opened(5, 2), 0, [5])
+        uses = int(cache.metadata.num_uses[0])
+        cache, swapped = jkv.swap_out(cache, 0)
+        cache, back = jkv.swap_in(cache, swapped)
+        seq_id, meta = int(back.seq_ids[0]), cache.metadata
+        assert int(meta.created[seq_id]) == int(meta.last_used[seq_id])
+        assert int(meta.last_used[seq_id]) > int(meta.last_used[1])
+        assert int(meta.num_uses[seq_id]) == uses == 2
+
+
+class TestSharing:
+    def test_survives_among_the_swapped(self):
+        cache, forked = jkv.fork(opened(9), [0, 0])
+        cache = grow(cache, 1, [901])
+        cache, swapped = jkv.swap_out(cache, [2, 0, 1])
+        # Two full blocks for all three, and a tail for each.
+        assert swapped.num_filled_blocks == swapped.num_blocks == 2 + 3
+        assert int(jkv.num_free_blocks(cache)) == 8
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        tables = [table(cache, int(i)) for i in back.seq_ids]
+        assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+        assert len({row[2] for row in tables}) == 3
+        expected = [list(range(9)), list(range(9)), [*range(9), 901]]
+        assert [stored_tokens(cache, int(i)) for i in back.seq_ids] == expected
+
+    def test_with_those_that_stay(self):
+        cache, _ = jkv.fork(opened(9), [0])
+        stays = table(cache, 1)
+        cache, swapped = jkv.swap_out(cache, 0)
+        assert int(jkv.num_free_blocks(cache)) == 8 - 3  # only its tail came free
+        assert table(cache, 1) == stays
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        assert int(jkv.num_free_blocks(cache)) == 8 - 6
+        assert not set(table(cache, int(back.seq_ids[0]))) & set(stays)
+        for seq_id in (1, int(back.seq_ids[0])):
+            assert stored_tokens(cache, seq_id) == list(range(9))
+
+    def test_only_the_blocks_concerned_cross(self):
+        """The bytes held are those of the blocks, to the byte."""
+        cache = opened(9, 14, 2, num_layers=3, value_head_dim=1)
+        per_block = (cache.keys.nbytes + cache.values.nbytes) // cache.num_blocks
+        _, swapped = jkv.swap_out(cache, [0, 2])
+        stored = jax.tree.leaves(swapped.contents.storage)
+        assert sum(a.nbytes for a in stored) == 4 * per_block
+        assert all(type(a) is np.ndarray for a in stored)
+        rows = 2 * (cache.max_blocks_per_sequence + 3) * 4  # tables, ids, lengths, uses
+        assert swapped.nbytes == 4 * per_block + rows
+
+
+def attended(cache, seq_ids, dtype, steps=3):
+    """Decode a few tokens of each sequence; every layer's outputs, [steps, L, B, ...].
+
+    Queries, keys and values depend on the step, the layer and the request only.
+    """
+    rng = np.random.default_rng(5)
+    num_requests, outputs = len(seq_ids), []
+    for _ in range(steps):
+        cache, batch = jkv.append(cache, seq_ids)
+        jkv.raise_for_status(batch.status)
+        for layer in range(cache.num_layers):
+            heads = (4, cache.num_kv_heads, cache.num_kv_heads)
+            queries, keys, values = (
+                jnp.asarray(rng.standard_normal((num_requests, h, 8)), dtype)
+                for h in heads
+            )
+            cache = jkv.write(cache, layer, batch, keys, values)
+            outputs.append(np.asarray(jkv.attend(cache, layer, batch, queries)))
+        cache = jkv.commit(cache, batch)
+    return np.stack(outputs)
+
+
+class TestDecodingGoesOn:
+    """Attention before and after is equal to the bit."""
+
+    def config(self, dtype, **changes):
+        sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
+        sizes |= dict(num_blocks=40, max_sequences=10, max_context_length=50)
+        return jkv.CacheConfig(dtype=dtype, **(sizes | changes))
+
+    def filled(self, dtype, **changes):
+        """Sequences of 17, 3, 30 and 8 random tokens, the last two forked."""
+        cache = jkv.init(self.config(dtype, **changes))
+        cache = with_storage_filled(cache, np.nan)
+        cache, _ = jkv.allocate(cache, [0, 0, 33, 0])
+        lengths = jnp.array([17, 3, 30, 8])
+        cache, batch = jkv.append(cache, jnp.arange(4), lengths, capacity=58)
+        rng = np.random.default_rng(1)
+        for layer in range(2):
+            rows = rng.standard_normal((2, 58, 2, 8)).astype(np.float32)
+            cache = jkv.write(cache, layer, batch, *jnp.asarray(rows))
+        return jkv.fork(jkv.commit(cache, batch), [2, 3])[0]
+
+    def another(self, dtype):
+        """A fragmented cache of other sizes, all NaN."""
+        cache = jkv.init(self.config(dtype, num_blocks=61, max_sequences=9))
+        cache = with_storage_filled(cache, np.nan)
+        cache, _ = jkv.allocate(cache, [50, 9, 50, 7, 1])
+        return jkv.free(cache, [3, 0, 2])[0]
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    @pytest.mark.parametrize("donate", [False, True])
+    def test_in_another_cache(self, dtype, donate):
+        cache = self.filled(dtype)
+        seq_ids = jnp.array([5, 2, 0, 4], jnp.int32)
+        expected = attended(cache, seq_ids, dtype)
+        _, swapped = jkv.swap_out(cache, seq_ids)
+        other, back = jkv.swap_in(self.another(dtype), swapped, donate=donate)
+        jkv.check(other)
+        jkv.raise_for_status(back)
+        found = attended(other, back.seq_ids, dtype)
+        assert np.isfinite(expected.astype(np.float32)).all()
+        assert found.tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    def test_one_in_the_same_cache_and_those_that_stayed(self, dtype):
+        cache = self.filled(dtype)
+        expected = attended(cache, jnp.array([2, 0, 4], jnp.int32), dtype)
+        cache, swapped = jkv.swap_out(cache, 2)
+        cache, _ = jkv.allocate(cache, [4, 4, 4, 0])  # its row is taken
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.raise_for_status(back)
+        seq_ids = jnp.concatenate([back.seq_ids, jnp.array([0, 4], jnp.int32)])
+        assert attended(cache, seq_ids, dtype).tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize("fault", ["zeros", "length", "permuted"])
+    def test_the_comparison_can_fail(self, fault):
+        cache = self.filled(jnp.float32)
+        expected = attended(cache, jnp.array([2], jnp.int32), jnp.float32)
+        _, swapped = jkv.swap_out(cache, 2)
+        lengths, tables = swapped.context_lengths, swapped.block_tables
+        if fault == "zeros":
+            storage = jax.tree.map(np.zeros_like, swapped.contents.storage)
+            held = dataclasses.replace(swapped.contents, storage=storage)
+            swapped = dataclasses.replace(swapped, contents=held)
+        elif fault == "length":
+            swapped = dataclasses.replace(swapped, context_lengths=lengths - 1)
+        else:
+            swapped = dataclasses.replace(
+                swapped, block_tables=tables[:, [1, 0, *range(2, 13)]]
+            )
+        other, back = jkv.swap_in(self.another(jnp.float32), swapped)
+        jkv.raise_for_status(back)
+        found = attended(other, back.seq_ids, jnp.float32)
+        assert found.tobytes() != expected.tobytes()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("seq_ids", [[3], [0, 0], [-2], [4], [0, 1, 2**31 - 1]])
+    def test_ids_that_are_not_open_raise_and_change_nothing(self, seq_ids):
+        cache = opened(5, 9, 2)
+        before = state(cache)
+        with pytest.raises(jkv.InvalidSequence) as caught:
+            jkv.swap_out(cache, seq_ids)
+        assert caught.value.index == len(seq_ids) - 1
+        assert state(cache) == before
+
+    def refused(self, cache, swapped, status):
+        before = without_refusals(cache)
+        count = refusal_counts(cache)[status]
+        after, back = jkv.swap_in(cache, swapped)
+        assert back.status.tolist() == [status] * swapped.num_sequences
+        assert back.seq_ids.tolist() == [-1] * swapped.num_sequences
+        assert without_refusals(after) == before
+        assert refusal_counts(after)[status] == count + swapped.num_sequences
+        with pytest.raises(jkv.CacheError, match=status.name):
+            jkv.raise_for_status(back, after)
+
+    def test_all_or_nothing(self):
+        _, two = jkv.swap_out(opened(9, 5), [0, 1])
+        blocks, _ = jkv.allocate(small_cache(), [14])
+        self.refused(blocks, two, jkv.Status.OUT_OF_BLOCKS)
+        rows, _ = jkv.allocate(small_cache(num_blocks=99), [0, 0, 0])
+        self.refused(rows, two, jkv.Status.OUT_OF_SEQUENCES)
+        short = small_cache(max_context_length=8)
+        self.refused(short, two, jkv.Status.CONTEXT_FULL)
+
+    def test_the_order_of_causes(self):
+        _, two = jkv.swap_out(opened(9, 5), [0, 1])
+        full = small_cache(num_blocks=1, max_sequences=1)
+        self.refused(full, two, jkv.Status.OUT_OF_SEQUENCES)
+        full = small_cache(num_blocks=1, max_sequences=1, max_context_length=8)
+        self.refused(full, two, jkv.Status.CONTEXT_FULL)
+
+    def test_the_last_block_and_the_last_row_serve(self):
+        _, two = jkv.swap_out(opened(9, 5), [0, 1])
+        cache = small_cache(num_blocks=5, max_sequences=2, max_context_length=9)
+        cache, back = jkv.swap_in(cache, two)
+        jkv.check(cache)
+        assert back.status.tolist() == [0, 0]
+        assert int(jkv.num_free_blocks(cache)) == 0
+
+    def test_a_reservation_that_does_not_fit_the_tables(self):
+        cache, _ = jkv.allocate(small_cache(), [13])
+        _, swapped = jkv.swap_out(grow(cache, 0, range(5)), 0)
+        short = small_cache(max_context_length=8)
+        self.refused(short, swapped, jkv.Status.CONTEXT_FULL)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            dict(num_layers=2),
+            dict(num_kv_heads=2),
+            dict(head_dim=3),
+            dict(value_head_dim=1),
+            dict(block_size=2),
+            dict(dtype=jnp.bfloat16),
+            dict(dtype=jnp.float16),
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_a_cache_of_another_kind(self, changes):
+        _, swapped = jkv.swap_out(opened(9), 0)
+        with pytest.raises(ValueError, match="same layers"):
+            jkv.swap_in(small_cache(**changes), swapped)
+
+
+class TestTheHostValue:
+    def test_pickle_and_repr(self):
+        _, swapped = jkv.swap_out(opened(9, 5), [0, 1])
+        copy = pickle.loads(pickle.dumps(swapped))
+        assert repr(copy) == repr(swapped)
+        assert "\n" not in repr(copy) and len(repr(copy)) < 88
+        assert "2 sequences, 14 tokens, 5 of 5 blocks" in repr(copy)
+        assert copy.nbytes == swapped.nbytes and copy.num_sequences == 2
+        cache, back = jkv.swap_in(fragmented(), copy)
+        assert stored_tokens(cache, int(back.seq_ids[0])) == list(range(9))
+
+    def test_it_is_frozen(self):
+        _, swapped = jkv.swap_out(opened(9), 0)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            swapped.num_blocks = 1
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    def test_pinned_memory(self, monkeypatch, dtype):
+        """The way of an accelerator: a CPU has such memory too, if asked for."""
+        cache = opened(9, 14, num_layers=2, dtype=dtype)
+        device = next(iter(cache.devices))
+        if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
+            pytest.skip("no pinned memory")
+        _, plain = jkv.swap_out(cache, [1, 0])
+        monkeypatch.setattr(contents, "_has_pinned_memory", lambda array: True)
+        cache, swapped = jkv.swap_out(cache, [1, 0])
+        for array in jax.tree.leaves(swapped.contents.storage):
+            assert array.sharding.memory_kind == "pinned_host"
+        assert swapped.nbytes == plain.nbytes
+        copy = pickle.loads(pickle.dumps(swapped))
+        for array in jax.tree.leaves(copy.contents.storage):
+            assert type(array) is np.ndarray
+        for value in (swapped, copy):
+            other, back = jkv.swap_in(fragmented(num_layers=2, dtype=dtype), value)
+            assert other.keys.sharding.memory_kind != "pinned_host"
+            first, second = back.seq_ids.tolist()
+            assert stored_tokens(other, first) == list(range(100, 114))
+            assert stored_tokens(other, second) == list(range(9))
+
+    def test_which_memory_is_chosen(self):
+        """A CPU never, another device if it says so."""
+
+        class Memory:
+            def __init__(self, kind):
+                self.kind = kind
+
+        class Device:
+            def __init__(self, platform, *kinds):
+                self.platform, self.kinds = platform, kinds
+
+            def addressable_memories(self):
+                return [Memory(kind) for kind in self.kinds]
+
+        class Array:
+            def __init__(self, *devices):
+                self.devices = lambda: set(devices)
+
+        gpu = Device("gpu", "device", "pinned_host")
+        old = Device("rocm", "device")
+        cpu = Device("cpu", "device", "pinned_host", "unpinned_host")
+        chosen = [
+            contents._has_pinned_memory(Array(*devices))
+            for devices in ([gpu], [old], [cpu], [gpu, gpu], [gpu, old])
+        ]
+        assert chosen == [True, False, False, True, False]
+
+
+class TestCost:
+    def test_storage_is_given_up_only_if_asked(self):
+        _, swapped = jkv.swap_out(opened(9), 0)
+        cache = small_cache(num_blocks=64, record_tokens=True)
+        before = state(cache)
+        after, _ = jkv.swap_in(cache, swapped)
+        assert state(cache) == before
+        where = after.keys.unsafe_buffer_pointer(), after.values.unsafe_buffer_pointer()
+        again, _ = jkv.swap_in(after, swapped, donate=True)
+        assert after.keys.is_deleted() and after.values.is_deleted()
+        assert (
+            again.keys.unsafe_buffer_pointer(),
+            again.values.unsafe_buffer_pointer(),
+        ) == where
+        jkv.check(again)
+
+    def test_a_refused_donation_gives_up_nothing(self):
+        _, swapped = jkv.swap_out(opened(9), 0)
+        cache, _ = jkv.allocate(small_cache(), [14, 14])
+        after, back = jkv.swap_in(cache, swapped, donate=True)
+        assert int(back.status[0]) == jkv.Status.OUT_OF_BLOCKS
+        assert not cache.keys.is_deleted() and after.keys is cache.keys
+
+    def test_all_sizes_share_a_few_programs(self):
+        cache = small_cache(num_blocks=64, max_context_length=128, head_dim=3)
+        gathers = contents._gather._cache_size()
+        scatters = contents._scatter._cache_size()
+        for length in range(1, 128, 4):
+            cache, result = jkv.allocate(cache, 0)
+            cache, _ = jkv.append(cache, result.seq_ids, length, capacity=128)
+            cache, swapped = jkv.swap_out(cache, result.seq_ids)
+            assert swapped.num_filled_blocks == -(-length // 4)
+            cache, back = jkv.swap_in(cache, swapped, donate=True)
+            cache, _ = jkv.free(cache, back.seq_ids)
+        assert contents._gather._cache_size() - gathers == 6
+        assert contents._scatter._cache_size() - scatters == 6
+
+
+class TestWithAPrefixIndex:
+    def computed(self, cache, prompt, salt):
+        """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""
+        cache, opened = jkv.allocate(
+            cache, 0, tokens=jnp.array([prompt]), salts=jnp.array([salt])
+        )
+        jkv.raise_for_status(opened)
+        rest = prompt[int(opened.num_cached[0]) :]
+        cache, batch = jkv.append(
+            cache, opened.seq_ids, len(rest), capacity=16, tokens=padded(rest)
+        )
+        cache = write_tokens(cache, batch, padded(rest))
+        return cache, int(opened.seq_ids[0]), int(opened.num_cached[0])
+
+    def test_the_domain_and_the_tokens_go_along(self):
+        cache = small_cache(prefix_caching=True)
+        cache, seq_id, _ = self.computed(cache, list(range(40, 49)), 7)
+        cache, swapped = jkv.swap_out(cache, seq_id)
+        other = small_cache(prefix_caching=True, num_blocks=11)
+        other, _, _ = self.computed(other, [1, 2, 3], 5)
+        other, back = jkv.swap_in(other, swapped)
+        jkv.check(other)
+        seq_id, index = int(back.seq_ids[0]), other.metadata.prefix
+        assert int(index.sequence_salts[seq_id]) == 7
+        assert int(index.epochs[seq_id]) == int(other.metadata.created[seq_id])
+        assert jkv.tokens(other, seq_id)[:9].tolist() == list(range(40, 49))
+        assert stored_tokens(other, seq_id) == list(range(40, 49))
+
+    def test_what_was_visible_stays_behind(self):
+        """Others find it until the pool needs it; what returns adds nothing more."""
+        cache = small_cache(prefix_caching=True)
+        prompt = list(range(40, 49))
+        cache, seq_id, _ = self.computed(cache, prompt, 7)
+        cache, swapped = jkv.swap_out(cache, seq_id)
+        jkv.check(cache)
+        assert jkv.match(cache, jnp.array([prompt]), 7).tolist() == [8]
+        cache, seq_id, found = self.computed(cache, prompt, 7)
+        assert found == 8
+        cache, _ = jkv.free(cache, seq_id)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        (seq_id,) = back.seq_ids.tolist()
+        assert int(cache.metadata.prefix.committed[seq_id]) == -1
+        cache = grow(cache, seq_id, [49, 50, 51])
+        jkv.check(cache)
+        assert stored_tokens(cache, seq_id) == list(range(40, 52))
+        longer = jnp.array([[*range(40, 53)]])
+        assert jkv.match(cache, longer, 7).tolist() == [8]
+
+    def test_holes_in_the_ring(self):
+        """Blocks that were found again left the ring: none of them is taken."""
+        _, swapped = jkv.swap_out(opened(9, prefix_caching=True), 0)
+        cache, prompt = small_cache(prefix_caching=True), list(range(9))
+        cache, seq_id, _ = self.computed(cache, prompt, 0)  # blocks 0 1 2
+        cache, _ = jkv.free(cache, seq_id)
+        cache, reserved = jkv.allocate(cache, [14, 4])  # all but these
+        cache, opened_again = jkv.allocate(cache, 0, tokens=jnp.array([prompt]))
+        seq_id = int(opened_again.seq_ids[0])
+        assert table(cache, seq_id) == [0, 1]
+        cache, _ = jkv.free(cache, reserved.seq_ids[0])
+        free = cache.metadata.free_blocks  # 2, two holes, 6 5 4 3
+        assert (int(free.span), int(free.count)) == (7, 5)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        assert table(cache, int(back.seq_ids[0])) == [2, 6, 5]
+        assert stored_tokens(cache, int(back.seq_ids[0])) == prompt
+        assert stored_tokens(cache, seq_id) == prompt[:8]
+
+    def test_cached_blocks_give_way(self):
+        """The pool takes the oldest, and each block taken is counted once."""
+        plain = opened(9, prefix_caching=True)
+        plain, _ = jkv.fork(plain, [0, 0])
+        _, swapped = jkv.swap_out(plain, [0, 1, 2])
+        cache = small_cache(prefix_caching=True)
+        for salt in range(2):
+            cache, seq_id, _ = self.computed(cache, list(range(14)), salt)
+            cache, _ = jkv.free(cache, seq_id)
+        evicted = int(Counter.BLOCKS_EVICTED)
+        cache, back = jkv.swap_in(cache, swapped)
+        jkv.check(cache)
+        jkv.raise_for_status(back)
+        # Five blocks: a tail that was never visible, three of the first, one more tail.
+        assert int(cache.metadata.counters[evicted, 0]) == 3
+        for seq_id in back.seq_ids.tolist():
+            assert stored_tokens(cache, seq_id) == list(range(9))
+
+
+def padded(tokens):
+    return jnp.array([*tokens, *[-1] * (16 - len(tokens))], jnp.int32)

@@ -1,0 +1,33 @@
+"""With 64-bit types enabled sums and ranges of JAX default to 64 bits; jkv's do not."""
+
+import jax
+import jax.numpy as jnp
+from conftest import small_cache, write_tokens
+
+import jkv
+
+
+def test_every_verb_keeps_its_types_under_x64():
+    with jax.enable_x64(True):
+        cache = small_cache(prefix_caching=True)
+        before = [leaf.dtype for leaf in jax.tree.leaves(cache)]
+        prompts = jnp.arange(10)[None]
+
+        def cycle(_, cache):
+            cache, opened = jkv.allocate(cache, 2, tokens=prompts)
+            cache, batch = jkv.append(
+                cache, opened.seq_ids, 9, capacity=12, tokens=jnp.arange(12)
+            )
+            cache = write_tokens(cache, batch, jnp.arange(12))
+            cache, forked = jkv.fork(cache, opened.seq_ids)
+            cache, _ = jkv.truncate(cache, forked.seq_ids, 3)
+            cache, _ = jkv.reorder(cache, opened.seq_ids, forked.seq_ids)
+            cache, _ = jkv.touch(cache, forked.seq_ids)
+            cache = jkv.evict_cached(cache, 1)
+            cache, _ = jkv.evict(cache, 7)
+            cache, _ = jkv.evict_older_than(cache, 0)
+            return jkv.free(cache, opened.seq_ids)[0]
+
+        cache = jax.lax.fori_loop(0, 5, cycle, cache)
+        jkv.check(cache)
+        assert [leaf.dtype for leaf in jax.tree.leaves(cache)] == before
