@@ -20,7 +20,7 @@ from jax import lax
 
 from jkv.attention.requests import Requests
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.storage import gather_blocks, read_twice
+from jkv.attention.storage import Pools, gather_blocks, read_twice
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
 # pieces are quicker to join, shorter ones waste less at the end of a request.
@@ -49,21 +49,20 @@ class WorkList(NamedTuple):
 
 def attend_decode(
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    key_pool: jax.Array,  # [L, N, K, T, D]
-    value_pool: jax.Array,  # [L, N, K, T, Dv]
+    pools: Pools,
     layer: jax.Array,  # i32[]
     requests: Requests,
     *,
     window: jax.Array | None,  # i32[]
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[K, G]
-    kv_dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the requests with one row each;
     other rows are zeros and -inf.
     """
     num_rows = queries.shape[0]
-    num_kv_heads, block_size, value_dim = value_pool.shape[2:]
+    num_kv_heads, block_size = pools.num_kv_heads, pools.block_size
+    value_dim = pools.value_dim
     num_requests, max_blocks = requests.seq_ids.shape[0], requests.block_tables.shape[1]
     block_bytes = 4 * num_kv_heads * block_size * max(queries.shape[3], value_dim)
     piece_blocks = max(1, _PIECE_TOKENS // block_size)
@@ -90,10 +89,13 @@ def attend_decode(
         request = work.request[rank]
         table_rows = requests.seq_ids[request][:, None]
         blocks = requests.block_tables[table_rows, columns].reshape(-1)
-        flat_keys = gather_blocks(key_pool, layer, blocks, kv_dtype)
-        flat_values = gather_blocks(value_pool, layer, blocks, kv_dtype)
-        keys = flat_keys.reshape(-1, *key_pool.shape[2:])
-        values = flat_values.reshape(-1, *value_pool.shape[2:])
+        flat_keys = gather_blocks(pools.keys, layer, blocks, pools.kv_dtype)
+        keys = flat_keys.reshape(-1, *pools.keys.shape[2:])
+        if pools.values is None:
+            flat_values, values = flat_keys, keys[..., :value_dim]
+        else:
+            flat_values = gather_blocks(pools.values, layer, blocks, pools.kv_dtype)
+            values = flat_values.reshape(-1, *pools.values.shape[2:])
         seen = visible.reshape(-1, visible.shape[2])  # bool[P * W, T]
         if mask_values:
             # Slots that the row does not see may hold NaN, and 0 * NaN is NaN.

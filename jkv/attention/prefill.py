@@ -14,7 +14,7 @@ from jax import lax
 
 from jkv.attention.requests import Requests
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums
-from jkv.attention.storage import gather_blocks
+from jkv.attention.storage import Pools, gather_blocks
 
 _MAX_TILE_ROWS = 128
 _MIN_TILE_ROWS = 16
@@ -139,8 +139,7 @@ def score_chunk(
 
 def attend_prefill(
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    key_pool: jax.Array,  # [L, N, K, T, D]
-    value_pool: jax.Array,  # [L, N, K, T, Dv]
+    pools: Pools,
     layer: jax.Array,  # i32[]
     requests: Requests,
     output: jax.Array,  # f32[R, K, G, Dv]
@@ -149,11 +148,10 @@ def attend_prefill(
     window: jax.Array | None,  # i32[]
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[K, G]
-    kv_dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Fill in the rows of all requests with more than one row, leave the others."""
     num_rows, num_kv_heads, group, _ = queries.shape
-    block_size, value_dim = value_pool.shape[3:]
+    block_size = pools.block_size
     tiling = make_tiling(requests, num_rows=num_rows, block_size=block_size, min_rows=2)
     tile_rows = tiling.tile_rows
 
@@ -168,8 +166,7 @@ def attend_prefill(
             blocks, visible, used = locate_chunk(
                 tiling, tile, window, block_size, chunk
             )
-            keys = gather_heads(key_pool, layer, blocks, kv_dtype)
-            values = gather_heads(value_pool, layer, blocks, kv_dtype)
+            keys, values = gather_heads(pools, layer, blocks)
             # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
             values = jnp.where(used[None, :, None], values, 0.0)
             scores = score_chunk(rows, keys, visible, soft_cap)
@@ -187,7 +184,7 @@ def attend_prefill(
 
         sums = empty_sums(
             (num_kv_heads, group, tile_rows),
-            value_dim,
+            pools.value_dim,
             None if sinks is None else sinks[..., None],
         )
         sums = lax.fori_loop(jnp.int32(0), tile.num_chunks, attend_chunk, sums)
@@ -213,13 +210,19 @@ def attend_prefill(
 
 
 def gather_heads(
-    pool: jax.Array,  # [L, N, K, T, D]
+    pools: Pools,
     layer: jax.Array,  # i32[]
     blocks: jax.Array,  # i32[C]
-    kv_dtype: jax.typing.DTypeLike | None,
-) -> jax.Array:
-    """Return the tokens of the blocks by head, `f32[K, C * T, D]`."""
-    num_kv_heads, block_size, head_dim = pool.shape[2:]
-    chunk = gather_blocks(pool, layer, blocks, kv_dtype)
-    chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
-    return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of the blocks by head, `f32[K, C * T, D]` and `Dv`."""
+
+    def gather(pool: jax.Array) -> jax.Array:
+        num_kv_heads, block_size, head_dim = pool.shape[2:]
+        chunk = gather_blocks(pool, layer, blocks, pools.kv_dtype)
+        chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
+        return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
+
+    keys = gather(pools.keys)
+    if pools.values is None:
+        return keys, keys[..., : pools.value_dim]
+    return keys, gather(pools.values)

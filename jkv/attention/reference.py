@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.requests import Requests
-from jkv.attention.storage import to_float32
+from jkv.attention.storage import Pools, to_float32
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap", "kv_dtype"))
+@functools.partial(jax.jit, static_argnames=("soft_cap",))
 def attend_reference(
-    queries: jax.Array,  # f32[R, H, D], not scaled
-    key_pool: jax.Array,  # [L, N, K, T, D]
-    value_pool: jax.Array,  # [L, N, K, T, Dv]
+    queries: jax.Array,  # [R, H, D], not scaled
+    pools: Pools,
     layer: jax.Array,  # i32[]
     requests: Requests,
     *,
@@ -26,9 +25,10 @@ def attend_reference(
     window: jax.Array | None,  # i32[]
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[H]
-    kv_dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, H, Dv]` and the log-sum-exp `f32[R, H]`."""
+    """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
+    dtype = queries.dtype
+    queries = queries.astype(jnp.float32)
     rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
     offsets = rows[:, None] - requests.query_starts[None, :]  # i32[R, B]
     owns = (offsets >= 0) & (offsets < requests.query_lengths[None, :])
@@ -46,8 +46,11 @@ def attend_reference(
         position: jax.Array,  # i32[]
         table: jax.Array,  # i32[M]
     ) -> tuple[jax.Array, jax.Array]:
-        keys = gather_tokens(key_pool, layer, table, kv_dtype)  # f32[K, M * T, D]
-        values = gather_tokens(value_pool, layer, table, kv_dtype)
+        keys = gather_tokens(pools.keys, layer, table, pools.kv_dtype)
+        if pools.values is None:
+            values = keys[..., : pools.value_dim]
+        else:
+            values = gather_tokens(pools.values, layer, table, pools.kv_dtype)
         token = jnp.arange(keys.shape[1], dtype=jnp.int32)
         visible = token <= position
         if window is not None:
@@ -81,7 +84,10 @@ def attend_reference(
         return output.reshape(num_heads, -1), lse.reshape(num_heads)
 
     # One row at a time: the memory of all rows' contexts at once is not to be had.
-    return lax.map(lambda row: attend_row(*row), (queries, positions, tables[owner]))
+    output, lse = lax.map(
+        lambda row: attend_row(*row), (queries, positions, tables[owner])
+    )
+    return output.astype(dtype), lse
 
 
 def gather_tokens(

@@ -5,9 +5,50 @@ dtype inside jit, would copy it; so whole blocks are gathered by (layer, block) 
 and only the gathered chunk is turned into numbers.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pools:
+    """Stored keys and values, and what their elements mean.
+
+    Symbols: `L` layers, `N` blocks, `K` kv heads, `T` tokens per block, `D` (`Dv`) key
+    (value) head dim.
+    """
+
+    keys: jax.Array  # [L, N, K, T, D]
+    values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of each key
+    # Static: no shape tells them when the values lie in the keys, or bits are raw.
+    value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
+    kv_dtype: np.dtype[Any] | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.keys.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        """T."""
+        return self.keys.shape[3]
+
+    @property
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """What the elements are, one dtype unless keys and values differ."""
+        arrays = [self.keys] if self.values is None else [self.keys, self.values]
+        return {
+            array.dtype
+            if self.kv_dtype is None or jnp.issubdtype(array.dtype, jnp.floating)
+            else self.kv_dtype
+            for array in arrays
+        }
 
 
 def gather_blocks(

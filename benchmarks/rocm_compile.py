@@ -1,0 +1,196 @@
+"""A decode step through XLA's own ROCm compiler for MI300X, without an AMD card.
+
+A step of a model's worth of layers (append, then write and attend in each, the cache
+donated) is compiled ahead of time, and the compiled module asked: how much temporary
+memory does it take, which of its operations are as large as a pool, are the kernels in
+it, is every array of the cache updated in place? Nothing runs, so nothing is timed. The
+compiler comes from JAX's ROCm plugin with stand-ins for ROCm (`rocm_stand_in.py`).
+
+    python benchmarks/rocm_compile.py            # downloads 160 MB the first time
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rocm_stand_in
+
+import jkv
+
+HERE = pathlib.Path(__file__).parent
+# What a step may do with something as large as a layer of the pool.
+IN_PLACE = {
+    "bitcast",
+    "call",
+    "custom-call",
+    "fusion",  # its parts are listed too
+    "get-tuple-element",
+    "parameter",
+    "scatter",
+    "tuple",
+    "while",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One decode step: a token for each sequence."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_sequences: int
+    max_context_length: int
+    num_blocks: int
+    dtype: str
+    is_scanned: bool  # the layers in a `lax.scan`, or one after the other
+
+    def config(self) -> jkv.CacheConfig:
+        return jkv.CacheConfig(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_blocks=self.num_blocks,
+            block_size=16,
+            max_sequences=self.num_sequences,
+            max_context_length=self.max_context_length,
+            dtype=self.dtype,
+        )
+
+    def run(
+        self, cache: jkv.Cache, seq_ids: jax.Array, rows: jax.Array
+    ) -> tuple[jkv.Cache, jax.Array]:
+        """Decode; each layer's output is the next one's input, like a model's."""
+        cache, batch = jkv.append(cache, seq_ids)
+
+        def layer_step(
+            carry: tuple[jkv.Cache, jax.Array], layer: jax.Array | int
+        ) -> tuple[tuple[jkv.Cache, jax.Array], None]:
+            cache, rows = carry
+            keys = rows[:, : self.num_kv_heads]
+            cache = jkv.write(cache, layer, batch, keys, keys)
+            return (cache, jkv.attend(cache, layer, batch, rows)), None
+
+        if self.is_scanned:
+            layers = jnp.arange(self.num_layers, dtype=jnp.int32)
+            (cache, rows), _ = jax.lax.scan(layer_step, (cache, rows), layers)
+        else:
+            for number in range(self.num_layers):
+                (cache, rows), _ = layer_step((cache, rows), number)
+        return jkv.commit(cache, batch), rows
+
+
+# The shapes of Llama 3 8B: 64 sequences of up to 8,192 tokens, 64 GiB of cache.
+LLAMA = Step(
+    name="llama-8b, scan",
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    num_sequences=64,
+    max_context_length=8192,
+    num_blocks=32768,
+    dtype="bfloat16",
+    is_scanned=True,
+)
+STEPS = [
+    LLAMA,
+    dataclasses.replace(LLAMA, name="llama-8b, unrolled", is_scanned=False),
+    dataclasses.replace(LLAMA, name="float16", num_layers=4, dtype="float16"),
+    dataclasses.replace(
+        LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"
+    ),
+]
+
+
+def compile_step(step: Step, device: jax.Device) -> dict[str, object]:
+    """Compile a step and check that it works in place."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    cache = jax.eval_shape(lambda: jkv.init(step.config()))
+    seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
+    rows = jax.ShapeDtypeStruct(
+        (step.num_sequences, step.num_heads, step.head_dim), step.dtype
+    )
+    operands = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (cache, seq_ids, rows),
+    )
+    start = time.perf_counter()
+    compiled = jax.jit(step.run, donate_argnums=0).trace(*operands).lower().compile()
+    seconds = time.perf_counter() - start
+
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    num_kernels = len(re.findall(r"custom-call\(.*triton", text))
+    assert num_kernels >= 3, f"{num_kernels} kernels in the module"
+    layer_elements = cache.keys.size // step.num_layers
+    for line in text.splitlines():
+        match = re.search(r"= (.+?) ([\w-]+)\(", line)
+        if match is None or match[2] in IN_PLACE:
+            continue
+        for shape in re.findall(r"\w+\[([\d,]+)\]", match[1]):
+            size = np.prod([int(n) for n in shape.split(",")])
+            assert size < layer_elements, f"a copy of a layer or more: {line}"
+    pool_bytes = cache.keys.size * cache.keys.dtype.itemsize
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < pool_bytes / step.num_layers / 2
+    assert memory.alias_size_in_bytes >= cache_bytes, "not updated in place"
+    return {
+        "step": step.name,
+        "layers": step.num_layers,
+        "dtype": step.dtype,
+        "pool bytes": 2 * pool_bytes,
+        "temporary bytes": memory.temp_size_in_bytes,
+        "aliased bytes": memory.alias_size_in_bytes,
+        "output bytes": memory.output_size_in_bytes,
+        "kernels": num_kernels,
+        "seconds to compile": round(seconds, 1),
+    }
+
+
+def pretend_mi300x() -> contextlib.AbstractContextManager[object]:
+    """Let the kernel be cut for the card that is compiled for."""
+    return unittest.mock.patch(
+        "jkv.attention.choice.find_target",
+        lambda platform: "gfx942" if platform == "rocm" else None,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=pathlib.Path, default=HERE / "out/rocm")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    if not arguments.inside:
+        # The loader reads its path once, when a process starts.
+        variables = os.environ | rocm_stand_in.prepare(folder)
+        again = [sys.executable, __file__, "--inside", "--folder", str(folder)]
+        os.execve(sys.executable, again, variables)
+
+    device = rocm_stand_in.mi300x(folder)
+    print(f"JAX {jax.__version__}, {device.device_kind}, nothing runs")
+    results = []
+    with pretend_mi300x():
+        for step in STEPS:
+            results.append(compile_step(step, device))
+            print(json.dumps(results[-1]))
+    out = HERE / "results" / "rocm_compile.json"
+    out.write_text(
+        json.dumps({"jax": jax.__version__, "steps": results}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What a call of `paged_attention` must look like; mistakes are explained."""
+
+import jax
+import jax.numpy as jnp
+
+# Raw storage dtypes and what their bits may mean. A wider set comes with quantisation.
+_BIT_DTYPES = {jnp.dtype(jnp.uint16): (jnp.dtype(jnp.bfloat16),)}
+
+
+def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
+    if array.ndim != rank:
+        raise ValueError(
+            f"{name} must have {rank} axes, {meaning}, got shape {array.shape}"
+        )
+
+
+def require_shapes(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    value_head_dim: int | None,
+    sinks: jax.Array | None,
+) -> int:
+    """Check ranks and sizes of queries, pools and sinks; return the value head dim."""
+    require_rank("queries", queries, 3, "[R, H, D]")
+    require_rank("key_pool", key_pool, 5, "[L, N, K, T, D]; layer=None drops the L")
+    if value_pool is None:
+        value_dim = _require_latent(key_pool, value_head_dim)
+    else:
+        require_rank("value_pool", value_pool, 5, "[L, N, K, T, Dv]")
+        if key_pool.shape[:4] != value_pool.shape[:4]:
+            raise ValueError(
+                "key_pool and value_pool must agree in layers, blocks, kv heads and "
+                f"block size, got {key_pool.shape} and {value_pool.shape}"
+            )
+        value_dim = value_pool.shape[4]
+        if value_head_dim not in (None, value_dim):
+            raise ValueError(
+                f"value_pool has head dim {value_dim}, value_head_dim is "
+                f"{value_head_dim}; it is for value_pool=None, leave it out"
+            )
+    value_shape = () if value_pool is None else value_pool.shape
+    if 0 in (*queries.shape[1:], *key_pool.shape, *value_shape):
+        raise ValueError(
+            "no axis of the pools, no number of heads and no head dim may be 0, got "
+            f"queries {queries.shape}, pools {key_pool.shape}, {value_shape}"
+        )
+    num_heads, head_dim = queries.shape[1:]
+    num_kv_heads = key_pool.shape[2]
+    if head_dim != key_pool.shape[4]:
+        raise ValueError(
+            f"queries have head dim {head_dim}, key_pool {key_pool.shape[4]}; "
+            "they must be equal"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} kv heads; "
+            "give a multiple of the kv heads"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(
+            f"sinks must be one logit per query head, [{num_heads}], got {sinks.shape}"
+        )
+    return value_dim
+
+
+def _require_latent(key_pool: jax.Array, value_head_dim: int | None) -> int:
+    """Check that values can lie in the keys, return their head dim."""
+    if value_head_dim is None or not 0 < value_head_dim <= key_pool.shape[4]:
+        raise ValueError(
+            "with value_pool=None the values are the first value_head_dim elements of "
+            f"the keys: pass 1 to {key_pool.shape[4]}, got {value_head_dim}"
+        )
+    return value_head_dim
+
+
+def require_dtypes(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    kv_dtype: jax.typing.DTypeLike | None,
+) -> None:
+    """Check that queries are floating point and that the pools' bits have a meaning."""
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise ValueError(f"queries must be floating point, got {queries.dtype}")
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        if pool is None:
+            continue
+        if jnp.issubdtype(pool.dtype, jnp.floating):
+            if kv_dtype is not None and pool.dtype != jnp.dtype(kv_dtype):
+                raise ValueError(
+                    f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)}; "
+                    "kv_dtype is for pools of raw bits, leave it out"
+                )
+        elif pool.dtype not in _BIT_DTYPES:
+            raise ValueError(
+                f"{name} must be floating point, or uint16 with kv_dtype=bfloat16, "
+                f"got {pool.dtype}"
+            )
+        elif kv_dtype is None or jnp.dtype(kv_dtype) not in _BIT_DTYPES[pool.dtype]:
+            names = " or ".join(str(dtype) for dtype in _BIT_DTYPES[pool.dtype])
+            raise ValueError(
+                f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
+                f"got {kv_dtype}"
+            )
+
+
+def require_options(
+    window: jax.typing.ArrayLike | None, soft_cap: float | None
+) -> None:
+    """Check the options whose values are known."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0 or None, got {soft_cap}")
+    if isinstance(window, int) and window < 1:
+        raise ValueError(
+            f"window counts the token itself, so it is 1 or more, got {window}; "
+            "pass None for no window"
+        )
+
+
+def require_requests(
+    block_tables: jax.Array,
+    seq_ids: jax.Array | None,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    context_lengths: jax.Array,
+) -> None:
+    """Check that the integer arrays are integers and one entry per request."""
+    require_rank("block_tables", block_tables, 2, "[S, M]")
+    require_rank("query_starts", query_starts, 1, "[B]")
+    named = {
+        "seq_ids": seq_ids,
+        "query_starts": query_starts,
+        "query_lengths": query_lengths,
+        "context_lengths": context_lengths,
+    }
+    num_requests = query_starts.shape
+    for name, array in named.items():
+        if array is not None and array.shape != num_requests:
+            raise ValueError(
+                f"{name} must have one entry per request, {list(num_requests)} as "
+                f"query_starts, got {list(array.shape)}"
+            )
+    named["block_tables"] = block_tables
+    for name, array in named.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold integers, got {array.dtype}")
+    if 0 in block_tables.shape:
+        raise ValueError(f"block_tables may not be empty, got {block_tables.shape}")
+    if seq_ids is None and num_requests[0] > block_tables.shape[0]:
+        raise ValueError(
+            f"seq_ids=None stands for arange({num_requests[0]}), but block_tables has "
+            f"{block_tables.shape[0]} rows; pass seq_ids or more rows"
+        )

@@ -1,0 +1,138 @@
+"""Lowering programs for GPUs that are not there, and taking the kernels out of them."""
+
+import contextlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
+
+from jkv.attention.kernel import attend_kernel
+from jkv.attention.requests import Requests
+from jkv.attention.storage import Pools
+
+# JAX wants a card to be named. These are cut like the ones that are not known.
+_ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
+
+
+class Kernel(NamedTuple):
+    """One custom call: the Triton module and how it is launched."""
+
+    name: str
+    text: str  # the module in generic form, which other builds of Triton read
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+
+
+def pretend(platform):
+    """A context in which JAX lowers Pallas kernels for a GPU without having one."""
+    if jax.__version_info__ < (0, 11) or platform not in _ANY_DEVICE:
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(_ANY_DEVICE[platform], 1, platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lower(function, arguments, platform):
+    """Trace and lower `function(*arguments)` for "rocm" or "cuda"."""
+    with pretend(platform):
+        traced = jax.jit(function).trace(*arguments)
+        return traced.lower(lowering_platforms=(platform,))
+
+
+def shape(*sizes, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def make_shapes(
+    head_dim=128,
+    *,
+    value_dim=None,
+    group=4,
+    kv_heads=8,
+    blocks=64,
+    block_size=16,
+    dtype="bfloat16",
+    num_layers=2,
+):
+    """Queries and pools as shapes; head dims above 256 are a latent cache."""
+    is_latent = head_dim > 256
+    kv_heads = 1 if is_latent else kv_heads
+    stored = "uint16" if dtype == "bfloat16" else dtype
+    value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
+    common = (num_layers, blocks, kv_heads, block_size)
+    pools = Pools(
+        keys=shape(*common, head_dim, dtype=stored),
+        values=None if is_latent else shape(*common, value_dim, dtype=stored),
+        value_dim=value_dim,
+        kv_dtype=jnp.dtype(dtype) if stored == "uint16" else None,
+    )
+    return shape(64, kv_heads * group, head_dim, dtype=dtype), pools
+
+
+def lower_kernels(queries, pools, tuning, platform, **options):
+    """Lower a call of the kernel itself, with the options' shapes."""
+    soft_cap = options.pop("soft_cap", None)
+
+    def call(queries, pools, layer, requests, scale, options):
+        return attend_kernel(
+            queries,
+            pools,
+            layer,
+            requests,
+            scale=scale,
+            window=options.get("window"),
+            sinks=options.get("sinks"),
+            soft_cap=soft_cap,
+            tuning=tuning,
+            interpret=False,
+        )
+
+    requests = Requests(shape(32, 512), *(shape(32) for _ in range(4)))
+    scale = shape(dtype=jnp.float32)
+    return lower(call, (queries, pools, shape(), requests, scale, options), platform)
+
+
+def find_kernels(lowered):
+    """Return every Pallas Triton kernel of a lowered program."""
+    found = []
+
+    def visit(operation):
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target == "__gpu$xla.gpu.triton":
+                config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+                found.append(_read_kernel(config))
+        for region in operation.regions:
+            for block in region:
+                for inner in block:
+                    visit(inner.operation)
+
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        visit(module.operation)
+    return found
+
+
+def _read_kernel(config):
+    def number(key):
+        return ir.IntegerAttr(config[key]).value
+
+    code = ir.StringAttr(config["ir"]).value_bytes
+    with ir.Context() as context, ir.Location.unknown():
+        dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        context.allow_unregistered_dialects = True
+        text = ir.Module.parse(code).operation.get_asm(
+            enable_debug_info=False, print_generic_op_form=True
+        )
+    return Kernel(
+        name=ir.StringAttr(config["name"]).value,
+        text=text,
+        grid=(number("grid_x"), number("grid_y"), number("grid_z")),
+        num_warps=number("num_warps"),
+        num_stages=number("num_stages"),
+    )

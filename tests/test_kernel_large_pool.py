@@ -1,0 +1,61 @@
+"""The plain path just past 2**31 elements: fingerprints on both sides of the boundary.
+
+The kernel's addresses are read off the lowered code (`test_kernel_lowering.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.attention import paged_attention
+
+# One layer of one head: 4 GiB of float16, and 32 bytes more than an i32 can count.
+HEAD_DIM, BLOCK_SIZE = 16, 128
+NUM_BLOCKS = 2**31 // (HEAD_DIM * BLOCK_SIZE) + 1
+# Blocks at the start, and before and after element 2**31, 2**30 and 2**29.
+MARKED = [0, 1, *(2**n // 2048 + k for n in (29, 30, 31) for k in (-1, 0))]
+
+
+def available_memory():
+    """Bytes that the machine could give, as Linux counts them."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":") for line in file)
+    except OSError:
+        return 0
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(available_memory() < 10 * 2**30, reason="takes 5 GB of memory")
+def test_fingerprints_past_two_to_the_31():
+    """Decode and prefill. Values lie in the keys, so that one pool is enough."""
+
+    # Every element of a marked block is its place in the list, negative without mark.
+    @jax.jit
+    def make_pool():
+        pool = jnp.full((1, NUM_BLOCKS, 1, BLOCK_SIZE, HEAD_DIM), -1, jnp.float16)
+        numbers = jnp.arange(len(MARKED), dtype=jnp.float16)[:, None, None, None]
+        return pool.at[0, jnp.array(MARKED)].set(numbers)
+
+    pool = make_pool()
+    assert pool.size > 2**31
+    num_requests = len(MARKED)
+    for query_length in (1, 3):
+        num_rows = num_requests * query_length
+        output = paged_attention(
+            jnp.ones((num_rows, 1, HEAD_DIM), jnp.float16),
+            pool,
+            None,
+            0,
+            jnp.array(MARKED, jnp.int32)[:, None],
+            None,
+            jnp.arange(num_requests, dtype=jnp.int32) * query_length,
+            jnp.full(num_requests, query_length, jnp.int32),
+            jnp.full(num_requests, BLOCK_SIZE, jnp.int32),
+            value_head_dim=HEAD_DIM,
+            implementation="xla",
+        )
+        expected = np.repeat(np.arange(num_requests), query_length)[:, None, None]
+        np.testing.assert_array_equal(output, np.broadcast_to(expected, output.shape))

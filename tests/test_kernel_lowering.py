@@ -1,0 +1,218 @@
+"""What the kernel becomes for GPUs that are not there: lowered, addressed, exported."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_lowering import (
+    find_kernels,
+    lower,
+    lower_kernels,
+    make_shapes,
+    pretend,
+    shape,
+)
+from tolerances import assert_close, is_close
+
+import jkv
+from jkv.attention import paged_attention
+from jkv.attention.kernel_tuning import (
+    TABLE,
+    Tuning,
+    find_family,
+    find_target,
+    find_tuning,
+    why_never,
+    why_not,
+)
+
+ROWS = [
+    (family, number) for family in TABLE for number in range(len(TABLE[family].rows))
+]
+
+
+def platforms_of(family):
+    return {
+        "cuda" if target.startswith("sm_") else "rocm"
+        for target in TABLE[family].targets
+    }
+
+
+@pytest.mark.parametrize("family, number", ROWS)
+def test_every_row_of_the_table_lowers(family, number):
+    row = TABLE[family].rows[number]
+    dtype = "float32" if row.is_float32 else "bfloat16"
+    queries, pools = make_shapes(row.max_head_dim, dtype=dtype, group=16)
+    tuning = Tuning(row.decode, row.prefill, TABLE[family].programs)
+    options = {
+        "window": shape(),
+        "soft_cap": 30.0,
+        "sinks": shape(queries.shape[1], dtype=jnp.float32),
+    }
+    (platform,) = platforms_of(family)
+    lowered = lower_kernels(queries, pools, tuning, platform, **options)
+    decode, join, prefill = find_kernels(lowered)
+    assert [decode.name, join.name, prefill.name] == [
+        "jkv_decode",
+        "jkv_join",
+        "jkv_prefill",
+    ]
+    for kernel, tile in ((decode, row.decode), (prefill, row.prefill)):
+        assert kernel.num_warps == tile.num_warps
+        assert kernel.num_stages == tile.num_stages
+        assert kernel.text.count("tt.dot") >= 2
+    kv_heads = pools.keys.shape[2]
+    assert decode.grid[1] == kv_heads and join.grid[:2] == (64, queries.shape[1])
+    # The pool goes in whole: outside the kernels nothing reads it.
+    pool = "x".join(map(str, pools.keys.shape))
+    for line in lowered.as_text().splitlines():
+        if f"tensor<{pool}x" in line and "stablehlo" in line:
+            assert "custom_call" in line, line
+
+
+@pytest.mark.parametrize("blocks, bits", [(2**15, 32), (2**16, 32), (2**16 + 1, 64)])
+def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
+    """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
+    queries, pools = make_shapes(blocks=blocks, num_layers=2)
+    assert pools.keys.size == blocks * 2**15
+    tuning = find_tuning(queries, pools, "rocm", "gfx942")
+    assert why_not(queries, pools, "rocm", "gfx942") is None
+    kernels = find_kernels(lower_kernels(queries, pools, tuning, "rocm"))
+    for kernel in kernels:
+        if kernel.name == "jkv_join":
+            continue
+        # The offsets of the two pools, whose elements are the only i16.
+        offsets = re.findall(
+            r"tt\.addptr.*: \(tensor<[\dx]+x!tt.ptr<i16[^>]*>>, tensor<[\dx]+x(i\d+)>",
+            kernel.text,
+        )
+        assert len(offsets) >= 2 and set(offsets) == {f"i{bits}"}
+
+
+def test_one_byte_pools_between_two_and_four_gib_are_refused():
+    """2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap."""
+    for blocks, refused in (
+        (2**16, False),
+        (2**16 + 1, True),
+        (2**17, True),
+        (2**17 + 1, False),
+    ):
+        queries, pools = make_shapes(blocks=blocks, dtype="int8")
+        reason = why_never(shape(*queries.shape, dtype=jnp.bfloat16), pools)
+        assert ("would address them" in reason or "would address" in reason) == refused
+
+
+def test_cards_and_families():
+    expected = {
+        ("rocm", "gfx90a"): "cdna",
+        ("rocm", "gfx942"): "cdna",
+        ("rocm", "gfx950"): "cdna",
+        ("rocm", "gfx1100"): "rdna",
+        ("rocm", "gfx1151"): "rdna",
+        ("rocm", "gfx1201"): "rdna",
+        ("rocm", "gfx1030"): None,  # no matrix instructions
+        ("rocm", "gfx906"): None,
+        ("rocm", None): "rdna",
+        ("cuda", "sm_90"): "hopper",
+        ("cuda", "sm_80"): "other",
+        ("cuda", "sm_100"): "other",
+        ("cuda", "sm_75"): None,
+        ("cuda", None): "other",
+    }
+    assert {key: find_family(*key) for key in expected} == expected
+    if jax.default_backend() == "cpu":
+        assert find_target("rocm") is None and find_target("cuda") is None
+
+
+def test_what_has_no_row_is_said():
+    float32 = make_shapes(dtype="float32")
+    assert why_not(*float32, "rocm", "gfx942") is None
+    assert "float32 operands on gfx1100" in why_not(*float32, "rocm", "gfx1100")
+    assert "an unknown rocm card" in why_not(*float32, "rocm", None)
+    latent = make_shapes(576)
+    assert why_not(*latent, "rocm", "gfx90a") is None
+    assert "head dim 576" in why_not(*latent, "rocm", "gfx1201")
+    assert why_not(*make_shapes(), "cuda", None) is None
+
+
+def call_shapes(dtype):
+    """A call of `paged_attention` on float pools, as shapes."""
+    pool = shape(2, 64, 8, 16, 128, dtype=dtype)
+    rows = shape(4, 32, 128, dtype=dtype)
+    numbers = [shape(4) for _ in range(3)]
+    return rows, pool, pool, shape(), shape(4, 16), None, *numbers
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+def test_the_platform_chooses(platform):
+    """The kernel where the table has a row for any card, the plain path otherwise."""
+    lowered = lower(paged_attention, call_shapes("float16"), platform)
+    assert len(find_kernels(lowered)) == 3
+    lowered = lower(paged_attention, call_shapes("float32"), platform)
+    assert not find_kernels(lowered)
+
+
+def test_a_forced_kernel_is_refused_where_it_cannot_be():
+    """When the program is lowered, or traced if the card is named by then."""
+    forced = functools.partial(paged_attention, implementation="pallas")
+    assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 3
+    for platform in ("rocm", "cuda", "tpu"):
+        with pytest.raises(NotImplementedError, match="no tile for"):
+            lower(forced, call_shapes("float32"), platform)
+
+
+def test_only_the_known_warning_is_silenced():
+    lower(paged_attention, call_shapes("float16"), "rocm")  # warnings are errors here
+    with pytest.raises(DeprecationWarning):
+        warnings.warn("The Pallas backend is old", DeprecationWarning, stacklevel=1)
+
+
+def test_a_step_is_exported_for_three_platforms():
+    """append, write and attend over layers, serialised, read back, called on CPU."""
+    config = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=64,
+        num_blocks=8,
+        block_size=16,
+        max_sequences=2,
+        max_context_length=64,
+    )
+    cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+    leaves, structure = jax.tree.flatten(cache)
+
+    def step(leaves, rows):
+        cache = jax.tree.unflatten(structure, leaves)
+        cache, batch = jkv.append(cache, opened.seq_ids)
+        outputs = []
+        for layer in range(2):
+            keys = rows[layer, :, :2]
+            cache = jkv.write(cache, layer, batch, keys, keys)
+            outputs.append(jkv.attend(cache, layer, batch, rows[layer]))
+        return jax.tree.leaves(cache), jnp.stack(outputs)
+
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.standard_normal((2, 2, 8, 64)), jnp.bfloat16)
+    kernel_call = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    with pretend("rocm"):
+        exported = jax.export.export(
+            jax.jit(step),
+            platforms=("cpu", "rocm", "cuda"),
+            disabled_checks=[kernel_call],
+        )(leaves, rows)
+    assert exported.mlir_module().count("xla.gpu.triton") >= 2 * 3
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cpu", "rocm", "cuda")
+
+    for number in (1, 2):
+        new_leaves, expected = step(leaves, rows * number)
+        called_leaves, found = again.call(leaves, rows * number)
+        assert_close(found, expected)
+        assert not is_close(jnp.zeros_like(found), expected)
+        for one, other in zip(called_leaves, new_leaves, strict=True):
+            np.testing.assert_array_equal(one, other)
+        leaves = new_leaves

@@ -1,0 +1,121 @@
+"""Machine code of what would be dispatched, for cards that are not there.
+
+Needs the `triton` wheel (`pip install jkv[amd-compile]`, 1 GB): XLA embeds the same
+compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
+to `benchmarks/results/kernel_code.json` too.
+"""
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
+
+from jkv.attention.kernel_tuning import TABLE, find_tuning
+
+triton = pytest.importorskip(
+    "triton", reason="machine code needs the extra: pip install jkv[amd-compile]"
+)
+
+from machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402
+
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results/kernel_code.json"
+# All the options there are, blocks smaller than a tile, a group that is padded.
+HARDEST = {"group": 12, "block_size": 4, "options": True}
+# Head dim, value head dim, the rest.
+SHAPES = [
+    *((dim, dim, {}) for dim in (64, 80, 96, 128, 192, 256)),
+    (192, 128, {}),
+    (576, 512, {"group": 16}),
+    (576, 512, {"group": 128}),
+    *((dim, dim, HARDEST) for dim in (96, 128, 192, 256)),
+    (576, 512, HARDEST),
+    (128, 128, {"dtype": "float16", **HARDEST}),
+    *((dim, dim, {"dtype": "float32"}) for dim in (64, 128, 256)),
+    (576, 512, {"dtype": "float32", **HARDEST}),
+]
+FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
+# Where the code runs, the card that was known when it was traced, and which shapes.
+TARGETS = [
+    *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
+    *(("rocm", t, t, SHAPES) for t in ("gfx1100", "gfx1201")),
+    ("cuda", "sm_90", "sm_90", SHAPES),
+    *(("rocm", t, None, FEW) for t in ("gfx90a", "gfx942", "gfx950", "gfx1100")),
+    *(("cuda", t, None, FEW) for t in ("sm_80", "sm_89", "sm_90")),
+]
+table: list[dict[str, object]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_table():
+    """Print the table after the last test, and keep it if asked to."""
+    yield
+    for entry in table:
+        print(*entry.values())
+    if os.environ.get("JKV_KEEP_RESULTS") and table:
+        versions = {"jax": jax.__version__, "triton": triton.__version__}
+        lines = ",\n".join("  " + json.dumps(entry) for entry in table)
+        head = f'{{"versions": {json.dumps(versions)},\n "kernels": [\n'
+        RESULTS.write_text(f"{head}{lines}\n]}}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "platform, target, known, shapes",
+    TARGETS,
+    ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],
+)
+def test_nothing_spills(platform, target, known, shapes):
+    """No spills, shared memory within limits, matrix instructions, for every shape."""
+    served = 0
+    for head_dim, value_dim, fields in shapes:
+        fields = dict(fields)
+        options = {}
+        if fields.pop("options", False):
+            options = {"window": shape(), "soft_cap": 30.0}
+        queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
+        if options:
+            options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
+        entry = {
+            "target": target,
+            "card": known or "unknown",
+            "head dims": f"{head_dim}/{value_dim}",
+            "group": queries.shape[1] // pools.num_kv_heads,
+            "block size": pools.block_size,
+            "operands": str(queries.dtype),
+            "options": "all" if options else "none",
+        }
+        tuning = find_tuning(queries, pools, platform, known)
+        if tuning is None:
+            table.append(entry | {"kernel": "the plain path"})
+            continue
+        served += 1
+        lowered = lower_kernels(queries, pools, tuning, platform, **options)
+        for kernel in find_kernels(lowered):
+            code = compile_kernel(kernel, target)
+            table.append(entry | {"kernel": kernel.name} | code._asdict())
+            assert code.spills == 0, table[-1]
+            assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
+            if kernel.name != "jkv_join":
+                assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
+    assert served >= 2
+
+
+def test_every_row_is_compiled():
+    """The shapes reach each row of each family."""
+    reached = set()
+    for platform, _, known, shapes in TARGETS:
+        for head_dim, value_dim, fields in shapes:
+            fields = {key: fields[key] for key in fields if key != "options"}
+            queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
+            tuning = find_tuning(queries, pools, platform, known)
+            reached.add(tuning and (tuning.programs, tuning.decode, tuning.prefill))
+    rows = {
+        (family.programs, row.decode, row.prefill)
+        for family in TABLE.values()
+        for row in family.rows
+    }
+    assert rows == reached - {None}

@@ -1,0 +1,133 @@
+"""The lists that kernels walk: everything once, nothing twice, evenly cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.attention.kernel_work import (
+    list_decode_work,
+    list_prefill_work,
+    num_decode_entries,
+    num_prefill_entries,
+)
+from jkv.attention.requests import make_requests
+
+MAX_TOKENS = 4096
+
+
+def random_requests(rng, num_requests, num_rows, decode_share):
+    """Requests with lengths over three orders of magnitude, some of them padding."""
+    lengths, rows_left = [], num_rows
+    for _ in range(num_requests):
+        most = min(rows_left, 1 if rng.random() < decode_share else 40)
+        lengths.append(int(rng.integers(0, most + 1)))
+        rows_left -= lengths[-1]
+    starts = np.cumsum(lengths) - lengths
+    contexts = np.exp(rng.uniform(0, np.log(MAX_TOKENS), num_requests)).astype(np.int32)
+    contexts = np.maximum(
+        contexts, np.array(lengths) - rng.integers(0, 2, num_requests)
+    )
+    seq_ids = rng.permutation(num_requests + 3)[:num_requests]
+    return make_requests(
+        jnp.zeros((num_requests + 2, MAX_TOKENS // 16), jnp.int32),
+        *(jnp.asarray(a, jnp.int32) for a in (seq_ids, starts, lengths, contexts)),
+        num_rows=num_rows,
+        block_size=16,
+    )
+
+
+def seen_tokens(requests, window, *, decode):
+    """The (sequence, row, tokens seen) of every row, by the definition."""
+    seen = {}
+    for seq, start, length, context in zip(
+        *(np.asarray(array).tolist() for array in requests[1:]), strict=True
+    ):
+        if (length == 1) != decode:
+            continue
+        for row in range(length):
+            position = context - length + row
+            first = 0 if window is None else max(0, position - window + 1)
+            if position >= first:
+                seen[start + row] = (seq, list(range(first, position + 1)))
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 10_000, 0])
+def test_decode_pieces_cover_every_context_once(window):
+    rng = np.random.default_rng(0)
+    num_requests, num_rows, target = 9, 12, 20
+    num_entries = num_decode_entries(num_rows, num_requests, MAX_TOKENS, target)
+    assert num_entries == num_requests + target
+    build = jax.jit(
+        lambda requests, window: list_decode_work(
+            requests, window, num_rows=num_rows, num_entries=num_entries
+        )
+    )
+    traced = None if window is None else jnp.int32(window)
+    for _ in range(20):
+        requests = random_requests(rng, num_requests, num_rows, 0.8)
+        work, pieces = (
+            jax.tree.map(np.asarray, each) for each in build(requests, traced)
+        )
+        expected = seen_tokens(requests, window, decode=True)
+        longest = 0
+        for row in range(num_rows):
+            mine = range(pieces.first[row], pieces.end[row])
+            found = [t for p in mine for t in range(work.first[p], work.end[p])]
+            assert (row in expected) == bool(found)
+            for piece in mine:
+                assert work.num_rows[piece] == 1 and work.row[piece] == row
+                assert work.table[piece] == expected[row][0]
+                assert work.first[piece] < work.end[piece]
+                longest = max(longest, work.end[piece] - work.first[piece])
+            if found:
+                assert found == expected[row][1]
+        # Whatever belongs to nobody does nothing.
+        assert work.num_rows.sum() == (pieces.end - pieces.first).sum()
+        idle = work.num_rows == 0
+        assert not work.first[idle].any() and not work.end[idle].any()
+        # No program reads much more than its share, or than the least worth starting.
+        total = sum(len(tokens) for _, tokens in expected.values())
+        assert longest <= max(256, total / target + 64 * (1 + num_requests / target))
+
+
+@pytest.mark.parametrize("window", [None, 7, 0])
+def test_prefill_tiles_cover_every_row_once(window):
+    rng = np.random.default_rng(1)
+    num_requests, num_rows, tile_rows = 7, 60, 8
+    num_entries = num_prefill_entries(num_rows, num_requests, tile_rows)
+    traced = None if window is None else jnp.int32(window)
+    for _ in range(20):
+        requests = random_requests(rng, num_requests, num_rows, 0.3)
+        work = jax.tree.map(
+            np.asarray,
+            list_prefill_work(
+                requests, traced, tile_rows=tile_rows, num_entries=num_entries
+            ),
+        )
+        expected = seen_tokens(requests, window, decode=False)
+        found = {}
+        for entry in range(num_entries):
+            assert work.num_rows[entry] <= tile_rows
+            for offset in range(work.num_rows[entry]):
+                position = work.position[entry] + offset
+                first = 0 if window is None else max(0, position - window + 1)
+                if position < 0:
+                    continue
+                assert work.first[entry] <= first and position < work.end[entry]
+                row = int(work.row[entry] + offset)
+                assert row not in found
+                found[row] = (work.table[entry], list(range(first, position + 1)))
+        assert found == expected
+
+
+def test_sizes_by_hand():
+    # 64 sequences over 8 kv heads: 304 pieces for 2432 programs, and one more each.
+    assert num_decode_entries(64, 64, 131_072, 304) == 368
+    # Contexts of at most 512 tokens never need more than three pieces each: two of
+    # 256 tokens, one more when a window begins between.
+    assert num_decode_entries(4, 4, 512, 304) == 12
+    assert num_decode_entries(1, 8, 512, 304) == 3
+    assert num_prefill_entries(64, 4, 16) == 8
+    assert num_prefill_entries(3, 4, 16) == 1

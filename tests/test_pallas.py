@@ -1,0 +1,358 @@
+"""The kernel against the reference: interpreted on CPU, compiled where there is a GPU.
+
+`implementation="pallas"` itself decides which of the two it is. Interpreting copies
+every operand for every program, so the pools are tiny.
+"""
+
+import dataclasses
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_close, is_close
+from workloads import Workload, make_operands
+
+from jkv.attention import paged_attention
+from jkv.attention.kernel_tuning import find_family, find_target
+
+PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
+# Only CDNA and the interpreter multiply float32; elsewhere it is the plain path's.
+FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFORM))
+DTYPE = "float32" if FAMILY in (None, "cdna") else "float16"
+
+LAYER = 1
+NUM_ROWS = 12
+
+# (query length, context length) of each request; all share one trace.
+BATCHES = {
+    "decode": [(1, 70), (1, 1), (1, 17), (1, 33)],
+    "mixed": [(5, 41), (1, 40), (0, 6), (4, 4)],
+    "idle": [(0, 4), (0, 0), (1, 0), (1, 16)],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Shapes, storage and options that a call is compiled for."""
+
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 64
+    value_dim: int = 64
+    block_size: int = 16
+    storage: str = DTYPE
+    queries: str = DTYPE
+    is_latent: bool = False
+    has_sinks: bool = False
+    options: tuple[tuple[str, float], ...] = ()
+
+    def operands(self, batch: str, seed: int = 0):
+        query_lengths, context_lengths = zip(*BATCHES[batch], strict=True)
+        blocks = max(
+            sum(-(-length // self.block_size) for _, length in requests)
+            for requests in BATCHES.values()
+        )
+        return make_operands(
+            Workload(
+                name=batch,
+                query_lengths=query_lengths,
+                context_lengths=context_lengths,
+                num_heads=self.kv_heads * self.group,
+                num_kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                value_head_dim=self.value_dim,
+                block_size=self.block_size,
+                num_layers=2,
+            ),
+            seed,
+            num_blocks=blocks + 1,
+            max_blocks=-(-72 // self.block_size),
+        )
+
+    def arguments(self, operands):
+        """The positional arguments of `paged_attention`, rows padded to NUM_ROWS."""
+        rows = operands.queries[LAYER]
+        padded = np.full((NUM_ROWS, *rows.shape[1:]), 3.0, np.float32)
+        padded[: len(rows)] = rows
+        pools = [operands.key_pool, operands.value_pool]
+        pools = [jnp.asarray(pool, self.storage) for pool in pools]
+        if self.storage == "bfloat16":
+            pools = [jax.lax.bitcast_convert_type(pool, jnp.uint16) for pool in pools]
+        if self.is_latent:
+            pools[1] = None
+        arrays = [jnp.asarray(padded, self.queries), *pools, jnp.int32(LAYER)]
+        arrays += [jnp.asarray(operands.block_tables), jnp.arange(4, dtype=jnp.int32)]
+        return arrays + [jnp.asarray(array) for array in operands[4:7]]
+
+    def attend(self, implementation):
+        """Return the call as a function of the positional arguments."""
+        sinks = None
+        if self.has_sinks:
+            sinks = jnp.linspace(-1.0, 2.0, self.kv_heads * self.group)
+
+        def attend(*arguments):
+            return paged_attention(
+                *arguments,
+                sinks=sinks,
+                return_lse=True,
+                kv_dtype=jnp.bfloat16 if self.storage == "bfloat16" else None,
+                value_head_dim=self.value_dim if self.is_latent else None,
+                implementation=implementation,
+                **dict(self.options),
+            )
+
+        return attend
+
+
+def case(**fields) -> Case:
+    return Case(options=tuple(fields.pop("options", {}).items()), **fields)
+
+
+BITS = {"storage": "bfloat16", "queries": "bfloat16"}
+EVERYTHING = {"window": 19, "soft_cap": 2.0, "scale": 0.2}
+CASES = {
+    "one head per kv head": case(),
+    "group of 2, blocks of 1": case(group=2, block_size=1),
+    "group of 4, bfloat16 bits": case(group=4, head_dim=128, value_dim=128, **BITS),
+    "group of 7, window": case(group=7, head_dim=80, options={"window": 19}),
+    "group of 12, head dim 96": case(group=12, head_dim=96, value_dim=32, **BITS),
+    "multi-query 16, soft cap": case(
+        kv_heads=1, group=16, head_dim=192, value_dim=128, options={"soft_cap": 1.5}
+    ),
+    "more heads than a tile": case(kv_heads=1, group=80, block_size=4, head_dim=16),
+    "head dim 256, blocks of 64, sinks": case(
+        head_dim=256, value_dim=256, block_size=64, has_sinks=True
+    ),
+    "float16, blocks of 256, everything": case(
+        group=3,
+        block_size=256,
+        storage="float16",
+        queries="float16",
+        has_sinks=True,
+        options=EVERYTHING,
+    ),
+    "blocks of 2, window of 1": case(block_size=2, options={"window": 1}),
+    "float32 queries, bfloat16 bits": case(
+        storage="bfloat16", queries="float32", options=EVERYTHING
+    ),
+    "latent": case(
+        kv_heads=1, group=16, head_dim=576, value_dim=512, is_latent=True, **BITS
+    ),
+    "latent, everything": case(
+        kv_heads=1,
+        group=5,
+        head_dim=48,
+        value_dim=32,
+        is_latent=True,
+        has_sinks=True,
+        options=EVERYTHING,
+    ),
+}
+
+
+def skip_what_has_no_row(this):
+    """On a GPU: its family may lack float32 or latent caches, and says so."""
+    float32 = "float32" in (this.queries, this.storage)
+    if (float32 and DTYPE != "float32") or (this.is_latent and FAMILY == "rdna"):
+        with pytest.raises(NotImplementedError, match="there is no tile"):
+            this.attend("pallas")(*this.arguments(this.operands("decode")))
+        pytest.skip(f"{FAMILY} leaves this to the plain path")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name):
+    """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
+    this = CASES[name]
+    skip_what_has_no_row(this)
+    attend = jax.jit(chex.assert_max_traces(n=1)(this.attend("pallas")))
+    reference = jax.jit(this.attend("reference"))
+    for seed, batch in enumerate(BATCHES):
+        arguments = this.arguments(this.operands(batch, seed))
+        output, lse = attend(*arguments)
+        expected, expected_lse = reference(*arguments)
+        assert output.dtype == this.queries
+        assert_close(output, expected)
+        assert_close(lse, expected_lse)
+
+        # The tolerance is smaller than what these mistakes change.
+        if batch == "decode":
+            again, lse_again = attend(*arguments)
+            np.testing.assert_array_equal(again, output)
+            np.testing.assert_array_equal(lse_again, lse)
+            shifted, permuted = list(arguments), list(arguments)
+            shifted[8] = jnp.maximum(arguments[8] - 1, 1)
+            assert not is_close(attend(*shifted)[1][0], expected_lse[0])
+            permuted[4] = jnp.roll(arguments[4], 1, axis=0)
+            assert not is_close(attend(*permuted)[0][2], expected[2])
+            assert not is_close(jnp.zeros_like(output), expected)
+
+
+def test_a_long_context_in_many_pieces():
+    """More pieces than are joined at a time, beside requests of one piece."""
+    contexts = (2900, 3, 300, 1)
+    operands = make_operands(
+        Workload(
+            name="one long",
+            query_lengths=(1,) * 4,
+            context_lengths=contexts,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            value_head_dim=16,
+            block_size=256,
+            num_layers=1,
+        )
+    )
+    floats = [operands.queries[0], operands.key_pool, operands.value_pool]
+    arguments = [jnp.asarray(array, DTYPE) for array in floats] + [0]
+    arguments += [jnp.asarray(operands.block_tables), None]
+    arguments += [jnp.asarray(array) for array in operands[4:7]]
+
+    @jax.jit
+    def attend(window, *arguments):
+        return paged_attention(
+            *arguments, window=window, return_lse=True, implementation="pallas"
+        )
+
+    for window in (5000, 2701, 1):  # traced
+        output, lse = attend(jnp.int32(window), *arguments)
+        expected = paged_attention(
+            *arguments, window=window, return_lse=True, implementation="reference"
+        )
+        assert_close(output, expected[0])
+        assert_close(lse, expected[1])
+    assert not attend(jnp.int32(0), *arguments)[0].any()
+
+
+def attend_large_values():
+    """700 tokens of value 60,000 in float16, all of equal weight."""
+    pool = jnp.full((1, 3, 1, 256, 16), 6e4, jnp.float16)
+    return paged_attention(
+        jnp.zeros((1, 1, 16), jnp.float16),
+        jnp.zeros_like(pool),
+        pool,
+        0,
+        jnp.arange(3, dtype=jnp.int32)[None],
+        None,
+        jnp.array([0], jnp.int32),
+        jnp.array([1], jnp.int32),
+        jnp.array([700], jnp.int32),
+        implementation="pallas",
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """The first interpreted call loads modules that make JAX 0.12 trace again."""
+    attend_large_values()
+
+
+def test_large_half_precision_values_do_not_overflow():
+    """Partial results in float16, or not normalised, would be infinite."""
+    assert_close(attend_large_values(), np.full((1, 1, 16), 6e4))
+
+
+def test_rubbish_inside_a_table_is_no_fault():
+    """Entries out of range where tokens should be: wrong numbers, but finite ones."""
+    this = case()
+    arguments = this.arguments(this.operands("decode"))
+    finite = [jnp.nan_to_num(pool) for pool in arguments[1:3]]
+    tables = jnp.full_like(arguments[4], 2**31 - 1).at[1].set(-(2**31))
+    output, _ = this.attend("pallas")(
+        arguments[0], *finite, arguments[3], tables, *arguments[5:]
+    )
+    assert np.isfinite(output).all()
+
+
+def test_gradients_are_those_of_the_plain_path():
+    this = case(group=2, head_dim=16, value_dim=16, has_sinks=True)
+    arguments = this.arguments(this.operands("mixed"))
+
+    def gradients(implementation):
+        def loss(queries, keys, values):
+            attend = this.attend(implementation)
+            output, lse = attend(queries, keys, values, *arguments[3:])
+            lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+            return jnp.sum(jnp.sin(output.astype(jnp.float32))) + jnp.sum(lse)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arguments[:3])
+
+    for one, other in zip(gradients("pallas"), gradients("xla"), strict=True):
+        assert_close(one, other)
+        assert np.asarray(other).any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+def test_values_in_the_keys_are_a_slice_of_them(implementation):
+    """A latent cache equals one whose values were stored apart; gradients too."""
+    latent = CASES["latent, everything"]
+    if implementation == "pallas":
+        skip_what_has_no_row(latent)
+    apart = dataclasses.replace(latent, is_latent=False)
+    arguments = apart.arguments(latent.operands("mixed"))
+    arguments[1:3] = jnp.nan_to_num(arguments[1]), None
+
+    def loss(this, keys, values):
+        call = [arguments[0], keys, values, *arguments[3:]]
+        output, _ = this.attend(implementation)(*call)
+        return jnp.sum(jnp.sin(output)), output
+
+    def loss_latent(keys):
+        return loss(latent, keys, None)
+
+    def loss_apart(keys):
+        return loss(apart, keys, keys[..., : latent.value_dim])
+
+    keys = arguments[1]
+    found, output = jax.jit(jax.grad(loss_latent, has_aux=True))(keys)
+    expected, expected_output = jax.jit(jax.grad(loss_apart, has_aux=True))(keys)
+    assert_close(output, expected_output)
+    assert_close(found, expected)
+    assert np.asarray(expected).any()
+
+
+def test_without_the_backend():
+    """A jaxlib without Triton: everything but the kernel works, which says so."""
+    program = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises
+import jax.numpy as jnp
+import jkv
+pool = jnp.ones((2, 1, 4, 16))
+numbers = [jnp.array([n]) for n in (0, 1, 5)]
+rows = jnp.ones((1, 1, 16))
+call = [rows, pool, pool, None, jnp.array([[1, 0]]), None, *numbers]
+assert (jkv.paged_attention(*call) == 1.0).all()
+try:
+    jkv.paged_attention(*call, implementation="pallas")
+except NotImplementedError as error:
+    assert "no Pallas backend" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_refusals_say_why():
+    this = case()
+    good = this.arguments(this.operands("decode"))
+
+    def refuses(words, this, arguments):
+        with pytest.raises(NotImplementedError, match=words):
+            this.attend("pallas")(*arguments)
+
+    for fields, words in (
+        ({"block_size": 3}, "block size must be a power of two up to 256, it is 3"),
+        ({"block_size": 512}, "block size .* it is 512"),
+        ({"head_dim": 24}, "key head dim must be a multiple of 16 .* not 24"),
+        ({"value_dim": 8}, "value head dim .* not 8"),
+        ({"head_dim": 592}, "up to 576, not 592"),
+    ):
+        odd = case(**fields)
+        refuses(words, odd, odd.arguments(odd.operands("decode")))
+    eighths = [pool.astype(jnp.float8_e5m2) for pool in good[1:3]]
+    refuses("not float8_e5m2", this, [good[0], *eighths, *good[3:]])
