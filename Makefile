@@ -74,6 +74,8 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@$(VENV)/bin/python $(PIP) -e ".[test]" jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers || \
 	  echo "no CPU build of torch to be had: parity tests read the committed logits"
+	@$(VENV)/bin/python $(PIP) -e ".[amd-compile]" || \
+	  echo "no triton to be had: the kernels' machine code is not checked"
 	@touch $@
 
 $(NEWEST)/.test: pyproject.toml
