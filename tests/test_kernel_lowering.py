@@ -165,6 +165,30 @@ def test_a_forced_kernel_is_refused_where_it_cannot_be():
             lower(forced, call_shapes("float32"), platform)
 
 
+def test_vmap_lowers_and_equals_a_loop():
+    """On a GPU one launch after the other; here the kernel is only lowered."""
+    queries, keys, values, *rest = (
+        leaf if leaf is None else jnp.ones(leaf.shape, leaf.dtype)
+        for leaf in call_shapes("float16")
+    )
+    many = jnp.stack([queries, 2 * queries])
+    numbers = jnp.arange(64, dtype=jnp.float16)[None, :, None, None, None]
+    values = values * numbers
+    # Sequence i reads block i + 1.
+    rest[1] = jnp.arange(1, 65, dtype=jnp.int32).reshape(16, 4).T
+    rest[3] = jnp.arange(4, dtype=jnp.int32)
+
+    def attend(queries):
+        return paged_attention(queries, keys, values, *rest)
+
+    output = jax.vmap(attend)(many)
+    for one, alone in zip(output, many, strict=True):
+        assert_close(one, attend(alone))
+        assert np.asarray(one).any()
+    lowered = lower(jax.vmap(attend), (shape(*many.shape, dtype=jnp.float16),), "rocm")
+    assert len(find_kernels(lowered)) == 3
+
+
 def test_only_the_known_warning_is_silenced():
     lower(paged_attention, call_shapes("float16"), "rocm")  # warnings are errors here
     with pytest.raises(DeprecationWarning):

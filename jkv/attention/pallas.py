@@ -160,7 +160,7 @@ def refuse(reason: str, *results: jax.ShapeDtypeStruct) -> list[jax.Array]:
     return _refuse.bind(reason=reason, results=results)
 
 
-def _lower_refusal(ctx: Any, *, reason: str, results: Any) -> Any:
+def _lower_refusal(_ctx: Any, *, reason: str, **_params: Any) -> Any:
     raise NotImplementedError(reason)
 
 
