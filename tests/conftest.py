@@ -1,6 +1,8 @@
 """What all tests share: strict JAX, and a small cache to start from."""
 
 import dataclasses
+import gc
+import pathlib
 
 import chex
 import jax
@@ -18,6 +20,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def fresh_trace_counts():
     """Let every test count the traces of its own functions."""
     chex.clear_trace_counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory_maps():
+    """Let go of compiled programs before the process has too many memory maps.
+
+    Each program on CPU takes a few; Linux allows 65,530, and LLVM aborts beyond them.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def small_config(**changes):

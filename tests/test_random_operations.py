@@ -597,7 +597,7 @@ def test_random_operations(name, mode, tmp_path):
             donate=mode == "donated",
             folder=tmp_path,
         )
-        game.play(num_operations=400)
+        game.play(num_operations=250)
         # Every cause came up, where the shape lets it: with one sequence or one block
         # for all, some come up by luck only.
         if not name.startswith("one"):

@@ -206,12 +206,12 @@ def test_random_reuse(name, mode, tmp_path):
             donate=mode == "donated",
             folder=tmp_path,
         )
-        game.play(num_operations=250)
+        game.play(num_operations=150)
         # With room for one block only, or for long blocks, few are ever filled.
         assert game.num_hits > 0 or name.startswith(("one", "blocks of 16"))
 
 
-@pytest.fixture(params=[0, 1, 3], ids=["constant", "one bit", "two bits"])
+@pytest.fixture(params=[0, 1], ids=["constant", "one bit"])
 def poor_hash(request, monkeypatch):
     """Hashes that nearly always collide."""
     good = prefix_index.column_hash
@@ -233,7 +233,7 @@ def test_a_hash_that_collides_never_gives_a_wrong_hit(poor_hash):
     rng = np.random.default_rng(poor_hash)
     cache = small_cache(num_blocks=24, prefix_caching=True)
     length, num_hits = 13, 0
-    for _ in range(60):
+    for _ in range(40):
         prompts = rng.integers(1, 3, size=(2, length))
         salts = rng.integers(2, size=2)
         found = jkv.match(cache, i32(prompts), i32(salts))
