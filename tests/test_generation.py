@@ -445,7 +445,7 @@ def test_statistics_are_those_of_the_fullest_step():
     *_, statistics = run(counting_model, [[1] * 5, [2]], limits=[3, 3])
     # 5 and 1 tokens: blocks of four, 2 and 1, with 3 and 3 empty slots; the two steps
     # after it need no other block.
-    assert [int(n) for n in statistics] == [3, 3, 6]
+    assert [int(n) for n in statistics] == [3, 3, 6, 0]
     assert statistics.internal_fragmentation(4) == 0.5
 
 

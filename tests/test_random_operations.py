@@ -597,7 +597,7 @@ def test_random_operations(name, mode, tmp_path):
             donate=mode == "donated",
             folder=tmp_path,
         )
-        game.play(num_operations=250)
+        game.play(num_operations=150)
         # Every cause came up, where the shape lets it: with one sequence or one block
         # for all, some come up by luck only.
         if not name.startswith("one"):
@@ -608,7 +608,7 @@ def test_random_operations_without_storage(tmp_path):
     """Metadata alone follows the oracle just as well."""
     verbs = make_verbs("jitted")
     game = Game(SHAPES["few blocks"], verbs, 7, storage=False, folder=tmp_path)
-    game.play(num_operations=500)
+    game.play(num_operations=200)
 
 
 class TestTheComparisonCanFail:
