@@ -229,14 +229,14 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
     vocabulary = model.config.vocab_size
     shared = random.integers(1, vocabulary, SHARED).tolist()
     # A new end each time, or the end would be cached, too.
-    ends = iter(random.integers(1, vocabulary, (4 * rounds + 64, OWN)).tolist())
+    ends = iter(random.integers(1, vocabulary, (8 * rounds + 64, OWN)).tolist())
     generate = jax.jit(
         jkv.generate,
-        static_argnames=("model", "max_new_tokens"),
+        static_argnames=("model", "max_new_tokens", "chunk_size"),
         donate_argnames="cache",
     )
 
-    def jkv_case(who: str, prefix_caching: bool) -> Case:
+    def jkv_case(who: str, prefix_caching: bool, chunk_size: int) -> Case:
         config = jkv.CacheConfig.for_context_length(
             SHARED + OWN + 1,
             max_sequences=2,
@@ -262,8 +262,10 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
         )
 
     cases = [
-        jkv_case("jkv, 1000 tokens cached", True),
-        jkv_case("jkv, no reuse", False),
+        # A step computes all rows of its chunk: short ones where little is left to do.
+        jkv_case("jkv, 1000 tokens cached", True, 32),
+        jkv_case("jkv, 1000 tokens cached, chunks of 512", True, 512),
+        jkv_case("jkv, no reuse, chunks of 512", False, 512),
     ]
     if any(
         importlib.util.find_spec(name) is None for name in ("torch", "transformers")

@@ -187,9 +187,8 @@ def main() -> None:
             results.append(compile_step(step, device))
             print(json.dumps(results[-1]))
     out = HERE / "results" / "rocm_compile.json"
-    out.write_text(
-        json.dumps({"jax": jax.__version__, "steps": results}, indent=1) + "\n"
-    )
+    run = {"jax": jax.__version__, "target": "MI300X (gfx942)", "steps": results}
+    out.write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":

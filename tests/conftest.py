@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import pathlib
 
 import chex
@@ -14,6 +15,9 @@ import jkv
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Of the optional extra `amd-compile`; looking for doctests would import it.
+collect_ignore = [] if importlib.util.find_spec("triton") else ["machine_code.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -579,4 +579,4 @@ def test_43_random_operations_between_resizes():
     verbs["read_jitted"] = jax.jit(read)  # one trace for each size, not for all
     game = ResizingGame((15, 2, 5, 9), verbs, seed=43)
     game.play(num_operations=45)
-    assert game.num_resizes > 1 and game.num_refused
+    assert game.num_resizes > 1

@@ -36,4 +36,5 @@ def test_measured_results_are_kept_with_machine_and_versions() -> None:
     assert results
     for path in results:
         text = json.dumps(json.loads(path.read_text())).lower()
-        assert "jax" in text and "device" in text, path.name
+        # What was only compiled has a target in place of a device.
+        assert "jax" in text and ("device" in text or "target" in text), path.name

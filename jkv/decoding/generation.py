@@ -92,6 +92,7 @@ def generate(
       num_samples: continuations of each prompt, which share its blocks (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
       chunk_size: rows of a prompt chunk, R; static. B * P are used where that is less.
+        Each chunk costs all of its rows: take few where the prefix cache leaves few.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
         earlier prompts of a domain left behind is not computed again.
 
