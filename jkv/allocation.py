@@ -144,7 +144,8 @@ def _allocate(
     # Found blocks are pinned before any block is taken, so that none of them is.
     metadata = _share_found(metadata, row, found)
     num_found = jnp.zeros_like(fresh) if found is None else found.num_blocks
-    metadata = pool.expose(metadata, jnp.sum(fresh, dtype=jnp.int32))
+    taken = jnp.sum(fresh, dtype=jnp.int32)
+    metadata = pool.expose(metadata, taken)
 
     # Entry e of the call's reservations is block e of the ring.
     def reserve(
@@ -161,7 +162,7 @@ def _allocate(
 
     most = min(metadata.num_blocks, fresh.shape[0] * metadata.max_blocks_per_sequence)
     metadata = requests.for_each_entry(fresh, most, reserve, metadata)
-    free_blocks = ring.pop(metadata.free_blocks, jnp.sum(fresh, dtype=jnp.int32))
+    free_blocks = ring.pop(metadata.free_blocks, taken)
     mapped = num_found + fresh
     metadata = dataclasses.replace(
         metadata,
@@ -188,8 +189,7 @@ def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
 @jax.jit
 def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
     padding = requests.is_padding(seq_ids)
-    closable = requests.is_live(metadata, seq_ids)
-    closable &= requests.is_first_mention(metadata, seq_ids)
+    closable = requests.is_live_once(metadata, seq_ids)
     status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
     metadata = close_sequences(metadata, seq_ids, closable)
     metadata, _ = counters.settle(metadata, status, closable)

@@ -166,8 +166,7 @@ def evict_older_than(
 
 @jax.jit
 def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
-    live = requests.is_live(metadata, seq_ids)
-    live &= requests.is_first_mention(metadata, seq_ids)
+    live = requests.is_live_once(metadata, seq_ids)
     status = requests.find_status(
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )

@@ -106,6 +106,11 @@ def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     return earliest.at[row].get(mode="fill", fill_value=I32.max) >= order
 
 
+def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether each id is the first mention of an open sequence, bool[B]."""
+    return is_live(metadata, seq_ids) & is_first_mention(metadata, seq_ids)
+
+
 def find_status(
     is_padding: jax.Array, causes: list[tuple[Status, jax.Array]]
 ) -> jax.Array:

@@ -167,8 +167,7 @@ def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> tuple[Metadata, jax.Array, BlockCopies]:
     padding = requests.is_padding(seq_ids)
-    live = requests.is_live(metadata, seq_ids)
-    live &= requests.is_first_mention(metadata, seq_ids)
+    live = requests.is_live_once(metadata, seq_ids)
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     causes = [
@@ -216,8 +215,7 @@ def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
 ) -> tuple[Metadata, jax.Array, BlockCopies]:
     padding = requests.is_padding(seq_ids)
-    live = requests.is_live(metadata, seq_ids)
-    live &= requests.is_first_mention(metadata, seq_ids)
+    live = requests.is_live_once(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
     moves = live & ~padding & (seq_ids != parents)
     length = metadata.context_lengths.at[parents].get(mode="clip")
