@@ -4,16 +4,17 @@
 
 One command of under ten minutes. First the kernel's tests, compiled for the card. Then
 decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
-pool fits in 60% of the memory, with 32 query and 8 kv heads of 128 and with a latent
-cache (one kv head of 576, values its first 512); a batch whose lengths differ
-100-fold; prefill of 512 to 8,192 tokens; a decode step of 32 layers with and without
-its bookkeeping. The floor is reading keys and values once: fractions are of the
-bandwidth that a copy of 2 GiB reaches in the same run.
+pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
+and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
+whose lengths differ 100-fold; prefill of 512 to 8,192 tokens; a decode step of 32
+layers with and without its bookkeeping. The floor is reading keys and values once:
+fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
-keeps partial results in the queries' dtype), PyTorch's scaled-dot-product attention
-over contiguous keys and values of equal lengths. A peer that is absent or refuses is
-listed with its reason. On a CPU a tiny run shows that the benchmark itself works.
+keeps partial results in the queries' dtype), PyTorch's scaled-dot-product and flex
+attention over contiguous keys and values of equal lengths. A peer that is absent or
+refuses is listed with its reason. On a CPU a tiny run shows that the benchmark itself
+works.
 """
 
 import argparse
@@ -33,6 +34,7 @@ import numpy as np
 from harness import Case
 
 import jkv
+from jkv.quantization import store
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
@@ -48,6 +50,28 @@ class Shape(NamedTuple):
 
     lengths: tuple[int, ...]
     is_latent: bool = False
+    dtype: str = "bfloat16"  # as `CacheConfig` takes it
+
+    @property
+    def config(self) -> jkv.CacheConfig:
+        """A cache of one layer that holds just this."""
+        layout: dict[str, Any] = dict(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM)
+        if self.is_latent:
+            layout = dict(
+                num_kv_heads=1,
+                head_dim=LATENT_DIM,
+                value_head_dim=LATENT_VALUE_DIM,
+                values_in_keys=True,
+            )
+        return jkv.CacheConfig(
+            num_layers=1,
+            num_blocks=sum(-(-n // BLOCK_SIZE) for n in self.lengths),
+            block_size=BLOCK_SIZE,
+            max_sequences=len(self.lengths),
+            max_context_length=max(self.lengths),
+            dtype=self.dtype,
+            **layout,
+        )
 
     @property
     def label(self) -> str:
@@ -55,13 +79,12 @@ class Shape(NamedTuple):
         low, high = min(self.lengths), max(self.lengths)
         context = f"{high:,}" if low == high else f"{low:,} to {high:,}"
         kind = ", latent" if self.is_latent else ""
-        return f"{len(self.lengths)} x {context}{kind}"
+        return f"{len(self.lengths)} x {context}{kind}, {self.dtype}"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values that a call must read, in bfloat16."""
-        token = 2 * NUM_KV_HEADS * HEAD_DIM
-        return 2 * sum(self.lengths) * (LATENT_DIM if self.is_latent else token)
+        """Bytes of keys, values and scales that a call must read."""
+        return sum(self.lengths) * self.config.bytes_per_token
 
 
 def decode_shapes(memory: int, quick: bool) -> list[Shape]:
@@ -74,6 +97,10 @@ def decode_shapes(memory: int, quick: bool) -> list[Shape]:
     longest = contexts[2] if not quick else contexts[-1]
     unequal = np.geomspace(longest / 100, longest, batches[-2]).astype(int)
     shapes.append(Shape(tuple(unequal.tolist())))
+    for dtype in ("int8", "fp8"):
+        shapes += [Shape((n,) * batches[-2], dtype=dtype) for n in contexts]
+        shapes.append(Shape(tuple(unequal.tolist()), dtype=dtype))
+        shapes.append(Shape((longest,) * batches[-2], is_latent=True, dtype=dtype))
     return [shape for shape in shapes if shape.num_bytes <= 0.6 * memory]
 
 
@@ -81,14 +108,13 @@ class Operands(NamedTuple):
     """What a decode call takes: random blocks in random order."""
 
     queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    cache: jkv.Cache  # one layer; its tables are not used
     tables: jax.Array
     lengths: jax.Array
 
 
 def make_operands(shape: Shape) -> Operands:
-    """Return operands in bfloat16."""
+    """Return operands; the queries are bfloat16."""
     blocks = [-(-n // BLOCK_SIZE) for n in shape.lengths]
     order = np.random.default_rng(0).permutation(sum(blocks))
     tables = np.zeros((len(blocks), max(blocks)), np.int32)
@@ -96,27 +122,59 @@ def make_operands(shape: Shape) -> Operands:
     for row, num in enumerate(blocks):
         tables[row, :num] = order[start : start + num]
         start += num
-    heads, dim = (1, LATENT_DIM) if shape.is_latent else (NUM_KV_HEADS, HEAD_DIM)
-    pool = jax.random.normal(
-        jax.random.key(0), (1, sum(blocks), heads, BLOCK_SIZE, dim), jnp.bfloat16
-    )
-    values = pool[..., :LATENT_VALUE_DIM] if shape.is_latent else pool[::-1] + 0
+    cache = jkv.init(shape.config)
     queries = jax.random.normal(
-        jax.random.key(1), (len(blocks), NUM_HEADS, dim), jnp.bfloat16
+        jax.random.key(1), (len(blocks), NUM_HEADS, cache.head_dim), jnp.bfloat16
     )
     lengths = jnp.array(shape.lengths, jnp.int32)
-    return Operands(queries, pool, values, jnp.asarray(tables), lengths)
+    return Operands(queries, fill(cache), jnp.asarray(tables), lengths)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def fill(cache: jkv.Cache) -> jkv.Cache:
+    """Write random rows into every slot, a block of each head at a time."""
+
+    def fill_block(block: jax.Array, cache: jkv.Cache) -> jkv.Cache:
+        shape = (cache.num_kv_heads, cache.block_size, cache.head_dim)
+        rows = jax.random.normal(jax.random.key(block), shape)
+        elements, scales = store(rows, cache.dtype)
+        written = {"keys": elements, "values": elements[..., : cache.value_head_dim]}
+        if scales is not None:
+            written |= {"key_scales": scales, "value_scales": scales}
+        return cache.with_storage(
+            {k: a.at[0, block].set(written[k]) for k, a in cache.storage.items()}
+        )
+
+    return jax.lax.fori_loop(jnp.int32(0), cache.num_blocks, fill_block, cache)
 
 
 def jkv_call(implementation: str | None, operands: Operands) -> Callable[[], Any]:
     """Return a call of jkv's attention."""
+    cache = operands.cache
     ones = jnp.ones_like(operands.lengths)
     attend = jax.jit(
-        functools.partial(jkv.paged_attention, implementation=implementation)
+        functools.partial(
+            jkv.paged_attention,
+            implementation=implementation,
+            kv_dtype=cache.dtype,
+            value_head_dim=cache.latent_value_dim,
+        )
     )
-    arguments = (*operands[:3], 0, operands.tables, None)
     starts = jnp.arange(len(ones), dtype=jnp.int32)
-    return functools.partial(attend, *arguments, starts, ones, operands.lengths)
+    return functools.partial(
+        attend,
+        operands.queries,
+        cache.keys,
+        cache.values,
+        0,
+        operands.tables,
+        None,
+        starts,
+        ones,
+        operands.lengths,
+        key_scales=cache.key_scales,
+        value_scales=cache.value_scales,
+    )
 
 
 def jax_call(operands: Operands) -> Callable[[], Any]:
@@ -124,10 +182,14 @@ def jax_call(operands: Operands) -> Callable[[], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import paged_attention
-    if operands.keys.shape[-1] != operands.values.shape[-1]:
-        raise NotImplementedError("value head dim differs from key head dim")
+    cache = operands.cache
+    if cache.values is None or cache.dtype != jnp.bfloat16:
+        raise NotImplementedError("measured in bfloat16, keys and values apart")
     # Its pools are [K, N, T, D], and it wants queries scaled.
-    keys, values = (pool[0].swapaxes(0, 1) for pool in (operands.keys, operands.values))
+    keys, values = (
+        jax.lax.bitcast_convert_type(pool[0].swapaxes(0, 1), jnp.bfloat16)
+        for pool in (cache.keys, cache.values)
+    )
     scaled = operands.queries * operands.queries.shape[-1] ** -0.5
     attend = jax.jit(paged_attention.paged_attention)
     return functools.partial(
@@ -135,17 +197,22 @@ def jax_call(operands: Operands) -> Callable[[], Any]:
     )
 
 
-def torch_call(operands: Operands) -> Callable[[], Any]:
-    """Return a call of PyTorch's attention over contiguous keys and values."""
+def torch_call(compiled: bool, operands: Operands) -> Callable[[], Any]:
+    """Return a call of PyTorch's attention over contiguous keys and values.
+
+    Args:
+      compiled: flex attention through `torch.compile`, else scaled-dot-product.
+      operands: their shapes count.
+    """
     if importlib.util.find_spec("torch") is None:
         raise NotImplementedError("torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
         raise NotImplementedError("torch has no GPU here")
-    lengths = set(operands.lengths.tolist())
-    if len(lengths) > 1 or operands.keys.shape[2] == 1:
-        raise NotImplementedError("only equal lengths, keys and values apart")
+    lengths, cache = set(operands.lengths.tolist()), operands.cache
+    if len(lengths) > 1 or cache.values is None or cache.dtype != jnp.bfloat16:
+        raise NotImplementedError("only equal lengths, bfloat16, keys and values apart")
     batch, (length,) = operands.queries.shape[0], lengths
     shape = (batch, NUM_KV_HEADS, length, HEAD_DIM)
     keys, values = (
@@ -155,6 +222,10 @@ def torch_call(operands: Operands) -> Callable[[], Any]:
         (batch, NUM_HEADS, 1, HEAD_DIM), device="cuda", dtype=torch.bfloat16
     )
     attend = torch.nn.functional.scaled_dot_product_attention
+    if compiled:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attend = torch.compile(flex_attention)
     return functools.partial(attend, queries, keys, values, enable_gqa=True)
 
 
@@ -162,7 +233,8 @@ PEERS: dict[str, Callable[[Operands], Callable[[], Any]]] = {
     "jkv": functools.partial(jkv_call, None),
     "jkv, plain path": functools.partial(jkv_call, "xla"),
     "jax.experimental paged_attention": jax_call,
-    "torch scaled_dot_product_attention": torch_call,
+    "torch scaled_dot_product_attention": functools.partial(torch_call, False),
+    "torch flex_attention": functools.partial(torch_call, True),
 }
 
 
@@ -222,12 +294,16 @@ def measure_prefill(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any
             jax.random.key(2), (length, NUM_HEADS, HEAD_DIM), jnp.bfloat16
         )
         integers = [jnp.array([n], jnp.int32) for n in (0, length, length)]
-        cases = []
+        cases, cache = [], operands.cache
         for implementation in (None, "xla"):
             attend = jax.jit(
-                functools.partial(jkv.paged_attention, implementation=implementation)
+                functools.partial(
+                    jkv.paged_attention,
+                    implementation=implementation,
+                    kv_dtype=cache.dtype,
+                )
             )
-            pools = (operands.keys, operands.values, 0, operands.tables, None)
+            pools = (cache.keys, cache.values, 0, operands.tables, None)
             call = functools.partial(attend, queries, *pools, *integers)
             cases.append(make_case(implementation or "jkv", call, {}))
         pairs = length * (length + 1) // 2
@@ -332,7 +408,7 @@ def plot(rows: list[dict[str, Any]], copied: float, where: dict[str, Any]) -> No
     axes.set(
         xscale="log", yscale="log", xlabel="bytes of keys and values", ylabel="GB/s"
     )
-    axes.set_title(f"Decode attention, {where['device']}, bfloat16")
+    axes.set_title(f"Decode attention, {where['device']}")
     axes.legend(fontsize=7)
     figure.savefig(PLOT, dpi=150, bbox_inches="tight")
     print(f"drawn in {PLOT}")

@@ -14,9 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import allocation, counters, pool, prefix_index, requests, ring
+from jkv import (
+    allocation,
+    counters,
+    pool,
+    prefix_index,
+    quantization,
+    requests,
+    ring,
+)
+from jkv.config import SCALE_NAMES
 from jkv.requests import Integers
-from jkv.state import Cache, Metadata, stored
+from jkv.state import Cache, Metadata
 from jkv.status import Status
 
 
@@ -125,7 +134,7 @@ def write(
     layer: jax.Array | int,
     batch: Batch,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None = None,
 ) -> Cache:
     """Store one layer's keys and values in the slots of the batch.
 
@@ -133,8 +142,9 @@ def write(
       cache: the cache that `append` returned with the batch, or a later one.
       layer: i32[] or int, 0 to L-1; may be traced. Rows of any other layer are dropped.
       batch: the plan.
-      keys: [R, K, D], any float dtype, cast to the cache's; invalid rows are dropped.
-      values: [R, K, Dv].
+      keys: [R, K, D], any float dtype, cast to the cache's, or quantised; invalid rows
+        are dropped.
+      values: [R, K, Dv]. `None` for a cache whose values lie in its keys.
 
     Returns:
       The new cache. Under jit with donation the storage is updated in place.
@@ -155,30 +165,46 @@ def write(
       (8.0, 1)
     """
     check_layer(cache, layer)
-    for name, rows, stored_rows in (
-        ("keys", keys, cache.keys),
-        ("values", values, cache.values),
-    ):
-        expected = (batch.num_rows, stored_rows.shape[2], stored_rows.shape[4])
-        if rows.shape != expected:
-            raise ValueError(
-                f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
-                f"of the batch, got {list(rows.shape)}"
-            )
+    if (values is None) != (cache.values is None):
+        raise ValueError(
+            "this cache's values lie in its keys (values_in_keys): leave values out"
+            if cache.values is None
+            else "write needs values too; only with values_in_keys they lie in the keys"
+        )
+    rows: dict[str, jax.Array] = {}
+    for name, array in (("keys", keys), ("values", values)):
+        if array is not None:
+            rows |= _to_storage(cache, batch, name, array)
     layer = jnp.asarray(layer, jnp.int32)
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
     past_end = cache.num_blocks + jnp.arange(batch.num_rows, dtype=jnp.int32)
     known = batch.valid & (layer >= 0)
     block_ids = jnp.where(known, batch.block_ids, past_end)
+    written = {
+        name: stored.at[layer, block_ids, :, batch.offsets].set(
+            rows[name], mode="drop", unique_indices=True
+        )
+        for name, stored in cache.storage.items()
+    }
+    return cache.with_storage(written)
 
-    def scatter(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        slots = pool.at[layer, block_ids, :, batch.offsets]
-        return slots.set(stored(rows, cache.dtype), mode="drop", unique_indices=True)
 
-    return dataclasses.replace(
-        cache, keys=scatter(cache.keys, keys), values=scatter(cache.values, values)
-    )
+def _to_storage(
+    cache: Cache, batch: Batch, name: str, rows: jax.Array
+) -> dict[str, jax.Array]:
+    """Return rows of "keys" or "values" as the storage has them, and their scales."""
+    width = cache.storage[name].shape[4]
+    expected = (batch.num_rows, cache.num_kv_heads, width)
+    if rows.shape != expected:
+        raise ValueError(
+            f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
+            f"of the batch, got {list(rows.shape)}"
+        )
+    elements, scales = quantization.store(rows, cache.dtype)
+    if scales is None:
+        return {name: elements}
+    return {name: elements, SCALE_NAMES[name]: scales}
 
 
 def check_layer(cache: Cache, layer: jax.Array | int) -> None:

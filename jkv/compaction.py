@@ -115,8 +115,8 @@ def compact(cache: Cache) -> Cache:
     cache = dataclasses.replace(cache, metadata=metadata)
     if cache.num_layers == 0:
         return cache
-    keys, values = _permute(cache.keys, source), _permute(cache.values, source)
-    return dataclasses.replace(cache, keys=keys, values=values)
+    moved = {name: _permute(pool, source) for name, pool in cache.storage.items()}
+    return cache.with_storage(moved)
 
 
 @jax.jit

@@ -28,13 +28,25 @@ MAX_COUNT = 2**30 - 1
 NUM_COUNTERS = len(Status) + 9
 
 # What the bits of a stored element are kept as. XLA on CPU up to jaxlib 0.11.1 turns a
-# whole bfloat16 array into float32 and back on every scatter; the same bits as uint16
-# are updated in place by every version and backend, so bfloat16 is stored that way.
+# whole bfloat16 array into float32 and back on every scatter, and still does so with
+# fp8; the same bits as unsigned integers are updated in place by every version and
+# backend, so they are stored that way.
 STORAGE_DTYPES = {
     np.dtype(jnp.float32): np.dtype(jnp.float32),
     np.dtype(jnp.float16): np.dtype(jnp.float16),
     np.dtype(jnp.bfloat16): np.dtype(jnp.uint16),
+    np.dtype(jnp.int8): np.dtype(jnp.int8),
+    np.dtype(jnp.float8_e4m3fn): np.dtype(jnp.uint8),
+    np.dtype(jnp.float8_e4m3fnuz): np.dtype(jnp.uint8),
+    np.dtype(jnp.float8_e5m2): np.dtype(jnp.uint8),
 }
+# The one-byte dtypes have a scale per token and kv head (`jkv/quantization.py`).
+SCALE_DTYPE = np.dtype(jnp.bfloat16)
+# The arrays with layers on the first axis and blocks on the second.
+SCALE_NAMES = {"keys": "key_scales", "values": "value_scales"}
+STORAGE_NAMES = (*SCALE_NAMES, *SCALE_NAMES.values())
+# What every card can read, whichever encoding it prefers, so that files travel.
+DTYPE_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 GIGABYTE = 10**9
 
@@ -56,7 +68,11 @@ class CacheConfig:
         `block_size`.
       block_size: tokens per block, T.
       value_head_dim: size of one value, Dv; `None` means `head_dim`.
-      dtype: of keys and values: float32, float16 or bfloat16.
+      values_in_keys: the values are the first `value_head_dim` elements of the keys and
+        are not stored again: a latent cache (DeepSeek: one kv head, D 576, Dv 512).
+      dtype: of keys and values: float32, float16, bfloat16; or one byte an element and
+        a bfloat16 scale per token and kv head: int8, float8_e4m3fn, float8_e4m3fnuz,
+        float8_e5m2. "fp8" means float8_e4m3fn, on every card.
       record_tokens: also keep the token ids given to `append(..., tokens=)`, 4 bytes a
         token, for `tokens(cache, seq_id)`.
       prefix_caching: index full blocks by their tokens, so that a prompt that begins
@@ -85,6 +101,7 @@ class CacheConfig:
     max_context_length: int
     block_size: int = 16
     value_head_dim: int | None = None
+    values_in_keys: bool = False
     dtype: Any = jnp.bfloat16
     record_tokens: bool = False
     prefix_caching: bool = False
@@ -99,6 +116,12 @@ class CacheConfig:
                 count = _checked_count(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, count)
         checked_num_blocks(self.num_blocks, self.prefix_caching)
+        assert self.value_head_dim is not None
+        if self.values_in_keys and self.value_head_dim > self.head_dim:
+            raise ValueError(
+                f"with values_in_keys the values are part of the keys: value_head_dim "
+                f"{self.value_head_dim} must be at most head_dim {self.head_dim}"
+            )
         table = self.max_sequences * self.max_blocks_per_sequence
         if table > MAX_COUNT:
             raise ValueError(
@@ -107,6 +130,11 @@ class CacheConfig:
                 f"entries, more than {MAX_COUNT}; lower max_sequences or "
                 f"max_context_length, or raise block_size"
             )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether elements have one byte, and scales beside them."""
+        return needs_scales(self.dtype)
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -140,8 +168,13 @@ class CacheConfig:
             "num_uses": ((sequences,), jnp.uint32),
             "counters": ((NUM_COUNTERS, 2), jnp.uint32),
             "keys": ((*pool, self.head_dim), stored),
-            "values": ((*pool, self.value_head_dim), stored),
         }
+        if not self.values_in_keys:
+            shapes["values"] = ((*pool, self.value_head_dim), stored)
+        if self.is_quantized:
+            for name in ("keys", "values")[: 1 if self.values_in_keys else 2]:
+                scales = SCALE_NAMES[name]
+                shapes[scales] = (pool, STORAGE_DTYPES[SCALE_DTYPE])
         if self.record_tokens or self.prefix_caching:
             shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
         if self.prefix_caching:
@@ -166,9 +199,9 @@ class CacheConfig:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values, with their scales."""
         arrays = self.arrays
-        pools = (arrays["keys"], arrays["values"])
+        pools = (arrays[name] for name in STORAGE_NAMES if name in arrays)
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in pools)
 
     @property
@@ -219,7 +252,8 @@ class CacheConfig:
         """Say it in human units."""
         heads = f"{self.num_kv_heads} kv heads of {self.head_dim}"
         if self.value_head_dim != self.head_dim:
-            heads += f" (values of {self.value_head_dim})"
+            where = " in the keys" if self.values_in_keys else ""
+            heads += f" (values of {self.value_head_dim}{where})"
         also = [
             text
             for text, holds in (
@@ -429,13 +463,27 @@ def _checked_count(name: str, value: Any) -> int:
     return int(value)
 
 
+def needs_scales(dtype: np.dtype[Any]) -> bool:
+    """Return whether a cache of the dtype is quantised, and keeps scales."""
+    return dtype.itemsize == 1
+
+
+def largest_number(dtype: np.dtype[Any]) -> float:
+    """Return the largest number of a one-byte dtype: 127, 448, 240 or 57344."""
+    if dtype == jnp.int8:
+        return 127.0
+    return float(jnp.finfo(dtype).max)
+
+
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:
     """Return the numpy dtype of keys and values, or say which ones there are."""
+    if isinstance(dtype, str):
+        dtype = DTYPE_NAMES.get(dtype, dtype)
     for known in STORAGE_DTYPES:
         try:
             if np.dtype(dtype) == known:
                 return known
         except TypeError:
             break
-    names = ", ".join(known.name for known in STORAGE_DTYPES)
+    names = ", ".join([*(known.name for known in STORAGE_DTYPES), *DTYPE_NAMES])
     raise ValueError(f"dtype must be one of {names}; got {dtype!r}")

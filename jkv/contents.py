@@ -6,8 +6,8 @@ programs, nothing is padded and only the blocks asked for cross. On an accelerat
 offers it they stay in pinned host memory, which the device reads and writes at the full
 speed of its bus; elsewhere they become numpy arrays.
 
-The arrays beside a cache's metadata are taken by field name, whichever they are: each
-has the layers on its first axis and the blocks on its second.
+The arrays of `Cache.storage` are taken by name, whichever they are: each has the layers
+on its first axis and the blocks on its second.
 """
 
 import dataclasses
@@ -34,20 +34,6 @@ class Contents:
     tokens: np.ndarray | None  # i32[P, T], recorded token ids
 
 
-def storage_of(cache: Cache) -> dict[str, jax.Array]:
-    """Return the arrays beside the metadata by field name, each [L, N, ...]."""
-    return {
-        field.name: getattr(cache, field.name)
-        for field in dataclasses.fields(cache)
-        if field.name != "metadata" and not field.metadata.get("static")
-    }
-
-
-def with_storage(cache: Cache, pools: dict[str, jax.Array]) -> Cache:
-    """Return the cache with other arrays beside the metadata."""
-    return dataclasses.replace(cache, **pools)  # type: ignore[arg-type]  # arrays only
-
-
 def in_pieces(num_blocks: int) -> Iterator[slice]:
     """Cut a range of blocks into pieces of powers of two, the largest first."""
     start = 0
@@ -59,7 +45,7 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
 
 def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
     """Copy what blocks, i32[P], hold to the host, be the cache there or not."""
-    pools, recorded = storage_of(cache), cache.metadata.tokens
+    pools, recorded = cache.storage, cache.metadata.tokens
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
     if isinstance(cache.keys, np.ndarray):  # a cache read from a file
         gathered = [({k: v[:, p] for k, v in pools.items()}, None) for p in pieces]
@@ -84,7 +70,7 @@ def put(cache: Cache, blocks: np.ndarray, contents: Contents, *, donate: bool) -
     """
     if len(blocks) == 0:
         return cache
-    pools, tokens = storage_of(cache), cache.metadata.tokens
+    pools, tokens = cache.storage, cache.metadata.tokens
     if not donate:
         pools, tokens = jax.tree.map(jnp.copy, (pools, tokens))
     rows = contents.tokens
@@ -97,7 +83,7 @@ def put(cache: Cache, blocks: np.ndarray, contents: Contents, *, donate: bool) -
         }
         pools, tokens = _scatter(pools, tokens, blocks[piece], crossed, rows[piece])
     metadata = dataclasses.replace(cache.metadata, tokens=tokens)
-    return with_storage(dataclasses.replace(cache, metadata=metadata), pools)
+    return dataclasses.replace(cache, metadata=metadata).with_storage(pools)
 
 
 @jax.jit

@@ -37,14 +37,13 @@ def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies) -> Cache:
         traced or bool(jnp.any(copies.target < cache.num_blocks))
     ):
         return cache  # outside jit: no pass over the storage where nothing is copied
-    keys, values = _copy_blocks(cache.keys, cache.values, copies)
-    return dataclasses.replace(cache, keys=keys, values=values)
+    return cache.with_storage(_copy_blocks(cache.storage, copies))
 
 
 @jax.jit
 def _copy_blocks(
-    keys: jax.Array, values: jax.Array, copies: BlockCopies
-) -> tuple[jax.Array, jax.Array]:
+    storage: dict[str, jax.Array], copies: BlockCopies
+) -> dict[str, jax.Array]:
     """Copy blocks in all layers; every source is read before any target is written."""
 
     def copy(pool: jax.Array) -> jax.Array:
@@ -53,10 +52,10 @@ def _copy_blocks(
 
     # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
     # conditional it leaves the storage in place.
-    any_copy = jnp.any(copies.target < keys.shape[1]).astype(jnp.int32)
+    any_copy = jnp.any(copies.target < storage["keys"].shape[1]).astype(jnp.int32)
     return jax.lax.fori_loop(
         jnp.int32(0),
         any_copy,
         lambda _, pools: jax.tree.map(copy, pools),
-        (keys, values),
+        storage,
     )

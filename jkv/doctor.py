@@ -31,7 +31,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import allocation, appending, config, invariants, sharing, state, status
+from jkv import (
+    allocation,
+    appending,
+    config,
+    invariants,
+    quantization,
+    sharing,
+    state,
+    status,
+)
 from jkv.attention import paged_attention
 
 PACKAGES = ("jax", "jaxlib", "numpy", "chex", "triton")
@@ -80,6 +89,7 @@ class Case:
     block_size: int = 16
     options: tuple[tuple[str, float], ...] = ()
     has_sinks: bool = False
+    kv_dtype: str | None = None  # one byte with scales, instead of the queries' dtype
 
 
 DECODE: dict[str, Any] = {
@@ -101,6 +111,10 @@ CASES = (
     Case("window", **DECODE, options=(("window", 20),)),
     Case("soft cap", **DECODE, options=(("soft_cap", 5.0),)),
     Case("sinks", **DECODE, has_sinks=True),
+    *(
+        Case(name, (1, 7, 1), (50, 7, 33), kv_dtype=name)
+        for name in ("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+    ),
 )
 
 
@@ -348,7 +362,13 @@ def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, An
             random.standard_normal(case.num_heads), jnp.float32
         )
     integers = (starts, case.query_lengths, case.context_lengths)
-    arrays = [jnp.asarray(a, dtype) for a in (queries, keys, values)]
+    kv_dtype = jnp.dtype(case.kv_dtype or dtype)
+    pools = []
+    for name, array in (("key", keys), ("value", values)):
+        elements, scales = quantization.store(jnp.asarray(array), kv_dtype)
+        pools.append(elements)
+        options |= {f"{name}_scales": scales, "kv_dtype": kv_dtype}
+    arrays = [jnp.asarray(queries, dtype), *pools]
     tail = [jnp.asarray(a, jnp.int32) for a in integers]
     return (*arrays, 0, jnp.asarray(tables), None, *tail), options
 

@@ -45,6 +45,7 @@ DTYPES = {
     "I16": np.dtype(np.int16),
     "U16": np.dtype(np.uint16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),

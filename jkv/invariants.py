@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jkv.config import NUM_COUNTERS
+from jkv.config import NUM_COUNTERS, SCALE_NAMES, needs_scales
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.status import InvariantError
 
@@ -62,9 +62,22 @@ def _shapes(cache: Cache) -> Iterator[str]:
         if getattr(meta, name).ids.shape != (size,):
             yield f"shapes: the ring {name} has no room for {size} ids"
     pool = (num_blocks, cache.num_kv_heads, meta.block_size)
-    for name, array in (("keys", cache.keys), ("values", cache.values)):
-        if array.shape[1:4] != pool or array.shape[0] != cache.num_layers:
-            yield f"shapes: {name} is {list(array.shape)}, expected [L, N, K, T, D]"
+    for name, array in cache.storage.items():
+        rank = 4 if name in SCALE_NAMES.values() else 5
+        if array.shape[:4] != (cache.num_layers, *pool) or array.ndim != rank:
+            sizes = "[L, N, K, T, D]" if rank == 5 else "[L, N, K, T]"
+            yield f"shapes: {name} is {list(array.shape)}, expected {sizes}"
+    if cache.storage.keys() != _storage_names(cache):
+        names = ", ".join(_storage_names(cache))
+        yield f"shapes: {cache.dtype.name} is stored as {names}"
+
+
+def _storage_names(cache: Cache) -> set[str]:
+    """Return which arrays there must be."""
+    names = {"keys"} if cache.latent_value_dim is not None else {"keys", "values"}
+    if needs_scales(cache.dtype):
+        names |= {SCALE_NAMES[name] for name in names}
+    return names
 
 
 def _block_tables(meta: Metadata) -> Iterator[str]:

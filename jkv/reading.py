@@ -1,15 +1,17 @@
 """attend, read and the look-ups: from sequences and positions to slots and contents."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv import prefix_index, requests
+from jkv import prefix_index, quantization, requests
 from jkv.appending import Batch, check_layer
 from jkv.attention import paged_attention
+from jkv.config import SCALE_NAMES
 from jkv.requests import Integers
-from jkv.state import Cache, restored
+from jkv.state import Cache
 
 
 class Slots(NamedTuple):
@@ -96,7 +98,10 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         return_lse=return_lse,
+        key_scales=cache.key_scales,
+        value_scales=cache.value_scales,
         kv_dtype=cache.dtype,
+        value_head_dim=cache.latent_value_dim,
         implementation=implementation,
     )
 
@@ -113,8 +118,8 @@ def read(
 
     Returns:
       Keys [max_context_length, K, D] and values [max_context_length, K, Dv] in the
-      cache's dtype, zero from `length` on, and `length`, i32[]: the context length, 0
-      for an id that is not open.
+      cache's dtype (float32 if it is quantised), zero from `length` on, and `length`,
+      i32[]: the context length, 0 for an id that is not open.
 
     Example:
       >>> import jkv
@@ -132,11 +137,14 @@ def read(
     layer = jnp.asarray(layer, jnp.int32)
 
     def gather(pool: jax.Array) -> jax.Array:
-        blocks = restored(pool.at[layer, row].get(mode="clip"), cache.dtype)
-        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
-        return jnp.where(valid, tokens[:most], jnp.zeros((), cache.dtype))
+        return pool.at[layer, row].get(mode="clip")
 
-    return gather(cache.keys), gather(cache.values), length
+    def in_order(blocks: jax.Array) -> jax.Array:
+        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
+        return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
+
+    keys, values = (in_order(blocks) for blocks in _restored(cache, gather))
+    return keys, values, length
 
 
 def read_slot(
@@ -145,7 +153,7 @@ def read_slot(
     block_id: jax.Array | int,
     offset: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the key [K, D] and value [K, Dv] stored in one slot.
+    """Return the key [K, D] and value [K, Dv] stored in one slot, as `read` does.
 
     A slot outside the storage reads as zeros; what an unwritten one holds is undefined.
 
@@ -166,10 +174,9 @@ def read_slot(
     block_id = jnp.where(known, block_id, cache.num_blocks)
 
     def gather(pool: jax.Array) -> jax.Array:
-        slot = pool.at[layer, block_id, :, offset]
-        return restored(slot.get(mode="fill", fill_value=0), cache.dtype)
+        return pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0)
 
-    return gather(cache.keys), gather(cache.values)
+    return _restored(cache, gather)
 
 
 def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
@@ -274,6 +281,23 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
     is_free = known & (count == 0)
     is_cached = is_free & prefix_index.is_indexed(cache.metadata, block_id)
     return BlockInfo(count, is_free, is_cached)
+
+
+def _restored(
+    cache: Cache, gather: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of what a function gathers from each array."""
+    found = {name: gather(pool) for name, pool in cache.storage.items()}
+    keys, values = (
+        quantization.restore(found[name], found.get(SCALE_NAMES[name]), cache.dtype)
+        if name in found
+        else None
+        for name in ("keys", "values")
+    )
+    assert keys is not None
+    if values is None:
+        values = keys[..., : cache.value_head_dim]
+    return keys, values
 
 
 def _row(cache: Cache, seq_ids: jax.Array | int) -> jax.Array:

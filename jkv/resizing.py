@@ -61,8 +61,8 @@ def resize(cache: Cache, num_blocks: int) -> Cache:
         cache.metadata, blocks[:num_live], blocks[num_live:], num_blocks
     )
     metadata = _resize(cache.metadata, plan)
-    keys, values = _gather(cache.keys, plan.source), _gather(cache.values, plan.source)
-    resized = dataclasses.replace(cache, metadata=metadata, keys=keys, values=values)
+    moved = {name: _gather(pool, plan.source) for name, pool in cache.storage.items()}
+    resized = dataclasses.replace(cache, metadata=metadata).with_storage(moved)
     logger.info(
         "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",
         cache.num_blocks,

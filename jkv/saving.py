@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import contents, files, transfer
-from jkv.config import STORAGE_DTYPES
+from jkv.config import SCALE_DTYPE, SCALE_NAMES, STORAGE_DTYPES, STORAGE_NAMES
 from jkv.files import FileError, Tensor
 from jkv.invariants import check
 from jkv.requests import Integers
@@ -75,7 +75,7 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
         elif isinstance(leaf, int):
             constants[name] = leaf
         else:
-            tensors[name] = _tensor(leaf, cache.dtype)
+            tensors[name] = _tensor(leaf, _meaning(name, cache.dtype))
     holds = "cache" if value is cache else "sequences"
     files.write(path, tensors, {"holds": holds, "fields": json.dumps(constants)})
 
@@ -142,10 +142,9 @@ def load(
             f"cache; load(path, cache) opens them in a cache"
         )
     metadata = jax.tree.map(lambda a: _whole(a, device), value.metadata)
-    pools = contents.storage_of(value)
-    loaded = {name: _by_layers(pool, device) for name, pool in pools.items()}
-    value = dataclasses.replace(value, metadata=metadata)
-    return jax.block_until_ready(contents.with_storage(value, loaded))
+    loaded = {name: _by_layers(pool, device) for name, pool in value.storage.items()}
+    value = dataclasses.replace(value, metadata=metadata).with_storage(loaded)
+    return jax.block_until_ready(value)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -161,22 +160,28 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(part, f"{name}.{field}" if name else field)
 
 
-def _tensor(leaf: Any, dtype: np.dtype[Any]) -> Tensor:
+def _meaning(name: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype that the bits of K/V or scales mean; None for metadata."""
+    field = name.rsplit(".", maxsplit=1)[-1]
+    if field not in STORAGE_NAMES:
+        return None
+    return SCALE_DTYPE if field in SCALE_NAMES.values() else dtype
+
+
+def _tensor(leaf: Any, meaning: np.dtype[Any] | None) -> Tensor:
     """Describe an array, or one [L, p, ...] in pieces, as layers [P, ...] on the host.
 
     Args:
       leaf: the array, or a tuple of its pieces.
-      dtype: of the K/V, by what their bits mean.
+      meaning: of its bits, as `_meaning` says.
     """
+    if meaning is None:
+        return Tensor(leaf.dtype, leaf.shape, (np.asarray(leaf),))
     # Pieces are on the host already, be it in memory that JAX holds.
     pieces = tuple(map(np.asarray, leaf)) if isinstance(leaf, tuple) else (leaf,)
     if not pieces:
-        return Tensor(dtype, (0, 0), ())
-    first = pieces[0]
-    meaning = dtype if first.dtype == STORAGE_DTYPES[dtype] else first.dtype
-    shape = first.shape
-    if first.ndim < 3:  # metadata
-        return Tensor(meaning, shape, (np.asarray(first),))
+        return Tensor(meaning, (0, 0), ())
+    shape = pieces[0].shape
     shape = (shape[0], sum(piece.shape[1] for piece in pieces), *shape[2:])
     layers = (piece[i] for i in range(shape[0]) for piece in pieces)
     return Tensor(meaning, shape, (np.asarray(layer) for layer in layers))

@@ -10,13 +10,13 @@ call, R token rows in a batch.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config import STORAGE_DTYPES, CacheConfig
+from jkv.config import STORAGE_NAMES, CacheConfig
 from jkv.status import Status
 from jkv.units import human_bytes
 
@@ -165,10 +165,29 @@ class Cache:
     """
 
     metadata: Metadata
-    keys: jax.Array  # [L, N, K, T, D], bfloat16 as its bits in uint16
-    values: jax.Array  # [L, N, K, T, Dv], likewise
-    # Static: the dtype that the stored bits mean, which the arrays' own need not be.
+    keys: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
+    # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
+    values: jax.Array | None
+    # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+    # Static: the dtype that the stored bits mean, which the arrays' own need not be,
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    # and Dv where no shape tells it.
+    latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def storage(self) -> dict[str, jax.Array]:
+        """The arrays beside the metadata by field name, each [L, N, K, T, ...].
+
+        Whoever moves blocks moves them in all of these.
+        """
+        arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def with_storage(self, storage: dict[str, jax.Array]) -> Self:
+        """Return the cache with other arrays beside the metadata."""
+        return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
 
     @property
     def num_layers(self) -> int:
@@ -198,6 +217,9 @@ class Cache:
     @property
     def value_head_dim(self) -> int:
         """Size of one value, Dv."""
+        if self.latent_value_dim is not None:
+            return self.latent_value_dim
+        assert self.values is not None
         return self.values.shape[4]
 
     @property
@@ -288,7 +310,9 @@ def init(
         shape, dtype = arrays[name].shape, arrays[name].dtype
         return jnp.full(shape, value, dtype, device=device)
 
-    def pool(name: str) -> jax.Array:
+    def pool(name: str) -> Any:
+        if name not in arrays:
+            return None
         shape, dtype = arrays[name].shape, arrays[name].dtype
         return jnp.zeros(shape if storage else (0, *shape[1:]), dtype, device=device)
 
@@ -332,9 +356,9 @@ def init(
     )
     return Cache(
         metadata=metadata,
-        keys=pool("keys"),
-        values=pool("values"),
+        **{name: pool(name) for name in STORAGE_NAMES},
         dtype=np.dtype(config.dtype),
+        latent_value_dim=config.value_head_dim if config.values_in_keys else None,
     )
 
 
@@ -350,20 +374,6 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       2
     """
     return cache.metadata.free_blocks.count
-
-
-def stored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Cast rows to `dtype` and return the bits as the pool stores them."""
-    array = array.astype(dtype)
-    kept = STORAGE_DTYPES[dtype]
-    return array if kept == dtype else jax.lax.bitcast_convert_type(array, kept)
-
-
-def restored(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Return stored rows as the `dtype` that their bits mean."""
-    if array.dtype == dtype:
-        return array
-    return jax.lax.bitcast_convert_type(array, dtype)
 
 
 def _is_deleted(array: Any) -> bool:

@@ -372,7 +372,7 @@ def _open(
 
 def _check_same_kind(cache: Cache, swapped: Swapped) -> None:
     """Reject sequences from a cache of another shape or dtype."""
-    pools = contents.storage_of(cache)
+    pools = cache.storage
     kinds = {
         "block_size": (swapped.block_size, cache.block_size),
         "dtype": (swapped.dtype.name, cache.dtype.name),

@@ -60,24 +60,25 @@ def small_cache(**changes):
 
 
 def with_storage_filled(cache, value):
-    """Fill the K/V arrays with one value, such as the NaN of recycled memory."""
+    """Fill the K/V arrays with one value, such as the NaN of recycled memory.
 
-    def fill(pool):
+    With scales these are filled, and the elements' bits are those of a one.
+    """
+    is_quantized = cache.key_scales is not None
+
+    def fill(name, pool):
+        if is_quantized and name in ("keys", "values"):
+            one = jnp.ones((), cache.dtype)
+            bits = one if pool.dtype == one.dtype else one.view(pool.dtype)
+            return jnp.full_like(pool, bits)
         # bfloat16 lives in uint16 as its bits: the upper half of float32's.
         if pool.dtype == jnp.uint16:
             bits = int(np.float32(value).view(np.uint32)) >> 16
             return jnp.full_like(pool, bits)
         return jnp.full_like(pool, value)
 
-    pools = (cache.keys, cache.values)
-    leaves, treedef = jax.tree.flatten(cache)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            fill(leaf) if any(leaf is pool for pool in pools) else leaf
-            for leaf in leaves
-        ],
-    )
+    filled = {name: fill(name, pool) for name, pool in cache.storage.items()}
+    return cache.with_storage(filled)
 
 
 def refusal_counts(cache):
@@ -90,7 +91,7 @@ def without_refusals(cache):
     """Copies of all leaves as bytes on the host, the refusal counters left out."""
     counters = cache.metadata.counters.at[: len(jkv.Status)].set(0)
     metadata = dataclasses.replace(cache.metadata, counters=counters)
-    leaves = jax.tree.leaves((metadata, cache.keys, cache.values))
+    leaves = jax.tree.leaves((metadata, cache.storage))
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 

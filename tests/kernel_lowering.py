@@ -11,6 +11,7 @@ from jaxlib.triton import dialect
 from jkv.attention.kernel import attend_kernel
 from jkv.attention.requests import Requests
 from jkv.attention.storage import Pools
+from jkv.config import STORAGE_DTYPES, needs_scales
 
 # JAX wants a card to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
@@ -56,19 +57,24 @@ def make_shapes(
     blocks=64,
     block_size=16,
     dtype="bfloat16",
+    kv_dtype=None,
     num_layers=2,
 ):
     """Queries and pools as shapes; head dims above 256 are a latent cache."""
     is_latent = head_dim > 256
     kv_heads = 1 if is_latent else kv_heads
-    stored = "uint16" if dtype == "bfloat16" else dtype
+    kv_dtype = jnp.dtype(kv_dtype or dtype)
+    stored = STORAGE_DTYPES[kv_dtype]
     value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
     common = (num_layers, blocks, kv_heads, block_size)
+    scales = shape(*common, dtype=jnp.uint16) if needs_scales(kv_dtype) else None
     pools = Pools(
         keys=shape(*common, head_dim, dtype=stored),
         values=None if is_latent else shape(*common, value_dim, dtype=stored),
+        key_scales=scales,
+        value_scales=None if is_latent else scales,
         value_dim=value_dim,
-        kv_dtype=jnp.dtype(dtype) if stored == "uint16" else None,
+        kv_dtype=kv_dtype,
     )
     return shape(64, kv_heads * group, head_dim, dtype=dtype), pools
 

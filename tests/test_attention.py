@@ -15,6 +15,7 @@ from workloads import WORKLOADS, Workload, make_operands, shrink
 from jkv.attention import paged_attention
 from jkv.attention.decode import list_work
 from jkv.attention.requests import make_requests
+from jkv.quantization import restore, store
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
@@ -310,6 +311,71 @@ def test_half_precision(storage):
         np.testing.assert_array_equal(bits, expected)
 
 
+ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+
+
+def quantized(positional, dtype):
+    """The same arguments with quantised pools, their scales, and what both mean."""
+    dtype = jnp.dtype(dtype)
+    keys, key_scales = store(positional[1], dtype)
+    values, value_scales = store(positional[2], dtype)
+    scales = dict(key_scales=key_scales, value_scales=value_scales, kv_dtype=dtype)
+    meaning = [restore(keys, key_scales, dtype), restore(values, value_scales, dtype)]
+    return (
+        [positional[0], keys, values, *positional[3:]],
+        scales,
+        [positional[0], *meaning, *positional[3:]],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+def test_one_byte_pools(dtype, implementation):
+    """Attention over quantised pools is that over what they mean; NaN scales around."""
+    for batch in ("decode", "mixed"):
+        operands = small_operands(batch, group=2, block_size=4)
+        positional, scales, meaning = quantized(arguments(operands), dtype)
+        options = dict(window=jnp.int32(7), soft_cap=2.0, return_lse=True)
+        expected = paged_attention(*meaning, implementation="reference", **options)
+        found = paged_attention(
+            *positional, **scales, implementation=implementation, **options
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+        # The tolerance is smaller than what scales of other tokens change.
+        scales["value_scales"] = jnp.roll(scales["value_scales"], 1, axis=3)
+        wrong, _ = paged_attention(
+            *positional, **scales, implementation=implementation, **options
+        )
+        assert not is_close(wrong, expected[0])
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE[1:])
+def test_fp8_without_scales(dtype):
+    """Their own dtype or its bits, as others may have stored them."""
+    positional = arguments(small_operands())
+    pools = [pool.astype(dtype) for pool in positional[1:3]]
+    positional[1:3] = [pool.astype(jnp.float32) for pool in pools]
+    expected = paged_attention(*positional, implementation="reference")
+    positional[1:3] = pools
+    assert_close(paged_attention(*positional), expected)
+    positional[1:3] = [jax.lax.bitcast_convert_type(pool, jnp.uint8) for pool in pools]
+    assert_close(paged_attention(*positional, kv_dtype=dtype), expected)
+
+
+def test_gradients_pass_through_quantised_pools():
+    """Queries get those of attention over what the pools mean; the pools get none."""
+    positional, scales, meaning = quantized(arguments(small_operands()), "int8")
+
+    def gradient(call, **options):
+        def loss(queries):
+            return jnp.sum(jnp.sin(paged_attention(queries, *call[1:], **options)))
+
+        return jax.grad(loss)(call[0])
+
+    assert_close(gradient(positional, **scales), gradient(meaning))
+
+
 def test_large_half_precision_values_do_not_overflow():
     """Partial sums in float16 would reach infinity here."""
     pool = jnp.full((1, 5, 1, 4, 8), 6e4, jnp.float16)
@@ -440,8 +506,16 @@ def test_mistakes_are_explained():
     refuses("3 query heads do not divide", (0, jnp.ones((5, 3, 16))))
     refuses(r"sinks must be .* \[2\]", sinks=jnp.ones(3))
     refuses("queries must be floating", (0, good[0].astype(jnp.int32)))
-    refuses("must be floating point, or uint16", (1, good[1].astype(jnp.int8)))
+    refuses("must be floating point or int8, uint16", (1, good[1].astype(jnp.int16)))
+    refuses("key_pool holds int8: pass key_scales", (1, good[1].astype(jnp.int8)))
     refuses("pass kv_dtype=bfloat16", (1, good[1].astype(jnp.uint16)))
+    refuses("float8_e4m3fn or .*got None", (1, good[1].astype(jnp.uint8)))
+    eighths = (1, good[1].astype(jnp.int8))
+    scales = jnp.ones(good[1].shape[:4])
+    refuses("key_pool holds float32; leave", key_scales=scales)
+    refuses("one number per token", eighths, key_scales=scales[..., 1:])
+    refuses("must be floating point, or uint16", eighths, key_scales=scales > 0)
+    refuses("leave value_scales out", (2, None), value_head_dim=8, value_scales=scales)
     refuses("kv_dtype is for pools of raw bits", kv_dtype=jnp.bfloat16)
     refuses(r"query_lengths must have one entry", (7, good[7][:2]))
     refuses("context_lengths must hold integers", (8, good[8].astype(jnp.float32)))

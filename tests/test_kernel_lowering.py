@@ -24,6 +24,7 @@ from jkv.attention.kernel_tuning import (
     TABLE,
     Tuning,
     find_family,
+    find_kind,
     find_target,
     find_tuning,
     why_never,
@@ -31,8 +32,17 @@ from jkv.attention.kernel_tuning import (
 )
 
 ROWS = [
-    (family, number) for family in TABLE for number in range(len(TABLE[family].rows))
+    (family, number, kind)
+    for family in TABLE
+    for number, row in enumerate(TABLE[family].rows)
+    for kind in row.kinds
 ]
+# What each kind of call is lowered with here.
+DTYPES = {
+    "half": {},
+    "float32": {"dtype": "float32"},
+    "byte": {"kv_dtype": "float8_e4m3fn"},
+}
 
 
 def platforms_of(family):
@@ -42,11 +52,11 @@ def platforms_of(family):
     }
 
 
-@pytest.mark.parametrize("family, number", ROWS)
-def test_every_row_of_the_table_lowers(family, number):
+@pytest.mark.parametrize("family, number, kind", ROWS)
+def test_every_row_of_the_table_lowers(family, number, kind):
     row = TABLE[family].rows[number]
-    dtype = "float32" if row.is_float32 else "bfloat16"
-    queries, pools = make_shapes(row.max_head_dim, dtype=dtype, group=16)
+    queries, pools = make_shapes(row.max_head_dim, group=16, **DTYPES[kind])
+    assert find_kind(queries, pools) == kind
     tuning = Tuning(row.decode, row.prefill, TABLE[family].programs)
     options = {
         "window": shape(),
@@ -101,9 +111,8 @@ def test_one_byte_pools_between_two_and_four_gib_are_refused():
         (2**17, True),
         (2**17 + 1, False),
     ):
-        queries, pools = make_shapes(blocks=blocks, dtype="int8")
-        reason = why_never(shape(*queries.shape, dtype=jnp.bfloat16), pools)
-        assert ("would address them" in reason or "would address" in reason) == refused
+        reason = why_never(*make_shapes(blocks=blocks, kv_dtype="int8"))
+        assert ("would address" in (reason or "")) == refused
 
 
 def test_cards_and_families():
@@ -131,8 +140,10 @@ def test_cards_and_families():
 def test_what_has_no_row_is_said():
     float32 = make_shapes(dtype="float32")
     assert why_not(*float32, "rocm", "gfx942") is None
-    assert "float32 operands on gfx1100" in why_not(*float32, "rocm", "gfx1100")
+    assert "head dim 128 with float32 on gfx1100" in why_not(*float32, "rocm", "gfx1100")
     assert "an unknown rocm card" in why_not(*float32, "rocm", None)
+    wide_bytes = why_not(*make_shapes(256, kv_dtype="int8"), "rocm", "gfx1100")
+    assert "head dim 256 with bfloat16 and int8 on gfx1100" in wide_bytes
     latent = make_shapes(576)
     assert why_not(*latent, "rocm", "gfx90a") is None
     assert "head dim 576" in why_not(*latent, "rocm", "gfx1201")

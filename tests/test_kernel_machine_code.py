@@ -37,12 +37,22 @@ SHAPES = [
     (576, 512, HARDEST),
     *((dim, dim, {"dtype": "float32"}) for dim in (128, 256)),
     (576, 512, {"dtype": "float32", **HARDEST}),
+    (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
+    (256, 256, {"kv_dtype": "int8"}),
+    (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
 ]
 if KEEP:  # the whole table
     SHAPES += [(dim, dim, {}) for dim in (64, 80, 96, 192, 256)]
     SHAPES += [(dim, dim, HARDEST) for dim in (128, 192)]
+    SHAPES += [
+        (dim, dim if dim < 576 else 512, {"kv_dtype": kv_dtype, **options})
+        for kv_dtype in ("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+        for dim in (64, 128, 256, 576)
+        for options in ({}, HARDEST, {"dtype": "float16"}, {"dtype": "float32"})
+    ]
     SHAPES += [(64, 64, {"dtype": "float32"}), (576, 512, {"group": 128})]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
+FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
 TARGETS = [
     *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
@@ -90,7 +100,8 @@ def test_nothing_spills(platform, target, known, shapes):
             "head dims": f"{head_dim}/{value_dim}",
             "group": queries.shape[1] // pools.num_kv_heads,
             "block size": pools.block_size,
-            "operands": str(queries.dtype),
+            "queries": str(queries.dtype),
+            "elements": str(pools.kv_dtype),
             "options": "all" if options else "none",
         }
         tuning = find_tuning(queries, pools, platform, known)

@@ -18,6 +18,7 @@ from workloads import Workload, make_operands
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel_tuning import find_family, find_target
+from jkv.quantization import store
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
 # Only CDNA and the interpreter multiply float32; elsewhere it is the plain path's.
@@ -79,14 +80,16 @@ class Case:
         padded = np.full((NUM_ROWS, *rows.shape[1:]), 3.0, np.float32)
         padded[: len(rows)] = rows
         pools = [operands.key_pool, operands.value_pool]
-        pools = [jnp.asarray(pool, self.storage) for pool in pools]
-        if self.storage == "bfloat16":
-            pools = [jax.lax.bitcast_convert_type(pool, jnp.uint16) for pool in pools]
+        # Where nothing is stored, NaN becomes a NaN scale.
+        pools, scales = zip(
+            *(store(jnp.asarray(pool), jnp.dtype(self.storage)) for pool in pools),
+            strict=True,
+        )
         if self.is_latent:
-            pools[1] = None
+            pools, scales = (pools[0], None), (scales[0], None)
         arrays = [jnp.asarray(padded, self.queries), *pools, jnp.int32(LAYER)]
         arrays += [jnp.asarray(operands.block_tables), jnp.arange(4, dtype=jnp.int32)]
-        return arrays + [jnp.asarray(array) for array in operands[4:7]]
+        return arrays + [jnp.asarray(array) for array in operands[4:7]] + [*scales]
 
     def attend(self, implementation):
         """Return the call as a function of the positional arguments."""
@@ -95,11 +98,14 @@ class Case:
             sinks = jnp.linspace(-1.0, 2.0, self.kv_heads * self.group)
 
         def attend(*arguments):
+            *arguments, key_scales, value_scales = arguments
             return paged_attention(
                 *arguments,
                 sinks=sinks,
                 return_lse=True,
-                kv_dtype=jnp.bfloat16 if self.storage == "bfloat16" else None,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                kv_dtype=self.storage,
                 value_head_dim=self.value_dim if self.is_latent else None,
                 implementation=implementation,
                 **dict(self.options),
@@ -142,6 +148,27 @@ CASES = {
     "latent": case(
         kv_heads=1, group=16, head_dim=576, value_dim=512, is_latent=True, **BITS
     ),
+    "int8": case(group=4, storage="int8", queries="bfloat16"),
+    "int8, float16 queries, everything": case(
+        group=3,
+        block_size=4,
+        storage="int8",
+        queries="float16",
+        has_sinks=True,
+        options=EVERYTHING,
+    ),
+    "e4m3fn": case(group=2, storage="float8_e4m3fn", options={"window": 19}),
+    "e4m3fnuz": case(storage="float8_e4m3fnuz", queries="float16"),
+    "e5m2": case(storage="float8_e5m2", queries="bfloat16", block_size=64),
+    "latent, int8, float16 queries": case(
+        kv_heads=1,
+        group=5,
+        head_dim=48,
+        value_dim=32,
+        is_latent=True,
+        storage="int8",
+        queries="float16",
+    ),
     "latent, everything": case(
         kv_heads=1,
         group=5,
@@ -175,13 +202,16 @@ def test_equals_the_reference(name):
         output, lse = attend(*arguments)
         expected, expected_lse = reference(*arguments)
         assert output.dtype == this.queries
+        if this.queries == "float16" and arguments[9] is not None:
+            # Weights times scales are multiplied in bfloat16, which has the range.
+            output = output.astype(jnp.bfloat16)
         assert_close(output, expected)
         assert_close(lse, expected_lse)
 
         # The tolerance is smaller than what these mistakes change.
         if batch == "decode":
             again, lse_again = attend(*arguments)
-            np.testing.assert_array_equal(again, output)
+            np.testing.assert_array_equal(again.astype(output.dtype), output)
             np.testing.assert_array_equal(lse_again, lse)
             shifted, permuted = list(arguments), list(arguments)
             shifted[8] = jnp.maximum(arguments[8] - 1, 1)
@@ -338,8 +368,7 @@ else:
 
 
 def test_refusals_say_why():
-    this = case()
-    good = this.arguments(this.operands("decode"))
+    good = case().arguments(case().operands("decode"))
 
     def refuses(words, this, arguments):
         with pytest.raises(NotImplementedError, match=words):
@@ -354,5 +383,6 @@ def test_refusals_say_why():
     ):
         odd = case(**fields)
         refuses(words, odd, odd.arguments(odd.operands("decode")))
-    eighths = [pool.astype(jnp.float8_e5m2) for pool in good[1:3]]
-    refuses("not float8_e5m2", this, [good[0], *eighths, *good[3:]])
+    this = case(storage="float8_e4m3b11fnuz")
+    eighths = [pool.astype(this.storage) for pool in good[1:3]]
+    refuses("not float8_e4m3b11fnuz", this, [good[0], *eighths, *good[3:]])

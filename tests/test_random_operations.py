@@ -21,6 +21,7 @@ from conftest import refusal_counts, with_storage_filled, without_refusals
 from oracle import BATCH_FULL, OK, PADDING, Oracle
 
 import jkv
+from jkv.quantization import restore, store
 
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 BATCH_SIZE = 5
@@ -31,6 +32,8 @@ NUM_CONTENTS = 4096
 FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
 
+# What the contents of a game are stored as; all else is float32.
+DTYPES = {"few blocks": "int8", "blocks of one": "fp8"}
 # (num_blocks, block_size, max_sequences, max_context_length)
 SHAPES = {
     "one cell": (1, 1, 1, 1),
@@ -169,6 +172,7 @@ class Game:
         record_tokens=False,
         donate=False,
         folder=None,
+        dtype="float32",
     ):
         num_blocks, block_size, max_sequences, max_context = shape
         config = jkv.CacheConfig(
@@ -180,7 +184,7 @@ class Game:
             block_size=block_size,
             max_sequences=max_sequences,
             max_context_length=max_context,
-            dtype=jnp.float32,
+            dtype=dtype,
             record_tokens=record_tokens,
             prefix_caching=self.prefix_caching,
         )
@@ -205,6 +209,11 @@ class Game:
             (NUM_CONTENTS, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM + VALUE_HEAD_DIM)
         ).astype(np.float32)
         self.keys, self.values = contents[..., :HEAD_DIM], contents[..., HEAD_DIM:]
+        # And what is read back, quantised or not.
+        self.stored_keys, self.stored_values = (
+            np.asarray(restore(*store(rows, self.cache.dtype), self.cache.dtype))
+            for rows in (self.keys, self.values)
+        )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status
 
@@ -538,8 +547,11 @@ class Game:
             if self.has_tokens:
                 rest = [-1] * (self.oracle.max_context - len(contents))
                 same(tokens, contents + rest)
-            same(np.asarray(keys)[: len(contents)], self.keys[contents, layer])
-            same(np.asarray(values)[: len(contents)], self.values[contents, layer])
+            for found, stored in (
+                (keys, self.stored_keys),
+                (values, self.stored_values),
+            ):
+                same(np.asarray(found)[: len(contents)], stored[contents, layer])
 
     def compare_attention(self, batch, expected):
         """Attention over the oracle's own tokens, by the textbook."""
@@ -552,7 +564,8 @@ class Game:
         for row, slot in enumerate(expected.rows):
             if slot is not None:
                 past = self.oracle.tokens[slot.seq_id][: slot.position + 1]
-                keys, values = self.keys[past, layer, 0], self.values[past, layer, 0]
+                keys = self.stored_keys[past, layer, 0]
+                values = self.stored_values[past, layer, 0]
                 logits = queries[row] @ keys.T / np.sqrt(HEAD_DIM)
                 weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
                 wanted[row] = (weights / weights.sum(axis=-1, keepdims=True)) @ values
@@ -596,6 +609,7 @@ def test_random_operations(name, mode, tmp_path):
             record_tokens=mode != "eager",
             donate=mode == "donated",
             folder=tmp_path,
+            dtype=DTYPES.get(name, "float32"),
         )
         game.play(num_operations=150)
         # Every cause came up, where the shape lets it: with one sequence or one block

@@ -16,6 +16,7 @@ from test_random_operations import (
     BATCH_SIZE,
     CAPACITY,
     CHANGING,
+    DTYPES,
     EFFORT,
     LOOKING,
     SHAPES,
@@ -205,6 +206,7 @@ def test_random_reuse(name, mode, tmp_path):
             seed=777 * len(name) + seed,
             donate=mode == "donated",
             folder=tmp_path,
+            dtype=DTYPES.get(name, "float32"),
         )
         game.play(num_operations=100)
         # With room for one block only, or for long blocks, few are ever filled.

@@ -18,6 +18,7 @@ from jkv.attention.validation import (
     require_options,
     require_rank,
     require_requests,
+    require_scales,
     require_shapes,
 )
 
@@ -40,6 +41,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     return_lse: bool = False,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     kv_dtype: jax.typing.DTypeLike | None = None,
     value_head_dim: int | None = None,
     implementation: str | None = None,
@@ -57,7 +60,8 @@ def paged_attention(
 
     Args:
       queries: float[R, H, D].
-      key_pool: [L, N, K, T, D], float, or the uint16 bits of bfloat16.
+      key_pool: [L, N, K, T, D], float, int8 with scales, or raw bits: uint16 of
+        bfloat16, uint8 of an fp8 dtype.
       value_pool: [L, N, K, T, Dv], as `key_pool`; `Dv` may differ from `D`. None where
         a token's values are the first `value_head_dim` elements of its keys, as in a
         latent cache (one kv head, `D` 576, `Dv` 512): each slot is read once for both.
@@ -73,7 +77,11 @@ def paged_attention(
       soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
       sinks: f32[H], one more logit per head in the softmax denominator.
       return_lse: also return the log-sum-exp of the scores.
-      kv_dtype: what the elements of a uint16 pool mean: bfloat16.
+      key_scales: [L, N, K, T], what each token's elements are multiplied by: float, or
+        the uint16 bits of bfloat16. Only for int8, which needs it, and fp8.
+      value_scales: likewise; the keys' are also the values' with `value_pool=None`.
+      kv_dtype: what the elements of a pool of raw bits mean: bfloat16, float8_e4m3fn,
+        float8_e4m3fnuz or float8_e5m2.
       value_head_dim: `Dv`, needed only with `value_pool=None`.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
@@ -110,8 +118,11 @@ def paged_attention(
         if value_pool is not None:
             require_rank("value_pool", value_pool, 4, "[N, K, T, Dv], layer is None")
             value_pool = value_pool[None]
+        key_scales = None if key_scales is None else key_scales[None]
+        value_scales = None if value_scales is None else value_scales[None]
     value_dim = require_shapes(queries, key_pool, value_pool, value_head_dim, sinks)
     require_dtypes(queries, key_pool, value_pool, kv_dtype)
+    require_scales(key_pool, value_pool, key_scales, value_scales)
     require_requests(
         block_tables, seq_ids, query_starts, query_lengths, context_lengths
     )
@@ -119,6 +130,8 @@ def paged_attention(
     pools = Pools(
         keys=key_pool,
         values=value_pool,
+        key_scales=key_scales,
+        value_scales=value_scales,
         value_dim=value_dim,
         kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
     )

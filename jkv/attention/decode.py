@@ -20,7 +20,7 @@ from jax import lax
 
 from jkv.attention.requests import Requests
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.storage import Pools, gather_blocks, read_twice
+from jkv.attention.storage import Pools, gather_blocks, gather_scales, read_twice
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
 # pieces are quicker to join, shorter ones waste less at the end of a request.
@@ -96,15 +96,21 @@ def attend_decode(
         else:
             flat_values = gather_blocks(pools.values, layer, blocks, pools.kv_dtype)
             values = flat_values.reshape(-1, *pools.values.shape[2:])
+        key_scales, value_scales = _scales(pools, layer, blocks)
         seen = visible.reshape(-1, visible.shape[2])  # bool[P * W, T]
         if mask_values:
             # Slots that the row does not see may hold NaN, and 0 * NaN is NaN.
             values = jnp.where(seen[:, None, :, None], values, 0.0)
+            if value_scales is not None:
+                value_scales = jnp.where(seen[:, None, :], value_scales, 0.0)
 
         rows = queries[requests.query_starts[jnp.repeat(request, width)]]
         scores = jnp.einsum(
             "ckgd,cktd->ckgt", rows, keys, precision=lax.Precision.HIGHEST
         )
+        # A scale per token is a factor on its scores and weights: fewer than elements.
+        if key_scales is not None:
+            scores *= key_scales[:, :, None, :]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         hidden = read_twice(flat_keys, never, HIDDEN)
@@ -114,6 +120,8 @@ def attend_decode(
         shift = jnp.repeat(maximum, width, axis=0)
         weights = jnp.exp(scores - shift[..., None])
         total = weights.reshape(*pieces, *scores.shape[1:]).sum(axis=(1, 4))
+        if value_scales is not None:
+            weights *= value_scales[:, :, None, :]
         summed = jnp.einsum(
             "ckgt,cktd->ckgd", weights, values, precision=lax.Precision.HIGHEST
         )
@@ -174,6 +182,17 @@ def attend_decode(
     return finish_sums(
         Sums(*(array[rank] for array in sums)), (rank >= 0)[:, None, None]
     )
+
+
+def _scales(
+    pools: Pools, layer: jax.Array, blocks: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the scales of the blocks' keys and values, f32[C, K, T] if there are."""
+    keys, values = (
+        None if scales is None else gather_scales(scales, layer, blocks)
+        for scales in (pools.key_scales, pools.value_scales)
+    )
+    return keys, keys if pools.values is None else values
 
 
 def list_work(

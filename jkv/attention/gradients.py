@@ -23,11 +23,11 @@ from jkv.attention.prefill import (
     score_chunk,
 )
 from jkv.attention.requests import Requests
-from jkv.attention.storage import Pools, add_blocks
+from jkv.attention.storage import ONE_BYTE_DTYPES, Pools, add_blocks
 
 
 class Gradients(NamedTuple):
-    """Cotangents; those of the pools are None when the pools hold raw bits."""
+    """Cotangents; those of the pools are None unless they hold whole floats."""
 
     queries: jax.Array  # f32[R, K, G, D]
     keys: jax.Array | None  # f32[L, N, K, T, D]
@@ -105,7 +105,9 @@ def _backward(attend, soft_cap, saved, cotangents):  # type: ignore[no-untyped-d
         d_sinks = -jnp.sum(weight * delta, axis=0)
     return (
         (d_scaled * scale).astype(queries.dtype),
-        dataclasses.replace(pools, keys=d_keys, values=d_values),
+        dataclasses.replace(
+            pools, keys=d_keys, values=d_values, key_scales=None, value_scales=None
+        ),
         jnp.sum(d_scaled * plain_queries),
         d_sinks,
         None,
@@ -194,6 +196,8 @@ def attend_backward(
 
     def empty(pool: jax.Array | None) -> jax.Array | None:
         if pool is None or not jnp.issubdtype(pool.dtype, jnp.floating):
+            return None
+        if pool.dtype in ONE_BYTE_DTYPES:
             return None
         return jnp.zeros(pool.shape, jnp.float32)
 

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 from jkv.attention.kernel_attend import Operands, Plan, attend_pieces, attend_rows
 from jkv.attention.kernel_join import join_pieces
-from jkv.attention.kernel_tuning import Tuning, find_operand_dtype
+from jkv.attention.kernel_tuning import (
+    Tuning,
+    find_operand_dtype,
+    find_weight_dtype,
+)
 from jkv.attention.kernel_work import (
     list_decode_work,
     list_prefill_work,
@@ -50,11 +54,14 @@ def attend_kernel(
         queries=queries,
         keys=pools.keys,
         values=pools.values,
+        key_scales=pools.key_scales,
+        value_scales=pools.value_scales,
     )
     make_plan = functools.partial(
         Plan,
         value_dim=pools.value_dim,
         operand_dtype=find_operand_dtype(queries, pools),
+        weight_dtype=find_weight_dtype(queries, pools),
         kv_dtype=pools.kv_dtype,
         soft_cap=soft_cap,
         interpret=interpret,

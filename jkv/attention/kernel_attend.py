@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from jkv.attention import pallas
+from jkv.attention.kernel_elements import BFLOAT16, FLOAT32, to_operand
 from jkv.attention.kernel_tuning import Tile
 from jkv.attention.kernel_work import Work
 
@@ -46,6 +47,8 @@ class Operands(NamedTuple):
     queries: jax.Array  # [R, H, D]
     keys: jax.Array  # [L, N, K, T, D]
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
+    key_scales: jax.Array | None  # [L, N, K, T], as in `Pools`
+    value_scales: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Plan:
     row_tokens: int  # tokens whose query rows share a tile; 1 for decoding
     row_heads: int  # query heads of one kv head in a tile; the rows are both together
     value_dim: int
-    operand_dtype: np.dtype[Any]  # what tiles are multiplied in
+    operand_dtype: np.dtype[Any]  # what queries and keys are multiplied in
+    weight_dtype: np.dtype[Any]  # what weights and values are multiplied in
     kv_dtype: np.dtype[Any] | None  # what raw bits in the pool mean
     soft_cap: float | None
     interpret: bool
@@ -196,11 +200,13 @@ def _attention_kernel(
 
     def attend_tokens(trip: jax.Array, sums: Sums, *, masked: bool) -> Sums:
         start = walk_start + trip * tile_tokens
-        keys, values = _load_tokens(o, tokens, start, key_pieces, value_pieces, plan)
+        tile = _load_tokens(o, tokens, start, key_pieces, value_pieces, plan)
+        keys, values = tile.keys, tile.values
         scores = _dot(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
             scores += _dot(query, key, transpose=True)
-        scores = _cap(scores * scale, plan.soft_cap)
+        factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
+        scores = _cap(scores * factor, plan.soft_cap)
         visible = see(start + jnp.arange(tile_tokens, dtype=jnp.int32))
         if masked:
             scores = jnp.where(visible, scores, HIDDEN)
@@ -211,7 +217,9 @@ def _attention_kernel(
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
-        weights = weights.astype(plan.operand_dtype)
+        if tile.value_scales is not None:
+            weights *= tile.value_scales[None, :]
+        weights = weights.astype(plan.weight_dtype)
         summed = tuple(
             old * shrink[:, None] + _dot(weights, value)
             for old, value in zip(sums.values, values, strict=True)
@@ -263,6 +271,15 @@ def _load_rows(
     return tile.astype(plan.operand_dtype)
 
 
+class TokenTile(NamedTuple):
+    """Some consecutive tokens of one kv head."""
+
+    keys: list[jax.Array]  # [tokens, size] for each piece of the key head dim
+    values: list[jax.Array]  # likewise of the value head dim
+    key_scales: jax.Array | None  # f32[tokens]
+    value_scales: jax.Array | None
+
+
 def _load_tokens(
     o: Operands,
     tokens: Range,
@@ -270,8 +287,8 @@ def _load_tokens(
     key_pieces: list[tuple[int, int]],
     value_pieces: list[tuple[int, int]],
     plan: Plan,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Load keys and values of the tile of tokens at `start`, by pieces of head dims."""
+) -> TokenTile:
+    """Load the tile of tokens at `start`."""
     num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
     block_shift, tile_tokens = block_size.bit_length() - 1, plan.tile.tokens
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
@@ -286,24 +303,31 @@ def _load_tokens(
         column, slot = token >> block_shift, token & (block_size - 1)
     # A wrong table may give wrong numbers, never a fault.
     block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
-    block = block if block_size >= tile_tokens else block[:, None]
+    row = block if block_size >= tile_tokens else block[:, None]
 
-    def load(pool: jax.Array, piece: tuple[int, int]) -> jax.Array:
-        columns = columns_of(*piece)
-        stored = pool[tokens.layer, block, tokens.kv_head, slot[:, None], columns]
-        return _to_operand(stored, plan)
+    def load(
+        pool: jax.Array, pieces: list[tuple[int, int]], dtype: np.dtype[Any]
+    ) -> list[jax.Array]:
+        where = (tokens.layer, row, tokens.kv_head, slot[:, None])
+        stored = [pool[*where, columns_of(*piece)] for piece in pieces]
+        return [to_operand(tile, plan.kv_dtype, dtype) for tile in stored]
 
-    keys = [load(o.keys, piece) for piece in key_pieces]
+    def load_scales(scales: jax.Array | None) -> jax.Array | None:
+        if scales is None:
+            return None
+        found = scales[tokens.layer, block, tokens.kv_head, slot]
+        return to_operand(found, BFLOAT16, FLOAT32)
+
+    key_scales = load_scales(o.key_scales)
+    keys = load(o.keys, key_pieces, plan.operand_dtype)
     if o.values is None:
-        return keys, keys[: len(value_pieces)]
-    return keys, [load(o.values, piece) for piece in value_pieces]
-
-
-def _to_operand(tile: jax.Array, plan: Plan) -> jax.Array:
-    """Turn stored elements into an operand of a dot: the place to dequantise them."""
-    if plan.kv_dtype is not None and tile.dtype != plan.kv_dtype:
-        tile = lax.bitcast_convert_type(tile, plan.kv_dtype)
-    return tile.astype(plan.operand_dtype)
+        values = keys[: len(value_pieces)]
+        if plan.weight_dtype != plan.operand_dtype:
+            values = load(o.keys, value_pieces, plan.weight_dtype)
+        return TokenTile(keys, values, key_scales, key_scales)
+    value_scales = load_scales(o.value_scales)
+    values = load(o.values, value_pieces, plan.weight_dtype)
+    return TokenTile(keys, values, key_scales, value_scales)
 
 
 def _cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:

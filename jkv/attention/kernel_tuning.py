@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.storage import Pools
+from jkv.attention.storage import ONE_BYTE_DTYPES, Pools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Row:
     max_head_dim: int
     decode: Tile
     prefill: Tile
-    is_float32: bool = False  # of the operands
+    kinds: tuple[str, ...] = ("half", "byte")  # of calls, as `find_kind` names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,35 +75,40 @@ TABLE = {
             Row(128, Tile(16, 16, 1, 1), _full(64, 32, 4, 1)),
             Row(256, Tile(16, 16, 2, 1), _full(64, 32, 4, 1)),
             Row(576, Tile(32, 16, 4, 1), _full(32, 16, 4, 1)),
-            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), is_float32=True),
-            Row(256, Tile(16, 16, 2, 1), _full(32, 16, 4, 1), is_float32=True),
-            Row(576, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), is_float32=True),
+            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), ("float32",)),
+            Row(256, Tile(16, 16, 2, 1), _full(32, 16, 4, 1), ("float32",)),
+            Row(576, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("float32",)),
         ),
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers: more
     # waves for wider heads, and one loop in prefill (two spill 84 registers at head dim
     # 128). 64 tokens on 4 waves spill hundreds. Latent caches do not fit at all, and
-    # float32 has no matrix instructions. These rows fit CDNA too, so programs for an
-    # unknown card, exported on a machine without one, have them.
+    # float32 has no matrix instructions. Bytes need more registers on their way to
+    # operands: twice the waves in prefill, and nothing wider than 128. These rows fit
+    # CDNA too, so programs for an unknown card, exported on a machine without one, have
+    # them.
     "rdna": Family(
         targets=("gfx1100", "gfx1201"),
         programs=8 * 96,
         rows=(
-            Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1)),
-            Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1)),
-            Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+            Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
+            Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1), ("half",)),
+            Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
+            Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 8, 1), ("byte",)),
         ),
     ),
     # 64 tokens in five stages: the block table stands between a tile and its address,
     # and with fewer stages the pipeline holds one tile of K/V only. Three stages of 256
-    # wide heads take 74 of 227 KiB and leave room for two more programs. Float32 would
-    # be rounded to tf32, or miss the matrix units.
+    # wide heads take 74 of 227 KiB and leave room for two more programs. Bytes of wide
+    # heads take all registers in tiles of this size, so theirs are smaller. Float32
+    # would be rounded to tf32, or miss the matrix units.
     "hopper": Family(
         targets=("sm_90",),
         programs=8 * 132,
         rows=(
             Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
-            Row(256, Tile(16, 64, 4, 3), _full(64, 32, 4, 2)),
+            Row(256, Tile(16, 64, 4, 3), _full(64, 32, 4, 2), ("half",)),
+            Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
             Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2)),
         ),
     ),
@@ -122,6 +127,7 @@ _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 _RDNA = ("gfx110", "gfx115", "gfx120")  # with the digit of the model after it
 _MAX_BLOCK_SIZE = 256
 _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
+_ELEMENTS = (*_OPERANDS, *ONE_BYTE_DTYPES)
 
 
 def find_target(platform: str) -> str | None:
@@ -166,17 +172,37 @@ def find_tuning(
     if family is None:
         return None
     width = max(pools.keys.shape[4], pools.value_dim)
-    is_float32 = find_operand_dtype(queries, pools) == jnp.float32
+    kind = find_kind(queries, pools)
     for row in TABLE[family].rows:
-        if row.is_float32 == is_float32 and width <= row.max_head_dim:
+        if kind in row.kinds and width <= row.max_head_dim:
             return Tuning(row.decode, row.prefill, TABLE[family].programs)
     return None
 
 
+def find_kind(queries: jax.Array, pools: Pools) -> str:
+    """Tell calls apart that need other tiles: "float32", "half" or "byte"."""
+    if find_operand_dtype(queries, pools) == jnp.float32:
+        return "float32"
+    return "byte" if pools.dtypes & set(ONE_BYTE_DTYPES) else "half"
+
+
 def find_operand_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
-    """Return what tiles are multiplied in: nothing stored or asked loses a bit."""
-    dtypes = {queries.dtype, *pools.dtypes}
+    """Return what queries and keys are multiplied in: neither loses a bit.
+
+    Elements of one byte fit whatever the queries are.
+    """
+    dtypes = {queries.dtype, *(pools.dtypes - set(ONE_BYTE_DTYPES))}
     return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+
+
+def find_weight_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
+    """Return what weights and values are multiplied in.
+
+    A weight times the scale of its token can be too small for float16.
+    """
+    dtype = find_operand_dtype(queries, pools)
+    is_scaled = pools.key_scales is not None or pools.value_scales is not None
+    return jnp.dtype(jnp.bfloat16) if is_scaled and dtype == jnp.float16 else dtype
 
 
 def why_not(
@@ -194,9 +220,9 @@ def why_not(
     if reason is not None or find_tuning(queries, pools, platform, target):
         return reason
     width = max(pools.keys.shape[4], pools.value_dim)
-    dtype = find_operand_dtype(queries, pools)
+    dtypes = sorted({str(queries.dtype), *map(str, pools.dtypes)})
     return (
-        f"there is no tile for head dim {width} with {dtype} operands on "
+        f"there is no tile for head dim {width} with {' and '.join(dtypes)} on "
         f"{target or f'an unknown {platform} card'}"
     )
 
@@ -220,7 +246,9 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
                 "which the compiler would address with 32 bits; have less than 2**31 "
                 "elements or more than 2**32 bytes"
             )
-    for dtype in (queries.dtype, *pools.dtypes):
-        if dtype not in _OPERANDS:
-            return f"it multiplies float32, float16 and bfloat16, not {dtype}"
+    if queries.dtype not in _OPERANDS:
+        return f"it multiplies float32, float16 and bfloat16, not {queries.dtype}"
+    for dtype in pools.dtypes:
+        if dtype not in _ELEMENTS:
+            return f"it reads {', '.join(map(str, _ELEMENTS))}, not {dtype}"
     return None

@@ -14,7 +14,7 @@ from jax import lax
 
 from jkv.attention.requests import Requests
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums
-from jkv.attention.storage import Pools, gather_blocks
+from jkv.attention.storage import Pools, gather_blocks, gather_scales
 
 _MAX_TILE_ROWS = 128
 _MIN_TILE_ROWS = 16
@@ -216,13 +216,15 @@ def gather_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of the blocks by head, `f32[K, C * T, D]` and `Dv`."""
 
-    def gather(pool: jax.Array) -> jax.Array:
+    def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
         num_kv_heads, block_size, head_dim = pool.shape[2:]
         chunk = gather_blocks(pool, layer, blocks, pools.kv_dtype)
         chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
+        if scales is not None:
+            chunk = chunk * gather_scales(scales, layer, blocks)[..., None]
         return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
 
-    keys = gather(pools.keys)
+    keys = gather(pools.keys, pools.key_scales)
     if pools.values is None:
         return keys, keys[..., : pools.value_dim]
-    return keys, gather(pools.values)
+    return keys, gather(pools.values, pools.value_scales)

@@ -46,11 +46,14 @@ def attend_reference(
         position: jax.Array,  # i32[]
         table: jax.Array,  # i32[M]
     ) -> tuple[jax.Array, jax.Array]:
-        keys = gather_tokens(pools.keys, layer, table, pools.kv_dtype)
+        kv_dtype = pools.kv_dtype
+        keys = gather_tokens(pools.keys, pools.key_scales, layer, table, kv_dtype)
         if pools.values is None:
             values = keys[..., : pools.value_dim]
         else:
-            values = gather_tokens(pools.values, layer, table, pools.kv_dtype)
+            values = gather_tokens(
+                pools.values, pools.value_scales, layer, table, kv_dtype
+            )
         token = jnp.arange(keys.shape[1], dtype=jnp.int32)
         visible = token <= position
         if window is not None:
@@ -92,6 +95,7 @@ def attend_reference(
 
 def gather_tokens(
     pool: jax.Array,  # [L, N, K, T, D]
+    scales: jax.Array | None,  # [L, N, K, T]
     layer: jax.Array,  # i32[]
     table: jax.Array,  # i32[M]
     kv_dtype: jax.typing.DTypeLike | None,
@@ -99,5 +103,7 @@ def gather_tokens(
     """Return all tokens that a block table names, in order, `f32[K, M * T, D]`."""
     table = jnp.clip(table, 0, pool.shape[1] - 1)
     blocks = to_float32(pool[layer, table], kv_dtype)  # f32[M, K, T, D]
+    if scales is not None:
+        blocks *= to_float32(scales[layer, table], jnp.bfloat16)[..., None]
     num_kv_heads, head_dim = pool.shape[2], pool.shape[4]
     return jnp.moveaxis(blocks, 1, 0).reshape(num_kv_heads, -1, head_dim)

@@ -13,6 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# What `kv_dtype` may say of a pool whose elements are raw bits.
+BIT_DTYPES = {
+    jnp.dtype(jnp.uint16): (jnp.dtype(jnp.bfloat16),),
+    jnp.dtype(jnp.uint8): (
+        jnp.dtype(jnp.float8_e4m3fn),
+        jnp.dtype(jnp.float8_e4m3fnuz),
+        jnp.dtype(jnp.float8_e5m2),
+    ),
+}
+# One byte an element: scales per token and kv head may stand beside them, and must
+# beside int8, which means nothing without.
+ONE_BYTE_DTYPES = (jnp.dtype(jnp.int8), *BIT_DTYPES[jnp.dtype(jnp.uint8)])
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +38,10 @@ class Pools:
 
     keys: jax.Array  # [L, N, K, T, D]
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of each key
+    # [L, N, K, T], what each token's elements are multiplied by; float, or u16 bits of
+    # bfloat16. None: nothing. Without `values` the keys' scales are theirs.
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
     # Static: no shape tells them when the values lie in the keys, or bits are raw.
     value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
     kv_dtype: np.dtype[Any] | None = dataclasses.field(metadata={"static": True})
@@ -79,6 +96,16 @@ def gather_blocks(
     return to_float32(chunk, kv_dtype)
 
 
+def gather_scales(
+    scales: jax.Array,  # [L, N, K, T]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[C], clamped into the pool
+) -> jax.Array:
+    """Return the scales of the blocks' tokens, f32[C, K, T]."""
+    found = scales.at[layer, blocks].get(mode="clip")
+    return to_float32(found, jnp.bfloat16)
+
+
 def read_twice(chunk: jax.Array, never: jax.Array, otherwise: float) -> jax.Array:
     """Return the number `otherwise`, by way of a second reader of the flat chunk.
 
@@ -110,6 +137,6 @@ def to_float32(
     chunk: jax.Array, kv_dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
     """Turn stored elements into float32; `kv_dtype` says what raw bits mean."""
-    if kv_dtype is not None and chunk.dtype != jnp.dtype(kv_dtype):
+    if kv_dtype is not None and chunk.dtype in BIT_DTYPES:
         chunk = lax.bitcast_convert_type(chunk, kv_dtype)
     return chunk.astype(jnp.float32)

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-# Raw storage dtypes and what their bits may mean. A wider set comes with quantisation.
-_BIT_DTYPES = {jnp.dtype(jnp.uint16): (jnp.dtype(jnp.bfloat16),)}
+from jkv.attention.storage import BIT_DTYPES, ONE_BYTE_DTYPES
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
@@ -86,23 +85,69 @@ def require_dtypes(
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
         if pool is None:
             continue
-        if jnp.issubdtype(pool.dtype, jnp.floating):
-            if kv_dtype is not None and pool.dtype != jnp.dtype(kv_dtype):
-                raise ValueError(
-                    f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)}; "
-                    "kv_dtype is for pools of raw bits, leave it out"
-                )
-        elif pool.dtype not in _BIT_DTYPES:
+        meanings = BIT_DTYPES.get(pool.dtype, (pool.dtype,))
+        is_raw = pool.dtype in BIT_DTYPES
+        if not (is_raw or _is_number(pool.dtype)):
             raise ValueError(
-                f"{name} must be floating point, or uint16 with kv_dtype=bfloat16, "
-                f"got {pool.dtype}"
+                f"{name} must be floating point or int8, uint16 with "
+                f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {pool.dtype}"
             )
-        elif kv_dtype is None or jnp.dtype(kv_dtype) not in _BIT_DTYPES[pool.dtype]:
-            names = " or ".join(str(dtype) for dtype in _BIT_DTYPES[pool.dtype])
+        if (is_raw or kv_dtype is not None) and (
+            kv_dtype is None or jnp.dtype(kv_dtype) not in meanings
+        ):
+            names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(
                 f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
                 f"got {kv_dtype}"
+                if is_raw
+                else f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)};"
+                " kv_dtype is for pools of raw bits, leave it out"
             )
+
+
+def require_scales(
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    key_scales: jax.Array | None,
+    value_scales: jax.Array | None,
+) -> None:
+    """Check that scales stand beside pools that have them, one for each token."""
+    if value_pool is None and value_scales is not None:
+        raise ValueError(
+            "with value_pool=None the keys' scales are the values': leave value_scales "
+            "out"
+        )
+    for name, pool, scales in (
+        ("key", key_pool, key_scales),
+        ("value", value_pool, value_scales),
+    ):
+        if pool is None:
+            continue
+        if scales is None:
+            if pool.dtype == jnp.int8:
+                raise ValueError(f"{name}_pool holds int8: pass {name}_scales")
+            continue
+        if pool.dtype.itemsize != 1:
+            raise ValueError(
+                f"{name}_scales are for pools of int8 or fp8, {name}_pool holds "
+                f"{pool.dtype}; leave them out"
+            )
+        if scales.shape != pool.shape[:4]:
+            raise ValueError(
+                f"{name}_scales must have one number per token and kv head, "
+                f"{list(pool.shape[:4])}, got {list(scales.shape)}"
+            )
+        if scales.dtype != jnp.uint16 and not jnp.issubdtype(
+            scales.dtype, jnp.floating
+        ):
+            raise ValueError(
+                f"{name}_scales must be floating point, or uint16 as the bits of "
+                f"bfloat16, got {scales.dtype}"
+            )
+
+
+def _is_number(dtype: jnp.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or dtype in ONE_BYTE_DTYPES
 
 
 def require_options(

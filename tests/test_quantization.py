@@ -1,0 +1,284 @@
+"""int8 and fp8: what a row becomes, and that its scale goes where it goes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import small_config
+
+import jkv
+from jkv.config import largest_number
+from jkv.quantization import restore, store
+
+DTYPES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+# Half a step of the dtype where steps are widest: of the largest number for int8, of
+# the number itself for a float with so many digits.
+HALF_STEP = {
+    "int8": 0.5 / 127,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e4m3fnuz": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
+HEADS, HEAD_DIM, VALUE_DIM = 2, 16, 8
+LATENT = dict(num_kv_heads=1, values_in_keys=True)
+KINDS = {
+    "int8": dict(dtype="int8"),
+    "fp8": dict(dtype="fp8"),
+    "float8_e5m2": dict(dtype="float8_e5m2"),
+    "int8 latent": dict(dtype="int8", **LATENT),
+    "bfloat16 latent": dict(dtype="bfloat16", **LATENT),
+}
+
+
+def make_config(**changes):
+    sizes = dict(
+        num_layers=2,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        value_head_dim=VALUE_DIM,
+    )
+    return small_config(**(sizes | changes))
+
+
+def random_rows(cache, num_rows, seed=0):
+    """Keys and values whose rows differ a million times in size."""
+    rng = np.random.default_rng(seed)
+
+    def rows(width):
+        shape = (num_rows, cache.num_kv_heads, width)
+        sizes = 10.0 ** rng.uniform(-3, 3, (*shape[:2], 1))
+        return jnp.asarray(rng.standard_normal(shape) * sizes, jnp.float32)
+
+    keys = rows(cache.head_dim)
+    return keys, None if cache.values is None else rows(cache.value_head_dim)
+
+
+def filled(kind, lengths=(9, 6), **changes):
+    """A cache with sequences of random contents."""
+    cache = jkv.init(make_config(**(KINDS[kind] | changes)))
+    cache, opened = jkv.allocate(cache, [0] * len(lengths))
+    cache, batch = jkv.append(cache, opened.seq_ids, list(lengths), capacity=16)
+    jkv.raise_for_status(batch.status)
+    for layer in range(cache.num_layers):
+        cache = jkv.write(cache, layer, batch, *random_rows(cache, 16, seed=layer))
+    return jkv.commit(cache, batch)
+
+
+def contents(cache, seq_id):
+    """All that is read back of a sequence, as bytes."""
+    found = [jkv.read(cache, layer, seq_id) for layer in range(cache.num_layers)]
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in found[0][:2])
+    assert found[0][0][:1].any()
+    return [np.asarray(array).tobytes() for arrays in found for array in arrays]
+
+
+class TestRows:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_come_back_within_half_a_step(self, dtype):
+        dtype = jnp.dtype(dtype)
+        keys, _ = random_rows(jkv.init(make_config()), 500)
+        back = restore(*store(keys, dtype), dtype)
+        largest = jnp.max(jnp.abs(keys), axis=-1, keepdims=True)
+        reach = largest if dtype == jnp.int8 else jnp.abs(keys)
+        # A scale rounded up makes steps of int8 up to 2**-7 wider; fp8 has subnormals.
+        step = HALF_STEP[dtype.name] * (1 + 2.0**-7) * reach
+        tiny = 0 if dtype == jnp.int8 else float(jnp.finfo(dtype).smallest_subnormal)
+        step += tiny / largest_number(dtype) * largest
+        assert bool(jnp.all(jnp.abs(back - keys) <= step))
+        # And not much better than that: the bound is not idle.
+        assert float(jnp.max(jnp.abs(back - keys) / step)) > 0.85
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_use_the_range_and_never_leave_it(self, dtype):
+        dtype = jnp.dtype(dtype)
+        keys, _ = random_rows(jkv.init(make_config()), 500)
+        elements, scales = store(keys, dtype)
+        numbers = np.asarray(restore(elements, None, dtype), np.float32)
+        most = np.abs(numbers).max(axis=-1)
+        limit = largest_number(dtype)
+        assert most.max() <= limit and most.min() >= limit * 0.9
+        largest = np.abs(np.asarray(keys)).max(axis=-1)
+        rounded = np.asarray(scales.view(jnp.bfloat16), np.float32)
+        exact = largest / limit
+        assert (rounded >= exact * (1 - 1e-6)).all()
+        assert (rounded <= exact * (1 + 2.0**-7)).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_zeros_stay_zeros(self, dtype):
+        dtype = jnp.dtype(dtype)
+        rows = jnp.zeros((3, 1, 8))
+        assert not restore(*store(rows, dtype), dtype).any()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+    def test_that_are_not_finite_are_seen_to_be(self, dtype, poison):
+        """Quantising hides no mistake, and spoils no other row."""
+        dtype = jnp.dtype(dtype)
+        rows = jnp.ones((3, 1, 8)).at[1, 0, 4].set(poison)
+        back = np.asarray(restore(*store(rows, dtype), dtype))
+        assert np.isnan(back[1]).all() and np.isfinite(back[[0, 2]]).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("size", [1e-37, 1e-30, 3e38])
+    def test_of_any_size(self, dtype, size):
+        dtype = jnp.dtype(dtype)
+        rows = jnp.full((1, 1, 8), size, jnp.float32)
+        back = np.asarray(restore(*store(rows, dtype), dtype), np.float64)
+        np.testing.assert_allclose(back, size, rtol=0.1)
+
+
+class TestConfig:
+    def test_fp8_is_the_encoding_that_travels(self):
+        assert make_config(dtype="fp8").dtype == jnp.float8_e4m3fn
+        assert make_config(dtype=jnp.float8_e4m3fnuz).dtype == jnp.float8_e4m3fnuz
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("prefix_caching", [False, True])
+    def test_bytes_are_those_of_the_arrays(self, kind, prefix_caching):
+        config = make_config(**KINDS[kind], prefix_caching=prefix_caching)
+        cache = jkv.init(config)
+        assert cache.nbytes == config.bytes
+        assert config.storage_bytes == sum(a.nbytes for a in cache.storage.values())
+        profile = jkv.memory_profile(cache)
+        assert profile.array_bytes == {
+            name: a.size * a.dtype.itemsize for name, a in config.arrays.items()
+        }
+        assert profile.bytes_per_token == config.bytes_per_token
+        jkv.check(cache)
+
+    def test_bytes_per_token(self):
+        per_head = dict(num_layers=1, num_kv_heads=1, head_dim=128, value_head_dim=128)
+        assert make_config(**per_head, dtype="bfloat16").bytes_per_token == 512
+        assert make_config(**per_head, dtype="int8").bytes_per_token == 260
+        latent = dict(LATENT, num_layers=1, head_dim=576, value_head_dim=512)
+        assert make_config(**latent, dtype="bfloat16").bytes_per_token == 1152
+        assert make_config(**latent, dtype="fp8").bytes_per_token == 578
+
+    def test_values_must_fit_into_keys(self):
+        with pytest.raises(ValueError, match="at most head_dim 16"):
+            make_config(value_head_dim=17, **LATENT)
+
+    def test_unknown_dtypes_are_named(self):
+        with pytest.raises(ValueError, match="float8_e5m2, fp8; got 'int4'"):
+            make_config(dtype="int4")
+
+
+class TestContents:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_read_is_what_was_written(self, kind):
+        cache = filled(kind)
+        for layer in range(cache.num_layers):
+            keys, values, length = jkv.read(cache, layer, 1)
+            wrote = random_rows(cache, 16, seed=layer)
+            expected = restore(*store(wrote[0], cache.dtype), cache.dtype)
+            np.testing.assert_array_equal(keys[:6], expected[9:15])
+            if wrote[1] is None:
+                np.testing.assert_array_equal(values, keys[..., :VALUE_DIM])
+            else:
+                expected = restore(*store(wrote[1], cache.dtype), cache.dtype)
+                np.testing.assert_array_equal(values[:6], expected[9:15])
+            assert not keys[6:].any() and not values[6:].any() and length == 6
+            block, offset = jkv.slots(cache, 1, 5)
+            key, value = jkv.read_slot(cache, layer, block[0], offset[0])
+            np.testing.assert_array_equal(key, keys[5])
+            np.testing.assert_array_equal(value, values[5])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_move_with_their_blocks(self, kind, tmp_path):
+        """fork, reorder, truncate, compact, resize, swap, save: the same bits after."""
+        cache = filled(kind, record_tokens=True)
+        before = [contents(cache, 0), contents(cache, 1)]
+        cache, forked = jkv.fork(cache, [1, 0])
+        children = forked.seq_ids.tolist()
+        assert [contents(cache, i) for i in children] == before[::-1]
+        cache, _ = jkv.reorder(cache, children, children[::-1])
+        assert [contents(cache, i) for i in children] == before
+        cache, _ = jkv.free(cache, 0)
+        cache = jkv.resize(jkv.compact(cache), 11)
+        assert [contents(cache, i) for i in children] == before
+        other, back = jkv.swap_in(
+            jkv.init(make_config(**KINDS[kind], record_tokens=True)),
+            jkv.swap_out(cache, children)[1],
+        )
+        jkv.raise_for_status(back.status)
+        assert [contents(other, i) for i in back.seq_ids.tolist()] == before
+        path = tmp_path / "cache.safetensors"
+        jkv.save(path, cache)
+        loaded = jkv.load(path)
+        for one, same in zip(
+            jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True
+        ):
+            np.testing.assert_array_equal(one, same)
+        assert (loaded.dtype, loaded.value_head_dim) == (cache.dtype, VALUE_DIM)
+        jkv.save(path, cache, children)
+        loaded, back = jkv.load(
+            path, jkv.init(make_config(**KINDS[kind], record_tokens=True))
+        )
+        assert [contents(loaded, i) for i in back.seq_ids.tolist()] == before
+        jkv.check(loaded)
+
+    def test_a_file_can_be_read_by_others(self, tmp_path):
+        """Elements and scales have the names and dtypes that the format knows."""
+        safetensors = pytest.importorskip("safetensors")
+        names = {
+            "int8": "I8",
+            "fp8": "F8_E4M3",
+            "float8_e4m3fnuz": "F8_E4M3FNUZ",
+            "float8_e5m2": "F8_E5M2",
+        }
+        for dtype, name in names.items():
+            path = tmp_path / dtype
+            jkv.save(path, jkv.init(make_config(dtype=dtype)))
+            with safetensors.safe_open(path, "numpy") as file:
+                assert file.get_slice("keys").get_dtype() == name
+                assert file.get_slice("key_scales").get_dtype() == "BF16"
+            assert jkv.load(path).dtype == make_config(dtype=dtype).dtype
+
+    @pytest.mark.parametrize("array", ["keys", "key_scales", "value_scales"])
+    def test_the_comparison_can_fail(self, array):
+        cache = filled("int8")
+        before = contents(cache, 0)
+        shifted = jnp.roll(getattr(cache, array), 1, axis=1)
+        with pytest.raises(AssertionError):
+            assert contents(dataclasses.replace(cache, **{array: shifted}), 0) == before
+
+    def test_another_kind_of_cache_is_refused(self):
+        swapped = jkv.swap_out(filled("int8"), 0)[1]
+        for kind in ("fp8", "int8 latent"):
+            with pytest.raises(ValueError, match="can be swapped into a cache of"):
+                jkv.swap_in(jkv.init(make_config(**KINDS[kind])), swapped)
+
+    def test_missing_scales_break_an_invariant(self):
+        cache = filled("int8")
+        for broken in (
+            dataclasses.replace(cache, key_scales=None),
+            dataclasses.replace(cache, value_scales=cache.value_scales[:, :-1]),
+        ):
+            with pytest.raises(jkv.InvariantError, match="shapes"):
+                jkv.check(broken)
+
+
+class TestWrite:
+    def test_a_latent_cache_takes_no_values(self):
+        for kind, fault in (("int8 latent", "leave values out"), ("int8", "needs")):
+            cache = jkv.init(make_config(**KINDS[kind]))
+            cache, opened = jkv.allocate(cache, 1)
+            cache, batch = jkv.append(cache, opened.seq_ids)
+            keys, _ = random_rows(cache, 1)
+            values = keys[..., :VALUE_DIM] if cache.values is None else None
+            with pytest.raises(ValueError, match=fault):
+                jkv.write(cache, 0, batch, keys, values)
+
+    @pytest.mark.parametrize("rows_dtype", [jnp.bfloat16, jnp.float16])
+    def test_rows_of_any_float_dtype(self, rows_dtype):
+        cache = jkv.init(make_config(dtype="int8"))
+        cache, opened = jkv.allocate(cache, 1)
+        cache, batch = jkv.append(cache, opened.seq_ids)
+        keys = random_rows(cache, 1)[0].astype(rows_dtype)
+        values = keys[..., :VALUE_DIM]
+        cache = jkv.write(cache, 0, batch, keys, values)
+        found = jkv.read(cache, 0, 0)[0][0]
+        expected = restore(*store(keys, cache.dtype), cache.dtype)[0]
+        np.testing.assert_array_equal(found, expected)
