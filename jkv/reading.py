@@ -102,6 +102,7 @@ def attend(
         value_scales=cache.value_scales,
         kv_dtype=cache.dtype,
         value_head_dim=cache.latent_value_dim,
+        max_query_length=batch.max_query_length,
         implementation=implementation,
     )
 

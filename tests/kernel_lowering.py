@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 from jkv.attention.kernel import attend_kernel
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import Pools
 from jkv.config import STORAGE_DTYPES, needs_scales
 
@@ -82,6 +82,7 @@ def make_shapes(
 def lower_kernels(queries, pools, tuning, platform, **options):
     """Lower a call of the kernel itself, with the options' shapes."""
     soft_cap = options.pop("soft_cap", None)
+    max_query_length = options.pop("max_query_length", None)
 
     def call(queries, pools, layer, requests, scale, options):
         return attend_kernel(
@@ -92,7 +93,7 @@ def lower_kernels(queries, pools, tuning, platform, **options):
             scale=scale,
             window=options.get("window"),
             sinks=options.get("sinks"),
-            soft_cap=soft_cap,
+            constants=Constants(soft_cap, max_query_length),
             tuning=tuning,
             interpret=False,
         )

@@ -420,6 +420,26 @@ def test_pools_without_layers_and_traced_scalars():
         assert_close(output, alone)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+def test_decoding_only(implementation):
+    """Where several rows cannot be, their part is left out and nothing changes."""
+    positional = arguments(small_operands("decode", block_size=4))
+    attend = functools.partial(paged_attention, implementation=implementation)
+    expected = attend(*positional, return_lse=True)
+    found = attend(*positional, return_lse=True, max_query_length=1)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    if implementation == "xla":
+        whole, part = (
+            jax.jit(functools.partial(attend, max_query_length=most))
+            .lower(*positional)
+            .as_text()
+            .count("stablehlo.while")
+            for most in (None, 1)
+        )
+        assert 0 < part < whole
+
+
 def test_work_is_the_sum_of_the_context_lengths():
     """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
     contexts = [1000, 32, 0, 33, 4, 5, 13]
@@ -432,6 +452,7 @@ def test_work_is_the_sum_of_the_context_lengths():
         jnp.array(contexts, jnp.int32),
         num_rows=99,
         block_size=4,
+        max_query_length=None,
     )
     work = list_work(requests, None, 4, piece_blocks=2, padding=3)
     # Last blocks are edges: 249, 7, 8, 0 and 3 blocks are left.
@@ -523,3 +544,4 @@ def test_mistakes_are_explained():
     refuses("block_tables has 2 rows", (4, good[4][:2]), (5, None))
     refuses("window counts the token itself", window=0)
     refuses("soft_cap must be above 0", soft_cap=0.0)
+    refuses("max_query_length must be a static int", max_query_length=0)

@@ -84,6 +84,14 @@ def test_every_row_of_the_table_lowers(family, number, kind):
             assert "custom_call" in line, line
 
 
+def test_a_step_that_only_decodes_launches_no_prefill():
+    queries, pools = make_shapes()
+    tuning = find_tuning(queries, pools, "rocm", "gfx942")
+    lowered = lower_kernels(queries, pools, tuning, "rocm", max_query_length=1)
+    names = [kernel.name for kernel in find_kernels(lowered)]
+    assert names == ["jkv_decode", "jkv_join"]
+
+
 @pytest.mark.parametrize("blocks, bits", [(2**15, 32), (2**16, 32), (2**16 + 1, 64)])
 def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
     """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
@@ -140,7 +148,9 @@ def test_cards_and_families():
 def test_what_has_no_row_is_said():
     float32 = make_shapes(dtype="float32")
     assert why_not(*float32, "rocm", "gfx942") is None
-    assert "head dim 128 with float32 on gfx1100" in why_not(*float32, "rocm", "gfx1100")
+    assert "head dim 128 with float32 on gfx1100" in why_not(
+        *float32, "rocm", "gfx1100"
+    )
     assert "an unknown rocm card" in why_not(*float32, "rocm", None)
     wide_bytes = why_not(*make_shapes(256, kv_dtype="int8"), "rocm", "gfx1100")
     assert "head dim 256 with bfloat16 and int8 on gfx1100" in wide_bytes

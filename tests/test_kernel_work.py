@@ -34,6 +34,7 @@ def random_requests(rng, num_requests, num_rows, decode_share):
         *(jnp.asarray(a, jnp.int32) for a in (seq_ids, starts, lengths, contexts)),
         num_rows=num_rows,
         block_size=16,
+        max_query_length=None,
     )
 
 

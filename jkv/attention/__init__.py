@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jkv.attention.choice import choose
 from jkv.attention.gradients import attend_differentiably
-from jkv.attention.requests import make_requests
+from jkv.attention.requests import Constants, make_requests
 from jkv.attention.storage import Pools
 from jkv.attention.validation import (
     require_dtypes,
@@ -45,6 +45,7 @@ def paged_attention(
     value_scales: jax.Array | None = None,
     kv_dtype: jax.typing.DTypeLike | None = None,
     value_head_dim: int | None = None,
+    max_query_length: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -83,6 +84,8 @@ def paged_attention(
       kv_dtype: what the elements of a pool of raw bits mean: bfloat16, float8_e4m3fn,
         float8_e4m3fnuz or float8_e5m2.
       value_head_dim: `Dv`, needed only with `value_pool=None`.
+      max_query_length: static; no request has more rows than this. With 1, for steps
+        that only decode, what requests of several rows take is left out.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
@@ -126,7 +129,7 @@ def paged_attention(
     require_requests(
         block_tables, seq_ids, query_starts, query_lengths, context_lengths
     )
-    require_options(window, soft_cap)
+    require_options(window, soft_cap, max_query_length)
     pools = Pools(
         keys=key_pool,
         values=value_pool,
@@ -150,6 +153,7 @@ def paged_attention(
         context_lengths,
         num_rows=num_rows,
         block_size=key_pool.shape[3],
+        max_query_length=max_query_length,
     )
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
@@ -157,6 +161,7 @@ def paged_attention(
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     layer = jnp.asarray(layer, jnp.int32)
     window = None if window is None else jnp.asarray(window, jnp.int32)
+    constants = Constants(soft_cap, max_query_length)
     if implementation == "reference":
         # Differentiable as it stands, so that it can judge the others' derivative.
         output, lse = attend(
@@ -166,11 +171,11 @@ def paged_attention(
             requests,
             scale=scale,
             window=window,
-            soft_cap=soft_cap,
+            constants=constants,
             sinks=sinks,
         )
     else:
         output, lse = attend_differentiably(
-            attend, soft_cap, queries, pools, scale, sinks, layer, requests, window
+            attend, constants, queries, pools, scale, sinks, layer, requests, window
         )
     return (output, lse) if return_lse else output

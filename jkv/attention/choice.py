@@ -18,7 +18,7 @@ from jkv.attention.kernel_tuning import (
     why_not,
 )
 from jkv.attention.reference import attend_reference
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import Pools
 from jkv.attention.xla import attend_xla
 
@@ -54,7 +54,7 @@ def attend_anywhere(
     layer: jax.Array,
     requests: Requests,
     *,
-    soft_cap: float | None,
+    constants: Constants,
     **options: jax.Array | None,  # scale, window, sinks
 ) -> tuple[jax.Array, jax.Array]:
     """Use the kernel on platforms where it applies, the plain path everywhere else.
@@ -62,8 +62,8 @@ def attend_anywhere(
     All of them are traced, one is lowered: a program that was exported for several
     platforms carries several.
     """
-    kernels = _kernels(queries, pools, soft_cap)
-    plain = functools.partial(_call, attend_xla, soft_cap=soft_cap)
+    kernels = _kernels(queries, pools, constants)
+    plain = functools.partial(_call, attend_xla, constants=constants)
     operands = (queries, pools, layer, requests, options)
     return lax.platform_dependent(*operands, default=plain, **kernels)
 
@@ -74,7 +74,7 @@ def attend_pallas(
     layer: jax.Array,
     requests: Requests,
     *,
-    soft_cap: float | None,
+    constants: Constants,
     **options: jax.Array | None,  # scale, window, sinks
 ) -> tuple[jax.Array, jax.Array]:
     """Use the kernel, interpreted on CPU.
@@ -95,11 +95,11 @@ def attend_pallas(
     interpreted = functools.partial(
         _call,
         attend_kernel,
-        soft_cap=soft_cap,
+        constants=constants,
         tuning=_INTERPRETED,
         interpret=True,
     )
-    kernels = _kernels(queries, pools, soft_cap)
+    kernels = _kernels(queries, pools, constants)
     results = (
         jax.ShapeDtypeStruct((*queries.shape[:2], pools.value_dim), queries.dtype),
         jax.ShapeDtypeStruct(queries.shape[:2], jnp.float32),
@@ -118,7 +118,7 @@ def attend_pallas(
 
 
 def _kernels(
-    queries: jax.Array, pools: Pools, soft_cap: float | None
+    queries: jax.Array, pools: Pools, constants: Constants
 ) -> dict[str, Attend]:
     """Return the kernel for each platform where it applies, tuned for the card at hand
     or, where there is none, for any.
@@ -132,7 +132,7 @@ def _kernels(
             kernels[platform] = functools.partial(
                 _call,
                 attend_kernel,
-                soft_cap=soft_cap,
+                constants=constants,
                 tuning=tuning,
                 interpret=False,
             )

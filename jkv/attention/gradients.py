@@ -22,7 +22,7 @@ from jkv.attention.prefill import (
     make_tiling,
     score_chunk,
 )
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import ONE_BYTE_DTYPES, Pools, add_blocks
 
 
@@ -37,7 +37,7 @@ class Gradients(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     attend: Callable[..., tuple[jax.Array, jax.Array]],
-    soft_cap: float | None,
+    constants: Constants,
     queries: jax.Array,  # [R, H, D], not scaled
     pools: Pools,
     scale: jax.Array,  # f32[]
@@ -58,7 +58,7 @@ def _attend(
         requests,
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
+        constants=constants,
         sinks=sinks,
     )
 
@@ -67,12 +67,12 @@ def _attend(
 attend_differentiably = jax.jit(_attend, static_argnums=(0, 1))
 
 
-def _forward(attend, soft_cap, *operands):  # type: ignore[no-untyped-def]
-    output, lse = _attend(attend, soft_cap, *operands)
+def _forward(attend, constants, *operands):  # type: ignore[no-untyped-def]
+    output, lse = _attend(attend, constants, *operands)
     return (output, lse), (operands, output, lse)
 
 
-def _backward(attend, soft_cap, saved, cotangents):  # type: ignore[no-untyped-def]
+def _backward(attend, constants, saved, cotangents):  # type: ignore[no-untyped-def]
     del attend
     operands, output, lse = saved
     queries, pools, scale, sinks, layer, requests, window = operands
@@ -91,7 +91,7 @@ def _backward(attend, soft_cap, saved, cotangents):  # type: ignore[no-untyped-d
         d_output.reshape(*by_group, -1),
         delta.reshape(by_group),
         window=window,
-        soft_cap=soft_cap,
+        soft_cap=constants.soft_cap,
     )
     d_scaled = grads.queries.reshape(queries.shape)
     d_keys, d_values = (

@@ -2,7 +2,8 @@
 
 Three launches: partial results of all pieces of the requests of one row
 (`kernel_work.py`), their joining, which also clears all other rows, and the tiles of
-the requests of several rows, which fill theirs in. A launch without work ends at once.
+the requests of several rows, which fill theirs in. A launch without work ends at once;
+where no request can have several rows there is no third one.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jkv.attention.kernel_work import (
     num_decode_entries,
     num_prefill_entries,
 )
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import Pools
 
 
@@ -36,7 +37,7 @@ def attend_kernel(
     *,
     scale: jax.Array,  # f32[]
     window: jax.Array | None,  # i32[]
-    soft_cap: float | None,
+    constants: Constants,
     sinks: jax.Array | None,  # f32[H]
     tuning: Tuning,
     interpret: bool,
@@ -63,7 +64,7 @@ def attend_kernel(
         operand_dtype=find_operand_dtype(queries, pools),
         weight_dtype=find_weight_dtype(queries, pools),
         kv_dtype=pools.kv_dtype,
-        soft_cap=soft_cap,
+        soft_cap=constants.soft_cap,
         interpret=interpret,
     )
 
@@ -87,7 +88,7 @@ def attend_kernel(
     output, lse = join_pieces(
         pieces, sinks, partial, partial_lse, queries.dtype, interpret=interpret
     )
-    if num_rows < 2:
+    if num_rows < 2 or constants.is_decoding:
         return output, lse
 
     row_heads = min(padded_group, tuning.prefill.rows)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import Pools, to_float32
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap",))
+@functools.partial(jax.jit, static_argnames=("constants",))
 def attend_reference(
     queries: jax.Array,  # [R, H, D], not scaled
     pools: Pools,
@@ -23,11 +23,11 @@ def attend_reference(
     *,
     scale: jax.Array,  # f32[]
     window: jax.Array | None,  # i32[]
-    soft_cap: float | None,
+    constants: Constants,
     sinks: jax.Array | None,  # f32[H]
 ) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
-    dtype = queries.dtype
+    dtype, soft_cap = queries.dtype, constants.soft_cap
     queries = queries.astype(jnp.float32)
     rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
     offsets = rows[:, None] - requests.query_starts[None, :]  # i32[R, B]

@@ -24,6 +24,18 @@ class Requests(NamedTuple):
     context_lengths: jax.Array  # i32[B]
 
 
+class Constants(NamedTuple):
+    """What a call is compiled for, beside shapes and dtypes."""
+
+    soft_cap: float | None
+    max_query_length: int | None  # no request has more rows; 1 is decoding
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether requests of several rows are known not to occur."""
+        return self.max_query_length == 1
+
+
 def make_requests(
     block_tables: jax.Array,  # int[S, M]
     seq_ids: jax.Array | None,  # int[B]
@@ -33,6 +45,7 @@ def make_requests(
     *,
     num_rows: int,
     block_size: int,
+    max_query_length: int | None,
 ) -> Requests:
     """Bring the arrays to i32 and everything out of range to padding."""
     block_tables, query_starts, query_lengths, context_lengths = (
@@ -48,6 +61,8 @@ def make_requests(
     is_live &= (query_starts >= 0) & (query_starts < num_rows)
     # Bounding each length first keeps every later sum far below 2**31.
     rows_left = jnp.maximum(num_rows - query_starts, 0)
+    if max_query_length is not None:
+        rows_left = jnp.minimum(rows_left, max_query_length)
     query_lengths = jnp.where(is_live, jnp.clip(query_lengths, 0, rows_left), 0)
     context_lengths = jnp.clip(context_lengths, 0, max_blocks * block_size)
     return Requests(

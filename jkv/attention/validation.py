@@ -151,11 +151,20 @@ def _is_number(dtype: jnp.dtype) -> bool:
 
 
 def require_options(
-    window: jax.typing.ArrayLike | None, soft_cap: float | None
+    window: jax.typing.ArrayLike | None,
+    soft_cap: float | None,
+    max_query_length: int | None,
 ) -> None:
     """Check the options whose values are known."""
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be above 0 or None, got {soft_cap}")
+    if max_query_length is not None and not (
+        isinstance(max_query_length, int) and max_query_length >= 1
+    ):
+        raise ValueError(
+            f"max_query_length must be a static int of at least 1 or None, got "
+            f"{max_query_length!r}"
+        )
     if isinstance(window, int) and window < 1:
         raise ValueError(
             f"window counts the token itself, so it is 1 or more, got {window}; "

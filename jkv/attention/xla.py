@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 from jkv.attention.decode import attend_decode
 from jkv.attention.prefill import attend_prefill
-from jkv.attention.requests import Requests
+from jkv.attention.requests import Constants, Requests
 from jkv.attention.storage import Pools
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap",))
+@functools.partial(jax.jit, static_argnames=("constants",))
 def attend_xla(
     queries: jax.Array,  # [R, H, D], not scaled
     pools: Pools,
@@ -32,7 +32,7 @@ def attend_xla(
     *,
     scale: jax.Array,  # f32[]
     window: jax.Array | None,  # i32[]
-    soft_cap: float | None,
+    constants: Constants,
     sinks: jax.Array | None,  # f32[H]
 ) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
@@ -48,20 +48,21 @@ def attend_xla(
         layer,
         requests,
         window=window,
-        soft_cap=soft_cap,
+        soft_cap=constants.soft_cap,
         sinks=sinks,
     )
-    output, lse = attend_prefill(
-        scaled,
-        pools,
-        layer,
-        requests,
-        output,
-        lse,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-    )
+    if not constants.is_decoding:
+        output, lse = attend_prefill(
+            scaled,
+            pools,
+            layer,
+            requests,
+            output,
+            lse,
+            window=window,
+            soft_cap=constants.soft_cap,
+            sinks=sinks,
+        )
     return (
         output.reshape(num_rows, num_heads, -1).astype(queries.dtype),
         lse.reshape(num_rows, num_heads),
