@@ -13,6 +13,9 @@ NEWEST := .venv-newest
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 PYTEST := -m pytest -n 2
 PYTEST_ARGS ?=
+# Most of the time of the tests is compiling, a fifth of it LLVM's optimisations. What
+# decides about copies and fusion is done before LLVM, and stays as it is.
+TEST_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 
 NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
   $(PYENV_ROOT)/versions/3.,14 13 12)))
@@ -42,7 +45,8 @@ types: $(VENV)/.test
 test-oldest: $(VENV)/.test
 	@$(VENV)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
 	  sys.version_info[:2], "JAX", jax.__version__, "(oldest supported)")'
-	JKV_REQUIRE_PARITY=$(if $(CI),1) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
+	$(TEST_FLAGS) JKV_REQUIRE_PARITY=$(if $(CI),1) \
+	  $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-newest:
 	@python=$$($(FIND_NEWEST)); \
@@ -52,7 +56,7 @@ test-newest:
 	  $(MAKE) --no-print-directory $(NEWEST)/.test NEWEST_PYTHON=$$python && \
 	  $(NEWEST)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
 	    sys.version_info[:2], "JAX", jax.__version__, "(newest)")' && \
-	  $(NEWEST)/bin/python $(PYTEST) $(PYTEST_ARGS); \
+	  $(TEST_FLAGS) $(NEWEST)/bin/python $(PYTEST) $(PYTEST_ARGS); \
 	fi
 
 bench: $(VENV)/.test

@@ -578,5 +578,5 @@ def test_43_random_operations_between_resizes():
     verbs = make_reuse_verbs("eager")
     verbs["read_jitted"] = jax.jit(read)  # one trace for each size, not for all
     game = ResizingGame((15, 2, 5, 9), verbs, seed=43)
-    game.play(num_operations=45)
+    game.play(num_operations=35)
     assert game.num_resizes > 1

@@ -592,9 +592,13 @@ def same(found, expected):
     np.testing.assert_array_equal(found, np.asarray(expected).reshape(found.shape))
 
 
-# Every shape is played in one mode, with more effort in all of them.
+# Each end of the range of JAX plays every second shape in one mode here, and the others
+# in test_random_reuse.py; with more effort all, in all modes.
+IS_NEWEST = jax.__version_info__ >= (0, 11)
 MODES = ["eager", "jitted", "donated"]
-CASES = [(name, MODES[i % 3]) for i, name in enumerate(SHAPES)]
+CASES = [
+    (name, MODES[i % 3]) for i, name in enumerate(SHAPES) if i % 2 == int(IS_NEWEST)
+]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
@@ -622,7 +626,7 @@ def test_random_operations_without_storage(tmp_path):
     """Metadata alone follows the oracle just as well."""
     verbs = make_verbs("jitted")
     game = Game(SHAPES["few blocks"], verbs, 7, storage=False, folder=tmp_path)
-    game.play(num_operations=200)
+    game.play(num_operations=120)
 
 
 class TestTheComparisonCanFail:
