@@ -158,6 +158,7 @@ def jkv_call(implementation: str | None, operands: Operands) -> Callable[[], Any
             implementation=implementation,
             kv_dtype=cache.dtype,
             value_head_dim=cache.latent_value_dim,
+            max_query_length=1,
         )
     )
     starts = jnp.arange(len(ones), dtype=jnp.int32)

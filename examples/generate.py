@@ -40,6 +40,7 @@ def parse_arguments():
     add("--file", help="read prompts from here, one a line; - is standard input")
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
     add("--max-new-tokens", type=int, default=120)
+    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
     for name, value in SAMPLING.items():
         flag, text = f"--{name.replace('_', '-')}", f"as in jkv.Sampling; {value}"
         add(flag, type=type(value), default=value, help=text)
@@ -61,7 +62,8 @@ def prepare(options):
     longest, context = max(map(len, prompts)), model.config.max_context_length
     if longest > context:
         raise ValueError(f"a prompt has {longest} tokens, the context is {context}")
-    sizes = dict(dtype=params["embedding"].dtype, max_sequences=len(prompts))
+    dtype = options.kv_dtype or params["embedding"].dtype
+    sizes = dict(dtype=dtype, max_sequences=len(prompts))
     length = min(context, longest + options.max_new_tokens)
     config = jkv.CacheConfig.for_context_length(length, **sizes, **model.cache_fields)
     padded = np.array([p + [-1] * (longest - len(p)) for p in prompts], np.int32)

@@ -102,7 +102,7 @@ def test_generate_reads_prompts_from_arguments_and_standard_input():
         "generate.py",
         "class Path",
         *("--file", "-", "--max-new-tokens", "9", "--repetition-penalty", "1.3"),
-        *("--top-k", "40", "--min-p", "0.02", "--seeds", "5"),
+        *("--top-k", "40", "--min-p", "0.02", "--seeds", "5", "--kv-dtype", "int8"),
         stdin="The import statement\nRaise an error if\n",
     )
     texts = done.stdout.split("\n\n---\n\n")
