@@ -9,8 +9,8 @@ price is 2 bytes beside the head dim's: scales are bfloat16, rounded up. The row
 divided by the rounded scale, so nothing is lost by its rounding but at most 0.8% of the
 range, and nothing exceeds the range.
 
-(FlashInfer and vLLM have static scales per tensor; vLLM also scales per token and
-head, in float32. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, which
+(vLLM scales per tensor, or as here per token and head with float32 scales, its pull
+request 38378. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, which
 needs groups of tokens that no longer change.)
 """
 
