@@ -376,8 +376,8 @@ class CacheConfig:
 
         Raises:
           FileNotFoundError: without a config.json.
-          ValueError: if no block fits, or for a model without keys and values per head
-            (DeepSeek's latent attention), saying what to give.
+          ValueError: if no block fits, or for a model whose sizes cannot be told,
+            saying what to give.
         """
         if ("num_blocks" in overrides) == (budget is not None):
             raise ValueError("give budget or num_blocks, and not both")

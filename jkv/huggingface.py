@@ -96,8 +96,12 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         "max_context_length": lambda: _count(model, CONTEXT, "max_context_length"),
         "dtype": lambda: _dtype(model, raw),
     }
-    fields = {
-        name: given[name] if name in given else read() for name, read in readers.items()
+    fields = {}
+    if given.keys().isdisjoint(("num_kv_heads", "head_dim", "value_head_dim")):
+        fields = _latent_fields(model, notes)
+    known = fields | given
+    fields |= {
+        name: known[name] if name in known else read() for name, read in readers.items()
     }
     window = model.get("sliding_window")
     if window and model.get("use_sliding_window", True):
@@ -130,7 +134,6 @@ def _num_layers(model: dict[str, Any], notes: list[str]) -> int:
 
 
 def _num_kv_heads(model: dict[str, Any]) -> int:
-    _refuse_latent(model)
     _refuse(model, MIXED_HEADS, "num_kv_heads and head_dim")
     # One head for all queries, by an older name.
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
@@ -141,7 +144,6 @@ def _num_kv_heads(model: dict[str, Any]) -> int:
 
 
 def _head_dim(model: dict[str, Any]) -> int:
-    _refuse_latent(model)
     _refuse(model, MIXED_HEADS, "num_kv_heads and head_dim")
     if model.get("head_dim") is not None:
         return _count(model, ("head_dim",), "head_dim")
@@ -182,13 +184,16 @@ def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
             )
 
 
-def _refuse_latent(model: dict[str, Any]) -> None:
-    """Refuse models that cache a latent vector in the place of keys and values."""
+def _latent_fields(model: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the layout of a model that caches one latent vector for all heads."""
     rank = model.get("kv_lora_rank")
-    if rank is not None:
-        width = int(rank) + int(model.get("qk_rope_head_dim") or 0)
-        raise ValueError(
-            f"latent attention (kv_lora_rank {rank}) has no keys and values per head, "
-            f"and jkv would store its latent vector twice; to do so all the same give "
-            f"num_kv_heads=1, head_dim={width}, value_head_dim={rank}"
-        )
+    if rank is None:
+        return {}
+    width = int(rank) + int(model.get("qk_rope_head_dim") or 0)
+    notes.append(f"latent attention: one vector of {width} a token, values its {rank}")
+    return {
+        "num_kv_heads": 1,
+        "head_dim": width,
+        "value_head_dim": int(rank),
+        "values_in_keys": True,
+    }

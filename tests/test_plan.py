@@ -164,7 +164,6 @@ class TestModels:
     @pytest.mark.parametrize(
         "changes, says",
         [
-            (dict(kv_lora_rank=512, qk_rope_head_dim=64), "head_dim=576"),
             (dict(is_encoder_decoder=True), "second cache"),
             (dict(num_hidden_layers=None), "num_hidden_layers.*give num_layers"),
             (
@@ -182,6 +181,13 @@ class TestModels:
         path = folder(tmp_path, **LLAMA | changes)
         with pytest.raises(ValueError, match=says):
             jkv.CacheConfig.from_model(path, budget="1GB", max_sequences=2)
+
+    def test_42_a_latent_model_has_its_values_in_its_keys(self, tmp_path):
+        latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+        config = jkv.CacheConfig.from_model(folder(tmp_path, **latent), num_blocks=4)
+        assert (config.num_kv_heads, config.head_dim) == (1, 576)
+        assert (config.value_head_dim, config.values_in_keys) == (512, True)
+        assert config.bytes_per_token == 32 * 576 * 2
 
     def test_42_given_sizes_are_not_looked_for(self, tmp_path):
         latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
