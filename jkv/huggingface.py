@@ -99,7 +99,7 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
     fields = {}
     if given.keys().isdisjoint(("num_kv_heads", "head_dim", "value_head_dim")):
         fields = _latent_fields(model, notes)
-    known = fields | given
+    known = fields | dict(given)
     fields |= {
         name: known[name] if name in known else read() for name, read in readers.items()
     }
@@ -160,7 +160,13 @@ def _dtype(model: dict[str, Any], raw: dict[str, Any]) -> str:
     for settings in (model, raw):
         for key in ("dtype", "torch_dtype"):
             if isinstance(settings.get(key), str):
-                return str(settings[key]).removeprefix("torch.")
+                name = str(settings[key]).removeprefix("torch.")
+                if name not in ("float32", "float16", "bfloat16"):
+                    raise ValueError(
+                        f"its weights are {name}, which says nothing of keys and "
+                        f"values; give dtype"
+                    )
+                return name
     return "float32"
 
 

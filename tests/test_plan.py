@@ -171,7 +171,10 @@ class TestModels:
                 "num_key_value_heads.*give num_kv_heads",
             ),
             (dict(num_attention_heads=33), "multiple of 33 heads; give head_dim"),
-            (dict(torch_dtype="float8_e4m3fn"), "dtype must be one of"),
+            (
+                dict(torch_dtype="float8_e4m3fn"),
+                "weights are float8_e4m3fn.*give dtype",
+            ),
             (dict(layer_types=["full_attention", "psychic"]), "psychic"),
             (dict(hybrid_override_pattern="M*M*"), "hybrid_override_pattern"),
             (dict(global_head_dim=512), "give num_kv_heads and head_dim"),
