@@ -50,8 +50,8 @@ class Batch:
     block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
     offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
-    # Static: no request has more rows. 1 for decoding; None where it is not known.
-    max_query_length: int | None = dataclasses.field(metadata={"static": True})
+    # Static: whether it is known from the call that each request has one row at most.
+    is_decoding: bool = dataclasses.field(metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
@@ -314,7 +314,7 @@ def _append(
         block_ids=block_ids,
         offsets=offset,
         epochs=prefix_index.epochs(metadata, seq_ids),
-        max_query_length=max_query_length,
+        is_decoding=max_query_length == 1,
     )
     return metadata, batch
 

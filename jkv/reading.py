@@ -102,7 +102,7 @@ def attend(
         value_scales=cache.value_scales,
         kv_dtype=cache.dtype,
         value_head_dim=cache.latent_value_dim,
-        max_query_length=batch.max_query_length,
+        max_query_length=1 if batch.is_decoding else None,
         implementation=implementation,
     )
 

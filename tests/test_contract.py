@@ -381,6 +381,20 @@ class TestAllocate:
 
 
 class TestAppend:
+    def test_knows_when_it_decodes(self):
+        """From the call, not from values: what attends then leaves prefill out."""
+        cache = opened(1, 2)
+        ids, ones = i32(0, 1), i32(1, 1)
+        for arguments, options, expected in (
+            ((ids,), {}, True),
+            ((ids, 1), dict(max_query_length=1), True),
+            ((ids, ones), {}, False),
+            ((ids, 1), dict(capacity=3), False),
+            ((ids, 1), dict(max_query_length=2), False),
+        ):
+            _, batch = jkv.append(cache, *arguments, **options)
+            assert batch.is_decoding is expected
+
     def test_packs_rows_in_request_order(self):
         cache = opened(3, 0, 5)
         _, batch = jkv.append(cache, i32(2, 0, 1), i32(2, 3, 1), capacity=8)
