@@ -350,6 +350,29 @@ def test_one_byte_pools(dtype, implementation):
         assert not is_close(wrong, expected[0])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+def test_scales_of_any_float_dtype(implementation):
+    """Powers of two are the same number in all of them."""
+    positional, scales, _ = quantized(arguments(small_operands(block_size=4)), "int8")
+    shape = scales["key_scales"].shape
+    halves = 0.5 ** (np.arange(np.prod(shape)).reshape(shape) % 5 + 4)
+    results = []
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.uint16):
+        given = jnp.asarray(halves, jnp.bfloat16 if dtype == jnp.uint16 else dtype)
+        given = given.view(dtype)
+        results.append(
+            paged_attention(
+                *positional,
+                key_scales=given,
+                value_scales=given,
+                implementation=implementation,
+            )
+        )
+    assert np.asarray(results[0]).any()
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
 @pytest.mark.parametrize("dtype", ONE_BYTE[1:])
 def test_fp8_without_scales(dtype):
     """Their own dtype or its bits, as others may have stored them."""

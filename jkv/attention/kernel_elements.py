@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jkv.attention.storage import BIT_DTYPES
+
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # Sign, exponent and digits among the bits of float32 when the byte, sign-extended, is
 # shifted left; and the factor missing, 2 to the difference of the exponents' biases.
@@ -34,7 +36,7 @@ def to_operand(
       kv_dtype: what raw bits mean.
       dtype: float32, bfloat16 or float16; at least as precise as the elements.
     """
-    if kv_dtype is None or tile.dtype.itemsize != kv_dtype.itemsize:
+    if kv_dtype is None or tile.dtype not in BIT_DTYPES:
         kv_dtype = tile.dtype
     if kv_dtype in _FP8:
         shift, mask, factor = _FP8[kv_dtype]
