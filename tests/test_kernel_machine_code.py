@@ -29,11 +29,8 @@ HARDEST = {"group": 12, "block_size": 4, "options": True}
 # Head dim, value head dim, the rest: each row of the table by its hardest shapes.
 SHAPES = [
     (96, 96, HARDEST),
-    (128, 128, {}),
     (128, 128, {"dtype": "float16", **HARDEST}),
-    (192, 128, {}),
     (256, 256, HARDEST),
-    (576, 512, {"group": 16}),
     (576, 512, HARDEST),
     *((dim, dim, {"dtype": "float32"}) for dim in (128, 256)),
     (576, 512, {"dtype": "float32", **HARDEST}),
@@ -42,7 +39,8 @@ SHAPES = [
     (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
 ]
 if KEEP:  # the whole table
-    SHAPES += [(dim, dim, {}) for dim in (64, 80, 96, 192, 256)]
+    SHAPES += [(dim, dim, {}) for dim in (64, 80, 96, 128, 192, 256)]
+    SHAPES += [(192, 128, {}), (576, 512, {"group": 16})]
     SHAPES += [(dim, dim, HARDEST) for dim in (128, 192)]
     SHAPES += [
         (dim, min(dim, 512), {"kv_dtype": kv_dtype, **options})
