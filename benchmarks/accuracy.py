@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
+from jkv.config import STORAGE_DTYPES
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -32,65 +33,52 @@ import llama  # noqa: E402
 import pydoc_model  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "accuracy.json"
-DTYPES = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "int8",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-)
+DTYPES = [dtype.name for dtype in STORAGE_DTYPES]  # float32 comes first
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 1000
 FIRST_POSITION = 1000
 LARGE_EVERY, LARGE = 16, 10.0  # channels, and their size by that of the others
 
 
-def fill(config: jkv.CacheConfig, rows: tuple[jax.Array, jax.Array]) -> Any:
-    """Return a cache with one sequence of these keys and values, and its last step."""
+def attended(
+    dtype: str, keys: jax.Array, values: jax.Array, queries: jax.Array
+) -> np.ndarray:
+    """Return what the last of the tokens, f32[T, K, D], attends to in such a cache."""
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_blocks=64,
+        max_sequences=1,
+        max_context_length=1024,
+        dtype=dtype,
+    )
     cache, opened = jkv.allocate(jkv.init(config), 0)
-    num_rows = rows[0].shape[0] - 1
-    cache, batch = jkv.append(cache, opened.seq_ids, num_rows, capacity=num_rows)
-    cache = jkv.write(cache, 0, batch, rows[0][:-1], rows[1][:-1])
+    past = len(keys) - 1
+    cache, batch = jkv.append(cache, opened.seq_ids, past, capacity=past)
+    cache = jkv.write(cache, 0, batch, keys[:-1], values[:-1])
     cache, batch = jkv.append(cache, opened.seq_ids)
-    return jkv.write(cache, 0, batch, rows[0][-1:], rows[1][-1:]), batch
+    cache = jkv.write(cache, 0, batch, keys[-1:], values[-1:])
+    return np.asarray(jkv.attend(cache, 0, batch, queries))
 
 
 def attention_errors(num_seeds: int = 8) -> list[dict[str, Any]]:
     """Return the root mean square error of the output over that of the output."""
-    rows = []
-    for dtype in DTYPES[1:]:
-        row: dict[str, Any] = {"cache": dtype}
-        for kind in ("normal", "large channels"):
-            errors = []
-            for seed in range(num_seeds):
-                rng = np.random.default_rng(seed)
-                shape = (CONTEXT, NUM_KV_HEADS, HEAD_DIM)
-                keys, values = rng.standard_normal((2, *shape))
-                if kind == "large channels":
-                    keys[..., ::LARGE_EVERY] *= LARGE
-                queries = rng.standard_normal((1, NUM_HEADS, HEAD_DIM))
-                queries /= keys.std()
-                found = {}
-                for stored in ("float32", dtype):
-                    config = jkv.CacheConfig(
-                        num_layers=1,
-                        num_kv_heads=NUM_KV_HEADS,
-                        head_dim=HEAD_DIM,
-                        num_blocks=64,
-                        max_sequences=1,
-                        max_context_length=1024,
-                        dtype=stored,
-                    )
-                    pair = (jnp.float32(keys), jnp.float32(values))
-                    cache, batch = fill(config, pair)
-                    found[stored] = np.asarray(
-                        jkv.attend(cache, 0, batch, jnp.float32(queries))
-                    )
-                off = found[dtype] - found["float32"]
-                errors.append(np.sqrt((off**2).mean() / (found["float32"] ** 2).mean()))
-            row[f"error, {kind}"] = float(np.median(errors))
-        rows.append(row)
+    rows: list[dict[str, Any]] = [{"cache": dtype} for dtype in DTYPES[1:]]
+    for kind in ("normal", "large channels"):
+        errors = []  # of each seed, of each dtype
+        for seed in range(num_seeds):
+            rng = np.random.default_rng(seed)
+            shape = (CONTEXT, NUM_KV_HEADS, HEAD_DIM)
+            keys, values = rng.standard_normal((2, *shape))
+            if kind == "large channels":
+                keys[..., ::LARGE_EVERY] *= LARGE
+            queries = rng.standard_normal((1, NUM_HEADS, HEAD_DIM)) / keys.std()
+            arrays = [jnp.float32(array) for array in (keys, values, queries)]
+            exact, *found = (attended(dtype, *arrays) for dtype in DTYPES)
+            off = np.mean((np.stack(found) - exact) ** 2, axis=(1, 2, 3))
+            errors.append(np.sqrt(off / np.mean(exact**2)))
+        for row, error in zip(rows, np.median(errors, axis=0), strict=True):
+            row[f"error, {kind}"] = float(error)
     return rows
 
 

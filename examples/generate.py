@@ -3,8 +3,7 @@
     python examples/generate.py "The with statement" --temperature 0.8 --seeds 3
     python examples/generate.py --file prompts.txt --model FOLDER
 
-A prompt is an argument, or a line of a file. The text of one prompt appears as it is
-made; several run as one batch behind a progress bar.
+Prompts are arguments or lines of a file; one is streamed, several run as one batch.
 """
 
 import argparse

@@ -172,9 +172,9 @@ class CacheConfig:
         if not self.values_in_keys:
             shapes["values"] = ((*pool, self.value_head_dim), stored)
         if self.is_quantized:
-            for name in ("keys", "values")[: 1 if self.values_in_keys else 2]:
-                scales = SCALE_NAMES[name]
-                shapes[scales] = (pool, STORAGE_DTYPES[SCALE_DTYPE])
+            for name, scales in SCALE_NAMES.items():
+                if name in shapes:
+                    shapes[scales] = (pool, STORAGE_DTYPES[SCALE_DTYPE])
         if self.record_tokens or self.prefix_caching:
             shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
         if self.prefix_caching:

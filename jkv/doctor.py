@@ -112,8 +112,9 @@ CASES = (
     Case("soft cap", **DECODE, options=(("soft_cap", 5.0),)),
     Case("sinks", **DECODE, has_sinks=True),
     *(
-        Case(name, (1, 7, 1), (50, 7, 33), kv_dtype=name)
-        for name in ("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+        Case(dtype.name, (1, 7, 1), (50, 7, 33), kv_dtype=dtype.name)
+        for dtype in config.STORAGE_DTYPES
+        if config.needs_scales(dtype)
     ),
 )
 
@@ -356,18 +357,18 @@ def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, An
             )
     starts = np.cumsum((0, *case.query_lengths[:-1]))
     queries = random.standard_normal((num_rows, case.num_heads, case.head_dim))
-    options: dict[str, Any] = dict(case.options)
+    kv_dtype = jnp.dtype(case.kv_dtype or dtype)
+    options: dict[str, Any] = dict(case.options) | {"kv_dtype": kv_dtype}
     if case.has_sinks:
         options["sinks"] = jnp.asarray(
             random.standard_normal(case.num_heads), jnp.float32
         )
     integers = (starts, case.query_lengths, case.context_lengths)
-    kv_dtype = jnp.dtype(case.kv_dtype or dtype)
     pools = []
     for name, array in (("key", keys), ("value", values)):
         elements, scales = quantization.store(jnp.asarray(array), kv_dtype)
         pools.append(elements)
-        options |= {f"{name}_scales": scales, "kv_dtype": kv_dtype}
+        options[f"{name}_scales"] = scales
     arrays = [jnp.asarray(queries, dtype), *pools]
     tail = [jnp.asarray(a, jnp.int32) for a in integers]
     return (*arrays, 0, jnp.asarray(tables), None, *tail), options

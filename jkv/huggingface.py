@@ -96,11 +96,11 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         "max_context_length": lambda: _count(model, CONTEXT, "max_context_length"),
         "dtype": lambda: _dtype(model, raw),
     }
-    fields = {}
+    latent: dict[str, Any] = {}
     if given.keys().isdisjoint(("num_kv_heads", "head_dim", "value_head_dim")):
-        fields = _latent_fields(model, notes)
-    known = fields | dict(given)
-    fields |= {
+        latent = _latent_fields(model, notes)
+    known = latent | dict(given)
+    fields = latent | {
         name: known[name] if name in known else read() for name, read in readers.items()
     }
     window = model.get("sliding_window")

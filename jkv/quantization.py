@@ -70,10 +70,7 @@ def round_up(scales: jax.Array) -> jax.Array:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    kept = STORAGE_DTYPES[np.dtype(array.dtype)]
-    if array.dtype == kept:
-        return array
-    return jax.lax.bitcast_convert_type(array, kept)
+    return _meaning(array, STORAGE_DTYPES[np.dtype(array.dtype)])
 
 
 def _meaning(bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:

@@ -66,7 +66,7 @@ def test_every_script_is_run_by_some_test():
     "script, limit",
     [
         ("quickstart.py", 60),
-        ("generate.py", 122),
+        ("generate.py", 120),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
     ],

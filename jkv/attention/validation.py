@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.storage import BIT_DTYPES, ONE_BYTE_DTYPES
+from jkv.attention.storage import BIT_DTYPES
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
@@ -85,23 +85,23 @@ def require_dtypes(
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
         if pool is None:
             continue
-        meanings = BIT_DTYPES.get(pool.dtype, (pool.dtype,))
-        is_raw = pool.dtype in BIT_DTYPES
-        if not (is_raw or _is_number(pool.dtype)):
+        meanings = BIT_DTYPES.get(pool.dtype)
+        if meanings is not None:
+            if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
+                names = " or ".join(str(dtype) for dtype in meanings)
+                raise ValueError(
+                    f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
+                    f"got {kv_dtype}"
+                )
+        elif pool.dtype != jnp.int8 and not jnp.issubdtype(pool.dtype, jnp.floating):
             raise ValueError(
                 f"{name} must be floating point or int8, uint16 with "
                 f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {pool.dtype}"
             )
-        if (is_raw or kv_dtype is not None) and (
-            kv_dtype is None or jnp.dtype(kv_dtype) not in meanings
-        ):
-            names = " or ".join(str(dtype) for dtype in meanings)
+        elif kv_dtype is not None and pool.dtype != jnp.dtype(kv_dtype):
             raise ValueError(
-                f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
-                f"got {kv_dtype}"
-                if is_raw
-                else f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)};"
-                " kv_dtype is for pools of raw bits, leave it out"
+                f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)}; "
+                "kv_dtype is for pools of raw bits, leave it out"
             )
 
 
@@ -144,10 +144,6 @@ def require_scales(
                 f"{name}_scales must be floating point, or uint16 as the bits of "
                 f"bfloat16, got {scales.dtype}"
             )
-
-
-def _is_number(dtype: jnp.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or dtype in ONE_BYTE_DTYPES
 
 
 def require_options(
