@@ -16,6 +16,7 @@ from jkv import counters, pool, prefix_index, requests, ring
 from jkv.copying import BlockCopies, copy_tokens, with_copies
 from jkv.counters import Counter
 from jkv.requests import Integers
+from jkv.stages import stage
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status
 
@@ -161,14 +162,11 @@ def _allocate(
         return map_blocks(metadata, seq_id, column, block)
 
     most = min(metadata.num_blocks, fresh.shape[0] * metadata.max_blocks_per_sequence)
+    mapped = metadata.num_mapped_blocks.at[row].set(num_found + fresh, mode="drop")
+    metadata = dataclasses.replace(metadata, num_mapped_blocks=mapped)
     metadata = requests.for_each_entry(fresh, most, reserve, metadata)
     free_blocks = ring.pop(metadata.free_blocks, taken)
-    mapped = num_found + fresh
-    metadata = dataclasses.replace(
-        metadata,
-        free_blocks=free_blocks,
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(mapped, mode="drop"),
-    )
+    metadata = dataclasses.replace(metadata, free_blocks=free_blocks)
     num_cached, copies = jnp.zeros_like(seq_ids), None
     if found is not None:
         num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
@@ -283,7 +281,7 @@ def _count_queries(
 
 def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
     """Return ceil(num_tokens / T) without the sum that could overflow."""
-    full, rest = jnp.divmod(num_tokens, metadata.block_size)
+    full, rest = metadata.locate(num_tokens)
     return full + (rest > 0).astype(jnp.int32)
 
 
@@ -335,17 +333,18 @@ def close_sequences(
     """Give back the rows and blocks of sequences, i32[B], distinct where bool[B]."""
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     last = jnp.where(closable, mapped, 0)
-    metadata = release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
     row = jnp.where(closable, seq_ids, metadata.max_sequences)
-    return dataclasses.replace(
+    metadata = dataclasses.replace(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(0, mode="drop"),
+        num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(-last, mode="drop"),
         is_open=metadata.is_open.at[row].set(False, mode="drop"),
         free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
     )
+    return release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
 
 
+@stage
 def map_blocks(
     metadata: Metadata, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> Metadata:
@@ -394,6 +393,8 @@ def _release_entries(
     block = metadata.block_tables.at[row, column].get(
         mode="fill", fill_value=num_blocks
     )
+    # The write depends on the read, or XLA would keep a copy of the tables for it.
+    row = jnp.where(block < num_blocks, row, metadata.max_sequences)
     tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
     metadata = dataclasses.replace(metadata, block_tables=tables)
     return pool.drop_references(metadata, block)

@@ -277,7 +277,7 @@ def _append(
     to_rows, index = _row_owners(starts, num_rows, max_query_length)
     valid = (index >= 0) & (index < to_rows(query_lengths))
     position = jnp.where(valid, to_rows(length) + index, 0)
-    column, offset = jnp.divmod(position, jnp.int32(metadata.block_size))
+    column, offset = metadata.locate(position)
     seq_of_row = jnp.where(valid, to_rows(seq_ids), metadata.max_sequences)
     fresh = column - to_rows(mapped)
     opens_block = valid & (offset == 0) & (fresh >= 0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config import NUM_COUNTERS
+from jkv.stages import stage
 from jkv.state import Metadata
 from jkv.status import Status
 
@@ -38,6 +39,7 @@ def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
     return _add_all(metadata, rows)
 
 
+@stage
 def settle(
     metadata: Metadata,
     status: jax.Array,
@@ -85,6 +87,7 @@ def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
     )
 
 
+@stage
 def mark_used(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as used by the next tick; one of S or above is dropped."""
     stamp = now(metadata) + jnp.uint32(1)

@@ -223,7 +223,7 @@ dtype=int32))
         jnp.asarray(a) for a in requests.broadcast(seq_ids=seq_ids, positions=positions)
     )
     meta = cache.metadata
-    column, offset = jnp.divmod(positions, jnp.int32(meta.block_size))
+    column, offset = meta.locate(positions)
     column = jnp.where(positions < 0, meta.max_blocks_per_sequence, column)
     found = meta.block_tables.at[_row(cache, seq_ids), column].get(
         mode="fill", fill_value=meta.num_blocks

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import ring
+from jkv.stages import stage
 from jkv.state import NO_SEQUENCE, Metadata
 from jkv.status import Status
 
@@ -93,6 +94,7 @@ def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     return known & metadata.is_open.at[seq_ids].get(mode="clip")
 
 
+@stage
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return whether no earlier request of the call names the same id, bool[B]."""
     num_requests = seq_ids.shape[0]

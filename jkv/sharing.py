@@ -137,7 +137,7 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
     live = requests.is_live(metadata, parents)
     eligible = live & ~padding
     length = metadata.context_lengths.at[parents].get(mode="clip")
-    num_full, tail = jnp.divmod(length, jnp.int32(metadata.block_size))
+    num_full, tail = metadata.locate(length)
     need = (eligible & (tail > 0)).astype(jnp.int32)
     no_row, no_block = allocation.lacks_room(metadata, eligible, need)
     status = requests.find_status(
@@ -180,7 +180,7 @@ def _truncate(
     # A kept tail that others share, or that the prefix index can still find, must be
     # copied before it can be written again.
     lengths = jnp.where(eligible, lengths, 0)
-    column, tail = jnp.divmod(lengths, jnp.int32(metadata.block_size))
+    column, tail = metadata.locate(lengths)
     last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
     owners = metadata.reference_counts.at[last_block].get(mode="clip")
     copied = (owners > 1) | prefix_index.is_indexed(metadata, last_block)
@@ -221,7 +221,7 @@ def _reorder(
     length = metadata.context_lengths.at[parents].get(mode="clip")
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     past = metadata.block_tables.at[parents].get(mode="clip")
-    num_full, tail = jnp.divmod(length, jnp.int32(metadata.block_size))
+    num_full, tail = metadata.locate(length)
     needs = moves & (tail > 0)
 
     def exchange(metadata: Metadata, served: jax.Array) -> Metadata:
@@ -298,7 +298,7 @@ def _adopt(
       past: i32[B, M], the parents' table rows.
       length: i32[B], the parents' context lengths.
     """
-    num_full, tail = jnp.divmod(length, jnp.int32(metadata.block_size))
+    num_full, tail = metadata.locate(length)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     column = jnp.arange(past.shape[1], dtype=jnp.int32)
     shared = jnp.where(column[None, :] < num_full[:, None], past, metadata.num_blocks)

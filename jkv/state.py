@@ -148,6 +148,15 @@ class Metadata:
         """Columns of the block tables, M."""
         return self.block_tables.shape[1]
 
+    def locate(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the table column and the offset of positions, i32[...], of 0 or more.
+
+        XLA on CPU takes the corrections of a floor division for work that is worth a
+        second thread, which costs far more than they do.
+        """
+        size = jnp.int32(self.block_size)
+        return jax.lax.div(positions, size), jax.lax.rem(positions, size)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

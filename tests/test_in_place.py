@@ -19,6 +19,7 @@ from jkv.config import needs_scales
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
 BATCH_SIZE, NUM_HEADS = 4, 4
+MAX_SEQUENCES = 512  # by 13 columns: the block tables are larger than the pool's lists
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
 # One operation of a compiled module: its result's type, a tuple's too, and its name.
 OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
@@ -46,7 +47,7 @@ def make_cache(dtype, **changes):
         head_dim=HEAD_DIM,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        max_sequences=8,
+        max_sequences=MAX_SEQUENCES,
         max_context_length=100,
         dtype=dtype,
         **changes,
@@ -86,7 +87,7 @@ def assert_in_place(function, *arguments):
 
 
 def copied_metadata(function, *arguments):
-    """What the compiled function copies of the arrays with an entry per block."""
+    """What the compiled function copies of the tables and of arrays by block."""
     compiled = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
     operations = pool_sized_operations(compiled, NUM_BLOCKS)
     return [each for each in operations if each.startswith("copy")]

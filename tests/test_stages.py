@@ -1,0 +1,108 @@
+"""Stages: the same values, one computation on CPU, nothing at all elsewhere."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.stages import stage
+
+# What XLA on CPU runs in order, without another thread.
+MOST_OPERATIONS = 8
+RUNS = re.compile(r" (?:fusion|copy|call|scatter|while|conditional)\(")
+
+
+@stage
+def _shift(state: dict[str, jax.Array], by: jax.Array, *, times: int = 1) -> object:
+    """Change one array of three, and return one that was given beside them."""
+    return {**state, "changed": jnp.where(by > 0, state["changed"] + times * by, 0)}, by
+
+
+def _state(size: int = 4) -> dict[str, jax.Array]:
+    return {
+        "changed": jnp.arange(size),
+        "kept": jnp.full((64 * size,), 7),
+        "other": jnp.ones((2,), bool),
+    }
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_a_stage_computes_what_its_function_does(jitted):
+    def call(state: dict[str, jax.Array]) -> object:
+        return _shift(state, jnp.int32(5), times=2)
+
+    state, by = (jax.jit(call) if jitted else call)(_state())
+    chex.assert_trees_all_equal(state, _state() | {"changed": jnp.arange(4) + 10})
+    assert int(by) == 5
+    with jax.disable_jit():
+        chex.assert_trees_all_equal(call(_state()), (state, by))
+
+
+def test_a_stage_runs_under_transformations():
+    by = jnp.array([1, 2, 0])
+    batched = jax.vmap(lambda by: _shift(_state(), by)[0]["changed"])(by)
+    chex.assert_trees_all_equal(
+        batched, jnp.array([[1, 2, 3, 4], [2, 3, 4, 5], [0, 0, 0, 0]])
+    )
+
+    def step(state: dict[str, jax.Array], by: jax.Array) -> tuple[object, None]:
+        return _shift(state, by)[0], None
+
+    summed, _ = jax.jit(lambda: jax.lax.scan(step, _state(), jnp.array([1, 2])))()
+    chex.assert_trees_all_equal(summed["changed"], jnp.arange(4) + 3)
+
+
+def test_what_a_stage_passes_on_stays_outside():
+    compiled = jax.jit(_shift).lower(_state(), jnp.int32(1)).compile().as_text()
+    (call,) = [line for line in compiled.splitlines() if " call(" in line]
+    results, operands = call.split(" call(")
+    assert "s32[4]" in results and "s32[256]" not in call
+    assert operands.split(")")[0].count("%") == 2, "the array changed and the addend"
+
+
+def test_only_a_cpu_gets_computations_of_its_own():
+    traced = jax.jit(_shift).trace(_state(), jnp.int32(1))
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "rocm", "tpu")
+    }
+    marked = {platform for platform, text in texts.items() if "inlineable" in text}
+    assert marked == {"cpu"}
+    # Functions called inside a stage are inlined into it.
+    assert texts["cpu"].count("inlineable") == 1
+
+
+def test_append_keeps_to_one_thread():
+    # Wide enough to tempt XLA, which splits what it takes for work over threads.
+    num_sequences = 1024
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        num_blocks=65536,
+        max_sequences=num_sequences,
+        max_context_length=1024,
+    )
+    cache = jkv.init(config, storage=False)
+    seq_ids = np.arange(num_sequences, dtype=np.int32)
+    compiled = jax.jit(jkv.append, donate_argnums=0).lower(cache, seq_ids).compile()
+    computations = re.split(r"\n(?=(?:ENTRY |%))", compiled.as_text())
+    called = {
+        name
+        for computation in computations
+        for name in re.findall(r" call\(.*to_apply=%([\w.]+)", computation)
+    }
+    assert len(called) >= 4, "append has stages"
+    for computation in computations:
+        runs = [line for line in computation.splitlines() if RUNS.search(line)]
+        if computation[1:].split(" ")[0] in called:
+            assert len(runs) <= MOST_OPERATIONS, computation
+        for line in runs:
+            if "outer_dimension_partitions" in line:
+                assert re.search(r"s32\[(1024,64|65536)\]", line.split("fusion(")[0]), (
+                    f"only the tables and the counts are that large: {line}"
+                )
