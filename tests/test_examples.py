@@ -131,13 +131,12 @@ def test_parallel_samples_share_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_block_map_draws_the_pool(kind, tmp_path):
+def test_block_map_draws_the_pool(tmp_path):
     """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    path, steps = tmp_path / f"pool.{kind.lower()}", 26
+    path, steps = tmp_path / "pool.gif", 26
     output = run_example(
         "block_map.py", "--delay", "0", "--steps", str(steps), "--save", str(path)
     ).stdout
@@ -148,15 +147,16 @@ def test_block_map_draws_the_pool(kind, tmp_path):
     assert 0 < int(hits) < int(tokens)
     assert "compacted   1 times" in output
     with Image.open(path) as picture:
-        assert picture.format == kind
-        assert getattr(picture, "n_frames", 1) == (steps if kind == "GIF" else 1)
+        assert picture.format == "GIF" and picture.n_frames == steps
         colours = picture.convert("RGB").getcolors(maxcolors=2**20)
         assert len(colours) > 5
 
 
-def test_block_map_tells_the_states_apart(monkeypatch):
+def test_block_map_tells_the_states_apart(monkeypatch, tmp_path):
     """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
     pytest.importorskip("matplotlib")
+    from PIL import Image
+
     monkeypatch.syspath_prepend(EXAMPLES)
     block_map = __import__("block_map")
     cache = jkv.init(
@@ -184,6 +184,16 @@ def test_block_map_tells_the_states_apart(monkeypatch):
     cache, _ = jkv.free(cache, [0, 1])
     cells = block_map.draw_map(cache).flat[:5].tolist()
     assert cells == [block_map.CACHED] * 2 + [free] * 3
+
+    path = tmp_path / "pool.png"
+    block_map.save_picture(str(path), [(block_map.draw_map(cache), "the last step")])
+    with Image.open(path) as picture:
+        assert picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
+        colours = picture.convert("RGB").getcolors(maxcolors=2**20)
+        assert {colour for _, colour in colours} > {
+            tuple(round(255 * part) for part in block_map.COLOURS[state])
+            for state in (block_map.CACHED, free)
+        }
 
 
 def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):
