@@ -247,7 +247,9 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
         held = [jkv.init(config)]
 
         def run(prompt: jax.Array) -> jax.Array:
-            held[0], result = generate(model, params, held[0], prompt, max_new_tokens=1)
+            held[0], result = generate(
+                model, params, held[0], prompt, max_new_tokens=1, chunk_size=chunk_size
+            )
             return jax.block_until_ready(result).statistics.cached_tokens
 
         def check(cached: jax.Array) -> None:
@@ -263,7 +265,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
 
     cases = [
         # A step computes all rows of its chunk: short ones where little is left to do.
-        jkv_case("jkv, 1000 tokens cached", True, 32),
+        jkv_case("jkv, 1000 tokens cached, chunks of 32", True, 32),
         jkv_case("jkv, 1000 tokens cached, chunks of 512", True, 512),
         jkv_case("jkv, no reuse, chunks of 512", False, 512),
     ]
