@@ -10,8 +10,9 @@ OLDEST_JAX := 0.10.2
 TORCH := torch==2.13.0+cpu
 VENV := .venv
 NEWEST := .venv-newest
-PIP := -m pip --disable-pip-version-check --no-input install --quiet
-PYTEST := -m pytest -n 2
+PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+# A worker keeps to neighbouring tests, which share compiled programs.
+PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_ARGS ?=
 # Most of the time of the tests is compiling, a fifth of it LLVM's optimisations. What
 # decides about copies and fusion is done before LLVM, and stays as it is.
@@ -21,8 +22,8 @@ TEST_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # game against the plain-Python cache run with it on both.
 PLAIN_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
-WITH_MLIR := $(patsubst %,tests/test_%.py,attention attention_gradients bundled_model \
-  in_place llama_parity quantization random_operations stages)
+WITH_MLIR := $(patsubst %,tests/test_%.py,attention attention_gradients in_place \
+  quantization random_operations stages)
 
 NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
   $(PYENV_ROOT)/versions/3.,14 13 12)))
