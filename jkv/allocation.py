@@ -334,6 +334,7 @@ def close_sequences(
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     last = jnp.where(closable, mapped, 0)
     row = jnp.where(closable, seq_ids, metadata.max_sequences)
+    # Before the loop, or it would carry a copy of what is read here and written after.
     metadata = dataclasses.replace(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
