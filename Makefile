@@ -14,7 +14,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compil
 # A worker keeps to neighbouring tests, which share compiled programs.
 PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_ARGS ?=
-# Most of the time of the tests is compiling, a fifth of it LLVM's optimisations. What
+# Half of the time of the tests is compiling, and was more with LLVM's optimisations. What
 # decides about copies and fusion is done before LLVM, and stays as it is.
 TEST_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # Half of the rest is MLIR, in between. The oldest JAX can still do without, the newest

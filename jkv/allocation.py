@@ -280,7 +280,7 @@ def _count_queries(
 
 
 def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    """Return ceil(num_tokens / T) without the sum that could overflow."""
+    """Return ceil(num_tokens / T), of negatives too, without a sum that overflows."""
     full, rest = metadata.locate(num_tokens)
     return full + (rest > 0).astype(jnp.int32)
 

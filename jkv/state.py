@@ -151,8 +151,8 @@ class Metadata:
     def locate(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the table column and the offset of positions, i32[...], of 0 or more.
 
-        XLA on CPU takes the corrections of a floor division for work that is worth a
-        second thread, which costs far more than they do.
+        It truncates: XLA on CPU takes the corrections of a floor division for work that
+        is worth a second thread, which costs far more than they do.
         """
         size = jnp.int32(self.block_size)
         return jax.lax.div(positions, size), jax.lax.rem(positions, size)

@@ -90,19 +90,19 @@ def test_append_keeps_to_one_thread():
     cache = jkv.init(config, storage=False)
     seq_ids = np.arange(num_sequences, dtype=np.int32)
     compiled = jax.jit(jkv.append, donate_argnums=0).lower(cache, seq_ids).compile()
-    computations = re.split(r"\n(?=(?:ENTRY |%))", compiled.as_text())
-    called = {
-        name
-        for computation in computations
-        for name in re.findall(r" call\(.*to_apply=%([\w.]+)", computation)
-    }
-    assert len(called) >= 4, "append has stages"
-    for computation in computations:
+    text = compiled.as_text()
+    stages = set(re.findall(r" call\(.*to_apply=%([\w.]+)", text))
+    assert len(stages) >= 4, "append has stages"
+    seen = set()
+    for computation in re.split(r"\n(?=(?:ENTRY |%))", text):
+        name = computation[1:].split(" ")[0]
         runs = [line for line in computation.splitlines() if RUNS.search(line)]
-        if computation[1:].split(" ")[0] in called:
+        if name in stages:
+            seen.add(name)
             assert len(runs) <= MOST_OPERATIONS, computation
         for line in runs:
             if "outer_dimension_partitions" in line:
                 assert re.search(r"s32\[(1024,64|65536)\]", line.split("fusion(")[0]), (
                     f"only the tables and the counts are that large: {line}"
                 )
+    assert seen == stages, "each was found and counted"
