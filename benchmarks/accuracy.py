@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.config import STORAGE_DTYPES
+from jkv.config.dtypes import STORAGE_DTYPES
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -34,7 +34,7 @@ import numpy as np
 from harness import Case
 
 import jkv
-from jkv.quantization import store
+from jkv.storage import quantization
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
@@ -138,7 +138,7 @@ def fill(cache: jkv.Cache) -> jkv.Cache:
     def fill_block(block: jax.Array, cache: jkv.Cache) -> jkv.Cache:
         shape = (cache.num_kv_heads, cache.block_size, cache.head_dim)
         rows = jax.random.normal(jax.random.key(block), shape)
-        elements, scales = store(rows, cache.dtype)
+        elements, scales = quantization.quantise(rows, cache.dtype)
         written = {"keys": elements, "values": elements[..., : cache.value_head_dim]}
         if scales is not None:
             written |= {"key_scales": scales, "value_scales": scales}

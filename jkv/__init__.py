@@ -9,46 +9,14 @@ with fork, truncate and reorder for sequences that branch and roll back, match f
 prompts that begin alike, and evict for the day the pool is full.
 """
 
-from jkv.allocation import Allocation, allocate, can_allocate, free
-from jkv.appending import Batch, append, write
 from jkv.attention import paged_attention
-from jkv.compaction import Fragmentation, compact, fragmentation, should_compact
-from jkv.config import CacheConfig
+from jkv.config.cache_config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
-from jkv.files import FileError
-from jkv.invariants import check
-from jkv.lifetime import (
-    clock,
-    evict,
-    evict_older_than,
-    least_recently_used,
-    touch,
-)
-from jkv.prefix import clear_prefixes, commit, evict_cached, invalidate, match
-from jkv.reading import (
-    BlockInfo,
-    Slots,
-    attend,
-    block_ids,
-    block_info,
-    read,
-    read_slot,
-    slots,
-    tokens,
-)
-from jkv.resizing import resize
-from jkv.saving import load, save
-from jkv.sharing import Fork, fork, reorder, truncate
-from jkv.state import (
-    NO_SEQUENCE,
-    Cache,
-    Metadata,
-    PrefixIndex,
-    Ring,
-    init,
-    num_free_blocks,
-)
-from jkv.statistics import MemoryProfile, Stats, memory_profile, stats
+from jkv.inspection.invariants import check
+from jkv.inspection.memory import MemoryProfile, memory_profile
+from jkv.inspection.statistics import Stats, stats
+from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, PrefixIndex, Ring
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -61,7 +29,38 @@ from jkv.status import (
     Status,
     raise_for_status,
 )
-from jkv.transfer import SwapIn, Swapped, swap_in, swap_out
+from jkv.storage.files import FileError
+from jkv.storage.swapped import Swapped
+from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
+from jkv.verbs.appending import append
+from jkv.verbs.attending import attend
+from jkv.verbs.compaction import compact
+from jkv.verbs.eviction import (
+    clock,
+    evict,
+    evict_older_than,
+    least_recently_used,
+    touch,
+)
+from jkv.verbs.forking import Fork, fork
+from jkv.verbs.initialization import init
+from jkv.verbs.lookups import (
+    BlockInfo,
+    Slots,
+    block_ids,
+    block_info,
+    num_free_blocks,
+    slots,
+    tokens,
+)
+from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
+from jkv.verbs.reading import read, read_slot
+from jkv.verbs.reordering import reorder
+from jkv.verbs.resizing import resize
+from jkv.verbs.saving import load, save
+from jkv.verbs.swapping import SwapIn, swap_in, swap_out
+from jkv.verbs.truncation import truncate
+from jkv.verbs.writing import write
 
 __version__ = "0.1.0"
 

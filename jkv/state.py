@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config import STORAGE_NAMES, CacheConfig
+from jkv.config.dtypes import STORAGE_NAMES
+from jkv.config.units import human_bytes
 from jkv.status import Status
-from jkv.units import human_bytes
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
 
@@ -288,102 +288,41 @@ class Cache:
         )
 
 
-def init(
-    config: CacheConfig,
-    *,
-    storage: bool = True,
-    device: jax.Device | jax.sharding.Sharding | None = None,
-) -> Cache:
-    """Return a fresh cache: every block free, no sequence open.
-
-    Args:
-      config: the sizes.
-      storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
-        the metadata alone, to simulate a schedule or to test one.
-      device: where the arrays go, a device or a sharding; default JAX's own choice.
-
-    Returns:
-      A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
-
-    Example:
-      >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(
-      ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4,
-      ...     max_sequences=2, max_context_length=16), storage=False)
-      >>> int(jkv.num_free_blocks(cache)), cache.keys.size
-      (4, 0)
-    """
-    arrays = config.arrays
-
-    def full(name: str, value: int | bool = 0) -> jax.Array:
-        shape, dtype = arrays[name].shape, arrays[name].dtype
-        return jnp.full(shape, value, dtype, device=device)
-
-    def pool(name: str) -> Any:
-        if name not in arrays:
-            return None
-        shape, dtype = arrays[name].shape, arrays[name].dtype
-        return jnp.zeros(shape if storage else (0, *shape[1:]), dtype, device=device)
-
-    def ring(name: str, size: int) -> Ring:
-        room = arrays[f"{name}.ids"].shape[0]
-        return Ring(
-            ids=jnp.arange(room, dtype=jnp.int32, device=device),
-            bounds=jnp.array([0, size, size, size], jnp.int32, device=device),
-        )
-
-    def prefix_index() -> PrefixIndex:
-        arange = jnp.arange(config.num_blocks, dtype=jnp.int32, device=device)
-        return PrefixIndex(
-            buckets=full("prefix.buckets", config.num_blocks),
-            children=full("prefix.children", config.num_blocks),
-            hashes=full("prefix.hashes"),
-            parents=full("prefix.parents", config.num_blocks),
-            salts=full("prefix.salts"),
-            positions=arange,
-            committed=full("prefix.committed"),
-            sequence_salts=full("prefix.sequence_salts"),
-            epochs=full("prefix.epochs"),
-        )
-
-    metadata = Metadata(
-        block_tables=full("block_tables", config.num_blocks),
-        context_lengths=full("context_lengths"),
-        num_mapped_blocks=full("num_mapped_blocks"),
-        is_open=full("is_open", False),
-        reference_counts=full("reference_counts"),
-        free_blocks=ring("free_blocks", config.num_blocks),
-        free_sequences=ring("free_sequences", config.max_sequences),
-        created=full("created"),
-        last_used=full("last_used"),
-        num_uses=full("num_uses"),
-        counters=full("counters"),
-        tokens=full("tokens", -1) if "tokens" in arrays else None,
-        prefix=prefix_index() if config.prefix_caching else None,
-        block_size=config.block_size,
-        max_context_length=config.max_context_length,
-    )
-    return Cache(
-        metadata=metadata,
-        **{name: pool(name) for name in STORAGE_NAMES},
-        dtype=np.dtype(config.dtype),
-        latent_value_dim=config.value_head_dim if config.values_in_keys else None,
-    )
-
-
-def num_free_blocks(cache: Cache) -> jax.Array:
-    """Return the number of blocks that can be handed out, i32[].
-
-    Example:
-      >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [17])
-      >>> int(jkv.num_free_blocks(cache))
-      2
-    """
-    return cache.metadata.free_blocks.count
-
-
 def _is_deleted(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.is_deleted()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The plan of one step: B requests over R token rows.
+
+    Request i owns the rows from `query_starts[i]` on; of a served one, the first
+    `query_lengths[i]` rows are its new tokens, the last of them at position
+    `context_lengths[i] - 1`. A refused request has the length its sequence had before
+    the call; padding and ids that are not open have 0.
+    """
+
+    seq_ids: jax.Array  # i32[B], as asked
+    status: jax.Array  # i32[B], `Status`
+    query_starts: jax.Array  # i32[B], first row; R or above when past the end
+    query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
+    context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
+    positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
+    valid: jax.Array  # bool[R], whether a served request owns the row
+    block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
+    offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
+    epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
+    # Static: whether it is known from the call that each request has one row at most.
+    is_decoding: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows, R."""
+        return self.positions.shape[0]
+
+    @property
+    def last_rows(self) -> jax.Array:
+        """Row of each request's last token, i32[B]; R where it has none."""
+        last = self.query_starts + self.query_lengths - 1
+        return jnp.where(self.query_lengths > 0, last, self.num_rows)

@@ -31,6 +31,23 @@ class Status(enum.IntEnum):
     INVALID_ARGUMENT = 6
 
 
+class Counter(enum.IntEnum):
+    """Rows of `Metadata.counters` after the refusals, which are counted by `Status`."""
+
+    CLOCK = len(Status)  # calls that served a request
+    BLOCKS_TAKEN = enum.auto()  # free blocks that became live
+    SEQUENCES_EVICTED = enum.auto()  # closed by `evict`
+    BLOCKS_EVICTED = enum.auto()  # cached blocks that lost their contents
+    PREFIX_QUERIES = enum.auto()  # prompts looked up by `allocate`
+    PREFIX_TOKENS = enum.auto()  # tokens of these prompts
+    PREFIX_HITS = enum.auto()  # of these tokens, those found
+    COMPACTIONS = enum.auto()
+    LAST_COMPACTION = enum.auto()  # the clock at the time; not a count
+
+
+NUM_COUNTERS = len(Status) + len(Counter)
+
+
 class CacheError(Exception):
     """Base of all errors of the cache.
 

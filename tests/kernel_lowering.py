@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from jkv.attention.kernel import attend_kernel
-from jkv.attention.requests import Constants, Requests
-from jkv.attention.storage import Pools
-from jkv.config import STORAGE_DTYPES, needs_scales
+from jkv.attention.call import Constants, Requests
+from jkv.attention.kernel.forward import attend_kernel
+from jkv.attention.pools import Pools
+from jkv.config.dtypes import STORAGE_DTYPES, needs_scales
 
 # JAX wants a card to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}

@@ -13,9 +13,9 @@ from tolerances import assert_close, is_close
 from workloads import WORKLOADS, Workload, make_operands, shrink
 
 from jkv.attention import paged_attention
-from jkv.attention.decode import list_work
-from jkv.attention.requests import make_requests
-from jkv.quantization import restore, store
+from jkv.attention.call import make_requests
+from jkv.attention.xla.decode import list_work
+from jkv.storage import quantization
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
@@ -317,10 +317,13 @@ ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 def quantized(positional, dtype):
     """The same arguments with quantised pools, their scales, and what both mean."""
     dtype = jnp.dtype(dtype)
-    keys, key_scales = store(positional[1], dtype)
-    values, value_scales = store(positional[2], dtype)
+    keys, key_scales = quantization.quantise(positional[1], dtype)
+    values, value_scales = quantization.quantise(positional[2], dtype)
     scales = dict(key_scales=key_scales, value_scales=value_scales, kv_dtype=dtype)
-    meaning = [restore(keys, key_scales, dtype), restore(values, value_scales, dtype)]
+    meaning = [
+        quantization.restore(keys, key_scales, dtype),
+        quantization.restore(values, value_scales, dtype),
+    ]
     return (
         [positional[0], keys, values, *positional[3:]],
         scales,

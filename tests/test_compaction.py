@@ -22,7 +22,8 @@ from test_random_operations import read
 from test_random_reuse import ReuseGame, make_reuse_verbs
 
 import jkv
-from jkv import compaction, prefix_index
+from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.renumbering import in_order
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 3, 2, 4, 8, 6
@@ -528,10 +529,10 @@ class TestPrefixIndex:
             cache, _, _ = open_prompt(cache, prompt)
         cache, _ = jkv.free(cache, list(range(7)))
         assert found_of(cache, *prompts) == [8] * 14
-        row = prefix_index._row
+        row = prefix_index.row_of
         monkeypatch.setattr(
             prefix_index,
-            "_row",
+            "row_of",
             lambda table, hashes: (
                 row(table, hashes) * (0 if table.shape[0] == num_blocks else 1)
             ),
@@ -549,7 +550,7 @@ class TestPrefixIndex:
 
     def test_43_a_permutation_names_every_block_once(self):
         cache, _, _ = open_prompt(reused(), C + [0])
-        blocks, live = compaction.in_order(cache.metadata)
+        blocks, live = in_order(cache.metadata)
         assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 5
 
 

@@ -5,17 +5,18 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jkv import doctor
+from jkv.commands import diagnosis
+from jkv.commands.diagnosis import CASES, known_bad, main
 
 
 @pytest.fixture
 def few_cases(monkeypatch):
     """Two cases and one dtype: the others only take time."""
     wanted = ("mixed, with padding", "sinks")
-    cases = tuple(case for case in doctor.CASES if case.name in wanted)
-    monkeypatch.setattr(doctor, "CASES", cases)
-    monkeypatch.setattr(doctor, "IMPLEMENTATIONS", ("xla",))
-    monkeypatch.setattr(doctor, "TOLERANCES", {"float32": 2e-5})
+    cases = tuple(case for case in CASES if case.name in wanted)
+    monkeypatch.setattr(diagnosis, "CASES", cases)
+    monkeypatch.setattr(diagnosis, "IMPLEMENTATIONS", ("xla",))
+    monkeypatch.setattr(diagnosis, "TOLERANCES", {"float32": 2e-5})
 
 
 def findings(path, verdict):
@@ -25,7 +26,7 @@ def findings(path, verdict):
 
 def test_a_machine_that_works(few_cases, tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert doctor.main(["--report", str(path)]) == 0
+    assert main(["--report", str(path)]) == 0
     assert findings(path, "FAILED") == []
     what = [each["what"] for each in findings(path, "ok")]
     assert any(name.startswith("500 cycles") for name in what)
@@ -39,25 +40,23 @@ def test_a_machine_that_works(few_cases, tmp_path, capsys):
 
 
 def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
-    right = doctor.paged_attention
+    right = diagnosis.paged_attention
 
     def wrong(*arguments, implementation, **options):
         found = right(*arguments, implementation="reference", **options)
         return jnp.roll(found, 1, axis=0) if implementation == "xla" else found
 
-    monkeypatch.setattr(doctor, "paged_attention", wrong)
+    monkeypatch.setattr(diagnosis, "paged_attention", wrong)
     path = tmp_path / "report.json"
-    assert doctor.main(["--quick", "--report", str(path)]) == 1
+    assert main(["--quick", "--report", str(path)]) == 1
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
 
 
 def test_lost_blocks_are_reported(few_cases, tmp_path, monkeypatch):
-    from jkv import allocation
-
-    free = allocation.free
-    monkeypatch.setattr(allocation, "free", lambda cache, ids: free(cache, ids[:1]))
+    free = diagnosis.free
+    monkeypatch.setattr(diagnosis, "free", lambda cache, ids: free(cache, ids[:1]))
     path = tmp_path / "report.json"
-    assert doctor.main(["--quick", "--report", str(path)]) == 1
+    assert main(["--quick", "--report", str(path)]) == 1
     assert "lost" in findings(path, "FAILED")[0]["detail"]
 
 
@@ -76,6 +75,6 @@ def test_known_bad_combinations(changes, words):
         "drivers": {},
         "platform": "cpu",
     }
-    assert not list(doctor.known_bad(facts))
-    (warning,) = doctor.known_bad(facts | changes)
+    assert not list(known_bad(facts))
+    (warning,) = known_bad(facts | changes)
     assert words in warning

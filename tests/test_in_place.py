@@ -15,7 +15,7 @@ import pytest
 from conftest import small_cache
 
 import jkv
-from jkv.config import needs_scales
+from jkv.config.dtypes import needs_scales
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
 BATCH_SIZE, NUM_HEADS = 4, 4

@@ -20,7 +20,7 @@ from tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention
-from jkv.attention.kernel_tuning import (
+from jkv.attention.kernel.tuning import (
     TABLE,
     Tuning,
     find_family,

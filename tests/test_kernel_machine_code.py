@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
 
-from jkv.attention.kernel_tuning import TABLE, find_tuning
+from jkv.attention.kernel.tuning import TABLE, find_tuning
 
 triton = pytest.importorskip(
     "triton", reason="machine code needs the extra: pip install jkv[amd-compile]"

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.attention.kernel_work import (
+from jkv.attention.call import make_requests
+from jkv.attention.kernel.work import (
     list_decode_work,
     list_prefill_work,
     num_decode_entries,
     num_prefill_entries,
 )
-from jkv.attention.requests import make_requests
 
 MAX_TOKENS = 4096
 

@@ -17,8 +17,8 @@ from tolerances import assert_close, is_close
 from workloads import Workload, make_operands
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel_tuning import find_family, find_target
-from jkv.quantization import store
+from jkv.attention.kernel.tuning import find_family, find_target
+from jkv.storage import quantization
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
 # Only CDNA and the interpreter multiply float32; elsewhere it is the plain path's.
@@ -82,7 +82,10 @@ class Case:
         pools = [operands.key_pool, operands.value_pool]
         # Where nothing is stored, NaN becomes a NaN scale.
         pools, scales = zip(
-            *(store(jnp.asarray(pool), jnp.dtype(self.storage)) for pool in pools),
+            *(
+                quantization.quantise(jnp.asarray(pool), jnp.dtype(self.storage))
+                for pool in pools
+            ),
             strict=True,
         )
         if self.is_latent:

@@ -14,8 +14,8 @@ import pytest
 from conftest import small_config
 
 import jkv
-from jkv import plan
-from jkv.units import human_bytes, parse_bytes
+from jkv.commands.capacity import make_plan
+from jkv.config.units import human_bytes, parse_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent
 PYDOC = ROOT / "examples" / "models" / "pydoc"
@@ -303,7 +303,7 @@ class TestSizes:
 class TestPlan:
     def test_42_by_hand(self, tmp_path):
         path = folder(tmp_path, **LLAMA)
-        found = plan.make_plan(
+        found = make_plan(
             path, "192GiB", tensor_parallel=8, weights="16GiB", reserve=0.25
         )
         # 192 less a quarter and an eighth of 16 GiB; one of 8 heads on each device.
@@ -317,7 +317,7 @@ class TestPlan:
         assert not found.notes
 
     def test_42_every_number_fits_and_no_more(self, tmp_path):
-        found = plan.make_plan(folder(tmp_path, **LLAMA), "24GB", weights="1GB")
+        found = make_plan(folder(tmp_path, **LLAMA), "24GB", weights="1GB")
         sizes = dict(num_layers=32, num_kv_heads=8, head_dim=128)
         for length, number in found.sequences.items():
             if number:
@@ -332,12 +332,12 @@ class TestPlan:
 
     def test_42_weights_in_the_folder_are_taken_off(self):
         weights = (PYDOC / "model.safetensors").stat().st_size
-        found = plan.make_plan(PYDOC, "1GiB", reserve=0.0)
+        found = make_plan(PYDOC, "1GiB", reserve=0.0)
         assert (found.weights, found.budget) == (weights, 2**30 - weights)
 
     def test_42_more_devices_than_heads(self, tmp_path):
         path = folder(tmp_path, **LLAMA)
-        found = plan.make_plan(path, "80GB", tensor_parallel=16)
+        found = make_plan(path, "80GB", tensor_parallel=16)
         assert found.config.num_kv_heads == 1
         assert "each kv head is kept by 2 devices" in found.notes
         assert any("no weight files found" in note for note in found.notes)
@@ -356,7 +356,7 @@ class TestPlan:
     def test_42_plans_that_fail_say_why(self, tmp_path, arguments, says):
         path = folder(tmp_path, **LLAMA)
         with pytest.raises(ValueError, match=says):
-            plan.make_plan(path, **dict(memory="80GB") | arguments)
+            make_plan(path, **dict(memory="80GB") | arguments)
 
     def run(self, *arguments):
         return subprocess.run(

@@ -9,8 +9,8 @@ import pytest
 from conftest import small_config
 
 import jkv
-from jkv.config import largest_number
-from jkv.quantization import restore, store
+from jkv.config.dtypes import largest_number
+from jkv.storage import quantization
 
 DTYPES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 # Half a step of the dtype where steps are widest: of the largest number for int8, of
@@ -79,7 +79,7 @@ class TestRows:
     def test_come_back_within_half_a_step(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        back = restore(*store(keys, dtype), dtype)
+        back = quantization.restore(*quantization.quantise(keys, dtype), dtype)
         largest = jnp.max(jnp.abs(keys), axis=-1, keepdims=True)
         reach = largest if dtype == jnp.int8 else jnp.abs(keys)
         # A scale rounded up makes steps of int8 up to 2**-7 wider; fp8 has subnormals.
@@ -94,8 +94,8 @@ class TestRows:
     def test_use_the_range_and_never_leave_it(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        elements, scales = store(keys, dtype)
-        numbers = np.asarray(restore(elements, None, dtype), np.float32)
+        elements, scales = quantization.quantise(keys, dtype)
+        numbers = np.asarray(quantization.restore(elements, None, dtype), np.float32)
         most = np.abs(numbers).max(axis=-1)
         limit = largest_number(dtype)
         assert most.max() <= limit and most.min() >= limit * 0.9
@@ -109,7 +109,9 @@ class TestRows:
     def test_of_zeros_stay_zeros(self, dtype):
         dtype = jnp.dtype(dtype)
         rows = jnp.zeros((3, 1, 8))
-        assert not restore(*store(rows, dtype), dtype).any()
+        assert not quantization.restore(
+            *quantization.quantise(rows, dtype), dtype
+        ).any()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -117,7 +119,9 @@ class TestRows:
         """Quantising hides no mistake, and spoils no other row."""
         dtype = jnp.dtype(dtype)
         rows = jnp.ones((3, 1, 8)).at[1, 0, 4].set(poison)
-        back = np.asarray(restore(*store(rows, dtype), dtype))
+        back = np.asarray(
+            quantization.restore(*quantization.quantise(rows, dtype), dtype)
+        )
         assert np.isnan(back[1]).all() and np.isfinite(back[[0, 2]]).all()
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,7 +129,9 @@ class TestRows:
     def test_of_any_size(self, dtype, size):
         dtype = jnp.dtype(dtype)
         rows = jnp.full((1, 1, 8), size, jnp.float32)
-        back = np.asarray(restore(*store(rows, dtype), dtype), np.float64)
+        back = np.asarray(
+            quantization.restore(*quantization.quantise(rows, dtype), dtype), np.float64
+        )
         np.testing.assert_allclose(back, size, rtol=0.1)
 
 
@@ -172,12 +178,16 @@ class TestContents:
         for layer in range(cache.num_layers):
             keys, values, length = jkv.read(cache, layer, 1)
             wrote = random_rows(cache, 16, seed=layer)
-            expected = restore(*store(wrote[0], cache.dtype), cache.dtype)
+            expected = quantization.restore(
+                *quantization.quantise(wrote[0], cache.dtype), cache.dtype
+            )
             np.testing.assert_array_equal(keys[:6], expected[9:15])
             if wrote[1] is None:
                 np.testing.assert_array_equal(values, keys[..., :VALUE_DIM])
             else:
-                expected = restore(*store(wrote[1], cache.dtype), cache.dtype)
+                expected = quantization.restore(
+                    *quantization.quantise(wrote[1], cache.dtype), cache.dtype
+                )
                 np.testing.assert_array_equal(values[:6], expected[9:15])
             assert not keys[6:].any() and not values[6:].any() and length == 6
             block, offset = jkv.slots(cache, 1, 5)
@@ -280,5 +290,7 @@ class TestWrite:
         values = keys[..., :VALUE_DIM]
         cache = jkv.write(cache, 0, batch, keys, values)
         found = jkv.read(cache, 0, 0)[0][0]
-        expected = restore(*store(keys, cache.dtype), cache.dtype)[0]
+        expected = quantization.restore(
+            *quantization.quantise(keys, cache.dtype), cache.dtype
+        )[0]
         np.testing.assert_array_equal(found, expected)

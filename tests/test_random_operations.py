@@ -21,7 +21,7 @@ from conftest import refusal_counts, with_storage_filled, without_refusals
 from oracle import BATCH_FULL, OK, PADDING, Oracle
 
 import jkv
-from jkv.quantization import restore, store
+from jkv.storage import quantization
 
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 BATCH_SIZE = 5
@@ -211,7 +211,11 @@ class Game:
         self.keys, self.values = contents[..., :HEAD_DIM], contents[..., HEAD_DIM:]
         # And what is read back, quantised or not.
         self.stored_keys, self.stored_values = (
-            np.asarray(restore(*store(rows, self.cache.dtype), self.cache.dtype))
+            np.asarray(
+                quantization.restore(
+                    *quantization.quantise(rows, self.cache.dtype), self.cache.dtype
+                )
+            )
             for rows in (self.keys, self.values)
         )
         self.num_contents_used = 0

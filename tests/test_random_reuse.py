@@ -28,7 +28,7 @@ from test_random_operations import (
 )
 
 import jkv
-from jkv import prefix_index
+from jkv.metadata.prefixes import hashing
 
 NUM_TOKENS = 2  # different ones
 NUM_SALTS = 2
@@ -219,14 +219,14 @@ def test_random_reuse(name, mode, tmp_path):
 @pytest.fixture(params=[0, 1], ids=["constant", "one bit"])
 def poor_hash(request, monkeypatch):
     """Hashes that nearly always collide."""
-    good = prefix_index.column_hash
+    good = hashing.column_hash
 
     def poor(tokens, column):
         return good(tokens, column) & np.uint32(request.param)
 
-    monkeypatch.setattr(prefix_index, "column_hash", poor)
+    monkeypatch.setattr(hashing, "column_hash", poor)
     monkeypatch.setattr(
-        prefix_index, "salt_hash", lambda salts: jnp.full(salts.shape, 7, jnp.uint32)
+        hashing, "salt_hash", lambda salts: jnp.full(salts.shape, 7, jnp.uint32)
     )
     jax.clear_caches()
     yield request.param

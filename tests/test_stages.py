@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.stages import stage
+from jkv.metadata.xla_cpu import stage
 
 # What XLA on CPU runs in order, without another thread.
 MOST_OPERATIONS = 8

@@ -12,9 +12,9 @@ import pytest
 from conftest import grow, opened, small_cache, small_config
 
 import jkv
-from jkv import counters, statistics
-from jkv.counters import Counter
-from jkv.status import Status
+from jkv.inspection.statistics import _sums, _wide_sum
+from jkv.metadata import counters
+from jkv.status import Counter, Status
 
 
 def churned(**changes):
@@ -100,7 +100,7 @@ def test_38_counters_carry_into_64_bits():
 def test_38_a_sum_of_lengths_past_32_bits():
     # No cache this long fits a test, the sum alone does.
     lengths = jnp.array([2**31 - 1] * 5 + [0, 7], jnp.int32)
-    low, high = statistics._wide_sum(lengths).tolist()
+    low, high = _wide_sum(lengths).tolist()
     assert low + (high << 32) == 5 * (2**31 - 1) + 7
 
 
@@ -138,7 +138,7 @@ def test_38_one_small_transfer_whatever_the_size(monkeypatch):
 
 
 def test_38_values_do_not_retrace():
-    sums = jax.jit(chex.assert_max_traces(statistics._sums.__wrapped__, n=1))
+    sums = jax.jit(chex.assert_max_traces(_sums.__wrapped__, n=1))
     for cache in (small_cache(), opened(3), churned()):
         sums(cache.metadata)
 

@@ -20,8 +20,8 @@ from conftest import (
 )
 
 import jkv
-from jkv import contents
-from jkv.counters import Counter
+from jkv.status import Counter
+from jkv.storage import contents
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 
@@ -454,7 +454,7 @@ class TestCost:
 
     def test_all_sizes_share_a_few_programs(self):
         cache = small_cache(num_blocks=64, max_context_length=128, head_dim=3)
-        gathers = contents._gather._cache_size()
+        gathers = contents._gather_blocks._cache_size()
         scatters = contents._scatter._cache_size()
         for length in range(1, 128, 4):
             cache, result = jkv.allocate(cache, 0)
@@ -463,7 +463,7 @@ class TestCost:
             assert swapped.num_filled_blocks == -(-length // 4)
             cache, back = jkv.swap_in(cache, swapped, donate=True)
             cache, _ = jkv.free(cache, back.seq_ids)
-        assert contents._gather._cache_size() - gathers == 6
+        assert contents._gather_blocks._cache_size() - gathers == 6
         assert contents._scatter._cache_size() - scatters == 6
 
 

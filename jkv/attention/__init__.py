@@ -9,10 +9,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.call import Constants, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.gradients import attend_differentiably
-from jkv.attention.requests import Constants, make_requests
-from jkv.attention.storage import Pools
+from jkv.attention.pools import Pools
 from jkv.attention.validation import (
     require_dtypes,
     require_options,
@@ -21,6 +20,7 @@ from jkv.attention.validation import (
     require_scales,
     require_shapes,
 )
+from jkv.attention.xla.gradients import attend_differentiably
 
 __all__ = ["paged_attention"]
 

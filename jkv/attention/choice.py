@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention import pallas
-from jkv.attention.kernel import attend_kernel
-from jkv.attention.kernel_tuning import (
+from jkv.attention.call import Constants, Requests
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.backend import MISSING
+from jkv.attention.kernel.forward import attend_kernel
+from jkv.attention.kernel.tuning import (
     Tile,
     Tuning,
     find_target,
@@ -17,15 +19,17 @@ from jkv.attention.kernel_tuning import (
     why_never,
     why_not,
 )
+from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
-from jkv.attention.requests import Constants, Requests
-from jkv.attention.storage import Pools
-from jkv.attention.xla import attend_xla
+from jkv.attention.xla.forward import attend_xla
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
+
 # Platforms with a kernel, as JAX names what it lowers for.
 _KERNEL_PLATFORMS = ("rocm", "cuda")
+
+
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 _INTERPRETED = Tuning(
     decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
@@ -82,7 +86,7 @@ def attend_pallas(
     Raises:
       NotImplementedError: for shapes it does not take, saying why.
     """
-    reason = pallas.MISSING or why_never(queries, pools)
+    reason = MISSING or why_never(queries, pools)
     for platform in _KERNEL_PLATFORMS:
         target = find_target(platform)
         if reason is None and target is not None:
@@ -106,7 +110,7 @@ def attend_pallas(
     )
 
     def refuse(*operands: object) -> tuple[jax.Array, jax.Array]:
-        output, lse = pallas.refuse(
+        output, lse = backend.refuse(
             "implementation='pallas' has no tile for these shapes and dtypes on every "
             "card of the platform that this program is lowered for",
             *results,
@@ -123,7 +127,7 @@ def _kernels(
     """Return the kernel for each platform where it applies, tuned for the card at hand
     or, where there is none, for any.
     """
-    if pallas.MISSING or why_never(queries, pools):
+    if MISSING or why_never(queries, pools):
         return {}
     kernels: dict[str, Attend] = {}
     for platform in _KERNEL_PLATFORMS:

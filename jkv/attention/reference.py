@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.requests import Constants, Requests
-from jkv.attention.storage import Pools, to_float32
+from jkv.attention.call import Constants, Requests
+from jkv.attention.pools import Pools, to_float32
 
 
 @functools.partial(jax.jit, static_argnames=("constants",))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.storage import BIT_DTYPES
+from jkv.attention.pools import BIT_DTYPES
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:

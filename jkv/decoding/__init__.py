@@ -2,7 +2,7 @@
 
 from jkv.decoding.generation import decode, generate, prefill
 from jkv.decoding.model import Model
-from jkv.decoding.progress import (
+from jkv.decoding.results import (
     FinishReason,
     Generation,
     GenerationState,

@@ -21,25 +21,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.allocation import Allocation, allocate, free
-from jkv.appending import Batch, append
 from jkv.decoding.model import Model
-from jkv.decoding.progress import (
-    FinishReason,
-    Generation,
-    GenerationState,
-    Statistics,
-)
+from jkv.decoding.results import FinishReason, Generation, GenerationState, Statistics
 from jkv.decoding.sampling import GREEDY, Sampling, sample
-from jkv.prefix import commit
-from jkv.requests import Integers
-from jkv.sharing import fork
-from jkv.state import NO_SEQUENCE, Cache, num_free_blocks
+from jkv.metadata.requests import Integers
+from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status
+from jkv.verbs.allocation import Allocation, allocate, free
+from jkv.verbs.appending import append
+from jkv.verbs.forking import fork
+from jkv.verbs.lookups import num_free_blocks
+from jkv.verbs.prefixes import commit
 
 # Rows of a prompt chunk when the caller does not say: enough to keep a processor busy,
 # few enough that the chunk's activations stay small.
 CHUNK_SIZE = 512
+
 
 # Refusals of the cache that end a sequence. No other status can occur here.
 _REASONS = {

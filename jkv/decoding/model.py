@@ -4,8 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jkv.appending import Batch
-from jkv.state import Cache
+from jkv.state import Batch, Cache
 
 
 class Model(Protocol):

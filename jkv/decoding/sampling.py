@@ -25,6 +25,7 @@ from jax import lax
 # sums in place of one of length V.
 _TILE = 128
 
+
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 

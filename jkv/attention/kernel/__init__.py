@@ -1,0 +1,1 @@
+"""The Pallas kernel for GPUs."""

@@ -1,0 +1,196 @@
+"""The backend of the kernels: Pallas over Triton, for CUDA and ROCm GPUs.
+
+The only file that imports it. The kernels (`kernel_attend.py`, `kernel_join.py`) are
+written with what is offered here, `jax.numpy` and loads by index; another backend with
+the same few functions takes its place.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+MISSING: str | None = None
+
+
+try:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+except ImportError as error:  # a jaxlib that was built without it
+    MISSING = f"this JAX has no Pallas backend for GPUs ({error})"
+
+
+def program_id(axis: int) -> jax.Array:
+    """Return the place of this program on an axis of the grid, i32[]."""
+    return pl.program_id(axis)
+
+
+def load(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
+    """Load elements by index arrays, zeros where the mask is false.
+
+    Indices out of range must be brought into the array, mask or not.
+    """
+    return triton.load(ref.at[where], mask=mask, other=0.0)
+
+
+def store(
+    ref: Any, where: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array
+) -> None:
+    """Store elements by index arrays where the mask is true.
+
+    Indices must all differ, masked ones too: interpreting writes these back unchanged.
+    """
+    triton.store(ref.at[where], value, mask=mask)
+
+
+def launch(
+    name: str,
+    kernel: Callable[..., None],
+    operands: tuple[Any, ...],
+    *,
+    grid: tuple[int, int],
+    shape: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    in_place: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Run a kernel that writes an array of a shape and an f32 for each of its rows.
+
+    In place, the last two operands are the arrays that it changes.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    results = (
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
+    )
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    last = len(leaves) - 1
+
+    def body(*refs: Any) -> None:
+        inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
+        kernel(*inputs, *refs[len(leaves) :])
+
+    body.__name__ = name  # what profilers show
+
+    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        # JAX 0.11 and later say so when they lower a kernel. It is known, and the
+        # reason why one file holds a backend.
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
+        return pl.pallas_call(
+            body,
+            grid=grid,
+            in_specs=[whole] * len(leaves),
+            out_specs=(whole, whole),
+            out_shape=results,
+            input_output_aliases={last - 1: 0, last: 1} if in_place else {},
+            compiler_params=triton.CompilerParams(
+                num_warps=num_warps, num_stages=num_stages
+            ),
+            interpret=interpret,
+        )(*leaves)
+
+    if interpret:
+        output, lse = call(*leaves)
+    else:
+        output, lse = _launch.bind(*leaves, call=call, results=results)
+    return output, lse
+
+
+# A Pallas call cannot be lowered for CPU, not even where a program for several
+# platforms never gets to it; and lowering all branches for all platforms is what
+# `platform_dependent` does in such a program. So launches are a primitive of their own,
+# which other platforms lower to zeros that nobody sees. It also leaves the tracing of
+# the kernel to those who lower it.
+_launch = Primitive("jkv_launch")
+
+
+_launch.multiple_results = True
+
+
+def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
+    del results
+    return call(*leaves)
+
+
+def _find_types(*leaves: Any, results: Any, **params: Any) -> Any:
+    del leaves, params
+    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+
+def _lower(ctx: Any, *leaves: Any, call: Callable[..., Any], results: Any) -> Any:
+    del results
+    return mlir.lower_fun(call)(ctx, *leaves)
+
+
+def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
+    del call
+
+    def zeros(*leaves: jax.Array) -> list[jax.Array]:
+        del leaves
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    return mlir.lower_fun(zeros)(ctx, *leaves)
+
+
+def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) -> Any:
+    """One launch after the other: `vmap` is for completeness here."""
+    mapped = [isinstance(axis, int) for axis in axes]
+    moved = [
+        jnp.moveaxis(leaf, axis, 0) if is_mapped else leaf
+        for leaf, axis, is_mapped in zip(leaves, axes, mapped, strict=True)
+    ]
+    xs = [leaf for leaf, is_mapped in zip(moved, mapped, strict=True) if is_mapped]
+
+    def call_one(xs: list[jax.Array]) -> Any:
+        rest = iter(xs)
+        pairs = zip(moved, mapped, strict=True)
+        one = [next(rest) if is_mapped else leaf for leaf, is_mapped in pairs]
+        return _launch.bind(*one, call=call, results=results)
+
+    outputs = jax.lax.map(call_one, xs)
+    return outputs, [0] * len(outputs)
+
+
+def refuse(reason: str, *results: jax.ShapeDtypeStruct) -> list[jax.Array]:
+    """Stand for a computation that raises NotImplementedError when it is lowered."""
+    return _refuse.bind(reason=reason, results=results)
+
+
+def _lower_refusal(_ctx: Any, *, reason: str, **_params: Any) -> Any:
+    raise NotImplementedError(reason)
+
+
+_refuse = Primitive("jkv_refuse")
+
+
+_refuse.multiple_results = True
+
+
+_refuse.def_abstract_eval(_find_types)
+
+
+mlir.register_lowering(_refuse, _lower_refusal)
+
+
+_launch.def_impl(_run)
+
+
+_launch.def_abstract_eval(_find_types)
+
+
+mlir.register_lowering(_launch, _lower_unused)
+
+
+for _platform in ("rocm", "cuda"):
+    mlir.register_lowering(_launch, _lower, platform=_platform)
+
+
+batching.primitive_batchers[_launch] = _batch

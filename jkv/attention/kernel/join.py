@@ -1,0 +1,86 @@
+"""The joining kernel: from partial results of pieces to the rows they belong to.
+
+Joining in plain JAX takes atomics, which are not deterministic, or memory for every
+request times every piece.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.body import HIDDEN, LN2, Sums, columns_of, cut, start_sums
+from jkv.attention.kernel.work import Pieces
+
+# Partial results joined at a time.
+_JOIN_PIECES = 8
+
+
+# Values that one warp holds of each; twice as many spill on Hopper.
+_MAX_WARP_DIM = 256
+
+
+def join_pieces(
+    pieces: Pieces,
+    sinks: jax.Array | None,  # f32[H]
+    partial: jax.Array,  # f32[W, H, Dv]
+    partial_lse: jax.Array,  # f32[W, H], log2
+    dtype: jax.typing.DTypeLike,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output."""
+    num_rows, (_, num_heads, value_dim) = pieces.first.shape[0], partial.shape
+    return backend.launch(
+        "jkv_join",
+        _join_kernel,
+        (pieces, sinks, partial, partial_lse),
+        grid=(num_rows, num_heads),
+        shape=(num_rows, num_heads, value_dim),
+        dtype=dtype,
+        num_warps=1 if value_dim <= _MAX_WARP_DIM else 2,
+        num_stages=1,
+        interpret=interpret,
+    )
+
+
+def _join_kernel(
+    pieces: Pieces,  # i32[R] each
+    sinks_ref: jax.Array | None,  # f32[H]
+    partial_ref: jax.Array,  # f32[W, H, Dv]
+    partial_lse_ref: jax.Array,  # f32[W, H], log2
+    output_ref: jax.Array,  # [R, H, Dv]
+    lse_ref: jax.Array,  # f32[R, H]
+) -> None:
+    """Join the partial results of one row and head; rows without pieces are zeros."""
+    row, head = backend.program_id(0), backend.program_id(1)
+    first, end = pieces.first[row], pieces.end[row]
+    value_pieces = cut(partial_ref.shape[2])
+    lanes = jnp.arange(_JOIN_PIECES, dtype=jnp.int32)
+
+    def join(trip: jax.Array, sums: Sums) -> Sums:
+        piece = first + trip * _JOIN_PIECES + lanes
+        is_mine = piece < end
+        piece = jnp.minimum(piece, end - 1)
+        lse = jnp.where(is_mine, partial_lse_ref[piece, head], HIDDEN)
+        maximum = jnp.maximum(sums.maximum, jnp.max(lse))
+        weights = jnp.exp2(lse - maximum)
+        shrink = jnp.exp2(sums.maximum - maximum)
+        summed = []
+        for (start, size), old in zip(value_pieces, sums.values, strict=True):
+            part = partial_ref[piece[:, None], head, columns_of(start, size)]
+            summed.append(old * shrink + jnp.sum(weights[:, None] * part, axis=0))
+        total = sums.total * shrink + jnp.sum(weights)
+        return Sums(maximum, total, tuple(summed))
+
+    sums = start_sums((), value_pieces, None if sinks_ref is None else sinks_ref[head])
+    trips = lax.div(end - first + (_JOIN_PIECES - 1), jnp.int32(_JOIN_PIECES))
+    sums = lax.fori_loop(jnp.int32(0), trips, join, sums)
+    has_any = end > first
+    total = jnp.where(has_any, sums.total, 1.0)
+    for (start, size), value in zip(value_pieces, sums.values, strict=True):
+        value = jnp.where(has_any, value / total, 0.0)
+        columns = start + jnp.arange(size, dtype=jnp.int32)
+        output_ref[row, head, columns] = value.astype(output_ref.dtype)
+    lse = (sums.maximum + jnp.log2(total)) * LN2
+    lse_ref[row, head] = jnp.where(has_any, lse, -jnp.inf)

@@ -1,0 +1,172 @@
+"""Who works on what: the lists that a kernel's programs read, one entry per program.
+
+A Pallas grid is static and its programs should be equally long, while requests differ
+a hundredfold in length and change from step to step. So the number of entries is
+static and their sizes are not. Decoding cuts all contexts into one flat list of pieces
+of one length, chosen per call so that the pieces just fit the list: the schedule of
+FlashInfer (arXiv 2501.01005) without its plan on the host. A rectangle of requests
+times splits would either launch as many programs for a short request as for the
+longest one possible, or leave the long one to a few programs.
+
+Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.call import Requests
+
+# Pieces start at multiples of this many tokens (any tile divides it), and are no
+# shorter than four: below that, starting a program costs as much as its reading.
+_UNIT_TOKENS = 64
+
+
+_MIN_PIECE_UNITS = 4
+
+
+class Work(NamedTuple):
+    """What each program does: some rows of one request over a range of its tokens."""
+
+    table: jax.Array  # i32[W], row of the block tables
+    row: jax.Array  # i32[W], the first query row
+    num_rows: jax.Array  # i32[W], 0 for nothing to do
+    position: jax.Array  # i32[W], of the token that the first row stands for
+    first: jax.Array  # i32[W], first token that any of the rows sees
+    end: jax.Array  # i32[W], past the last one; at most `first` for nothing to do
+
+
+class Pieces(NamedTuple):
+    """Which entries of the decode list belong to which row."""
+
+    first: jax.Array  # i32[R]
+    end: jax.Array  # i32[R], equal to `first` for rows of other requests
+
+
+def num_decode_entries(
+    num_rows: int, num_requests: int, max_tokens: int, target: int
+) -> int:
+    """Return W: enough that pieces of one length fit, whatever the contexts are.
+
+    Args:
+      num_rows: R.
+      num_requests: B.
+      max_tokens: most tokens of one context.
+      target: pieces that keep the device busy.
+    """
+    # n requests over p pieces' worth of tokens make at most n + p pieces.
+    most_listed = min(num_rows, num_requests)
+    most_pieces = -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS)) + 1
+    return min(most_listed + target, most_listed * most_pieces)
+
+
+def list_decode_work(
+    requests: Requests,
+    window: jax.Array | None,  # i32[]
+    *,
+    num_rows: int,
+    num_entries: int,
+) -> tuple[Work, Pieces]:
+    """Cut the contexts of all requests of one row into pieces of about equal length."""
+    context = requests.context_lengths
+    listed = (requests.query_lengths == 1) & (context > 0)
+    first = jnp.zeros_like(context)
+    if window is not None:
+        listed &= window > 0
+        first = jnp.maximum(context - jnp.maximum(window, 1), 0)
+    first_unit = first // _UNIT_TOKENS
+    units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first_unit
+    units = jnp.where(listed, units, 0)  # sums of units stay far below 2**31
+
+    num_listed = min(num_rows, context.shape[0])
+    spare = max(num_entries - num_listed, 1)
+    total = jnp.sum(units, dtype=jnp.int32)
+    length = jnp.maximum((total + spare - 1) // spare, _MIN_PIECE_UNITS)
+    counts = (units + length - 1) // length
+    # The pieces of one request share its tokens evenly, which may take one less.
+    length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
+    counts = (units + length - 1) // length
+    ends = _running_sum(counts)
+
+    entry = jnp.arange(num_entries, dtype=jnp.int32)
+    request, index = _owners(ends, counts, entry)
+    length = length[request]
+    start = (first_unit[request] + index * length) * _UNIT_TOKENS
+    stop = jnp.minimum(start + length * _UNIT_TOKENS, context[request])
+    start = jnp.maximum(start, first[request])
+    alive = entry < ends[-1]
+    work = Work(
+        table=requests.seq_ids[request],
+        row=jnp.where(alive, requests.query_starts[request], 0),
+        num_rows=alive.astype(jnp.int32),
+        position=context[request] - 1,
+        first=jnp.where(alive, start, 0),
+        end=jnp.where(alive, stop, 0),
+    )
+    # Each row looks for its request: no scatter, whose target XLA would copy first.
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    mine = listed[None, :] & (requests.query_starts[None, :] == row)
+    pieces = Pieces(
+        first=jnp.sum(jnp.where(mine, (ends - counts)[None, :], 0), 1, jnp.int32),
+        end=jnp.sum(jnp.where(mine, ends[None, :], 0), 1, jnp.int32),
+    )
+    return work, pieces
+
+
+def num_prefill_entries(num_rows: int, num_requests: int, tile_rows: int) -> int:
+    """Return W: tiles of rows when every request may end in a partly filled one."""
+    return num_rows // tile_rows + min(num_requests, num_rows // 2)
+
+
+def list_prefill_work(
+    requests: Requests,
+    window: jax.Array | None,  # i32[]
+    *,
+    tile_rows: int,
+    num_entries: int,
+) -> Work:
+    """Cut the rows of all requests of two or more into tiles."""
+    lengths, context = requests.query_lengths, requests.context_lengths
+    counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
+    ends = _running_sum(counts)
+
+    entry = jnp.arange(num_entries, dtype=jnp.int32)
+    request, index = _owners(ends, counts, entry)
+    offset = index * tile_rows
+    num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
+    position = context[request] - lengths[request] + offset
+    end = position + num_rows
+    first = jnp.zeros_like(end)
+    alive = (entry < ends[-1]) & (end > 0)
+    if window is not None:
+        alive &= window > 0
+        first = jnp.maximum(position - jnp.maximum(window, 1) + 1, 0)
+    return Work(
+        table=requests.seq_ids[request],
+        row=jnp.where(alive, requests.query_starts[request] + offset, 0),
+        num_rows=jnp.where(alive, num_rows, 0),
+        position=position,
+        first=jnp.where(alive, first, 0),
+        end=jnp.where(alive, end, 0),
+    )
+
+
+# XLA does not move these lists out of a scan over layers, so their cost is launches: a
+# comparison of all with all is one, a scan or a search is several.
+def _running_sum(counts: jax.Array) -> jax.Array:
+    """Return the sums up to and with each entry, i32[B]."""
+    place = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    before = place[None, :] <= place[:, None]
+    return jnp.sum(jnp.where(before, counts[None, :], 0), 1, jnp.int32)
+
+
+def _owners(
+    ends: jax.Array,  # i32[B]
+    counts: jax.Array,  # i32[B]
+    entry: jax.Array,  # i32[W]
+) -> tuple[jax.Array, jax.Array]:
+    """Return each entry's request and its index among that request's entries."""
+    request = jnp.sum(ends[None, :] <= entry[:, None], axis=1, dtype=jnp.int32)
+    request = jnp.minimum(request, ends.shape[0] - 1)
+    return request, entry - (ends - counts)[request]

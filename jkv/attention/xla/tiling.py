@@ -1,0 +1,156 @@
+"""Tiles of query rows and the chunks of blocks that they see."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.call import Requests
+from jkv.attention.pools import Pools, gather_blocks, gather_scales
+from jkv.attention.softmax import HIDDEN
+
+_MAX_TILE_ROWS = 128
+
+
+_MIN_TILE_ROWS = 16
+
+
+_CHUNK_TOKENS = 256
+
+
+class RowTile(NamedTuple):
+    """Some consecutive rows of one request and the blocks that they can see."""
+
+    request: jax.Array  # i32[]
+    start: jax.Array  # i32[], the first row; `Q` rows from here are inside the batch
+    positions: jax.Array  # i32[Q], of the tokens that the rows stand for
+    valid: jax.Array  # bool[Q], the other rows belong to other tiles or requests
+    table: jax.Array  # i32[M], the blocks of the request's sequence
+    first_block: jax.Array  # i32[], column of the first block that a row sees
+    num_chunks: jax.Array  # i32[]
+
+
+class Tiling(NamedTuple):
+    """How rows and blocks are cut; the ends say how many tiles each request has."""
+
+    num_rows: int
+    tile_rows: int
+    chunk_blocks: int
+    ends: jax.Array  # i32[B], tiles of all requests up to and with this one
+
+
+def make_tiling(
+    requests: Requests, *, num_rows: int, block_size: int, min_rows: int
+) -> Tiling:
+    """Cut the requests of at least `min_rows` rows into tiles."""
+    # Small tiles waste less on short requests, large ones read each block less often.
+    mean_rows = -(-num_rows // requests.seq_ids.shape[0])
+    tile_rows = _MIN_TILE_ROWS
+    while tile_rows < min(mean_rows, _MAX_TILE_ROWS):
+        tile_rows *= 2
+    tile_rows = min(tile_rows, num_rows)
+    lengths = requests.query_lengths
+    counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
+    max_blocks = requests.block_tables.shape[1]
+    return Tiling(
+        num_rows=num_rows,
+        tile_rows=tile_rows,
+        chunk_blocks=max(1, min(_CHUNK_TOKENS // block_size, max_blocks)),
+        ends=jnp.cumsum(counts, dtype=jnp.int32),
+    )
+
+
+def locate_tile(
+    tiling: Tiling,
+    requests: Requests,
+    window: jax.Array | None,
+    block_size: int,
+    index: jax.Array,
+) -> RowTile:
+    """Find the rows of tile `index` and what they see."""
+    request = jnp.sum(tiling.ends <= index, dtype=jnp.int32)
+    before = jnp.where(request > 0, tiling.ends[request - 1], 0)
+    first_offset = (index - before) * tiling.tile_rows
+    length = requests.query_lengths[request]
+    start = requests.query_starts[request] + first_offset
+    # A slice past the last row would be moved back unasked, so move it here.
+    excess = jnp.maximum(start + tiling.tile_rows - tiling.num_rows, 0)
+    offsets = first_offset - excess + jnp.arange(tiling.tile_rows, dtype=jnp.int32)
+    first_position = requests.context_lengths[request] - length
+    last_offset = jnp.minimum(first_offset + tiling.tile_rows, length) - 1
+    last_position = first_position + last_offset
+    first_block = jnp.int32(0)
+    if window is not None:
+        first_token = first_position + first_offset - window + 1
+        first_block = jnp.maximum(first_token, 0) // block_size
+    num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
+    chunk_tokens = tiling.chunk_blocks * block_size
+    return RowTile(
+        request=request,
+        start=start - excess,
+        positions=first_position + offsets,
+        valid=(offsets >= first_offset) & (offsets < length),
+        table=requests.block_tables[requests.seq_ids[request]],
+        first_block=first_block,
+        num_chunks=(num_tokens + chunk_tokens - 1) // chunk_tokens,
+    )
+
+
+def locate_chunk(
+    tiling: Tiling,
+    tile: RowTile,
+    window: jax.Array | None,
+    block_size: int,
+    index: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a chunk's block ids `i32[C]`, who sees what `bool[Q, C * T]`, and which
+    of its tokens any row sees, `bool[C * T]`: no other may be let into a sum.
+    """
+    first_block = tile.first_block + index * tiling.chunk_blocks
+    columns = first_block + jnp.arange(tiling.chunk_blocks, dtype=jnp.int32)
+    blocks = tile.table[jnp.minimum(columns, tile.table.shape[0] - 1)]
+    tokens = first_block * block_size + jnp.arange(
+        tiling.chunk_blocks * block_size, dtype=jnp.int32
+    )
+    visible = tokens[None, :] <= tile.positions[:, None]
+    if window is not None:
+        visible &= tokens[None, :] > tile.positions[:, None] - window
+    visible &= tile.valid[:, None]
+    return blocks, visible, visible.any(axis=0)
+
+
+def score_chunk(
+    queries: jax.Array,  # f32[K, G, Q, D], scaled
+    keys: jax.Array,  # f32[K, C * T, D]
+    visible: jax.Array,  # bool[Q, C * T]
+    soft_cap: float | None,
+) -> jax.Array:
+    """Return the masked scores, `f32[K, G, Q, C * T]`."""
+    scores = jnp.einsum(
+        "kgqd,ksd->kgqs", queries, keys, precision=lax.Precision.HIGHEST
+    )
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return jnp.where(visible[None, None], scores, HIDDEN)
+
+
+def gather_heads(
+    pools: Pools,
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[C]
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of the blocks by head, `f32[K, C * T, D]` and `Dv`."""
+
+    def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
+        num_kv_heads, block_size, head_dim = pool.shape[2:]
+        chunk = gather_blocks(pool, layer, blocks, pools.kv_dtype)
+        chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
+        if scales is not None:
+            chunk = chunk * gather_scales(scales, layer, blocks)[..., None]
+        return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
+
+    keys = gather(pools.keys, pools.key_scales)
+    if pools.values is None:
+        return keys, keys[..., : pools.value_dim]
+    return keys, gather(pools.values, pools.value_scales)

@@ -1,0 +1,1 @@
+"""What the commands do; their faces for `python -m` stand in the root."""

@@ -1,0 +1,182 @@
+"""What fits: `python -m jkv.plan --model FOLDER --memory 192GiB`.
+
+Reads the sizes of a model from its config.json, takes its weights and a reserve off the
+memory of each device, and says what the rest holds as a cache. Nothing is allocated.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from jkv.config.cache_config import DEFAULT_SEQUENCES, CacheConfig
+from jkv.config.huggingface import read_sizes
+from jkv.config.units import human_bytes, parse_bytes
+
+# Context lengths to plan for, as far as the model goes; its own longest one is added.
+CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one of several equal devices has room for; bytes and tokens as ints."""
+
+    memory: int  # of each device
+    num_devices: int
+    weights: int  # of the whole model
+    reserve: int  # kept back on each device
+    budget: int  # for the cache on each device
+    bytes_per_token: int  # on all devices together
+    config: CacheConfig  # of one device's part
+    sequences: dict[int, int]  # by context length: most sequences of it at once
+    notes: list[str]
+
+    def report(self) -> str:
+        """Say it in human units."""
+        config, devices = self.config, self.num_devices
+        many = f"each of {devices} devices" if devices > 1 else "one device"
+        here = f", {human_bytes(config.bytes_per_token)} on each" if devices > 1 else ""
+        lines = [
+            f"memory      {human_bytes(self.memory)} on {many}",
+            f"            - {human_bytes(self.weights / devices)} weights, "
+            f"{human_bytes(self.reserve)} reserve "
+            f"= {human_bytes(self.budget)} for the cache",
+            *(f"{head:12}{line}" for head, line in self._described()),
+            f"per token   {human_bytes(self.bytes_per_token)}{here}",
+            "",
+            "context length   sequences at once",
+        ]
+        for length, number in self.sequences.items():
+            lines.append(f"{length:14,}   {number:17,}")
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _described(self) -> list[tuple[str, str]]:
+        """Name the lines of the configuration's own description."""
+        heads = ["device" if self.num_devices > 1 else "model", "blocks", "tables", ""]
+        return list(zip(heads, str(self.config).splitlines(), strict=True))
+
+
+def make_plan(
+    folder: str | Path,
+    memory: int | str,
+    *,
+    tensor_parallel: int = 1,
+    weights: int | str | None = None,
+    reserve: float = 0.1,
+    **overrides: Any,
+) -> Plan:
+    """Find out what fits beside a model.
+
+    Args:
+      folder: a Hugging Face checkpoint, or its config.json alone.
+      memory: of each device, bytes or text such as "192GiB".
+      tensor_parallel: devices that share the kv heads of each layer. If there are more
+        devices than heads, each head is kept by several.
+      weights: of the whole model; default the size of the weight files in the folder.
+      reserve: share of the memory kept for activations and the rest.
+      **overrides: fields of `CacheConfig`.
+
+    Raises:
+      FileNotFoundError: without a config.json.
+      ValueError: if nothing fits, or the heads cannot be divided.
+    """
+    if not 0 <= reserve < 1:
+        raise ValueError(
+            f"the reserve must be a share from 0 to below 1, got {reserve}"
+        )
+    fields, notes = read_sizes(folder, overrides)
+    fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
+    whole = CacheConfig(num_blocks=1, **fields)
+    fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
+    if tensor_parallel > whole.num_kv_heads:
+        copies = tensor_parallel // whole.num_kv_heads
+        notes.append(f"each kv head is kept by {copies} devices")
+    total, weighed = parse_bytes(memory), _weights(folder, weights)
+    if weights is None and not weighed:
+        notes.append("no weight files found, none taken off; give --weights")
+    kept_back = int(total * reserve)
+    budget = total - kept_back - -(-weighed // tensor_parallel)
+    if budget < 1:
+        raise ValueError(
+            f"{human_bytes(weighed)} of weights leave nothing for a cache on "
+            f"{tensor_parallel} x {human_bytes(total)}; use more or larger devices"
+        )
+    config = CacheConfig.for_memory(budget, **fields)
+    longest = config.max_context_length
+    lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
+    return Plan(
+        memory=total,
+        num_devices=tensor_parallel,
+        weights=weighed,
+        reserve=kept_back,
+        budget=budget,
+        bytes_per_token=whole.bytes_per_token,
+        config=config,
+        sequences={n: _most_sequences(n, budget, fields) for n in lengths},
+        notes=notes,
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and print a plan."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jkv.plan", description="Say what cache fits beside a model."
+    )
+    parser.add_argument("--model", required=True, help="a folder with a config.json")
+    parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="DEVICES")
+    parser.add_argument("--weights", help="default: the weight files in the folder")
+    parser.add_argument("--reserve", type=float, default=0.1, help="share kept free")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-sequences", type=int, default=DEFAULT_SEQUENCES)
+    parser.add_argument("--max-context-length", type=int, help="default: the model's")
+    parser.add_argument("--dtype", help="default: the model's")
+    parser.add_argument("--prefix-caching", action="store_true")
+    options = vars(parser.parse_args(arguments))
+    folder, memory = options.pop("model"), options.pop("memory")
+    try:
+        given = {name: value for name, value in options.items() if value is not None}
+        print(make_plan(folder, memory, **given).report())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:
+    """Return the kv heads that each device stores."""
+    if num_devices < 1:
+        raise ValueError(f"there must be at least 1 device, got {num_devices}")
+    if num_kv_heads % num_devices and num_devices % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} kv heads cannot be shared evenly by {num_devices} "
+            f"devices; use a divisor or a multiple of {num_kv_heads}"
+        )
+    return max(num_kv_heads // num_devices, 1)
+
+
+def _weights(folder: str | Path, given: int | str | None) -> int:
+    """Return the bytes of a model's weights, 0 if the folder has none."""
+    if given is not None:
+        return parse_bytes(given)
+    for pattern in WEIGHT_FILES:
+        sizes = [path.stat().st_size for path in Path(folder).glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def _most_sequences(length: int, budget: int, fields: dict[str, Any]) -> int:
+    """Return how many sequences of a length fit, with tables made for just them."""
+    others = ("max_context_length", "max_sequences")
+    sizes = {name: value for name, value in fields.items() if name not in others}
+    one = CacheConfig.for_context_length(length, max_sequences=1, **sizes)
+    if one.bytes > budget:
+        return 0
+    return CacheConfig.for_context_length(length, budget=budget, **sizes).max_sequences
+
+
+if __name__ == "__main__":
+    main()

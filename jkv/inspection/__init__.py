@@ -1,0 +1,1 @@
+"""What a cache holds and costs, and whether it is sound; for the host."""

@@ -1,0 +1,121 @@
+"""memory_profile: what a cache costs in memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jkv.config.units import human_bytes
+from jkv.inspection.statistics import num_held_tokens, tally
+from jkv.state import Cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """What a cache costs, in bytes, exact against the arrays' `nbytes`.
+
+    A sharded array counts whole, wherever its parts lie.
+    """
+
+    total_bytes: int  # of all arrays
+    array_bytes: dict[str, int]  # of each, by the names in `CacheConfig.arrays`
+    storage_bytes: int  # keys and values
+    metadata_bytes: int  # all the rest; total = storage + metadata
+    used_bytes: int  # storage of live blocks
+    free_bytes: int  # storage of free blocks, cached ones included: storage - used
+    cached_bytes: int  # of these, storage of cached blocks
+    bytes_per_token: int  # one token's keys and values in all layers
+    cells: int  # slots of live blocks, reserved ones too
+    tokens: int  # of these, slots that hold a token: a shared one counts once
+    # Each device's own account, in bytes by its names; None where it keeps none (CPU).
+    devices: dict[str, dict[str, int] | None]
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens held over cells mapped; 1.0 for an empty pool, which wastes none."""
+        return self.tokens / self.cells if self.cells else 1.0
+
+    def report(self) -> str:
+        """Say it in human units, a line each, the largest arrays last.
+
+        Example:
+          >>> import jkv
+          >>> cache = jkv.init(jkv.CacheConfig(
+          ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
+          ...     max_sequences=8, max_context_length=256))
+          >>> print(jkv.memory_profile(cache).report().split("arrays")[0])
+          total       1.0 MiB
+          storage     1.0 MiB: 0 B used, 1.0 MiB free (0 B of it cached)
+          metadata    1.1 KiB
+          per token   2.0 KiB
+          efficiency  100%: 0 tokens in 0 cells
+          device      cpu:0 keeps no account
+          <BLANKLINE>
+        """
+        lines = [
+            f"total       {human_bytes(self.total_bytes)}",
+            f"storage     {human_bytes(self.storage_bytes)}: "
+            f"{human_bytes(self.used_bytes)} used, {human_bytes(self.free_bytes)} free "
+            f"({human_bytes(self.cached_bytes)} of it cached)",
+            f"metadata    {human_bytes(self.metadata_bytes)}",
+            f"per token   {human_bytes(self.bytes_per_token)}",
+            f"efficiency  {self.efficiency:.0%}: {self.tokens:,} tokens in "
+            f"{self.cells:,} cells",
+        ]
+        for device, account in self.devices.items():
+            said = "keeps no account"
+            if account is not None:
+                limit = account.get("bytes_limit")
+                said = f"{human_bytes(account.get('bytes_in_use', 0))} in use"
+                said += f" of {human_bytes(limit)}" if limit else ""
+            lines.append(f"device      {device} {said}")
+        lines.append("arrays")
+        for name, count in sorted(self.array_bytes.items(), key=lambda item: item[1]):
+            lines.append(f"  {name:20} {human_bytes(count):>10}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as what `json.dumps` takes."""
+        return dataclasses.asdict(self) | {"efficiency": self.efficiency}
+
+
+def memory_profile(cache: Cache) -> MemoryProfile:
+    """Return what the cache costs in memory. For the host, outside jit.
+
+    Args:
+      cache: a concrete cache.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=2, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, _ = jkv.append(cache, opened.seq_ids, [6], capacity=6)
+      >>> profile = jkv.memory_profile(cache)
+      >>> profile.total_bytes == config.bytes, profile.bytes_per_token
+      (True, 64)
+      >>> profile.used_bytes, profile.tokens, profile.cells, profile.efficiency
+      (512, 6, 8, 0.75)
+    """
+    sums = tally(cache)
+    array_bytes = {}
+    for path, array in jax.tree_util.tree_leaves_with_path(cache):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        array_bytes[name.removeprefix("metadata.")] = array.nbytes
+    total = sum(array_bytes.values())
+    metadata = sum(array.nbytes for array in jax.tree.leaves(cache.metadata))
+    per_block = (total - metadata) // cache.num_blocks
+    devices = sorted(cache.devices, key=lambda device: device.id)
+    return MemoryProfile(
+        total_bytes=total,
+        array_bytes=array_bytes,
+        storage_bytes=total - metadata,
+        metadata_bytes=metadata,
+        used_bytes=per_block * sums.live_blocks,
+        free_bytes=per_block * sums.free_blocks,
+        cached_bytes=per_block * sums.cached_blocks,
+        bytes_per_token=per_block // cache.block_size,
+        cells=sums.live_blocks * cache.block_size,
+        tokens=num_held_tokens(cache, sums),
+        devices={f"{d.platform}:{d.id}": d.memory_stats() for d in devices},
+    )

@@ -1,0 +1,75 @@
+"""fragmentation: how well the blocks of a pool are used."""
+
+from typing import NamedTuple
+
+from jkv.inspection.statistics import num_held_tokens, tally
+from jkv.state import Cache
+
+
+class Fragmentation(NamedTuple):
+    """Three answers to "how much of the pool is wasted", by `fragmentation`."""
+
+    internal: float  # slots of live blocks that hold no token, over all their slots
+    sharing: float  # table entries over live blocks; 1.0 if nothing is shared
+    spread: float  # free blocks below the highest live one, over all blocks up to it
+
+
+def fragmentation(cache: Cache) -> Fragmentation:
+    """Say how well the pool's blocks are used. For the host, outside jit.
+
+    No part of a paged pool is too scattered to be handed out, so a high number is no
+    refusal to come, and an empty pool has none: (0.0, 1.0, 0.0).
+
+    * `internal` is what blocks larger than a token, and reservations, cost: empty slots
+      of live blocks. `compact` cannot lower it.
+    * `sharing` is what `fork` and the prefix index save: 2.0 means that the sequences
+      would need twice the blocks if each had its own.
+    * `spread` tells how far live blocks lie apart: the share of holes in the stretch of
+      the pool that they span from block 0 on. `compact` makes it 0.
+
+    Example, blocks of 4 tokens. Sequence 0 had block 0 and is freed; 1 has 6 tokens in
+    blocks 1 and 2; its fork shares block 1 and has its 2 last tokens in block 3. Of the
+    12 slots of the live blocks 1, 2 and 3, 4 are empty; they have 4 table entries; one
+    of the blocks 0 to 3 is free:
+
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, _ = jkv.append(cache, [0, 1], [4, 6], capacity=10)
+      >>> cache, _ = jkv.fork(cache, 1)
+      >>> cache, _ = jkv.free(cache, 0)
+      >>> [round(number, 3) for number in jkv.fragmentation(cache)]
+      [0.333, 1.333, 0.25]
+    """
+    sums = tally(cache)
+    live = sums.live_blocks
+    if not live:
+        return Fragmentation(0.0, 1.0, 0.0)
+    cells = live * cache.block_size
+    return Fragmentation(
+        internal=1 - num_held_tokens(cache, sums) / cells,
+        sharing=sums.mapped_blocks / live,
+        spread=1 - live / sums.extent,
+    )
+
+
+def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
+    """Return whether `fragmentation(cache).spread`, all that `compact` cures, is above.
+
+    Args:
+      cache: a concrete cache.
+      threshold: 0 to 1.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, _ = jkv.allocate(cache, [12, 4])
+      >>> cache, _ = jkv.free(cache, 0)
+      >>> jkv.should_compact(cache), jkv.should_compact(cache, threshold=0.8)
+      (True, False)
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must lie in 0..1, got {threshold}")
+    return fragmentation(cache).spread > threshold

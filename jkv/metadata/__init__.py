@@ -1,0 +1,1 @@
+"""Private bookkeeping: metadata in, metadata out; no storage, no public name."""

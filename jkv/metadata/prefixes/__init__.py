@@ -1,0 +1,1 @@
+"""The optional prefix index: which full blocks hold which prompt's beginning."""

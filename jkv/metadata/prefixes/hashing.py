@@ -1,0 +1,43 @@
+"""Hashes of prefixes: a sum over the blocks, each mixed with its place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Odd constants that spread bits: the golden ratio's, and those of MurmurHash3's
+# finaliser (A. Appleby, public domain).
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+_MIX = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
+
+
+def salt_hash(salts: jax.Array) -> jax.Array:
+    """Return the hash of an empty prefix in each domain, u32[...]."""
+    return mixed(as_bits(salts) + _GOLDEN)
+
+
+def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
+    """Return what a block adds to the hash of its prefix, u32[...].
+
+    Args:
+      tokens: i32[..., T].
+      column: i32[...], the block's place in its sequence.
+    """
+    size = tokens.shape[-1]
+    weights = np.arange(1, size + 1, dtype=np.uint32) * _GOLDEN
+    terms = mixed(as_bits(tokens) ^ weights.reshape((1,) * (tokens.ndim - 1) + (size,)))
+    block = jnp.sum(terms, axis=-1, dtype=jnp.uint32)
+    return mixed(block ^ (as_bits(column + 1) * _GOLDEN))
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """Spread every bit over all of u32[...]: MurmurHash3's finaliser."""
+    for shift, factor in ((16, _MIX[0]), (13, _MIX[1])):
+        bits = (bits ^ (bits >> np.uint32(shift))) * factor
+    return bits ^ (bits >> np.uint32(16))
+
+
+def as_bits(integers: jax.Array) -> jax.Array:
+    """Return the bits of i32[...] as u32[...]."""
+    return jax.lax.bitcast_convert_type(integers, jnp.uint32)

@@ -1,0 +1,154 @@
+"""What all verbs do with their B requests: broadcasting, causes, order, flat work.
+
+A verb first finds a `Status` for every request from the state before the call, then
+applies what was served. Work on blocks is flattened: entry e of the call belongs to the
+request whose range of a running sum holds e, so that cost follows the blocks touched.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.metadata.xla_cpu import running_sum, stage
+from jkv.state import NO_SEQUENCE, Metadata
+from jkv.status import Status
+
+Integers = jax.Array | np.ndarray | int | list[int] | tuple[int, ...]
+
+
+I32 = np.iinfo(np.int32)
+
+
+def broadcast(
+    num_requests: int | None = None, /, **arguments: Integers
+) -> list[jax.Array]:
+    """Return the arguments as i32[B] arrays, scalars repeated for every request.
+
+    B is `num_requests` if that is given, else what the arrays among the arguments say.
+    Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
+
+    Raises:
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
+    """
+    arrays = {name: _saturated(name, value) for name, value in arguments.items()}
+    sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
+    if num_requests is not None:
+        sizes["prompts"] = num_requests
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"arguments must have one entry per request, got lengths {sizes}; pass "
+            f"arrays of equal length, or an int that holds for all requests"
+        )
+    shape = (next(iter(sizes.values()), 1),)
+    return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
+
+
+def as_prompts(tokens: jax.Array) -> jax.Array:
+    """Return prompts as i32[B, P]; reject what is not a row of tokens per prompt."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be i32[B, P], a prompt per request and -1 after each one's "
+            f"end, got {tokens.dtype}{list(tokens.shape)}"
+        )
+    return jnp.asarray(tokens, jnp.int32)
+
+
+def _saturated(name: str, value: Integers) -> jax.Array:
+    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
+    on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    array: Any = np.asarray(value) if on_host else jnp.asarray(value)
+    xp = _namespace(array)
+    if array.shape == (0,):
+        array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
+    if array.ndim > 1 or not xp.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} must be an int or a one-dimensional integer array, got "
+            f"{array.dtype}{list(array.shape)}"
+        )
+    if array.dtype != np.int32:
+        if np.iinfo(array.dtype).max > I32.max:
+            low = max(I32.min, np.iinfo(array.dtype).min)
+            bounds = (array.dtype.type(bound) for bound in (low, I32.max))
+            array = xp.clip(array, *bounds)
+        array = xp.asarray(array, np.int32)
+    return array  # type: ignore[no-any-return]
+
+
+def _namespace(array: Any) -> Any:
+    """Return the module whose functions make arrays of this kind."""
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether each id names an open sequence, bool[B]."""
+    known = (seq_ids >= 0) & (seq_ids < metadata.max_sequences)
+    return known & metadata.is_open.at[seq_ids].get(mode="clip")
+
+
+@stage
+def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether no earlier request of the call names the same id, bool[B]."""
+    num_requests = seq_ids.shape[0]
+    if num_requests <= 1:
+        return jnp.ones((num_requests,), bool)
+    order = jnp.arange(num_requests, dtype=jnp.int32)
+    # Negative ids would wrap around to the last rows: none reaches the scatter.
+    row = jnp.where(seq_ids < 0, metadata.max_sequences, seq_ids)
+    earliest = jnp.full((metadata.max_sequences,), num_requests, jnp.int32)
+    earliest = earliest.at[row].min(order, mode="drop")
+    return earliest.at[row].get(mode="fill", fill_value=I32.max) >= order
+
+
+def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return whether each id is the first mention of an open sequence, bool[B]."""
+    return is_live(metadata, seq_ids) & is_first_mention(metadata, seq_ids)
+
+
+def find_status(
+    is_padding: jax.Array, causes: list[tuple[Status, jax.Array]]
+) -> jax.Array:
+    """Return each request's first cause of the list that applies, or OK, i32[B]."""
+    status = jnp.full(is_padding.shape, Status.OK, jnp.int32)
+    for cause, applies in reversed(causes):
+        status = jnp.where(applies, jnp.int32(cause), status)
+    return jnp.where(is_padding, jnp.int32(Status.OK), status)
+
+
+def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
+    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit.
+
+    A plain running sum of large counts would wrap around to negative numbers.
+    """
+    if counts.shape[0] * limit <= I32.max:
+        return jnp.minimum(running_sum(counts), limit)
+    return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
+
+
+def lacks_blocks(
+    metadata: Metadata, need: jax.Array, wants: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return which requests the free blocks do not reach, and each one's place.
+
+    Requests are served in order; from the first that does not fit on, all that need a
+    block are refused. One that needs none never is.
+
+    Args:
+      metadata: the state before the call.
+      need: i32[B], blocks each request asks for, 0 where it is refused already.
+      wants: bool[B], requests that cannot be served without blocks; those with a need.
+
+    Returns:
+      bool[B], and i32[B]: the blocks taken by the requests before each served one.
+    """
+    wants = need > 0 if wants is None else wants
+    limit = metadata.num_blocks + 1
+    taken = saturating_cumsum(jnp.minimum(need, limit), limit)
+    return wants & (taken > metadata.free_blocks.count), taken - need
+
+
+def is_padding(seq_ids: jax.Array) -> jax.Array:
+    """Return which requests only fill up the batch, bool[B]."""
+    return seq_ids == NO_SEQUENCE

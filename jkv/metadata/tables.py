@@ -1,0 +1,132 @@
+"""The block tables: rows are opened and closed, columns mapped and released."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import allocator, counters, requests, ring
+from jkv.metadata.entries import for_each_entry
+from jkv.metadata.xla_cpu import running_sum, stage
+from jkv.state import NO_SEQUENCE, Metadata
+
+
+def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
+    """Return ceil(num_tokens / T), of negatives too, without a sum that overflows."""
+    full, rest = metadata.locate(num_tokens)
+    return full + (rest > 0).astype(jnp.int32)
+
+
+def lacks_room(
+    metadata: Metadata,
+    eligible: jax.Array,
+    need: jax.Array,
+    wants: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return which requests find no free row and which no free blocks, bool[B] each.
+
+    A request refused for want of blocks leaves its row to later ones.
+
+    Args:
+      metadata: the state before the call.
+      eligible: bool[B], requests not refused for another cause, which want a row each.
+      need: i32[B], blocks wanted, 0 where not eligible.
+      wants: bool[B], requests that cannot do without them; those with a need.
+    """
+    no_block, _ = requests.lacks_blocks(metadata, need, wants)
+    takes_row = eligible & ~no_block
+    takes = takes_row.astype(jnp.int32)
+    taken_before = running_sum(takes) - takes
+    return eligible & (taken_before >= metadata.free_sequences.count), no_block
+
+
+def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Array]:
+    """Take a free row for each served request.
+
+    Returns:
+      The metadata, and i32[B] of sequence ids, -1 where not served.
+    """
+    ranks = running_sum(served.astype(jnp.int32))
+    row = ring.peek(metadata.free_sequences, ranks - 1)
+    seq_ids = jnp.where(served, row, NO_SEQUENCE)
+    row = jnp.where(served, row, metadata.max_sequences)
+    num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
+    metadata = dataclasses.replace(
+        metadata,
+        is_open=metadata.is_open.at[row].set(True, mode="drop"),
+        free_sequences=ring.pop(metadata.free_sequences, num),
+    )
+    return counters.mark_opened(metadata, row), seq_ids
+
+
+def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
+    """Give back the rows and blocks of sequences, i32[B], distinct where bool[B]."""
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    last = jnp.where(closable, mapped, 0)
+    row = jnp.where(closable, seq_ids, metadata.max_sequences)
+    # Before the loop, or it would carry a copy of what is read here and written after.
+    metadata = dataclasses.replace(
+        metadata,
+        context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
+        num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(-last, mode="drop"),
+        is_open=metadata.is_open.at[row].set(False, mode="drop"),
+        free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
+    )
+    return release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+
+
+@stage
+def map_blocks(
+    metadata: Metadata, row: jax.Array, column: jax.Array, block: jax.Array
+) -> Metadata:
+    """Enter fresh blocks, i32[P], in the tables; a row of S or above is dropped."""
+    block = jnp.where(row < metadata.max_sequences, block, metadata.num_blocks)
+    tables = metadata.block_tables.at[row, column].set(block, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return allocator.mark_taken(metadata, block)
+
+
+def release_blocks(
+    metadata: Metadata, seq_ids: jax.Array, first: jax.Array, last: jax.Array
+) -> Metadata:
+    """Unmap table columns first..last-1 of each sequence, the last column first.
+
+    A block whose reference count reaches zero enters the ring, at the turn of its last
+    mention. Lengths and the number of mapped blocks are the caller's to set.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B], distinct where first < last.
+      first: i32[B].
+      last: i32[B]; no column is released where last <= first.
+    """
+    return for_each_entry(
+        jnp.maximum(last - first, 0),
+        seq_ids.shape[0] * metadata.max_blocks_per_sequence,
+        functools.partial(_release_entries, seq_ids, last),
+        metadata,
+    )
+
+
+def _release_entries(
+    seq_ids: jax.Array,
+    last: jax.Array,
+    metadata: Metadata,
+    _entry: jax.Array,
+    request: jax.Array,
+    rank: jax.Array,
+    valid: jax.Array,
+) -> Metadata:
+    """Release one table entry per lane, i32[P]."""
+    num_blocks = metadata.num_blocks
+    row = jnp.where(valid, seq_ids[request], metadata.max_sequences)
+    column = last[request] - 1 - rank
+    block = metadata.block_tables.at[row, column].get(
+        mode="fill", fill_value=num_blocks
+    )
+    # The write depends on the read, or XLA would keep a copy of the tables for it.
+    row = jnp.where(block < num_blocks, row, metadata.max_sequences)
+    tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return allocator.drop_references(metadata, block)

@@ -1,0 +1,1 @@
+"""What blocks hold: stored rows, copies, pieces on the host, files."""

@@ -1,0 +1,154 @@
+"""What blocks hold, moved by block id between the device and the host.
+
+Blocks are gathered and scattered on the device, in pieces of 1, 2, 4, ... blocks: any
+number of blocks is a sum of those, so transfers of all sizes share a few compiled
+programs, nothing is padded and only the blocks asked for cross. On an accelerator that
+offers it they stay in pinned host memory, which the device reads and writes at the full
+speed of its bus; elsewhere they become numpy arrays.
+
+The arrays of `Cache.storage` are taken by name, whichever they are: each has the layers
+on its first axis and the blocks on its second.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.state import Cache
+
+HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contents:
+    """What P blocks hold, on the host."""
+
+    # By field name of `Cache`, [L, P, ...] cut along the blocks as `in_pieces` says.
+    storage: dict[str, tuple[HostArray, ...]]
+    tokens: np.ndarray | None  # i32[P, T], recorded token ids
+
+
+def in_pieces(num_blocks: int) -> Iterator[slice]:
+    """Cut a range of blocks into pieces of powers of two, the largest first."""
+    start = 0
+    while start < num_blocks:
+        stop = start + (1 << ((num_blocks - start).bit_length() - 1))
+        yield slice(start, stop)
+        start = stop
+
+
+def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
+    """Copy what blocks, i32[P], hold to the host, be the cache there or not."""
+    pools, recorded = cache.storage, cache.metadata.tokens
+    pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
+    if isinstance(cache.keys, np.ndarray):  # a cache read from a file
+        gathered = [({k: v[:, p] for k, v in pools.items()}, None) for p in pieces]
+        tokens = None if recorded is None else np.asarray(recorded)[blocks]
+    else:
+        gathered = [_gather_blocks(pools, recorded, piece) for piece in pieces]
+        gathered = _to_host(gathered)
+        empty = np.zeros((0, cache.block_size), np.int32)
+        tokens = np.concatenate([empty, *(t for _, t in gathered if t is not None)])
+    storage = {name: tuple(piece[name] for piece, _ in gathered) for name in pools}
+    return Contents(storage, None if recorded is None else tokens)
+
+
+def put(cache: Cache, blocks: np.ndarray, contents: Contents, *, donate: bool) -> Cache:
+    """Write contents from the host to blocks, i32[P], all different.
+
+    Args:
+      cache: the cache.
+      blocks: i32[P].
+      contents: what the P blocks hold; tokens of -1 if it has none.
+      donate: write in place of the old arrays, which are then gone, not in copies.
+    """
+    if len(blocks) == 0:
+        return cache
+    pools, tokens = cache.storage, cache.metadata.tokens
+    if not donate:
+        pools, tokens = jax.tree.map(jnp.copy, (pools, tokens))
+    rows = contents.tokens
+    if rows is None:
+        rows = np.full((len(blocks), cache.block_size), -1, np.int32)
+    for number, piece in enumerate(in_pieces(len(blocks))):
+        crossed = {
+            name: _placed(pieces[number], pools[name])
+            for name, pieces in contents.storage.items()
+        }
+        pools, tokens = _scatter(pools, tokens, blocks[piece], crossed, rows[piece])
+    metadata = dataclasses.replace(cache.metadata, tokens=tokens)
+    return dataclasses.replace(cache, metadata=metadata).with_storage(pools)
+
+
+@jax.jit
+def _gather_blocks(
+    pools: dict[str, jax.Array], tokens: jax.Array | None, blocks: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """Copy blocks, i32[p], out of the storage and the recorded tokens."""
+    storage = {
+        name: pool.at[:, blocks].get(mode="clip") for name, pool in pools.items()
+    }
+    return storage, None if tokens is None else tokens.at[blocks].get(mode="clip")
+
+
+def _to_host(gathered: Any) -> Any:
+    """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
+    leaves = jax.tree.leaves(gathered)
+    if not leaves or not _has_pinned_memory(leaves[0]):
+        return jax.device_get(gathered)
+
+    def pinned(array: jax.Array) -> jax.Array:
+        return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+    storage = [jax.tree.map(pinned, pools) for pools, _ in gathered]
+    tokens = jax.device_get([tokens for _, tokens in gathered])
+    return list(zip(jax.block_until_ready(storage), tokens, strict=True))
+
+
+def _has_pinned_memory(array: jax.Array) -> bool:
+    """Return whether an array's devices can address pinned memory of the host.
+
+    A CPU says so too, but its memory is the host's already.
+    """
+    return all(
+        device.platform != "cpu"
+        and any(m.kind == "pinned_host" for m in device.addressable_memories())
+        for device in array.devices()
+    )
+
+
+def _placed(piece: HostArray, pool: jax.Array) -> HostArray:
+    """Bring a piece to the devices of the pool it goes to.
+
+    jit does so itself for numpy arrays. What `device_put` places is committed to its
+    device, and so would be the result: a pool that was not stays so where it can, as
+    every program that takes it would be compiled again.
+    """
+    if isinstance(piece, np.ndarray) and not pool.committed:
+        return piece
+    return jax.device_put(piece, pool.sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _scatter(
+    pools: dict[str, jax.Array],
+    tokens: jax.Array | None,
+    blocks: jax.Array,
+    contents: dict[str, HostArray],
+    rows: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """Write one piece to its blocks, i32[p], all different."""
+
+    def scatter(pool: jax.Array, piece: HostArray) -> jax.Array:
+        return pool.at[:, blocks].set(piece, mode="drop", unique_indices=True)
+
+    pools = {name: scatter(pool, contents[name]) for name, pool in pools.items()}
+    if tokens is not None:
+        tokens = tokens.at[blocks].set(rows, mode="drop", unique_indices=True)
+    return pools, tokens

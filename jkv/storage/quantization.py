@@ -1,0 +1,79 @@
+"""Rows of keys and values to stored elements and back, quantised or not.
+
+One-byte dtypes keep a scale for each token and kv head: the largest magnitude of the
+row over the largest number of the dtype. A row is then quantised when it is written,
+once, and whatever is written later leaves it alone. A scale per block would have to be
+raised, and the block's earlier tokens rounded again, whenever a larger token came; a
+scale fixed beforehand needs data to calibrate it, and fails on what that lacked. The
+price is 2 bytes beside the head dim's: scales are bfloat16, rounded up. The rows are
+divided by the rounded scale, so nothing is lost by its rounding but at most 0.8% of the
+range, and nothing exceeds the range.
+
+(vLLM scales per tensor, or as here per token and head with float32 scales, its pull
+request 38378. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, which
+needs groups of tokens that no longer change.)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.dtypes import SCALE_DTYPE, STORAGE_DTYPES, largest_number, needs_scales
+
+# A row of zeros has this scale; nothing smaller is kept apart from zero.
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+
+
+def quantise(
+    rows: jax.Array, dtype: np.dtype[Any]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return rows as the storage keeps them.
+
+    Args:
+      rows: float[..., D].
+      dtype: of the cache.
+
+    Returns:
+      The elements' bits, [..., D], and the bits of the scales, u16[...], None for a
+      dtype that needs none. A row with NaN or infinity in it reads as NaN.
+    """
+    if not needs_scales(dtype):
+        return _as_stored(rows.astype(dtype)), None
+    rows = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(rows), axis=-1)
+    scales = round_up(jnp.maximum(largest / largest_number(dtype), _SMALLEST_SCALE))
+    # Infinity over infinity is NaN, which has no place among int8.
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.asarray(jnp.nan, SCALE_DTYPE))
+    rows = rows / scales.astype(jnp.float32)[..., None]
+    rows = jnp.where(jnp.isnan(rows), 0.0, rows)
+    if dtype == jnp.int8:
+        rows = jnp.round(rows)
+    return _as_stored(rows.astype(dtype)), _as_stored(scales)
+
+
+def restore(
+    elements: jax.Array, scales: jax.Array | None, dtype: np.dtype[Any]
+) -> jax.Array:
+    """Return stored rows, [..., D], in the cache's dtype, or in float32 with scales."""
+    elements = _as_meant(elements, dtype)
+    if scales is None:
+        return elements
+    scales = _as_meant(scales, SCALE_DTYPE).astype(jnp.float32)
+    return elements.astype(jnp.float32) * scales[..., None]
+
+
+def round_up(scales: jax.Array) -> jax.Array:
+    """Round f32[...], positive, to the next bfloat16 that is not smaller."""
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    bits = (bits + jnp.uint32(0xFFFF)) >> jnp.uint32(16)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+def _as_stored(array: jax.Array) -> jax.Array:
+    return _as_meant(array, STORAGE_DTYPES[np.dtype(array.dtype)])
+
+
+def _as_meant(bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)

@@ -1,0 +1,1 @@
+"""The public verbs, one or a pair to a file."""

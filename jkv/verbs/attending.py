@@ -1,0 +1,85 @@
+"""attend: the queries of one layer over the cached tokens of their sequences."""
+
+import jax
+
+from jkv.attention import paged_attention
+from jkv.state import Batch, Cache
+from jkv.verbs.writing import check_layer
+
+
+def attend(
+    cache: Cache,
+    layer: jax.Array | int,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend causally from each row of the batch over its own sequence.
+
+    A row sees the cached tokens of its sequence up to its own position, itself
+    included, so `write` the layer first. Query head h reads kv head `h // (H / K)`.
+
+    Args:
+      cache: the cache that `write` returned.
+      layer: i32[] or int, 0 to L-1; may be traced.
+      batch: the plan that `append` returned.
+      queries: [R, H, D], H a multiple of K.
+      scale: of the scores, default 1/sqrt(D).
+      window: tokens a row sees, itself counted; may be traced. `None` for all.
+      soft_cap: c in `c * tanh(score / c)`.
+      sinks: f32[H], a logit per head that takes part in the softmax with no value.
+      return_lse: also return the log of the sum of exponentials, f32[R, H].
+      implementation: `None` picks; a name forces one and fails if it does not apply.
+
+    Returns:
+      [R, H, Dv] in the queries' dtype; rows that no request owns are zero.
+
+    Raises:
+      ValueError: for queries of the wrong shape, or a cache without storage.
+      NotImplementedError: if the implementation named cannot do what is asked.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> rows = jnp.ones((1, 1, 8))
+      >>> cache = jkv.write(cache, 0, batch, rows, rows)
+      >>> jkv.attend(cache, 0, batch, jnp.ones((1, 2, 8))).shape
+      (1, 2, 8)
+    """
+    check_layer(cache, layer)
+    if queries.ndim != 3 or queries.shape[0] != batch.num_rows:
+        raise ValueError(
+            f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
+            f"the batch, got {list(queries.shape)}"
+        )
+    return paged_attention(
+        queries,
+        cache.keys,
+        cache.values,
+        layer,
+        cache.metadata.block_tables,
+        batch.seq_ids,
+        batch.query_starts,
+        batch.query_lengths,
+        batch.context_lengths,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        return_lse=return_lse,
+        key_scales=cache.key_scales,
+        value_scales=cache.value_scales,
+        kv_dtype=cache.dtype,
+        value_head_dim=cache.latent_value_dim,
+        max_query_length=1 if batch.is_decoding else None,
+        implementation=implementation,
+    )

@@ -1,0 +1,241 @@
+"""Lifetimes of sequences: when each was last used, and who goes when blocks run out.
+
+Time is the cache's own clock, which goes on by one with each call that serves a
+request. Ages are differences of its low word, so they are right up to 2**32 calls. A
+host that wants to forget by the hour notes what the clock said an hour ago.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters, requests, tables
+from jkv.metadata.requests import Integers
+from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.status import Counter, Status
+
+
+def clock(cache: Cache) -> jax.Array:
+    """Return the low word of the logical clock, u32[]: calls that served a request.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> int(jkv.clock(cache))
+      1
+    """
+    return counters.now(cache.metadata)
+
+
+def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
+    """Mark sequences as used now.
+
+    `append`, `fork` (its parents), `truncate` and `reorder` do so themselves.
+
+    Args:
+      cache: the cache.
+      seq_ids: i32[B] or int; -1 is padding.
+
+    Returns:
+      The new cache and i32[B] of `Status`: OK, or INVALID_SEQUENCE for an id that is
+      not open or was named before in this call.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, status = jkv.touch(cache, 0)
+      >>> jkv.least_recently_used(cache, 2).tolist()
+      [1, 0]
+    """
+    (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
+    metadata, status = _touch(cache.metadata, seq_ids)
+    return dataclasses.replace(cache, metadata=metadata), status
+
+
+def least_recently_used(
+    cache: Cache, num_sequences: int, *, exclude: Integers = NO_SEQUENCE
+) -> jax.Array:
+    """Return the open sequences that were used longest ago, that one first.
+
+    Args:
+      cache: the cache.
+      num_sequences: static, how many to name.
+      exclude: i32[P] or int, sequences not to name; -1 is padding.
+
+    Returns:
+      i32[num_sequences], -1 where there are no more. Of sequences used in the same call
+      the one opened first comes first, then the lower id.
+
+    Raises:
+      ValueError: for a number of sequences below 0 or above `max_sequences`.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=3, max_context_length=16)
+      >>> cache, _ = jkv.allocate(jkv.init(config), [0, 0, 0])
+      >>> cache, _ = jkv.append(cache, [0])
+      >>> jkv.least_recently_used(cache, 3, exclude=1).tolist()
+      [2, 0, -1]
+    """
+    if not 0 <= num_sequences <= cache.max_sequences:
+        raise ValueError(
+            f"num_sequences must be in 0..{cache.max_sequences}, the rows there are, "
+            f"got {num_sequences}"
+        )
+    (exclude,) = requests.broadcast(exclude=exclude)
+    return _oldest_first(cache.metadata, exclude)[0][:num_sequences]
+
+
+def evict(
+    cache: Cache, num_blocks: jax.Array | int, *, protect: Integers = NO_SEQUENCE
+) -> tuple[Cache, jax.Array]:
+    """Free the least recently used sequences until enough blocks are free.
+
+    Blocks that other sequences share come free only with the last of them. If all that
+    may go are gone and blocks still lack, that is the result: ask `num_free_blocks`.
+
+    Args:
+      cache: the cache.
+      num_blocks: i32[] or int, free blocks wanted, those already free included.
+      protect: i32[P] or int, sequences that must stay; -1 is padding.
+
+    Returns:
+      The new cache and the sequences freed, i32[max_sequences] in the order they went,
+      -1 after the last: the host tells their users, or computes them again.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=3, max_context_length=32)
+      >>> cache, _ = jkv.allocate(jkv.init(config), [32, 32])
+      >>> cache, refused = jkv.allocate(cache, 20)
+      >>> cache, evicted = jkv.evict(cache, 2)
+      >>> evicted.tolist()
+      [0, -1, -1]
+      >>> cache, opened = jkv.allocate(cache, 20)
+      >>> refused.status.tolist(), opened.status.tolist()
+      ([1], [0])
+    """
+    (protect,) = requests.broadcast(protect=protect)
+    num_blocks = jnp.asarray(num_blocks, jnp.int32)
+    metadata, evicted = _evict(cache.metadata, num_blocks, protect)
+    return dataclasses.replace(cache, metadata=metadata), evicted
+
+
+def evict_older_than(
+    cache: Cache, age: jax.Array | int, *, protect: Integers = NO_SEQUENCE
+) -> tuple[Cache, jax.Array]:
+    """Free the sequences that have not been used for more than `age` ticks.
+
+    Args:
+      cache: the cache.
+      age: u32[] or int, calls by the cache's clock; 0 frees what the last call that
+        served a request did not use.
+      protect: i32[P] or int, sequences that must stay; -1 is padding.
+
+    Returns:
+      As `evict`.
+
+    Raises:
+      ValueError: for an int below 0 or of more than 32 bits.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=3, max_context_length=32)
+      >>> cache, _ = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, _ = jkv.append(cache, 1)
+      >>> cache, evicted = jkv.evict_older_than(cache, 0)
+      >>> evicted.tolist()
+      [0, -1, -1]
+    """
+    if isinstance(age, int) and not 0 <= age < 2**32:
+        raise ValueError(f"age must be in 0..{2**32 - 1} ticks, got {age}")
+    (protect,) = requests.broadcast(protect=protect)
+    age = jnp.asarray(age).astype(jnp.uint32)
+    metadata, evicted = _evict_older_than(cache.metadata, age, protect)
+    return dataclasses.replace(cache, metadata=metadata), evicted
+
+
+@jax.jit
+def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
+    live = requests.is_live_once(metadata, seq_ids)
+    status = requests.find_status(
+        requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
+    )
+    row = jnp.where(live, seq_ids, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, row)
+    return counters.settle(metadata, status, live)[0], status
+
+
+@jax.jit
+def _oldest_first(
+    metadata: Metadata, exclude: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the open sequences not excluded, i32[S], oldest first, -1 after the last;
+    and their ages, u32[S], 0 there."""
+    row = jnp.where(exclude < 0, metadata.max_sequences, exclude)
+    listed = metadata.is_open.at[row].set(False, mode="drop")
+    now = counters.now(metadata)
+    age = jnp.where(listed, now - metadata.last_used, jnp.uint32(0))
+    life = jnp.where(listed, now - metadata.created, jnp.uint32(0))
+    seq_ids = jnp.arange(metadata.max_sequences, dtype=jnp.int32)
+    # `sort` is ascending: what is to come first has the smallest bits.
+    *_, seq_ids, age = jax.lax.sort(
+        [(~listed).astype(jnp.int32), ~age, ~life, seq_ids, age], num_keys=4
+    )
+    num_listed = jnp.sum(listed, dtype=jnp.int32)
+    rank = jnp.arange(metadata.max_sequences, dtype=jnp.int32)
+    return jnp.where(rank < num_listed, seq_ids, NO_SEQUENCE), age
+
+
+@jax.jit
+def _evict(
+    metadata: Metadata, num_blocks: jax.Array, protect: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    seq_ids, _ = _oldest_first(metadata, protect)
+    num_listed = jnp.sum(seq_ids != NO_SEQUENCE, dtype=jnp.int32)
+
+    # One after another, as what a sequence gives back depends on who shares its blocks.
+    def close_next(state: tuple[Metadata, jax.Array]) -> tuple[Metadata, jax.Array]:
+        metadata, i = state
+        seq_id = jax.lax.dynamic_slice(seq_ids, (i,), (1,))
+        closed = tables.close_rows(metadata, seq_id, jnp.ones((1,), bool))
+        return closed, i + 1
+
+    metadata, num = jax.lax.while_loop(
+        lambda state: (
+            (state[0].free_blocks.count < num_blocks) & (state[1] < num_listed)
+        ),
+        close_next,
+        (metadata, jnp.int32(0)),
+    )
+    return _count_evicted(metadata, seq_ids, num)
+
+
+@jax.jit
+def _evict_older_than(
+    metadata: Metadata, age: jax.Array, protect: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    seq_ids, ages = _oldest_first(metadata, protect)
+    old = (seq_ids != NO_SEQUENCE) & (ages > age)
+    metadata = tables.close_rows(metadata, seq_ids, old)
+    return _count_evicted(metadata, seq_ids, jnp.sum(old, dtype=jnp.int32))
+
+
+def _count_evicted(
+    metadata: Metadata, seq_ids: jax.Array, num: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    """Count the first `num` sequences as evicted, and name only them."""
+    rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
+    ticks = jnp.minimum(num, 1)
+    metadata = counters.add(
+        metadata, {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
+    )
+    return metadata, jnp.where(rank < num, seq_ids, NO_SEQUENCE)

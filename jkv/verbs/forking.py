@@ -1,0 +1,92 @@
+"""fork: new sequences that share the past of existing ones.
+
+Full blocks are shared by naming them in two table rows. A partly filled tail would be
+written by both owners, so it is copied at once: after that no block which may be
+written has a second owner, and `append` and `write` need neither branch nor copy. (vLLM
+delays this copy until a write, as copy-on-write; copying early keeps the branch out of
+the step.)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.requests import Integers
+from jkv.metadata.sharing import BlockCopies
+from jkv.state import Cache, Metadata
+from jkv.status import Status
+from jkv.storage.copies import with_copies
+
+
+class Fork(NamedTuple):
+    """What `fork` answers, one entry per request."""
+
+    seq_ids: jax.Array  # i32[B], the children, -1 where refused or padding
+    status: jax.Array  # i32[B], `Status`
+
+
+def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
+    """Open new sequences that share the past of existing ones.
+
+    A child has its parent's tokens but not its reserved blocks. It costs one block if
+    the parent's last block is partly filled, none otherwise. Outside jit this looks on
+    the host whether a block must be copied, and copies the storage if so: jit and
+    donate.
+
+    Args:
+      cache: the cache.
+      seq_ids: i32[B] or int, the parents; one may appear many times, -1 is padding.
+
+    Returns:
+      The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, OUT_OF_SEQUENCES or
+      OUT_OF_BLOCKS.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, _ = jkv.append(cache, [0], [6], capacity=6)
+      >>> cache, forked = jkv.fork(cache, [0, 0])
+      >>> forked.seq_ids.tolist()
+      [1, 2]
+      >>> [jkv.block_ids(cache, i)[:2].tolist() for i in range(3)]
+      [[0, 1], [0, 2], [0, 3]]
+    """
+    (parents,) = requests.broadcast(seq_ids=seq_ids)
+    metadata, result, copies = _fork(cache.metadata, parents)
+    return with_copies(cache, metadata, copies), result
+
+
+@jax.jit
+def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, BlockCopies]:
+    padding = requests.is_padding(parents)
+    live = requests.is_live(metadata, parents)
+    eligible = live & ~padding
+    length = metadata.context_lengths.at[parents].get(mode="clip")
+    num_full, tail = metadata.locate(length)
+    need = (eligible & (tail > 0)).astype(jnp.int32)
+    no_row, no_block = tables.lacks_room(metadata, eligible, need)
+    status = requests.find_status(
+        padding,
+        [
+            (Status.INVALID_SEQUENCE, ~live),
+            (Status.OUT_OF_SEQUENCES, no_row),
+            (Status.OUT_OF_BLOCKS, no_block),
+        ],
+    )
+    served = eligible & (status == Status.OK)
+    past = metadata.block_tables.at[parents].get(mode="clip")
+    metadata, children = tables.open_rows(metadata, served)
+    metadata = sharing.count_owners(metadata, past, jnp.where(served, num_full, 0))
+    metadata, copies = sharing.adopt(metadata, served, children, past, length)
+    metadata = prefix_index.inherit(
+        metadata, metadata, jnp.where(served, children, metadata.max_sequences), parents
+    )
+    parent = jnp.where(served, parents, metadata.max_sequences)
+    metadata = counters.mark_used(metadata, parent)
+    metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))
+    return metadata, Fork(children, status), copies

@@ -1,0 +1,191 @@
+"""Reuse of prefixes: match, commit, and forgetting what was cached.
+
+`append` records the tokens of a step; `commit`, once their keys and values are written,
+makes the blocks they filled visible. `allocate` finds them. A freed block keeps what it
+holds until the pool hands it out again, the least recently used first.
+
+Only what was computed from visible blocks becomes visible itself: a sequence whose
+chain has a gap (a step not committed, a token not told, a full bucket) adds no more.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import allocator, counters, requests
+from jkv.metadata.entries import ENTRIES_PER_TRIP
+from jkv.metadata.prefixes import prefix_index, search
+from jkv.metadata.prefixes.commitment import commit_blocks
+from jkv.metadata.requests import Integers
+from jkv.metadata.xla_cpu import running_sum
+from jkv.state import Batch, Cache, Metadata, PrefixIndex
+from jkv.status import Counter
+
+
+def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
+    """Return how many tokens of each prompt `allocate` would find now, i32[B].
+
+    Args:
+      cache: a cache with `prefix_caching`.
+      tokens: i32[B, P], the prompts, -1 after each one's end.
+      salts: i32[B] or int, the domains to look in.
+
+    Returns:
+      Tokens that need not be computed, never the whole prompt.
+
+    Raises:
+      ValueError: for a cache without an index, or arguments of wrong type or shape.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> prompt = jnp.arange(10)
+      >>> cache, batch = jkv.append(cache, 0, 10, capacity=10, tokens=prompt)
+      >>> cache = jkv.commit(cache, batch)  # after the last layer's write
+      >>> jkv.match(cache, prompt[None]).tolist()
+      [8]
+    """
+    tokens = requests.as_prompts(tokens)
+    (salts,) = requests.broadcast(tokens.shape[0], salts=salts)
+    prefix_index.index_of(cache.metadata)
+    return _match(cache.metadata, tokens, salts)
+
+
+def commit(cache: Cache, batch: Batch) -> Cache:
+    """Make the blocks that this step filled visible to prefix matching.
+
+    Call it after the last layer's `write`, and before a `fork` of what was written. A
+    block equal to one that is visible already is given back, and its sequence goes on
+    with the other: equal prefixes are stored once. Without a prefix index there is
+    nothing to make visible, and the cache is returned as it is.
+
+    Args:
+      cache: the cache that was written.
+      batch: the step. Of a sequence freed, cut back or reordered since, nothing becomes
+        visible.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> jkv.commit(cache, batch) is cache
+      True
+    """
+    if cache.metadata.prefix is None:
+        return cache
+    return dataclasses.replace(cache, metadata=commit_blocks(cache.metadata, batch))
+
+
+def clear_prefixes(cache: Cache) -> Cache:
+    """Forget all cached contents; sequences stay as they are, but add no more.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
+      >>> cache = jkv.clear_prefixes(jkv.init(config))
+    """
+    prefix_index.index_of(cache.metadata)
+    return dataclasses.replace(cache, metadata=_forget(cache.metadata, None))
+
+
+def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
+    """Forget one domain, as when its adapter or weights change.
+
+    Sequences of the domain stay as they are; what they hold and what they append is not
+    found any more, until they are cut back to nothing or freed.
+
+    Args:
+      cache: a cache with `prefix_caching`.
+      salt: i32[] or int, as given to `allocate`.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
+      >>> cache = jkv.invalidate(jkv.init(config), salt=3)
+    """
+    prefix_index.index_of(cache.metadata)
+    salt = jnp.asarray(salt, jnp.int32)
+    return dataclasses.replace(cache, metadata=_forget(cache.metadata, salt))
+
+
+def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
+    """Forget the least recently used cached blocks.
+
+    They were free and stay free; only their contents are not found any more. A block
+    goes before the blocks that lead up to it.
+
+    Args:
+      cache: a cache with `prefix_caching`.
+      num_blocks: i32[] or int; all cached blocks go if there are no more.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
+      >>> cache = jkv.evict_cached(jkv.init(config), 2)
+    """
+    prefix_index.index_of(cache.metadata)
+    num_blocks = jnp.asarray(num_blocks, jnp.int32)
+    return dataclasses.replace(
+        cache, metadata=_evict_cached(cache.metadata, num_blocks)
+    )
+
+
+@jax.jit
+def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
+    found = search.find(metadata, tokens, salts)
+    return found.num_tokens(metadata.block_size)
+
+
+@jax.jit
+def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
+    free = metadata.free_blocks
+    lanes = jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
+
+    # A loop, because how far the oldest lie from the head shows only on the way.
+    def chunk(
+        state: tuple[PrefixIndex, jax.Array, jax.Array],
+    ) -> tuple[PrefixIndex, jax.Array, jax.Array]:
+        prefix, start, evicted = state
+        block, is_entry = allocator.entries(free, prefix, start + lanes)
+        is_cached = prefix.hashes.at[block].get(mode="fill", fill_value=0) != 0
+        is_cached &= is_entry
+        rank = running_sum(is_cached.astype(jnp.int32))
+        goes = is_cached & (evicted + rank <= num_blocks)
+        prefix = prefix_index.forget(
+            prefix, jnp.where(goes, block, metadata.num_blocks)
+        )
+        evicted += jnp.sum(goes, dtype=jnp.int32)
+        return prefix, start + lanes.shape[0], evicted
+
+    prefix, _, evicted = jax.lax.while_loop(
+        lambda state: (state[1] < free.span) & (state[2] < num_blocks),
+        chunk,
+        (prefix_index.index_of(metadata), jnp.int32(0), jnp.int32(0)),
+    )
+    metadata = dataclasses.replace(metadata, prefix=prefix)
+    return counters.add(metadata, {Counter.BLOCKS_EVICTED: evicted})
+
+
+@jax.jit
+def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
+    """Forget the blocks of one domain, or of all, and let its sequences add none."""
+    prefix = prefix_index.index_of(metadata)
+    in_domain = True if salt is None else prefix.salts == salt
+    is_listed = True if salt is None else prefix.sequence_salts == salt
+    # A sequence without tokens has nothing out of date, and no step under way.
+    is_stale = is_listed & (metadata.context_lengths > 0)
+    prefix = dataclasses.replace(
+        prefix,
+        hashes=jnp.where(in_domain, jnp.uint32(0), prefix.hashes),
+        committed=jnp.where(is_stale, -1, prefix.committed),
+    )
+    return dataclasses.replace(metadata, prefix=prefix)

@@ -1,0 +1,102 @@
+"""read and read_slot: what is stored, for tests and export."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jkv.config.dtypes import SCALE_NAMES
+from jkv.state import Cache
+from jkv.storage import quantization
+from jkv.verbs.lookups import block_ids, length_of
+from jkv.verbs.writing import check_layer
+
+
+def read(
+    cache: Cache, layer: jax.Array | int, seq_id: jax.Array | int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return one sequence's keys and values of a layer in order, for tests and export.
+
+    Args:
+      cache: the cache.
+      layer: i32[] or int, 0 to L-1; may be traced.
+      seq_id: i32[] or int; may be traced.
+
+    Returns:
+      Keys [max_context_length, K, D] and values [max_context_length, K, Dv] in the
+      cache's dtype (float32 if it is quantised), zero from `length` on, and `length`,
+      i32[]: the context length, 0 for an id that is not open.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=20)
+      >>> keys, values, length = jkv.read(jkv.init(config), 0, 0)
+      >>> keys.shape, int(length)
+      ((20, 2, 8), 0)
+    """
+    check_layer(cache, layer)
+    length = length_of(cache, seq_id)
+    row = block_ids(cache, seq_id)
+    most = cache.max_context_length
+    valid = (jnp.arange(most, dtype=jnp.int32) < length)[:, None, None]
+    layer = jnp.asarray(layer, jnp.int32)
+
+    def gather(pool: jax.Array) -> jax.Array:
+        return pool.at[layer, row].get(mode="clip")
+
+    def in_order(blocks: jax.Array) -> jax.Array:
+        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
+        return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
+
+    keys, values = (in_order(blocks) for blocks in _restored(cache, gather))
+    return keys, values, length
+
+
+def read_slot(
+    cache: Cache,
+    layer: jax.Array | int,
+    block_id: jax.Array | int,
+    offset: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the key [K, D] and value [K, Dv] stored in one slot, as `read` does.
+
+    A slot outside the storage reads as zeros; what an unwritten one holds is undefined.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=20)
+      >>> key, value = jkv.read_slot(jkv.init(config), 0, 3, 15)
+      >>> key.shape
+      (2, 8)
+    """
+    check_layer(cache, layer)
+    layer, block_id, offset = (
+        jnp.asarray(index, jnp.int32) for index in (layer, block_id, offset)
+    )
+    # Negative indices would wrap around.
+    known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
+    block_id = jnp.where(known, block_id, cache.num_blocks)
+
+    def gather(pool: jax.Array) -> jax.Array:
+        return pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0)
+
+    return _restored(cache, gather)
+
+
+def _restored(
+    cache: Cache, gather: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of what a function gathers from each array."""
+    found = {name: gather(pool) for name, pool in cache.storage.items()}
+    keys, values = (
+        quantization.restore(found[name], found.get(SCALE_NAMES[name]), cache.dtype)
+        if name in found
+        else None
+        for name in ("keys", "values")
+    )
+    assert keys is not None
+    if values is None:
+        values = keys[..., : cache.value_head_dim]
+    return keys, values

@@ -1,0 +1,102 @@
+"""reorder: the step of a beam search."""
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.requests import Integers
+from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.xla_cpu import running_sum
+from jkv.state import Cache, Metadata
+from jkv.status import Status
+from jkv.storage.copies import with_copies
+
+
+def reorder(
+    cache: Cache, seq_ids: Integers, parents: Integers
+) -> tuple[Cache, jax.Array]:
+    """Let sequence i continue from what its parent was before the call (beam search).
+
+    All requests happen at once: sequences may swap. One that is its own parent stays as
+    it is, reservation included; any other gives up all its blocks and shares the
+    parent's full ones, with a copy of a partly filled last block. Blocks that the
+    sequences of the call give up can be taken in the same call. Outside jit this looks
+    on the host whether a block must be copied, and copies the storage if so: jit and
+    donate.
+
+    Args:
+      cache: the cache.
+      seq_ids: i32[B] or int, sequences to change; -1 is padding.
+      parents: i32[B] or int, open sequences, in the call or not; may repeat.
+
+    Returns:
+      The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE (either id) or
+      OUT_OF_BLOCKS. If not all fit, the requests that need no block and the longest run
+      of the others, in order, that fits together are served.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=8)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, _ = jkv.append(cache, [0, 1], [5, 5], capacity=10)
+      >>> cache, status = jkv.reorder(cache, [0, 1], [1, 1])
+      >>> [jkv.block_ids(cache, i).tolist() for i in (0, 1)]
+      [[2, 1], [2, 3]]
+    """
+    seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
+    metadata, status, copies = _reorder(cache.metadata, seq_ids, parents)
+    return with_copies(cache, metadata, copies), status
+
+
+@jax.jit
+def _reorder(
+    metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
+) -> tuple[Metadata, jax.Array, BlockCopies]:
+    padding = requests.is_padding(seq_ids)
+    live = requests.is_live_once(metadata, seq_ids)
+    live &= requests.is_live(metadata, parents)
+    moves = live & ~padding & (seq_ids != parents)
+    length = metadata.context_lengths.at[parents].get(mode="clip")
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    past = metadata.block_tables.at[parents].get(mode="clip")
+    num_full, tail = metadata.locate(length)
+    needs = moves & (tail > 0)
+
+    def exchange(metadata: Metadata, served: jax.Array) -> Metadata:
+        # Shared first, released after: a block that only changes hands stays live.
+        metadata = sharing.count_owners(metadata, past, jnp.where(served, num_full, 0))
+        last = jnp.where(served, mapped, 0)
+        return tables.release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+
+    # Which of those that need a block are served. Usually the free blocks suffice and
+    # the loop makes no trip; else ever fewer are tried, with what they would give up.
+    rank = running_sum(needs.astype(jnp.int32))
+    wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
+
+    def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        num_served, _ = state
+        tried = exchange(metadata, moves & ~(needs & (rank > num_served)))
+        fits = num_served <= tried.free_blocks.count
+        return jnp.where(fits, num_served, num_served - 1), fits
+
+    num_served, _ = jax.lax.while_loop(
+        lambda state: ~state[1],
+        try_fewer,
+        (wanted, wanted <= metadata.free_blocks.count),
+    )
+    no_block = needs & (rank > num_served)
+    status = requests.find_status(
+        padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
+    )
+    served = moves & ~no_block
+    before = metadata
+    metadata = exchange(metadata, served)
+    metadata, copies = sharing.adopt(metadata, served, seq_ids, past, length)
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = prefix_index.inherit(metadata, before, row, parents)
+    metadata = counters.mark_used(metadata, row)
+    copied = (served & needs).astype(jnp.int32)
+    metadata, _ = counters.settle(metadata, status, served, copied)
+    return metadata, status, copies

@@ -1,0 +1,96 @@
+"""truncate: tokens dropped from the end of sequences."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.requests import Integers
+from jkv.metadata.sharing import BlockCopies
+from jkv.state import Cache, Metadata
+from jkv.status import Status
+from jkv.storage.copies import with_copies
+
+
+def truncate(
+    cache: Cache, seq_ids: Integers, lengths: Integers
+) -> tuple[Cache, jax.Array]:
+    """Drop tokens from the end of sequences, and every block past the new length.
+
+    Reserved blocks go too. If the new last block is partly filled and shared, the
+    sequence gets a copy of its own, which takes a block free before the call. Outside
+    jit this looks on the host whether a block must be copied, and copies the storage if
+    so: jit and donate.
+
+    Args:
+      cache: the cache.
+      seq_ids: i32[B] or int; -1 is padding.
+      lengths: i32[B] or int, tokens to keep, 0 to the context length.
+
+    Returns:
+      The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
+      length below 0 or above the current one) or OUT_OF_BLOCKS.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, _ = jkv.append(cache, [0], [10], capacity=10)
+      >>> cache, status = jkv.truncate(cache, [0], [5])
+      >>> int(cache.metadata.context_lengths[0]), int(jkv.num_free_blocks(cache))
+      (5, 6)
+    """
+    seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
+    metadata, status, copies = _truncate(cache.metadata, seq_ids, lengths)
+    return with_copies(cache, metadata, copies), status
+
+
+@jax.jit
+def _truncate(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+) -> tuple[Metadata, jax.Array, BlockCopies]:
+    padding = requests.is_padding(seq_ids)
+    live = requests.is_live_once(metadata, seq_ids)
+    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    causes = [
+        (Status.INVALID_SEQUENCE, ~live),
+        (Status.INVALID_ARGUMENT, (lengths < 0) | (lengths > length)),
+    ]
+    status = requests.find_status(padding, causes)
+    eligible = (status == Status.OK) & ~padding
+
+    # A kept tail that others share, or that the prefix index can still find, must be
+    # copied before it can be written again.
+    lengths = jnp.where(eligible, lengths, 0)
+    column, tail = metadata.locate(lengths)
+    last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
+    owners = metadata.reference_counts.at[last_block].get(mode="clip")
+    copied = (owners > 1) | prefix_index.is_indexed(metadata, last_block)
+    copied &= eligible & (tail > 0)
+    no_block, _ = requests.lacks_blocks(metadata, copied.astype(jnp.int32))
+    status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    served = eligible & ~no_block
+    copied &= served
+
+    kept = tables.num_blocks_for(metadata, lengths)
+    metadata = tables.release_blocks(
+        metadata,
+        seq_ids,
+        kept - copied.astype(jnp.int32),
+        jnp.where(served, mapped, 0),
+    )
+    metadata, copies = sharing.take_tails(metadata, copied, seq_ids, column, last_block)
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = dataclasses.replace(
+        metadata,
+        context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
+        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
+    )
+    metadata = prefix_index.cut_back(metadata, row, lengths)
+    metadata = counters.mark_used(metadata, row)
+    metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
+    return metadata, status, copies

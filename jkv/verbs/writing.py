@@ -1,0 +1,100 @@
+"""write: the keys and values of one layer go to the slots of the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.dtypes import SCALE_NAMES
+from jkv.state import Batch, Cache
+from jkv.storage import quantization
+
+
+def write(
+    cache: Cache,
+    layer: jax.Array | int,
+    batch: Batch,
+    keys: jax.Array,
+    values: jax.Array | None = None,
+) -> Cache:
+    """Store one layer's keys and values in the slots of the batch.
+
+    Args:
+      cache: the cache that `append` returned with the batch, or a later one.
+      layer: i32[] or int, 0 to L-1; may be traced. Rows of any other layer are dropped.
+      batch: the plan.
+      keys: [R, K, D], any float dtype, cast to the cache's, or quantised; invalid rows
+        are dropped.
+      values: [R, K, Dv]. `None` for a cache whose values lie in its keys.
+
+    Returns:
+      The new cache. Under jit with donation the storage is updated in place.
+
+    Raises:
+      ValueError: for rows of the wrong shape, or a cache without storage.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> rows = jnp.ones((1, 1, 8))
+      >>> cache = jkv.write(cache, 0, batch, rows, rows)
+      >>> keys, values, length = jkv.read(cache, 0, 0)
+      >>> float(keys[:length].sum()), int(length)
+      (8.0, 1)
+    """
+    check_layer(cache, layer)
+    if (values is None) != (cache.values is None):
+        raise ValueError(
+            "this cache's values lie in its keys (values_in_keys): leave values out"
+            if cache.values is None
+            else "write needs values too; only with values_in_keys they lie in the keys"
+        )
+    rows: dict[str, jax.Array] = {}
+    for name, array in (("keys", keys), ("values", values)):
+        if array is not None:
+            rows |= _to_storage(cache, batch, name, array)
+    layer = jnp.asarray(layer, jnp.int32)
+    # Rows without a slot get indices past the end, all different: the scatter is then
+    # free of duplicates, which accelerators need to run it in parallel.
+    past_end = cache.num_blocks + jnp.arange(batch.num_rows, dtype=jnp.int32)
+    known = batch.valid & (layer >= 0)
+    block_ids = jnp.where(known, batch.block_ids, past_end)
+    written = {
+        name: stored.at[layer, block_ids, :, batch.offsets].set(
+            rows[name], mode="drop", unique_indices=True
+        )
+        for name, stored in cache.storage.items()
+    }
+    return cache.with_storage(written)
+
+
+def _to_storage(
+    cache: Cache, batch: Batch, name: str, rows: jax.Array
+) -> dict[str, jax.Array]:
+    """Return rows of "keys" or "values" as the storage has them, and their scales."""
+    width = cache.storage[name].shape[4]
+    expected = (batch.num_rows, cache.num_kv_heads, width)
+    if rows.shape != expected:
+        raise ValueError(
+            f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
+            f"of the batch, got {list(rows.shape)}"
+        )
+    elements, scales = quantization.quantise(rows, cache.dtype)
+    if scales is None:
+        return {name: elements}
+    return {name: elements, SCALE_NAMES[name]: scales}
+
+
+def check_layer(cache: Cache, layer: jax.Array | int) -> None:
+    """Reject a layer that is known not to exist; a traced one cannot be checked."""
+    if cache.num_layers == 0:
+        raise ValueError(
+            "this cache has no storage (init(..., storage=False)); make one with "
+            "storage to write, read or attend"
+        )
+    if isinstance(layer, int | np.integer) and not 0 <= layer < cache.num_layers:
+        raise ValueError(
+            f"layer must be in 0..{cache.num_layers - 1}, got {int(layer)}"
+        )

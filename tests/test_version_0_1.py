@@ -1,0 +1,55 @@
+"""What version 0.1 wrote is still read: files, and pickled sequences.
+
+The fixtures hold a cache of two layers in float32 with a prefix index. Sequence 0 has
+tokens 100 to 108, sequence 1 tokens 109 to 114, sequence 2 is a fork of 0. The keys of
+token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
+"""
+
+import pathlib
+import pickle
+
+import numpy as np
+
+import jkv
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "version_0_1"
+
+
+def assert_holds(cache: jkv.Cache, seq_id: int, first: int, count: int) -> None:
+    """Check tokens, keys and values of one sequence."""
+    numbers = np.arange(first, first + count)
+    assert jkv.tokens(cache, seq_id)[:count].tolist() == (100 + numbers).tolist()
+    for layer in range(2):
+        keys, values, length = jkv.read(cache, layer, seq_id)
+        assert int(length) == count
+        np.testing.assert_array_equal(keys[:count, 0, 0], numbers + 100 * layer)
+        np.testing.assert_array_equal(values[:count, 0, 1], -numbers)
+
+
+def test_a_cache_is_read() -> None:
+    cache = jkv.load(FIXTURES / "cache.safetensors")
+    jkv.check(cache)
+    for seq_id, first, count in ((0, 0, 9), (1, 9, 6), (2, 0, 9)):
+        assert_holds(cache, seq_id, first, count)
+    prompt = np.arange(100, 112)[None]
+    assert jkv.match(cache, prompt).tolist() == [8]
+
+
+def test_sequences_are_read_into_a_cache() -> None:
+    whole = jkv.load(FIXTURES / "cache.safetensors")
+    cache, status = jkv.free(whole, [0, 2])
+    cache, back = jkv.load(FIXTURES / "sequences.safetensors", cache)
+    jkv.raise_for_status(back)
+    for seq_id in back.seq_ids.tolist():
+        assert_holds(cache, seq_id, 0, 9)
+
+
+def test_pickled_sequences_come_back() -> None:
+    swapped = pickle.loads((FIXTURES / "swapped.pickle").read_bytes())
+    assert isinstance(swapped, jkv.Swapped)
+    cache, _ = jkv.free(jkv.load(FIXTURES / "cache.safetensors"), [0, 2])
+    cache, back = jkv.swap_in(cache, swapped)
+    jkv.raise_for_status(back)
+    jkv.check(cache)
+    for seq_id in back.seq_ids.tolist():
+        assert_holds(cache, seq_id, 0, 9)
