@@ -35,7 +35,20 @@ class Ring:
     """
 
     ids: jax.Array  # i32[C], the ids; C blocks or sequences in all, twice with holes
-    bounds: jax.Array  # i32[4], the four numbers below, in their order
+    bounds: jax.Array  # i32[4], the four numbers that `of` names, in their order
+
+    @classmethod
+    def of(
+        cls,
+        ids: jax.Array,
+        *,
+        head: jax.Array,
+        span: jax.Array,
+        count: jax.Array,
+        fewest: jax.Array,
+    ) -> Self:
+        """Make a ring of its ids, i32[C], and its four numbers, i32[] each."""
+        return cls(ids=ids, bounds=jnp.stack([head, span, count, fewest]))
 
     @property
     def head(self) -> jax.Array:
@@ -148,15 +161,6 @@ class Metadata:
         """Columns of the block tables, M."""
         return self.block_tables.shape[1]
 
-    def locate(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the table column and the offset of positions, i32[...], of 0 or more.
-
-        It truncates: XLA on CPU takes the corrections of a floor division for work that
-        is worth a second thread, which costs far more than they do.
-        """
-        size = jnp.int32(self.block_size)
-        return jax.lax.div(positions, size), jax.lax.rem(positions, size)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -193,6 +197,12 @@ class Cache:
         """
         arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
         return {name: array for name, array in arrays.items() if array is not None}
+
+    def with_metadata(self, metadata: Metadata) -> "Cache":
+        """Return the cache with other metadata; itself if they are its own."""
+        if metadata is self.metadata:
+            return self
+        return dataclasses.replace(self, metadata=metadata)
 
     def with_storage(self, storage: dict[str, jax.Array]) -> Self:
         """Return the cache with other arrays beside the metadata."""

@@ -1,11 +1,13 @@
-"""New ids for blocks, wherever one is named or described."""
+"""New ids for blocks, wherever one is named: what `compact` and `resize` share."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, ring
+from jkv.metadata import counters, mentions
+from jkv.metadata.prefixes import holes, rebuilding
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Metadata, Ring
 from jkv.status import Counter
@@ -20,19 +22,11 @@ def in_order(metadata: Metadata) -> tuple[jax.Array, jax.Array]:
     """
     num_blocks = metadata.num_blocks
     entries = metadata.block_tables.reshape(-1)
-    place = jnp.arange(entries.shape[0], dtype=jnp.int32)
-    first = jnp.full((num_blocks,), entries.shape[0], jnp.int32)
-    first = first.at[entries].min(place, mode="drop")
-    is_first = first.at[entries].get(mode="fill", fill_value=-1) == place
+    is_first = mentions.is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
     blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
-
-    free = metadata.free_blocks
-    place = jnp.arange(free.ids.shape[0], dtype=jnp.int32)
-    if metadata.prefix is None:
-        ids, is_free = ring.peek(free, place), place < free.span
-    else:
-        ids, is_free = allocator.entries(free, metadata.prefix, place)
+    place = jnp.arange(metadata.free_blocks.ids.shape[0], dtype=jnp.int32)
+    ids, is_free = holes.entries(metadata, place)
     return _extend(blocks, num_live, ids, is_free)[0], num_live
 
 
@@ -45,16 +39,21 @@ def _extend(
     return blocks.at[index].set(ids, mode="drop"), ranks[-1]
 
 
-def renumber(
-    metadata: Metadata, source: jax.Array, free_ids: jax.Array, bounds: jax.Array
-) -> Metadata:
-    """Give the blocks new ids, wherever one is named or described.
+class FreeBlocks(NamedTuple):
+    """The free blocks of a renumbered pool."""
+
+    ids: jax.Array  # i32[N'], new ids in ring order, then N'
+    num: jax.Array  # i32[]
+    fewest: jax.Array  # i32[], lowest count so far
+
+
+def renumber(metadata: Metadata, source: jax.Array, free: FreeBlocks) -> Metadata:
+    """Give the blocks new ids.
 
     Args:
       metadata: the state of N blocks.
       source: i32[N'], old id of each block, all different; N or above for a new one.
-      free_ids: i32[N'], new ids in ring order, then N'.
-      bounds: i32[4], of the new ring.
+      free: the free blocks afterwards.
     """
     num_old, num_new = metadata.num_blocks, source.shape[0]
     place = jnp.arange(num_new, dtype=jnp.int32)
@@ -67,37 +66,28 @@ def renumber(
     def moved(rows: jax.Array, fill: int) -> jax.Array:
         return rows.at[source].get(mode="fill", fill_value=fill)
 
-    prefix, room = metadata.prefix, num_new
-    if prefix is not None:
-        room *= 2
-        positions = jnp.full((num_new,), -1, jnp.int32)
-        positions = positions.at[free_ids].set(place, mode="drop")
-        prefix = dataclasses.replace(
-            prefix,
-            # Rows follow from hashes, not from ids: what they name is renamed in place.
-            buckets=renamed(prefix.buckets),
-            children=renamed(prefix.children),
-            hashes=moved(prefix.hashes, 0),
-            parents=renamed(moved(prefix.parents, num_old)),
-            salts=moved(prefix.salts, 0),
-            positions=positions,
-        )
+    # The ring keeps its room for as many ids, and holes, for each block.
+    room = metadata.free_blocks.ids.shape[0] // num_old * num_new
+    ring = Ring.of(
+        jnp.pad(free.ids, (0, room - num_new), constant_values=num_new),
+        head=jnp.int32(0),
+        span=free.num,
+        count=free.num,
+        fewest=free.fewest,
+    )
     tokens = metadata.tokens
-    return dataclasses.replace(
+    metadata = dataclasses.replace(
         metadata,
         block_tables=renamed(metadata.block_tables),
         reference_counts=moved(metadata.reference_counts, 0),
-        free_blocks=Ring(
-            ids=jnp.pad(free_ids, (0, room - num_new), constant_values=num_new),
-            bounds=bounds,
-        ),
+        free_blocks=ring,
         tokens=None if tokens is None else moved(tokens, -1),
-        prefix=prefix,
     )
+    return rebuilding.renumber(metadata, renamed, moved, free.ids)
 
 
 def count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
-    """Count a compaction, if it is one, and note the clock."""
+    """Count a compaction, if it is one, bool[], and note the clock."""
     metadata = counters.add(metadata, {Counter.COMPACTIONS: compacts})
     rows = metadata.counters
     last = jnp.where(compacts, rows[Counter.CLOCK], rows[Counter.LAST_COMPACTION])

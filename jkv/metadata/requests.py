@@ -1,8 +1,7 @@
-"""What all verbs do with their B requests: broadcasting, causes, order, flat work.
+"""What all verbs do with their B requests: broadcasting, causes, order.
 
 A verb first finds a `Status` for every request from the state before the call, then
-applies what was served. Work on blocks is flattened: entry e of the call belongs to the
-request whose range of a running sum holds e, so that cost follows the blocks touched.
+applies what was served.
 """
 
 from typing import Any
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.state import NO_SEQUENCE, Metadata
 from jkv.status import Status
 
 Integers = jax.Array | np.ndarray | int | list[int] | tuple[int, ...]
-
 
 I32 = np.iinfo(np.int32)
 
@@ -91,15 +90,11 @@ def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
 @stage
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return whether no earlier request of the call names the same id, bool[B]."""
-    num_requests = seq_ids.shape[0]
-    if num_requests <= 1:
-        return jnp.ones((num_requests,), bool)
-    order = jnp.arange(num_requests, dtype=jnp.int32)
+    if seq_ids.shape[0] <= 1:
+        return jnp.ones(seq_ids.shape, bool)
     # Negative ids would wrap around to the last rows: none reaches the scatter.
     row = jnp.where(seq_ids < 0, metadata.max_sequences, seq_ids)
-    earliest = jnp.full((metadata.max_sequences,), num_requests, jnp.int32)
-    earliest = earliest.at[row].min(order, mode="drop")
-    return earliest.at[row].get(mode="fill", fill_value=I32.max) >= order
+    return mentions.is_first(row, metadata.max_sequences)
 
 
 def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:

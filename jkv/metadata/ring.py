@@ -5,8 +5,6 @@ get from a `running_sum`; one gather or one scatter then moves the whole batch. 
 depends on the batch, never on the length of the ring.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -26,11 +24,14 @@ def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
     """Drop `num` ids (i32[], at most the count) from the head, none of them a hole."""
-    head = wrap(ring, ring.head + num)
     count = ring.count - num
-    fewest = jnp.minimum(ring.fewest, count)
-    bounds = jnp.stack([head, ring.span - num, count, fewest])
-    return dataclasses.replace(ring, bounds=bounds)
+    return Ring.of(
+        ring.ids,
+        head=wrap(ring, ring.head + num),
+        span=ring.span - num,
+        count=count,
+        fewest=jnp.minimum(ring.fewest, count),
+    )
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
@@ -41,10 +42,18 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
       ids: i32[P], ids that are not in the ring.
       entering: bool[P], which of them enter.
     """
-    index, num = places(ring, entering)
-    new_ids = ring.ids.at[index].set(ids, mode="drop", unique_indices=True)
-    more = jnp.array([0, 1, 1, 0], jnp.int32) * num
-    return dataclasses.replace(ring, ids=new_ids, bounds=ring.bounds + more)
+    return put(ring, ids, *places(ring, entering))
+
+
+def put(ring: Ring, ids: jax.Array, index: jax.Array, num: jax.Array) -> Ring:
+    """Put ids, i32[P], at the `places` found for them, i32[P]; i32[] of them enter."""
+    return Ring.of(
+        ring.ids.at[index].set(ids, mode="drop", unique_indices=True),
+        head=ring.head,
+        span=ring.span + num,
+        count=ring.count + num,
+        fewest=ring.fewest,
+    )
 
 
 def places(ring: Ring, entering: jax.Array) -> tuple[jax.Array, jax.Array]:

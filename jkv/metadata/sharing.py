@@ -5,31 +5,15 @@ the middle of a block, one of them gets a copy of it.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, ring, tables
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Metadata
-
-
-class BlockCopies(NamedTuple):
-    """Blocks whose contents one call copies, at most one per request."""
-
-    source: jax.Array  # i32[B], any block where there is no copy
-    target: jax.Array  # i32[B], N where there is no copy
-
-
-def copy_tokens(metadata: Metadata, copies: BlockCopies) -> Metadata:
-    """Copy the recorded tokens of blocks, if tokens are recorded."""
-    if metadata.tokens is None:
-        return metadata
-    rows = metadata.tokens.at[copies.source].get(mode="clip")
-    tokens = metadata.tokens.at[copies.target].set(rows, mode="drop")
-    return dataclasses.replace(metadata, tokens=tokens)
 
 
 def count_owners(metadata: Metadata, past: jax.Array, num_full: jax.Array) -> Metadata:
@@ -57,7 +41,9 @@ def adopt(
     past: jax.Array,
     length: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
-    """Give sequences with empty rows the past of others, whose owners are counted.
+    """Map the parents' full blocks into these empty rows; copy partly filled tails.
+
+    The counts of the full blocks are already raised (`count_owners`).
 
     Args:
       metadata: the state.
@@ -65,15 +51,17 @@ def adopt(
       seq_ids: i32[B], the sequences that continue, distinct where served.
       past: i32[B, M], the parents' table rows.
       length: i32[B], the parents' context lengths.
+
+    Returns:
+      The metadata, recorded tokens copied, and the copies due in storage.
     """
-    num_full, tail = metadata.locate(length)
+    num_full, tail = tables.locate(metadata, length)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     column = jnp.arange(past.shape[1], dtype=jnp.int32)
     shared = jnp.where(column[None, :] < num_full[:, None], past, metadata.num_blocks)
     copied = served & (tail > 0)
-    source = jnp.take_along_axis(
-        past, jnp.minimum(num_full, past.shape[1] - 1)[:, None], axis=1
-    )[:, 0]
+    last_column = jnp.minimum(num_full, past.shape[1] - 1)[:, None]
+    source = jnp.take_along_axis(past, last_column, axis=1)[:, 0]
     mapped = num_full + copied.astype(jnp.int32)
     metadata = dataclasses.replace(
         metadata,
@@ -91,20 +79,24 @@ def take_tails(
     column: jax.Array,
     source: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
-    """Map a fresh block at `column` of each sequence that copies its tail.
+    """Map a fresh block at a column of each sequence that copies its tail.
+
+    Args:
+      metadata: the state.
+      copied: bool[B], which sequences copy.
+      seq_ids: i32[B].
+      column: i32[B], of the block tables.
+      source: i32[B], the block to copy.
 
     Returns:
-      The metadata, recorded tokens already copied, and the copies due in storage.
+      The metadata, recorded tokens copied, and the copies due in storage.
     """
     rank = running_sum(copied.astype(jnp.int32))
-    taken = rank[-1] if rank.shape[0] else jnp.int32(0)
-    metadata = allocator.expose(metadata, taken)
+    num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)
+    metadata = allocator.expose(metadata, num_taken)
     block = ring.peek(metadata.free_blocks, rank - 1)
-    target = jnp.where(copied, block, metadata.num_blocks)
-    metadata = tables.map_blocks(
-        metadata, jnp.where(copied, seq_ids, metadata.max_sequences), column, block
-    )
-    free_blocks = ring.pop(metadata.free_blocks, taken)
-    metadata = dataclasses.replace(metadata, free_blocks=free_blocks)
-    copies = BlockCopies(source, target)
+    row = jnp.where(copied, seq_ids, metadata.max_sequences)
+    metadata = tables.map_blocks(metadata, row, column, block)
+    metadata = allocator.take(metadata, num_taken)
+    copies = BlockCopies(source, jnp.where(copied, block, metadata.num_blocks))
     return copy_tokens(metadata, copies), copies

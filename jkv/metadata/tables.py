@@ -8,13 +8,18 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, counters, requests, ring
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.xla_cpu import running_sum, stage
+from jkv.metadata.xla_cpu import divide, running_sum, stage, written_after
 from jkv.state import NO_SEQUENCE, Metadata
+
+
+def locate(metadata: Metadata, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the table column and the offset of positions, i32[...], of 0 or more."""
+    return divide(positions, metadata.block_size)
 
 
 def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
     """Return ceil(num_tokens / T), of negatives too, without a sum that overflows."""
-    full, rest = metadata.locate(num_tokens)
+    full, rest = locate(metadata, num_tokens)
     return full + (rest > 0).astype(jnp.int32)
 
 
@@ -125,8 +130,7 @@ def _release_entries(
     block = metadata.block_tables.at[row, column].get(
         mode="fill", fill_value=num_blocks
     )
-    # The write depends on the read, or XLA would keep a copy of the tables for it.
-    row = jnp.where(block < num_blocks, row, metadata.max_sequences)
+    row = written_after(block < num_blocks, row, metadata.max_sequences)
     tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
     metadata = dataclasses.replace(metadata, block_tables=tables)
     return allocator.drop_references(metadata, block)

@@ -1,17 +1,17 @@
 """Copies of whole blocks in storage: the tails of sequences that part ways."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
 
 
-def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies) -> Cache:
+def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies | None) -> Cache:
     """Return the cache with new metadata and the tail blocks copied."""
-    cache = dataclasses.replace(cache, metadata=metadata)
+    cache = cache.with_metadata(metadata)
+    if copies is None:
+        return cache
     traced = isinstance(copies.target, jax.core.Tracer)
     if cache.num_layers == 0 or not (
         traced or bool(jnp.any(copies.target < cache.num_blocks))

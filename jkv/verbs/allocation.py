@@ -11,14 +11,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, ring, sharing, tables
+from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import prefix_index, search
-from jkv.metadata.prefixes.search import Found
+from jkv.metadata.prefixes import holes, search
 from jkv.metadata.requests import Integers
-from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.tails import BlockCopies
 from jkv.state import NO_SEQUENCE, Cache, Metadata
-from jkv.status import Counter, Status
+from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
@@ -75,14 +74,7 @@ def allocate(
     num_tokens, salts = requests.broadcast(
         num_prompts, num_tokens=num_tokens, salts=salts
     )
-    metadata, result, copies = _allocate(
-        cache.metadata,
-        num_tokens,
-        tokens if cache.metadata.prefix is not None else None,
-        salts,
-    )
-    if copies is None:
-        return dataclasses.replace(cache, metadata=metadata), result
+    metadata, result, copies = _allocate(cache.metadata, num_tokens, tokens, salts)
     return with_copies(cache, metadata, copies), result
 
 
@@ -126,7 +118,7 @@ def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     metadata, status = _free(cache.metadata, seq_ids)
-    return dataclasses.replace(cache, metadata=metadata), status
+    return cache.with_metadata(metadata), status
 
 
 @jax.jit
@@ -136,53 +128,26 @@ def _allocate(
     tokens: jax.Array | None,
     salts: jax.Array,
 ) -> tuple[Metadata, Allocation, BlockCopies | None]:
-    found = None if tokens is None else search.find(metadata, tokens, salts)
-    metadata, plan = _decide(metadata, num_tokens, found)
-    served = (plan.status == Status.OK) & (num_tokens != NO_SEQUENCE)
-    fresh = jnp.where(served, plan.num_fresh, 0)
+    found = search.find(metadata, tokens, salts)
+    decision = _decide(metadata, num_tokens, found)
+    served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-
     # Found blocks are pinned before any block is taken, so that none of them is.
-    metadata = _share_found(metadata, row, found)
-    num_found = jnp.zeros_like(fresh) if found is None else found.num_blocks
-    taken = jnp.sum(fresh, dtype=jnp.int32)
-    metadata = allocator.expose(metadata, taken)
-
-    # Entry e of the call's reservations is block e of the ring.
-    def reserve(
-        metadata: Metadata,
-        entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Metadata:
-        seq_id = jnp.where(valid, seq_ids[request], metadata.max_sequences)
-        column = num_found[request] + rank
-        block = ring.peek(metadata.free_blocks, entry)
-        return tables.map_blocks(metadata, seq_id, column, block)
-
-    most = min(metadata.num_blocks, fresh.shape[0] * metadata.max_blocks_per_sequence)
-    mapped = metadata.num_mapped_blocks.at[row].set(num_found + fresh, mode="drop")
-    metadata = dataclasses.replace(metadata, num_mapped_blocks=mapped)
-    metadata = for_each_entry(fresh, most, reserve, metadata)
-    free_blocks = ring.pop(metadata.free_blocks, taken)
-    metadata = dataclasses.replace(metadata, free_blocks=free_blocks)
-    num_cached, copies = jnp.zeros_like(seq_ids), None
-    if found is not None:
-        num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
-        metadata, copies = _copy_part(metadata, row, found)
-        lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
-        metadata = dataclasses.replace(metadata, context_lengths=lengths)
-        metadata = _count_queries(metadata, served, tokens, num_cached)
-    metadata = prefix_index.note_opened(metadata, row, salts, num_cached)
-    metadata, _ = counters.settle(metadata, plan.status, served, fresh)
-    return metadata, Allocation(seq_ids, plan.status, num_cached), copies
+    metadata = search.share(metadata, row, found)
+    metadata = _reserve(metadata, row, found.num_blocks, decision.num_fresh)
+    metadata, copies = search.copy_part(metadata, row, found)
+    num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
+    metadata = search.begin(metadata, row, salts, num_cached)
+    metadata = search.count_queries(metadata, served, tokens, num_cached)
+    metadata, _ = counters.settle(metadata, decision.status, served, decision.num_fresh)
+    return metadata, Allocation(seq_ids, decision.status, num_cached), copies
 
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    return _decide(metadata, num_tokens, None)[1].status == Status.OK
+    found = search.find(metadata, None, num_tokens)
+    return _decide(metadata, num_tokens, found).status == Status.OK
 
 
 @jax.jit
@@ -199,31 +164,28 @@ class _Decision(NamedTuple):
     """What becomes of each `allocate` request."""
 
     status: jax.Array  # i32[B], `Status`
-    num_fresh: jax.Array  # i32[B], blocks to take from the ring's head
+    served: jax.Array  # bool[B], OK and not padding
+    num_fresh: jax.Array  # i32[B], blocks to take from the ring, 0 unless served
 
 
 def _decide(
-    metadata: Metadata, num_tokens: jax.Array, found: Found | None
-) -> tuple[Metadata, _Decision]:
-    """Decide on `allocate` requests; the metadata comes back as it was."""
+    metadata: Metadata, num_tokens: jax.Array, found: search.Found
+) -> _Decision:
+    """Judge requests, i32[B], by the blocks free before the call."""
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
     eligible = ~(negative | too_long)
-    fresh = jnp.where(eligible, tables.num_blocks_for(metadata, num_tokens), 0)
-    first = jnp.zeros_like(fresh)
-    wants = fresh > 0
-    if found is not None:
-        # Blocks found need not be taken, but cached ones are free no more.
-        cached = tables.num_blocks_for(metadata, found.num_tokens(metadata.block_size))
-        fresh = jnp.maximum(fresh, cached) - found.num_blocks
-        fresh = jnp.where(eligible, fresh, 0)
-        blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
-        metadata, revivals = allocator.first_revivals(metadata, blocks.reshape(-1))
-        counts = metadata.reference_counts.at[blocks].get(mode="fill", fill_value=1)
-        first = jnp.sum(revivals.reshape(blocks.shape), axis=1, dtype=jnp.int32)
-        wants = (fresh > 0) | jnp.any(counts == 0, axis=1)
-    no_row, no_block = tables.lacks_room(metadata, eligible, fresh + first, wants)
+    # What is found need not be taken, but a cached block is free no more: it costs the
+    # request that is the first to revive it.
+    cached = tables.num_blocks_for(metadata, found.num_tokens(metadata.block_size))
+    fresh = jnp.maximum(tables.num_blocks_for(metadata, num_tokens), cached)
+    fresh = jnp.where(eligible, fresh - found.num_blocks, 0)
+    blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
+    revivals = holes.find_revivals(metadata, blocks)
+    no_row, no_block = tables.lacks_room(
+        metadata, eligible, fresh + revivals.costs, (fresh > 0) | revivals.wants
+    )
     status = requests.find_status(
         padding,
         [
@@ -233,46 +195,40 @@ def _decide(
             (Status.OUT_OF_BLOCKS, no_block),
         ],
     )
-    return metadata, _Decision(status, fresh)
+    served = (status == Status.OK) & ~padding
+    return _Decision(status, served, jnp.where(served, fresh, 0))
 
 
-def _share_found(metadata: Metadata, row: jax.Array, found: Found | None) -> Metadata:
-    """Enter the whole blocks found in the tables of their sequences."""
-    if found is None:
-        return metadata
-    is_served = (row < metadata.max_sequences)[:, None]
-    blocks = jnp.where(is_served, found.blocks, metadata.num_blocks)
-    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
-    rows = jnp.where(blocks < metadata.num_blocks, row[:, None], metadata.max_sequences)
-    tables = metadata.block_tables.at[rows, columns].set(blocks, mode="drop")
-    metadata = dataclasses.replace(metadata, block_tables=tables)
-    return allocator.add_references(metadata, blocks.reshape(-1))
-
-
-def _copy_part(
-    metadata: Metadata, row: jax.Array, found: Found
-) -> tuple[Metadata, BlockCopies]:
-    """Have the part of a block that was found copied into the first fresh one."""
-    fresh = metadata.block_tables.at[row, found.num_blocks].get(
-        mode="fill", fill_value=metadata.num_blocks
-    )
-    target = jnp.where(found.num_part > 0, fresh, metadata.num_blocks)
-    copies = BlockCopies(jnp.minimum(found.part, metadata.num_blocks - 1), target)
-    return sharing.copy_tokens(metadata, copies), copies
-
-
-def _count_queries(
-    metadata: Metadata,
-    served: jax.Array,
-    tokens: jax.Array | None,
-    num_cached: jax.Array,
+def _reserve(
+    metadata: Metadata, row: jax.Array, first: jax.Array, num_fresh: jax.Array
 ) -> Metadata:
-    """Count the prompts of served requests, their tokens, and those found."""
-    assert tokens is not None
-    asked = (tokens >= 0) & served[:, None]
-    sums = {
-        Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
-        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
-        Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
-    }
-    return counters.add(metadata, sums)
+    """Map fresh blocks behind those that rows have already.
+
+    Args:
+      metadata: the state.
+      row: i32[B], of the tables; one of S or above is dropped.
+      first: i32[B], blocks that each row has.
+      num_fresh: i32[B], blocks that each row takes.
+    """
+    num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
+    metadata = allocator.expose(metadata, num_taken)
+
+    # Entry e of the call's reservations is block e of the ring.
+    def reserve(
+        metadata: Metadata,
+        entry: jax.Array,
+        request: jax.Array,
+        rank: jax.Array,
+        valid: jax.Array,
+    ) -> Metadata:
+        table_row = jnp.where(valid, row[request], metadata.max_sequences)
+        block = ring.peek(metadata.free_blocks, entry)
+        return tables.map_blocks(metadata, table_row, first[request] + rank, block)
+
+    most = num_fresh.shape[0] * metadata.max_blocks_per_sequence
+    mapped = metadata.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
+    metadata = dataclasses.replace(metadata, num_mapped_blocks=mapped)
+    metadata = for_each_entry(
+        num_fresh, min(metadata.num_blocks, most), reserve, metadata
+    )
+    return allocator.take(metadata, num_taken)

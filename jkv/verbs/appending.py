@@ -8,14 +8,14 @@ so neither `append` nor `write` ever copies.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
-from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
 from jkv.status import Status
@@ -84,7 +84,7 @@ def append(
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
-    return dataclasses.replace(cache, metadata=metadata), batch
+    return cache.with_metadata(metadata), batch
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "max_query_length"))
@@ -97,31 +97,92 @@ def _append(
     num_rows: int,
     max_query_length: int | None,
 ) -> tuple[Metadata, Batch]:
+    rows = _lay_out(num_tokens, num_rows, max_query_length)
+    growth = _decide(metadata, seq_ids, num_tokens, rows)
+    metadata = allocator.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
+    cells = _find_cells(metadata, seq_ids, rows, growth)
+    metadata, block_ids = _map_cells(metadata, rows, growth, cells)
+    metadata = _grow(metadata, seq_ids, growth)
+    metadata = _record(metadata, block_ids, cells.offset, tokens)
+    return metadata, Batch(
+        seq_ids=jnp.asarray(seq_ids),
+        status=growth.status,
+        query_starts=rows.starts,
+        query_lengths=growth.query_lengths,
+        context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
+        positions=cells.position,
+        valid=cells.valid,
+        block_ids=block_ids,
+        offsets=cells.offset,
+        epochs=sequences.epochs(metadata, seq_ids),
+        is_decoding=max_query_length == 1,
+    )
+
+
+class _Rows(NamedTuple):
+    """Which of R token rows each of B requests owns, refused or not."""
+
+    starts: jax.Array  # i32[B], the first row
+    room: jax.Array | int  # i32[B], rows from there on
+    place: jax.Array  # i32[R], the row's place within its request
+    owner: jax.Array | None  # i32[R]; None: all requests own as many rows
+
+    def spread(self, values: jax.Array) -> jax.Array:
+        """Give each row the value of the request that owns it: [B] to [R]."""
+        if self.owner is not None:
+            return values[self.owner]
+        num_requests, num_rows = values.shape[0], self.place.shape[0]
+        each = num_rows // max(num_requests, 1)
+        return jnp.broadcast_to(values[:, None], (num_requests, each)).reshape(-1)
+
+
+def _lay_out(
+    num_tokens: jax.Array, num_rows: int, max_query_length: int | None
+) -> _Rows:
+    """Pack the rows in request order, or pad them to the same number for each."""
+    num_requests = num_tokens.shape[0]
+    if max_query_length is not None:
+        first_rows = np.arange(num_requests, dtype=np.int32) * max_query_length
+        shape = (num_requests, max_query_length)
+        index = jax.lax.broadcasted_iota(jnp.int32, shape, 1).reshape(-1)
+        return _Rows(jnp.asarray(first_rows), max_query_length, index, None)
+    owned = jnp.clip(num_tokens, 0, num_rows)
+    ends = requests.saturating_cumsum(owned, num_rows)
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    # The owner is the last request that starts at or before the row.
+    owner = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    return _Rows(starts, num_rows - starts, row - starts[owner], owner)
+
+
+class _Growth(NamedTuple):
+    """What becomes of each of B requests."""
+
+    status: jax.Array  # i32[B], `Status`
+    is_live: jax.Array  # bool[B], whether the id is open
+    served: jax.Array  # bool[B], OK and not padding
+    length: jax.Array  # i32[B], tokens before the call
+    new_length: jax.Array  # i32[B], tokens after it
+    query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
+    mapped: jax.Array  # i32[B], blocks before the call
+    need: jax.Array  # i32[B], blocks to take, 0 unless served
+    taken_before: jax.Array  # i32[B], blocks taken by the requests before
+
+
+def _decide(
+    metadata: Metadata, seq_ids: jax.Array, num_tokens: jax.Array, rows: _Rows
+) -> _Growth:
+    """Judge the requests by the blocks free before the call."""
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
-
-    # The rows each request owns, refused or not.
-    if max_query_length is None:
-        owned = jnp.clip(num_tokens, 0, num_rows)
-        starts = requests.saturating_cumsum(owned, num_rows)
-        starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), starts[:-1]])
-        no_rows = num_tokens > num_rows - starts
-    else:
-        first_rows = np.arange(seq_ids.shape[0], dtype=np.int32) * max_query_length
-        starts = jnp.asarray(first_rows)
-        no_rows = num_tokens > max_query_length
-
-    # Status, and blocks needed by those that no other cause refuses.
+    is_first = requests.is_first_mention(metadata, seq_ids)
     causes = [
-        (
-            Status.INVALID_SEQUENCE,
-            ~(live & requests.is_first_mention(metadata, seq_ids)),
-        ),
+        (Status.INVALID_SEQUENCE, ~(live & is_first)),
         (Status.INVALID_ARGUMENT, num_tokens < 0),
         (Status.CONTEXT_FULL, num_tokens > metadata.max_context_length - length),
-        (Status.BATCH_FULL, no_rows & (num_tokens > 0)),
+        (Status.BATCH_FULL, (num_tokens > rows.room) & (num_tokens > 0)),
     ]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
@@ -129,78 +190,88 @@ def _append(
     blocks = tables.num_blocks_for(metadata, new_length)
     need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
     no_block, taken_before = requests.lacks_blocks(metadata, need)
-    status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
-
-    # What is served: new lengths, and blocks in request order from the ring's head.
     served = eligible & ~no_block
-    query_lengths = jnp.where(served, num_tokens, 0)
-    new_length = jnp.where(served, new_length, length)
-    need = jnp.where(served, need, 0)
-    metadata = allocator.expose(metadata, jnp.sum(need, dtype=jnp.int32))
+    return _Growth(
+        status=jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status),
+        is_live=live,
+        served=served,
+        length=length,
+        new_length=jnp.where(served, new_length, length),
+        query_lengths=jnp.where(served, num_tokens, 0),
+        mapped=mapped,
+        need=jnp.where(served, need, 0),
+        taken_before=taken_before,
+    )
 
-    # Each row finds its request; the row that begins an unmapped block maps it.
-    to_rows, index = _row_owners(starts, num_rows, max_query_length)
-    valid = (index >= 0) & (index < to_rows(query_lengths))
-    position = jnp.where(valid, to_rows(length) + index, 0)
-    column, offset = metadata.locate(position)
-    seq_of_row = jnp.where(valid, to_rows(seq_ids), metadata.max_sequences)
-    fresh = column - to_rows(mapped)
-    opens_block = valid & (offset == 0) & (fresh >= 0)
+
+class _Cells(NamedTuple):
+    """Where in the tables the token of each of R rows stands."""
+
+    valid: jax.Array  # bool[R], whether a served request owns the row
+    position: jax.Array  # i32[R], in its sequence, 0 if invalid
+    table_row: jax.Array  # i32[R], S if invalid
+    column: jax.Array  # i32[R]
+    offset: jax.Array  # i32[R], in the block
+
+
+def _find_cells(
+    metadata: Metadata, seq_ids: jax.Array, rows: _Rows, growth: _Growth
+) -> _Cells:
+    """Give the new tokens of each served request the positions behind its old ones."""
+    valid = (rows.place >= 0) & (rows.place < rows.spread(growth.query_lengths))
+    position = jnp.where(valid, rows.spread(growth.length) + rows.place, 0)
+    column, offset = tables.locate(metadata, position)
+    table_row = jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences)
+    return _Cells(valid, position, table_row, column, offset)
+
+
+def _map_cells(
+    metadata: Metadata, rows: _Rows, growth: _Growth, cells: _Cells
+) -> tuple[Metadata, jax.Array]:
+    """Have each row that begins an unmapped block map it.
+
+    Returns:
+      The metadata, and i32[R], the block of each row, N if the row is invalid.
+    """
+    nowhere = metadata.max_sequences
+    fresh = cells.column - rows.spread(growth.mapped)
+    opens_block = cells.valid & (cells.offset == 0) & (fresh >= 0)
+    rank = rows.spread(growth.taken_before) + fresh
     metadata = tables.map_blocks(
         metadata,
-        jnp.where(opens_block, seq_of_row, metadata.max_sequences),
-        column,
-        ring.peek(metadata.free_blocks, to_rows(taken_before) + fresh),
+        jnp.where(opens_block, cells.table_row, nowhere),
+        cells.column,
+        ring.peek(metadata.free_blocks, rank),
     )
-    block_ids = metadata.block_tables.at[seq_of_row, column].get(
+    return metadata, metadata.block_tables.at[cells.table_row, cells.column].get(
         mode="fill", fill_value=metadata.num_blocks
     )
 
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
+
+def _grow(metadata: Metadata, seq_ids: jax.Array, growth: _Growth) -> Metadata:
+    """Take the blocks from the ring, note the new lengths, and count."""
+    row = jnp.where(growth.served, seq_ids, metadata.max_sequences)
     metadata = counters.mark_used(metadata, row)
-    metadata, taken = counters.settle(metadata, status, served, need)
+    metadata, num_taken = counters.settle(
+        metadata, growth.status, growth.served, growth.need
+    )
+    lengths, mapped = metadata.context_lengths, metadata.num_mapped_blocks
     metadata = dataclasses.replace(
         metadata,
-        context_lengths=metadata.context_lengths.at[row].set(new_length, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(need, mode="drop"),
-        free_blocks=ring.pop(metadata.free_blocks, taken),
+        context_lengths=lengths.at[row].set(growth.new_length, mode="drop"),
+        num_mapped_blocks=mapped.at[row].add(growth.need, mode="drop"),
     )
-    if tokens is not None and metadata.tokens is not None:
-        recorded = metadata.tokens.at[block_ids, offset].set(tokens, mode="drop")
-        metadata = dataclasses.replace(metadata, tokens=recorded)
-    batch = Batch(
-        seq_ids=jnp.asarray(seq_ids),
-        status=status,
-        query_starts=starts,
-        query_lengths=query_lengths,
-        context_lengths=jnp.where(live, new_length, 0),
-        positions=position,
-        valid=valid,
-        block_ids=block_ids,
-        offsets=offset,
-        epochs=prefix_index.epochs(metadata, seq_ids),
-        is_decoding=max_query_length == 1,
-    )
-    return metadata, batch
+    return allocator.take(metadata, num_taken)
 
 
-def _row_owners(
-    starts: jax.Array, num_rows: int, max_query_length: int | None
-) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
-    """Let each row find the request that owns it.
-
-    Returns:
-      A function that spreads values of the requests, [B], over their rows, [R], and the
-      index of each row within its request, i32[R].
-    """
-    if max_query_length is not None:
-        shape = (starts.shape[0], max_query_length)
-        index = jax.lax.broadcasted_iota(jnp.int32, shape, 1).reshape(-1)
-        return lambda a: jnp.broadcast_to(a[:, None], shape).reshape(-1), index
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    # The owner is the last request that starts at or before the row.
-    request = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
-    return lambda a: a[request], row - starts[request]
+def _record(
+    metadata: Metadata, block: jax.Array, offset: jax.Array, tokens: jax.Array | None
+) -> Metadata:
+    """Record the token of each row, i32[R], in its slot, if tokens are recorded."""
+    if tokens is None or metadata.tokens is None:
+        return metadata
+    recorded = metadata.tokens.at[block, offset].set(tokens, mode="drop")
+    return dataclasses.replace(metadata, tokens=recorded)
 
 
 def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:

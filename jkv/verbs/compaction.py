@@ -5,12 +5,10 @@ follows it: tables, reference counts, recorded tokens, prefix index, ring, keys 
 values. No result depends on the ids of blocks, so attention gives the same bits.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.renumbering import count_compaction, in_order, renumber
+from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
 
 
@@ -40,7 +38,7 @@ def compact(cache: Cache) -> Cache:
       ([0, 1, 4, 4], 1)
     """
     metadata, source = _compact(cache.metadata)
-    cache = dataclasses.replace(cache, metadata=metadata)
+    cache = cache.with_metadata(metadata)
     if cache.num_layers == 0:
         return cache
     moved = {name: _permute(pool, source) for name, pool in cache.storage.items()}
@@ -54,8 +52,8 @@ def _compact(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     place = jnp.arange(metadata.num_blocks, dtype=jnp.int32)
     count = metadata.free_blocks.count
     free_ids = jnp.where(place < count, place + num_live, metadata.num_blocks)
-    bounds = jnp.stack([jnp.int32(0), count, count, metadata.free_blocks.fewest])
-    metadata = renumber(metadata, source, free_ids, bounds)
+    free = FreeBlocks(free_ids, count, metadata.free_blocks.fewest)
+    metadata = renumber(metadata, source, free)
     return count_compaction(metadata, jnp.bool_(True)), source
 
 

@@ -5,8 +5,6 @@ request. Ages are differences of its low word, so they are right up to 2**32 cal
 host that wants to forget by the hour notes what the clock said an hour ago.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -54,7 +52,7 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     metadata, status = _touch(cache.metadata, seq_ids)
-    return dataclasses.replace(cache, metadata=metadata), status
+    return cache.with_metadata(metadata), status
 
 
 def least_recently_used(
@@ -125,7 +123,7 @@ def evict(
     (protect,) = requests.broadcast(protect=protect)
     num_blocks = jnp.asarray(num_blocks, jnp.int32)
     metadata, evicted = _evict(cache.metadata, num_blocks, protect)
-    return dataclasses.replace(cache, metadata=metadata), evicted
+    return cache.with_metadata(metadata), evicted
 
 
 def evict_older_than(
@@ -160,7 +158,7 @@ def evict_older_than(
     (protect,) = requests.broadcast(protect=protect)
     age = jnp.asarray(age).astype(jnp.uint32)
     metadata, evicted = _evict_older_than(cache.metadata, age, protect)
-    return dataclasses.replace(cache, metadata=metadata), evicted
+    return cache.with_metadata(metadata), evicted
 
 
 @jax.jit

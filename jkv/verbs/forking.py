@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
-from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
 from jkv.status import Status
 from jkv.storage.copies import with_copies
@@ -67,7 +67,7 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
     live = requests.is_live(metadata, parents)
     eligible = live & ~padding
     length = metadata.context_lengths.at[parents].get(mode="clip")
-    num_full, tail = metadata.locate(length)
+    num_full, tail = tables.locate(metadata, length)
     need = (eligible & (tail > 0)).astype(jnp.int32)
     no_row, no_block = tables.lacks_room(metadata, eligible, need)
     status = requests.find_status(
@@ -83,7 +83,7 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
     metadata, children = tables.open_rows(metadata, served)
     metadata = sharing.count_owners(metadata, past, jnp.where(served, num_full, 0))
     metadata, copies = sharing.adopt(metadata, served, children, past, length)
-    metadata = prefix_index.inherit(
+    metadata = sequences.inherit(
         metadata, metadata, jnp.where(served, children, metadata.max_sequences), parents
     )
     parent = jnp.where(served, parents, metadata.max_sequences)

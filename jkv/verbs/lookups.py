@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import requests
+from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.requests import Integers
 from jkv.state import Cache
@@ -69,7 +69,7 @@ dtype=int32))
         jnp.asarray(a) for a in requests.broadcast(seq_ids=seq_ids, positions=positions)
     )
     meta = cache.metadata
-    column, offset = meta.locate(positions)
+    column, offset = tables.locate(meta, positions)
     column = jnp.where(positions < 0, meta.max_blocks_per_sequence, column)
     found = meta.block_tables.at[table_row(cache, seq_ids), column].get(
         mode="fill", fill_value=meta.num_blocks

@@ -13,10 +13,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests
+from jkv.metadata import counters, requests
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, search
+from jkv.metadata.prefixes import holes, prefix_index, search
 from jkv.metadata.prefixes.commitment import commit_blocks
+from jkv.metadata.prefixes.prefix_index import if_indexed
 from jkv.metadata.requests import Integers
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Batch, Cache, Metadata, PrefixIndex
@@ -77,9 +78,7 @@ def commit(cache: Cache, batch: Batch) -> Cache:
       >>> jkv.commit(cache, batch) is cache
       True
     """
-    if cache.metadata.prefix is None:
-        return cache
-    return dataclasses.replace(cache, metadata=commit_blocks(cache.metadata, batch))
+    return cache.with_metadata(_commit(cache.metadata, batch))
 
 
 def clear_prefixes(cache: Cache) -> Cache:
@@ -145,6 +144,12 @@ def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array
     return found.num_tokens(metadata.block_size)
 
 
+@if_indexed
+@jax.jit
+def _commit(metadata: Metadata, batch: Batch) -> Metadata:
+    return commit_blocks(metadata, batch)
+
+
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
     free = metadata.free_blocks
@@ -155,7 +160,9 @@ def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
         state: tuple[PrefixIndex, jax.Array, jax.Array],
     ) -> tuple[PrefixIndex, jax.Array, jax.Array]:
         prefix, start, evicted = state
-        block, is_entry = allocator.entries(free, prefix, start + lanes)
+        block, is_entry = holes.entries(
+            dataclasses.replace(metadata, prefix=prefix), start + lanes
+        )
         is_cached = prefix.hashes.at[block].get(mode="fill", fill_value=0) != 0
         is_cached &= is_entry
         rank = running_sum(is_cached.astype(jnp.int32))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
-from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache, Metadata
 from jkv.status import Status
@@ -61,7 +61,7 @@ def _reorder(
     length = metadata.context_lengths.at[parents].get(mode="clip")
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     past = metadata.block_tables.at[parents].get(mode="clip")
-    num_full, tail = metadata.locate(length)
+    num_full, tail = tables.locate(metadata, length)
     needs = moves & (tail > 0)
 
     def exchange(metadata: Metadata, served: jax.Array) -> Metadata:
@@ -95,7 +95,7 @@ def _reorder(
     metadata = exchange(metadata, served)
     metadata, copies = sharing.adopt(metadata, served, seq_ids, past, length)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = prefix_index.inherit(metadata, before, row, parents)
+    metadata = sequences.inherit(metadata, before, row, parents)
     metadata = counters.mark_used(metadata, row)
     copied = (served & needs).astype(jnp.int32)
     metadata, _ = counters.settle(metadata, status, served, copied)

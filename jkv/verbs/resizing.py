@@ -4,7 +4,6 @@ Arrays have new shapes, so this is for the host, between steps. Which blocks sta
 planned in numpy; what names or holds a block then follows as in `compact`.
 """
 
-import dataclasses
 import logging
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from jkv.config.cache_config import checked_num_blocks
 from jkv.config.units import human_bytes
 from jkv.metadata import counters
 from jkv.metadata.prefixes.rebuilding import reenter
-from jkv.metadata.renumbering import count_compaction, in_order, renumber
+from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
 from jkv.status import Counter
 
@@ -65,7 +64,7 @@ def resize(cache: Cache, num_blocks: int) -> Cache:
     moved = {
         name: _gather_pool(pool, plan.source) for name, pool in cache.storage.items()
     }
-    resized = dataclasses.replace(cache, metadata=metadata).with_storage(moved)
+    resized = cache.with_metadata(metadata).with_storage(moved)
     logger.info(
         "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",
         cache.num_blocks,
@@ -134,9 +133,8 @@ def _resize(metadata: Metadata, plan: Resizing) -> Metadata:
     num_old, num_new = metadata.num_blocks, plan.source.shape[0]
     fewest = jnp.maximum(metadata.free_blocks.fewest + (num_new - num_old), 0)
     count = jnp.asarray(plan.num_free)
-    bounds = jnp.stack([jnp.int32(0), count, count, fewest])
-    source, free_ids = jnp.asarray(plan.source), jnp.asarray(plan.free_ids)
-    metadata = renumber(metadata, source, free_ids, bounds)
+    free = FreeBlocks(jnp.asarray(plan.free_ids), count, fewest)
+    metadata = renumber(metadata, jnp.asarray(plan.source), free)
     if num_new != num_old:
         metadata = reenter(metadata)
     evicted = {Counter.BLOCKS_EVICTED: jnp.asarray(plan.num_evicted)}

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
-from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.status import Status
@@ -114,13 +114,13 @@ def swap_in(
         return cache, SwapIn(none, none)
     metadata, result, rows = _open(cache.metadata, _Entering.of(swapped, cache))
     if int(result.status[0]) != Status.OK:
-        return dataclasses.replace(cache, metadata=metadata), result
+        return cache.with_metadata(metadata), result
 
     # Where each of the swapped blocks is now, by what the tables say.
     blocks = np.full(swapped.num_blocks + 1, cache.num_blocks, np.int32)
     columns = min(swapped.block_tables.shape[1], cache.max_blocks_per_sequence)
     blocks[swapped.block_tables[:, :columns]] = np.asarray(rows)[:, :columns]
-    cache = dataclasses.replace(cache, metadata=metadata)
+    cache = cache.with_metadata(metadata)
     filled = blocks[: swapped.num_filled_blocks]
     return contents.put(cache, filled, swapped.contents, donate=donate), result
 
@@ -221,9 +221,7 @@ def _open(
         reference_counts=counts,
         free_blocks=ring.pop(metadata.free_blocks, taken),
     )
-    metadata = prefix_index.note_opened(
-        metadata, row, entering.salts, entering.committed
-    )
+    metadata = sequences.note_opened(metadata, row, entering.salts, entering.committed)
     need = jnp.zeros((num_rows,), jnp.int32).at[0].set(taken)
     metadata, _ = counters.settle(metadata, status, served, need)
     return metadata, SwapIn(seq_ids, status), block

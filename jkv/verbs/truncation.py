@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes import prefix_index, sequences
 from jkv.metadata.requests import Integers
-from jkv.metadata.sharing import BlockCopies
+from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
 from jkv.status import Status
 from jkv.storage.copies import with_copies
@@ -66,7 +66,7 @@ def _truncate(
     # A kept tail that others share, or that the prefix index can still find, must be
     # copied before it can be written again.
     lengths = jnp.where(eligible, lengths, 0)
-    column, tail = metadata.locate(lengths)
+    column, tail = tables.locate(metadata, lengths)
     last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
     owners = metadata.reference_counts.at[last_block].get(mode="clip")
     copied = (owners > 1) | prefix_index.is_indexed(metadata, last_block)
@@ -90,7 +90,7 @@ def _truncate(
         context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
     )
-    metadata = prefix_index.cut_back(metadata, row, lengths)
+    metadata = sequences.cut_back(metadata, row, lengths)
     metadata = counters.mark_used(metadata, row)
     metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
     return metadata, status, copies

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, requests
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import hashing, prefix_index
+from jkv.metadata.prefixes import hash_tables, hashing, holes
+from jkv.metadata.prefixes.prefix_index import forget, index_of, tokens_of
 from jkv.state import Batch, Metadata, PrefixIndex
 
 
@@ -16,7 +17,9 @@ class _Chains(NamedTuple):
     """What a commit does for each request of its batch."""
 
     seq_ids: jax.Array  # i32[B]
+    continues: jax.Array  # bool[B], whether the step may become visible
     first: jax.Array  # i32[B], the first column to make visible
+    num_columns: jax.Array  # i32[B]
     salts: jax.Array  # i32[B]
 
 
@@ -29,25 +32,29 @@ class _Lanes(NamedTuple):
     unbroken: jax.Array  # bool[P], the columns of earlier trips are visible
 
 
-@jax.jit
+class _Columns(NamedTuple):
+    """The full block of each lane, and the prefix that it ends."""
+
+    row: jax.Array  # i32[P], of the tables; S where the lane is not valid
+    column: jax.Array  # i32[P]
+    block: jax.Array  # i32[P]
+    tokens: jax.Array  # i32[P, T]
+    salts: jax.Array  # i32[P]
+    owners: jax.Array  # i32[P], table entries that name the block
+    hashes: jax.Array  # u32[P], of the prefix up to the block's end
+    hashes_above: jax.Array  # u32[P], up to its beginning
+    is_first: jax.Array  # bool[P], the first lane of its request in this trip
+    before: jax.Array  # i32[P], the block before the first lane's, N for none
+
+
 def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
-    prefix = prefix_index.index_of(metadata)
-    seq_ids, size = batch.seq_ids, metadata.block_size
-    assert batch.epochs is not None, "append stamps its batch if there is an index"
-    committed = prefix.committed.at[seq_ids].get(mode="clip")
-    current = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    # The step must continue what is visible, of the sequence that it was planned for.
-    continues = (
-        (batch.query_lengths > 0)
-        & requests.is_live(metadata, seq_ids)
-        & (prefix.epochs.at[seq_ids].get(mode="clip") == batch.epochs)
-        & (committed == batch.context_lengths - batch.query_lengths)
-        & (batch.context_lengths <= current)
-    )
-    first = jnp.where(continues, committed // size, 0)
-    num_columns = jnp.where(continues, batch.context_lengths // size - first, 0)
-    salts = prefix.sequence_salts.at[seq_ids].get(mode="clip")
-    chains = _Chains(seq_ids, first, salts)
+    """Make the blocks that a step filled visible.
+
+    Args:
+      metadata: with an index; the step's keys and values are written.
+      batch: the step.
+    """
+    chains = _find_chains(metadata, batch)
 
     def enter(
         carry: tuple[Metadata, jax.Array],
@@ -56,29 +63,54 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
         rank: jax.Array,
         valid: jax.Array,
     ) -> tuple[Metadata, jax.Array]:
-        first_lane = _first_lanes(rank)
-        unbroken = carry[1][request] == rank[first_lane]
-        return _commit_lanes(*carry, chains, _Lanes(request, rank, valid, unbroken))
+        metadata, lengths = carry
+        unbroken = lengths[request] == rank[_first_lanes(rank)]
+        lanes = _Lanes(request, rank, valid, unbroken)
+        return _commit_lanes(metadata, lengths, chains, lanes)
 
     # No batch fills more blocks than its rows have room for, and one each.
-    most = seq_ids.shape[0] + batch.num_rows // size
+    size = metadata.block_size
+    most = batch.seq_ids.shape[0] + batch.num_rows // size
     metadata, lengths = for_each_entry(
-        num_columns, most, enter, (metadata, jnp.zeros_like(first))
+        chains.num_columns, most, enter, (metadata, jnp.zeros_like(chains.first))
     )
     visible = jnp.where(
-        lengths == num_columns, batch.context_lengths, (first + lengths) * size
+        lengths == chains.num_columns,
+        batch.context_lengths,
+        (chains.first + lengths) * size,
     )
-    row = jnp.where(continues, seq_ids, metadata.max_sequences)
-    prefix = prefix_index.index_of(metadata)
+    row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
+    prefix = index_of(metadata)
     prefix = dataclasses.replace(
         prefix, committed=prefix.committed.at[row].set(visible, mode="drop")
     )
     return dataclasses.replace(metadata, prefix=prefix)
 
 
-def _first_lanes(rank: jax.Array) -> jax.Array:
-    """Return the lane where the request of each lane begins in this trip, i32[P]."""
-    return jnp.maximum(jnp.arange(rank.shape[0], dtype=jnp.int32) - rank, 0)
+def _find_chains(metadata: Metadata, batch: Batch) -> _Chains:
+    """Find which sequences go on with what is visible of them, and where.
+
+    The step must continue what is visible, of the sequence that it was planned for.
+    """
+    prefix, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
+    assert batch.epochs is not None, "append stamps its batch if there is an index"
+    committed = prefix.committed.at[seq_ids].get(mode="clip")
+    current = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    continues = (
+        (batch.query_lengths > 0)
+        & requests.is_live(metadata, seq_ids)
+        & (prefix.epochs.at[seq_ids].get(mode="clip") == batch.epochs)
+        & (committed == batch.context_lengths - batch.query_lengths)
+        & (batch.context_lengths <= current)
+    )
+    first = jnp.where(continues, committed // size, 0)
+    return _Chains(
+        seq_ids=seq_ids,
+        continues=continues,
+        first=first,
+        num_columns=jnp.where(continues, batch.context_lengths // size - first, 0),
+        salts=prefix.sequence_salts.at[seq_ids].get(mode="clip"),
+    )
 
 
 def _commit_lanes(
@@ -96,10 +128,36 @@ def _commit_lanes(
       The metadata and the new lengths.
     """
     nothing = metadata.num_blocks
-    request, rank, valid = lanes.request, lanes.rank, lanes.valid
-    salts = chains.salts[request]
-    column = chains.first[request] + rank
-    row = jnp.where(valid, chains.seq_ids[request], metadata.max_sequences)
+    columns = _describe(metadata, chains, lanes)
+    asks = _find_fit(metadata, lengths, lanes, columns)
+    metadata, answer = hash_tables.insert(
+        metadata,
+        jnp.where(asks, columns.block, nothing),
+        columns.hashes,
+        columns.tokens,
+        columns.salts,
+        columns.owners == 1,
+    )
+    entered = (answer == columns.block) & (answer < nothing)
+    parent = jnp.where(columns.is_first, columns.before, jnp.roll(answer, 1))
+    prefix = index_of(metadata)
+    child = jnp.where(entered, columns.block, nothing)
+    prefix = dataclasses.replace(
+        prefix, parents=prefix.parents.at[child].set(parent, mode="drop")
+    )
+    prefix, lengths = _prove(prefix, lanes, lengths, answer, parent, entered)
+    is_visible = lanes.valid & (lanes.rank < lengths[lanes.request])
+    listed = jnp.where(entered & is_visible, columns.block, nothing)
+    prefix = hash_tables.insert_children(prefix, listed, columns.hashes_above)
+    metadata = dataclasses.replace(metadata, prefix=prefix)
+    return _replace_equal(metadata, columns, answer, is_visible & ~entered), lengths
+
+
+def _describe(metadata: Metadata, chains: _Chains, lanes: _Lanes) -> _Columns:
+    """Look up the lanes' blocks, and hash the prefixes that they end."""
+    nothing, request = metadata.num_blocks, lanes.request
+    salts, column = chains.salts[request], chains.first[request] + lanes.rank
+    row = jnp.where(lanes.valid, chains.seq_ids[request], metadata.max_sequences)
 
     def mapped(column: jax.Array) -> jax.Array:
         column = jnp.where(column < 0, metadata.max_blocks_per_sequence, column)
@@ -107,56 +165,63 @@ def _commit_lanes(
             mode="fill", fill_value=nothing
         )
 
-    block = mapped(column)
-    tokens = prefix_index.tokens_of(metadata).at[block].get(mode="clip")
-
+    block, before = mapped(column), mapped(column - 1)
+    tokens = tokens_of(metadata).at[block].get(mode="clip")
     # What precedes the first lane of a request is visible; from there hashes are sums.
-    first_lane = _first_lanes(rank)
-    is_first = first_lane == jnp.arange(rank.shape[0], dtype=jnp.int32)
-    before = mapped(column - 1)
+    first_lane = _first_lanes(lanes.rank)
+    is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(tokens, column)
     sums = jnp.cumsum(terms, dtype=jnp.uint32)
-    hashes_before = prefix_index.index_of(metadata).hashes.at[before].get(mode="clip")
+    hashes_before = index_of(metadata).hashes.at[before].get(mode="clip")
     base = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
     hashes = (base - sums + terms)[first_lane] + sums
-    above = jnp.where(is_first, base, jnp.roll(hashes, 1))
+    return _Columns(
+        row=row,
+        column=column,
+        block=block,
+        tokens=tokens,
+        salts=salts,
+        owners=metadata.reference_counts.at[block].get(mode="fill", fill_value=0),
+        hashes=hashes,
+        hashes_above=jnp.where(is_first, base, jnp.roll(hashes, 1)),
+        is_first=is_first,
+        before=before,
+    )
 
-    # A block that others share may follow other blocks in their rows: it only gives
-    # way to an equal one. The first block that does neither ends its chain.
-    owners = metadata.reference_counts.at[block].get(mode="fill", fill_value=0)
-    equal = prefix_index.look_up(prefix_index.index_of(metadata), hashes)
-    is_fit = jnp.all(tokens >= 0, axis=1) & ((owners == 1) | (equal < nothing))
+
+def _first_lanes(rank: jax.Array) -> jax.Array:
+    """Return the lane where the request of each lane begins in this trip, i32[P]."""
+    return jnp.maximum(jnp.arange(rank.shape[0], dtype=jnp.int32) - rank, 0)
+
+
+def _find_fit(
+    metadata: Metadata, lengths: jax.Array, lanes: _Lanes, columns: _Columns
+) -> jax.Array:
+    """Return which lanes' blocks may be looked for or entered, bool[P].
+
+    A block that others share may follow other blocks in their rows: it only gives way
+    to an equal one. The first block that does neither ends its chain.
+    """
+    equal = hash_tables.look_up(index_of(metadata), columns.hashes)
+    is_fit = (columns.owners == 1) | (equal < metadata.num_blocks)
+    is_fit &= jnp.all(columns.tokens >= 0, axis=1)
     past_end = jnp.iinfo(jnp.int32).max
-    ends = jnp.full_like(lengths, past_end)
-    ends = ends.at[request].min(jnp.where(valid & ~is_fit, rank, past_end))
-    asks = valid & lanes.unbroken & (rank < ends[request])
-    metadata, answer = prefix_index.insert(
-        metadata, jnp.where(asks, block, nothing), hashes, tokens, salts, owners == 1
-    )
-    entered = (answer == block) & (answer < nothing)
-    parent = jnp.where(is_first, before, jnp.roll(answer, 1))
-    prefix = prefix_index.index_of(metadata)
-    prefix = dataclasses.replace(
-        prefix,
-        parents=prefix.parents.at[jnp.where(entered, block, nothing)].set(
-            parent, mode="drop"
-        ),
-    )
-    prefix, lengths = _prove(prefix, lanes, lengths, answer, parent, entered)
-    is_visible = valid & (rank < lengths[request])
-    listed = jnp.where(entered & is_visible, block, nothing)
-    prefix = prefix_index.insert_children(prefix, listed, above)
-    metadata = dataclasses.replace(metadata, prefix=prefix)
+    bad_rank = jnp.where(lanes.valid & ~is_fit, lanes.rank, past_end)
+    ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
+    return lanes.valid & lanes.unbroken & (lanes.rank < ends[lanes.request])
 
-    # An equal block takes the place of the own one, which goes back to the pool.
-    replaced = is_visible & ~entered
-    tables = metadata.block_tables.at[
-        jnp.where(replaced, row, metadata.max_sequences), column
-    ].set(answer, mode="drop")
+
+def _replace_equal(
+    metadata: Metadata, columns: _Columns, answer: jax.Array, replaced: jax.Array
+) -> Metadata:
+    """Put equal blocks, i32[P], in the place of own ones, which go back to the pool."""
+    nothing = metadata.num_blocks
+    row = jnp.where(replaced, columns.row, metadata.max_sequences)
+    tables = metadata.block_tables.at[row, columns.column].set(answer, mode="drop")
     metadata = dataclasses.replace(metadata, block_tables=tables)
-    metadata = allocator.add_references(metadata, jnp.where(replaced, answer, nothing))
-    metadata = allocator.drop_references(metadata, jnp.where(replaced, block, nothing))
-    return metadata, lengths
+    metadata = holes.add_references(metadata, jnp.where(replaced, answer, nothing))
+    own = jnp.where(replaced, columns.block, nothing)
+    return allocator.drop_references(metadata, own)
 
 
 def _prove(
@@ -193,7 +258,7 @@ def _prove(
         return entered & is_in(prefix) & (rank >= lengths[request])
 
     def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
-        prefix = prefix_index.forget(state[0], jnp.where(lost(*state), answer, nothing))
+        prefix = forget(state[0], jnp.where(lost(*state), answer, nothing))
         return prefix, cut(prefix)
 
     return jax.lax.while_loop(

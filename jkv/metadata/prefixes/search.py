@@ -1,17 +1,25 @@
-"""Looking prompts up in the prefix index."""
+"""Looking prompts up in the prefix index, and starting sequences with what is found."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes import hashing, prefix_index
+from jkv.metadata import counters
+from jkv.metadata.prefixes import hash_tables, hashing, holes, sequences
+from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
+from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.state import Metadata
+from jkv.status import Counter
 
 
 class Found(NamedTuple):
-    """What the index has of each of B prompts, in C whole blocks and a part."""
+    """What the index has of each of B prompts, in C whole blocks and a part.
+
+    Without an index, or without prompts, there are no columns and nothing is found.
+    """
 
     blocks: jax.Array  # i32[B, C], the block of each column, N where none is found
     num_blocks: jax.Array  # i32[B], leading columns found
@@ -23,63 +31,184 @@ class Found(NamedTuple):
         return self.num_blocks * block_size + self.num_part
 
 
-def find(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> Found:
+class _Prompts(NamedTuple):
+    """B prompts of P columns at most."""
+
+    tokens: jax.Array  # i32[B, P], negative from each prompt's end on
+    salts: jax.Array  # i32[B]
+    usable: jax.Array  # i32[B], tokens that may be found: never the last
+
+
+def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
     """Look up prompts; the last token of each is never found.
 
     Args:
-      metadata: with an index.
+      metadata: the state.
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
-    prefix = prefix_index.index_of(metadata)
-    size, nothing = metadata.block_size, metadata.num_blocks
-    num_requests, width = tokens.shape
-    num_columns = min(width // size, metadata.max_blocks_per_sequence)
-    place = jnp.arange(width, dtype=jnp.int32)[None]
-    length = jnp.min(jnp.where(tokens < 0, place, width), axis=1, initial=width)
+    if metadata.prefix is None or tokens is None:
+        none = jnp.zeros(salts.shape, jnp.int32)
+        nowhere = jnp.full(salts.shape, metadata.num_blocks, jnp.int32)
+        return Found(jnp.zeros((*salts.shape, 0), jnp.int32), none, nowhere, none)
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    ends = jnp.where(tokens < 0, place, tokens.shape[1])
+    length = jnp.min(ends, axis=1, initial=tokens.shape[1])
     usable = jnp.clip(length - 1, 0, metadata.max_context_length)
+    prompts = _Prompts(tokens, salts, usable)
+    blocks, num_blocks, tip_hash = _find_whole(metadata, prompts)
+    tip = _at(blocks, num_blocks[:, None] - 1, metadata.num_blocks)
+    part, num_part = _find_part(metadata, prompts, num_blocks, tip, tip_hash)
+    return Found(blocks, num_blocks, part, num_part)
 
-    # All columns at once: hash, one bucket each, and the proof of what it proposes.
-    whole = tokens[:, : num_columns * size].reshape(num_requests, num_columns, size)
+
+def _find_whole(
+    metadata: Metadata, prompts: _Prompts
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Find leading blocks of prompts: all columns at once, the proof after the guess.
+
+    Returns:
+      i32[B, C] blocks, N from the first column not found; i32[B], columns found; and
+      u32[B], the hash of the prefix that they make.
+    """
+    prefix = index_of(metadata)
+    size, nothing = metadata.block_size, metadata.num_blocks
+    num_requests, width = prompts.tokens.shape
+    num_columns = min(width // size, metadata.max_blocks_per_sequence)
+    whole = prompts.tokens[:, : num_columns * size]
+    whole = whole.reshape(num_requests, num_columns, size)
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
-    start = hashing.salt_hash(salts)
+    start = hashing.salt_hash(prompts.salts)
     sums = jnp.cumsum(hashing.column_hash(whole, column), axis=1, dtype=jnp.uint32)
     hashes = start[:, None] + sums
-    proposed = prefix_index.look_up(prefix, hashes)
-    before = jnp.concatenate(
-        [jnp.full((num_requests, 1), nothing, jnp.int32), proposed[:, :-1]], axis=1
-    )[:, :num_columns]
+
+    proposed = hash_tables.look_up(prefix, hashes)
+    first = jnp.full((num_requests, 1), nothing, jnp.int32)
+    before = jnp.concatenate([first, proposed[:, :-1]], axis=1)[:, :num_columns]
     is_found = (
-        ((column + 1) * size <= usable[:, None])
-        & prefix_index.is_same(metadata, proposed, whole, salts[:, None])
+        ((column + 1) * size <= prompts.usable[:, None])
+        & hash_tables.is_same(metadata, proposed, whole, prompts.salts[:, None])
         & (prefix.parents.at[proposed].get(mode="clip") == before)
     )
     missing = jnp.where(is_found, num_columns, column)
     num_found = jnp.min(missing, axis=1, initial=num_columns)
     blocks = jnp.where(column < num_found[:, None], proposed, nothing)
+    tip_hash = _at(hashes, num_found[:, None] - 1, np.uint32(0))
+    return blocks, num_found, jnp.where(num_found > 0, tip_hash, start)
 
-    # What follows the last hit: the child of it that has most in common.
-    last = num_found[:, None] - 1
-    tip = _at(blocks, last, nothing)
-    tip_hash = jnp.where(num_found > 0, _at(hashes, last, np.uint32(0)), start)
-    rest_at = num_found[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
-    rest = _at_each(tokens, rest_at, -1)
-    at_most = jnp.minimum(usable - num_found * size, size - 1)
-    child = prefix.children[prefix_index.row_of(prefix.children, ~tip_hash)]
+
+def _find_part(
+    metadata: Metadata,
+    prompts: _Prompts,
+    num_found: jax.Array,
+    tip: jax.Array,
+    tip_hash: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Find the child of the last block found that begins most like what follows it.
+
+    Args:
+      metadata: with an index.
+      prompts: the prompts.
+      num_found: i32[B], columns found.
+      tip: i32[B], the last block found, N for none.
+      tip_hash: u32[B], of the prefix up to its end.
+
+    Returns:
+      i32[B], the child, N for none; and i32[B], the tokens in common.
+    """
+    prefix = index_of(metadata)
+    size, nothing = metadata.block_size, metadata.num_blocks
+    offset = jnp.arange(size, dtype=jnp.int32)[None]
+    rest = _at_each(prompts.tokens, num_found[:, None] * size + offset, -1)
+    at_most = jnp.minimum(prompts.usable - num_found * size, size - 1)
+    child = prefix.children[hash_tables.row_of(prefix.children, ~tip_hash)]
     is_child = (
         (prefix.hashes.at[child].get(mode="fill", fill_value=0) != 0)
         & (prefix.parents.at[child].get(mode="clip") == tip[:, None])
-        & (prefix.salts.at[child].get(mode="clip") == salts[:, None])
+        & (prefix.salts.at[child].get(mode="clip") == prompts.salts[:, None])
     )
-    theirs = prefix_index.tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
-    offset = jnp.arange(size, dtype=jnp.int32)[None, None]
+    theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
+    offset = offset[None]
     differs = (theirs != rest[:, None]) | (offset >= at_most[:, None, None])
     common = jnp.min(jnp.where(differs, offset, size), axis=2)
     common = jnp.where(is_child, common, 0)
     best = jnp.argmax(common, axis=1)[:, None].astype(jnp.int32)
     num_part = _at(common, best, 0)
-    part = jnp.where(num_part > 0, _at(child, best, nothing), nothing)
-    return Found(blocks, num_found, part, num_part)
+    return jnp.where(num_part > 0, _at(child, best, nothing), nothing), num_part
+
+
+@if_indexed
+def share(metadata: Metadata, row: jax.Array, found: Found) -> Metadata:
+    """Enter the whole blocks found in table rows, i32[B]; one of S or above is dropped.
+
+    They get an owner more each, so a cached one is not taken by others any more.
+    """
+    is_served = (row < metadata.max_sequences)[:, None]
+    blocks = jnp.where(is_served, found.blocks, metadata.num_blocks)
+    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.where(blocks < metadata.num_blocks, row[:, None], metadata.max_sequences)
+    tables = metadata.block_tables.at[rows, columns].set(blocks, mode="drop")
+    metadata = dataclasses.replace(metadata, block_tables=tables)
+    return holes.add_references(metadata, blocks.reshape(-1))
+
+
+def copy_part(
+    metadata: Metadata, row: jax.Array, found: Found
+) -> tuple[Metadata, BlockCopies | None]:
+    """Have the part of a block that was found copied into the first fresh one.
+
+    Args:
+      metadata: the state; the fresh blocks are mapped already.
+      row: i32[B], table rows; one of S or above gets no copy.
+      found: what was found.
+
+    Returns:
+      The metadata, tokens copied, and the copies due in storage, None without an index.
+    """
+    if metadata.prefix is None:
+        return metadata, None
+    fresh = metadata.block_tables.at[row, found.num_blocks].get(
+        mode="fill", fill_value=metadata.num_blocks
+    )
+    target = jnp.where(found.num_part > 0, fresh, metadata.num_blocks)
+    copies = BlockCopies(jnp.minimum(found.part, metadata.num_blocks - 1), target)
+    return copy_tokens(metadata, copies), copies
+
+
+@if_indexed
+def begin(
+    metadata: Metadata, row: jax.Array, salts: jax.Array, num_cached: jax.Array
+) -> Metadata:
+    """Let rows, i32[B], of domains, i32[B], begin with the tokens found, i32[B]."""
+    lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
+    metadata = dataclasses.replace(metadata, context_lengths=lengths)
+    return sequences.note_opened(metadata, row, salts, num_cached)
+
+
+@if_indexed
+def count_queries(
+    metadata: Metadata,
+    served: jax.Array,
+    tokens: jax.Array | None,
+    num_cached: jax.Array,
+) -> Metadata:
+    """Count the prompts of served requests, their tokens, and those found.
+
+    Args:
+      metadata: the state.
+      served: bool[B].
+      tokens: i32[B, P], or None where no request brought a prompt.
+      num_cached: i32[B].
+    """
+    if tokens is None:
+        return metadata
+    asked = (tokens >= 0) & served[:, None]
+    sums = {
+        Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
+        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
+        Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
+    }
+    return counters.add(metadata, sums)
 
 
 def _at(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:

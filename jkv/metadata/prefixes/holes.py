@@ -1,0 +1,179 @@
+"""Holes in the ring of free blocks, where cached blocks came back to life.
+
+A free block that the index finds is revived: it gets an owner and leaves the middle of
+the ring, where a hole remains. `positions` tells an entry from a hole. Before blocks
+are taken, the entries in front are moved together. Each hole is moved past once, so the
+work stays constant per block in the long run.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters, mentions, ring
+from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
+from jkv.metadata.xla_cpu import running_sum, written_after
+from jkv.state import Metadata, PrefixIndex, Ring
+from jkv.status import Counter
+
+# Entries of the ring looked at per trip of a loop.
+_CHUNK = 512
+
+
+@if_indexed
+def expose(metadata: Metadata, num: jax.Array) -> Metadata:
+    """Rid the first `num` free blocks, i32[], of holes between them.
+
+    Without an index there are none. With one this comes before any `peek` or `pop` on
+    the ring of free blocks.
+    """
+    free, prefix = metadata.free_blocks, index_of(metadata)
+    # No hole in the whole ring: nothing to look for.
+    num = jnp.where(free.span == free.count, 0, num)
+    free, prefix = _squeeze(free, prefix, _reach(free, prefix, num))
+    return dataclasses.replace(metadata, free_blocks=free, prefix=prefix)
+
+
+class Revivals(NamedTuple):
+    """What it takes to share cached blocks with B requests."""
+
+    costs: jax.Array  # i32[B], free blocks that the request is the first to name
+    wants: jax.Array  # bool[B], whether it names a free block at all
+
+
+def find_revivals(metadata: Metadata, blocks: jax.Array) -> Revivals:
+    """Count the free blocks that requests would bring back to life.
+
+    Args:
+      metadata: the state before the call.
+      blocks: i32[B, C], blocks found for each request, N for none.
+    """
+    if blocks.size == 0:
+        none = jnp.zeros(blocks.shape[:1], jnp.int32)
+        return Revivals(none, none > 0)
+    counts = metadata.reference_counts.at[blocks].get(mode="fill", fill_value=1)
+    is_free = counts == 0
+    is_first = mentions.is_first(blocks.reshape(-1), metadata.num_blocks)
+    costs = jnp.sum(is_free & is_first.reshape(blocks.shape), axis=1, dtype=jnp.int32)
+    return Revivals(costs, jnp.any(is_free, axis=1))
+
+
+@if_indexed
+def add_references(metadata: Metadata, block: jax.Array) -> Metadata:
+    """Give one more reference to each indexed block named, i32[P]; N is dropped.
+
+    A cached block is revived: it leaves the ring, where a hole remains.
+    """
+    free, prefix = metadata.free_blocks, index_of(metadata)
+    num_blocks = metadata.num_blocks
+    # The first lane of several that name a free block takes it from the ring.
+    counts = metadata.reference_counts
+    is_free = counts.at[block].get(mode="fill", fill_value=1) == 0
+    lane = jnp.arange(block.shape[0], dtype=jnp.int32) - block.shape[0]
+    counts, revived = mentions.mark_lowest(
+        counts, jnp.where(is_free, block, num_blocks), lane
+    )
+    counts = counts.at[written_after(revived, block, num_blocks)].set(0, mode="drop")
+    num = jnp.sum(revived, dtype=jnp.int32)
+    count = free.count - num
+    free = Ring.of(
+        free.ids,
+        head=free.head,
+        span=free.span,
+        count=count,
+        fewest=jnp.minimum(free.fewest, count),
+    )
+    gone = jnp.where(revived, block, num_blocks)
+    prefix = dataclasses.replace(
+        prefix, positions=prefix.positions.at[gone].set(-1, mode="drop")
+    )
+    # The ring has room for N holes beside N blocks; more than that are squeezed out.
+    full = free.span - free.count > num_blocks
+    end = _reach(free, prefix, jnp.where(full, free.count, 0))
+    free, prefix = _squeeze(free, prefix, end)
+    metadata = dataclasses.replace(
+        metadata,
+        reference_counts=counts.at[block].add(1, mode="drop"),
+        free_blocks=free,
+        prefix=prefix,
+    )
+    return counters.add(metadata, {Counter.BLOCKS_TAKEN: num})
+
+
+def entries(metadata: Metadata, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the free blocks at distances from the head of the ring.
+
+    Args:
+      metadata: the state.
+      index: i32[P].
+
+    Returns:
+      i32[P], and bool[P]: which of them are entries, not holes and not past the tail.
+    """
+    free = metadata.free_blocks
+    if metadata.prefix is None:
+        return ring.peek(free, index), index < free.span
+    return _entries(free, metadata.prefix, index)
+
+
+def _entries(
+    free: Ring, prefix: PrefixIndex, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    place = ring.wrap(free, free.head + index)
+    block = free.ids.at[place].get(mode="clip")
+    inside = (index >= 0) & (index < free.span)
+    return block, inside & (prefix.positions.at[block].get(mode="clip") == place)
+
+
+def _reach(free: Ring, prefix: PrefixIndex, num: jax.Array) -> jax.Array:
+    """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
+    lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
+
+    def chunk(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        end, found = state
+        more = jnp.sum(_entries(free, prefix, end + lanes)[1], dtype=jnp.int32)
+        return jnp.minimum(end + _CHUNK, free.span), found + more
+
+    return jax.lax.while_loop(
+        lambda state: state[1] < num, chunk, (jnp.int32(0), jnp.int32(0))
+    )[0]
+
+
+def _squeeze(
+    free: Ring, prefix: PrefixIndex, end: jax.Array
+) -> tuple[Ring, PrefixIndex]:
+    """Move the entries before `end` together, up to `end`; the head follows."""
+    lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
+    capacity = free.ids.shape[0]
+    num_blocks = prefix.positions.shape[0]
+    Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+    # From the end towards the head: an entry only moves to places already read.
+    def chunk(state: Carry) -> Carry:
+        ids, positions, read_to, write_to = state
+        index = read_to - _CHUNK + lanes
+        block, entry = _entries(
+            dataclasses.replace(free, ids=ids),
+            dataclasses.replace(prefix, positions=positions),
+            index,
+        )
+        rank = running_sum(entry.astype(jnp.int32))
+        target = ring.wrap(free, free.head + write_to - rank[-1] + rank - 1)
+        ids = ids.at[jnp.where(entry, target, capacity)].set(block, mode="drop")
+        moved = jnp.where(entry, block, num_blocks)
+        positions = positions.at[moved].set(target, mode="drop")
+        return ids, positions, read_to - _CHUNK, write_to - rank[-1]
+
+    ids, positions, _, start = jax.lax.while_loop(
+        lambda state: state[2] > 0, chunk, (free.ids, prefix.positions, end, end)
+    )
+    free = Ring.of(
+        ids,
+        head=ring.wrap(free, free.head + start),
+        span=free.span - start,
+        count=free.count,
+        fewest=free.fewest,
+    )
+    return free, dataclasses.replace(prefix, positions=positions)

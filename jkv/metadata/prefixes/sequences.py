@@ -1,0 +1,62 @@
+"""What the prefix index notes of each sequence: its domain, and how far it is visible.
+
+A sequence has an *epoch*, the clock when it was opened, cut back or reordered last. A
+step that was planned in another epoch makes nothing visible.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters
+from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
+from jkv.state import Metadata
+
+
+@if_indexed
+def note_opened(
+    metadata: Metadata, row: jax.Array, salts: jax.Array, committed: jax.Array
+) -> Metadata:
+    """Note the domain of opened rows, i32[B], and the tokens found for them."""
+    prefix = index_of(metadata)
+    stamp = counters.now(metadata) + jnp.uint32(1)
+    prefix = dataclasses.replace(
+        prefix,
+        committed=prefix.committed.at[row].set(committed, mode="drop"),
+        sequence_salts=prefix.sequence_salts.at[row].set(salts, mode="drop"),
+        epochs=prefix.epochs.at[row].set(stamp, mode="drop"),
+    )
+    return dataclasses.replace(metadata, prefix=prefix)
+
+
+@if_indexed
+def inherit(
+    metadata: Metadata, before: Metadata, row: jax.Array, parents: jax.Array
+) -> Metadata:
+    """Let rows, i32[B], continue from what the parents' had been in `before`."""
+    prefix = index_of(before)
+    return note_opened(
+        metadata,
+        row,
+        prefix.sequence_salts.at[parents].get(mode="clip"),
+        prefix.committed.at[parents].get(mode="clip"),
+    )
+
+
+@if_indexed
+def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+    """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
+    prefix = index_of(metadata)
+    committed = jnp.minimum(prefix.committed.at[row].get(mode="clip"), lengths)
+    # An empty sequence holds nothing that could be out of date.
+    committed = jnp.where(lengths == 0, 0, committed)
+    salts = prefix.sequence_salts.at[row].get(mode="clip")
+    return note_opened(metadata, row, salts, committed)
+
+
+def epochs(metadata: Metadata, seq_ids: jax.Array) -> jax.Array | None:
+    """Return when each sequence was opened or last cut back, u32[B], with an index."""
+    if metadata.prefix is None:
+        return None
+    return metadata.prefix.epochs.at[seq_ids].get(mode="clip")
