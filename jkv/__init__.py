@@ -16,7 +16,7 @@ from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
-from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, PrefixIndex, Ring
+from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, PrefixIndex, Ring, Slots
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -46,7 +46,6 @@ from jkv.verbs.forking import Fork, fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
     BlockInfo,
-    Slots,
     block_ids,
     block_info,
     num_free_blocks,

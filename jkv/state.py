@@ -10,7 +10,7 @@ call, R token rows in a batch.
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -336,3 +336,10 @@ class Batch:
         """Row of each request's last token, i32[B]; R where it has none."""
         last = self.query_starts + self.query_lengths - 1
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
+
+
+class Slots(NamedTuple):
+    """Cells of tokens: where each one is stored."""
+
+    block_ids: jax.Array  # i32[...], N where nothing is mapped
+    offsets: jax.Array  # i32[...], 0 to T-1

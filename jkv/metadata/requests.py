@@ -45,6 +45,13 @@ def broadcast(
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
+def as_index(value: jax.Array | int) -> jax.Array:
+    """Return one index as i32[]; an int stays on the host, where jit takes it."""
+    if isinstance(value, jax.Array):
+        return value.astype(jnp.int32)
+    return np.int32(np.clip(value, I32.min, I32.max))  # type: ignore[return-value]
+
+
 def as_prompts(tokens: jax.Array) -> jax.Array:
     """Return prompts as i32[B, P]; reject what is not a row of tokens per prompt."""
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.requests import Integers
-from jkv.state import Cache
-
-
-class Slots(NamedTuple):
-    """Cells of tokens: where each one is stored."""
-
-    block_ids: jax.Array  # i32[...], N where nothing is mapped
-    offsets: jax.Array  # i32[...], 0 to T-1
+from jkv.state import Cache, Metadata, Slots
 
 
 class BlockInfo(NamedTuple):
@@ -39,10 +32,7 @@ def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
       >>> jkv.block_ids(cache, 0).tolist()
       [0, 1, 4, 4]
     """
-    meta = cache.metadata
-    return meta.block_tables.at[table_row(cache, seq_id)].get(
-        mode="fill", fill_value=meta.num_blocks
-    )
+    return table_of(cache.metadata, requests.as_index(seq_id))
 
 
 def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
@@ -65,17 +55,9 @@ def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
       Slots(block_ids=Array([0, 1, 4], dtype=int32), offsets=Array([0, 1, 0], \
 dtype=int32))
     """
-    seq_ids, positions = (
-        jnp.asarray(a) for a in requests.broadcast(seq_ids=seq_ids, positions=positions)
+    return _slots(
+        cache.metadata, *requests.broadcast(seq_ids=seq_ids, positions=positions)
     )
-    meta = cache.metadata
-    column, offset = tables.locate(meta, positions)
-    column = jnp.where(positions < 0, meta.max_blocks_per_sequence, column)
-    found = meta.block_tables.at[table_row(cache, seq_ids), column].get(
-        mode="fill", fill_value=meta.num_blocks
-    )
-    mapped = found < meta.num_blocks
-    return Slots(found, jnp.where(mapped, offset, 0))
 
 
 def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
@@ -96,16 +78,12 @@ def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
       >>> jkv.tokens(cache, 0).tolist()
       [7, 8, 9, -1, -1, -1]
     """
-    recorded = cache.metadata.tokens
-    if recorded is None:
+    if cache.metadata.tokens is None:
         raise ValueError(
             "this cache does not record tokens; configure it with "
             "CacheConfig(record_tokens=True) and pass tokens= to append"
         )
-    most = cache.max_context_length
-    rows = recorded.at[block_ids(cache, seq_id)].get(mode="clip")
-    valid = jnp.arange(most, dtype=jnp.int32) < length_of(cache, seq_id)
-    return jnp.where(valid, rows.reshape(-1)[:most], -1)
+    return _tokens(cache.metadata, cache.metadata.tokens, requests.as_index(seq_id))
 
 
 def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
@@ -121,26 +99,7 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
       >>> bool(jkv.block_info(cache, 2).is_free)
       True
     """
-    counts = cache.metadata.reference_counts
-    block_id = jnp.asarray(block_id, jnp.int32)
-    known = (block_id >= 0) & (block_id < cache.num_blocks)
-    count = jnp.where(known, counts.at[block_id].get(mode="clip"), 0)
-    is_free = known & (count == 0)
-    is_cached = is_free & prefix_index.is_indexed(cache.metadata, block_id)
-    return BlockInfo(count, is_free, is_cached)
-
-
-def table_row(cache: Cache, seq_ids: jax.Array | int) -> jax.Array:
-    """Return table rows for sequence ids, S for those that are not open."""
-    ids = jnp.asarray(seq_ids, jnp.int32)
-    return jnp.where(requests.is_live(cache.metadata, ids), ids, cache.max_sequences)
-
-
-def length_of(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
-    """Return the context length of a sequence, i32[], 0 if it is not open."""
-    return cache.metadata.context_lengths.at[table_row(cache, seq_id)].get(
-        mode="fill", fill_value=0
-    )
+    return _block_info(cache.metadata, requests.as_index(block_id))
 
 
 def num_free_blocks(cache: Cache) -> jax.Array:
@@ -155,3 +114,54 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       2
     """
     return cache.metadata.free_blocks.count
+
+
+@jax.jit
+def table_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
+    """Return the row of the block tables of a sequence, i32[M], N if it is closed."""
+    return metadata.block_tables.at[_row(metadata, seq_id)].get(
+        mode="fill", fill_value=metadata.num_blocks
+    )
+
+
+@jax.jit
+def length_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
+    """Return the context length of a sequence, i32[], 0 if it is not open."""
+    return metadata.context_lengths.at[_row(metadata, seq_id)].get(
+        mode="fill", fill_value=0
+    )
+
+
+@jax.jit
+def _slots(metadata: Metadata, seq_ids: jax.Array, positions: jax.Array) -> Slots:
+    column, offset = tables.locate(metadata, positions)
+    column = jnp.where(positions < 0, metadata.max_blocks_per_sequence, column)
+    found = metadata.block_tables.at[_row(metadata, seq_ids), column].get(
+        mode="fill", fill_value=metadata.num_blocks
+    )
+    return Slots(found, jnp.where(found < metadata.num_blocks, offset, 0))
+
+
+@jax.jit
+def _tokens(metadata: Metadata, recorded: jax.Array, seq_id: jax.Array) -> jax.Array:
+    most = metadata.max_context_length
+    rows = recorded.at[table_of(metadata, seq_id)].get(mode="clip")
+    valid = jnp.arange(most, dtype=jnp.int32) < length_of(metadata, seq_id)
+    return jnp.where(valid, rows.reshape(-1)[:most], -1)
+
+
+@jax.jit
+def _block_info(metadata: Metadata, block_id: jax.Array) -> BlockInfo:
+    counts = metadata.reference_counts
+    known = (block_id >= 0) & (block_id < metadata.num_blocks)
+    count = jnp.where(known, counts.at[block_id].get(mode="clip"), 0)
+    is_free = known & (count == 0)
+    is_cached = is_free & prefix_index.is_indexed(metadata, block_id)
+    return BlockInfo(count, is_free, is_cached)
+
+
+def _row(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+    """Return table rows for sequence ids, i32[...], S for those that are not open."""
+    return jnp.where(
+        requests.is_live(metadata, seq_ids), seq_ids, metadata.max_sequences
+    )

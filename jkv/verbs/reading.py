@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config.dtypes import SCALE_NAMES
+from jkv.metadata import requests
 from jkv.state import Cache
 from jkv.storage import quantization
-from jkv.verbs.lookups import block_ids, length_of
+from jkv.verbs.lookups import length_of, table_of
 from jkv.verbs.writing import check_layer
 
 
@@ -36,21 +37,7 @@ def read(
       ((20, 2, 8), 0)
     """
     check_layer(cache, layer)
-    length = length_of(cache, seq_id)
-    row = block_ids(cache, seq_id)
-    most = cache.max_context_length
-    valid = (jnp.arange(most, dtype=jnp.int32) < length)[:, None, None]
-    layer = jnp.asarray(layer, jnp.int32)
-
-    def gather(pool: jax.Array) -> jax.Array:
-        return pool.at[layer, row].get(mode="clip")
-
-    def in_order(blocks: jax.Array) -> jax.Array:
-        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
-        return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
-
-    keys, values = (in_order(blocks) for blocks in _restored(cache, gather))
-    return keys, values, length
+    return _read(cache, requests.as_index(layer), requests.as_index(seq_id))
 
 
 def read_slot(
@@ -72,17 +59,37 @@ def read_slot(
       (2, 8)
     """
     check_layer(cache, layer)
-    layer, block_id, offset = (
-        jnp.asarray(index, jnp.int32) for index in (layer, block_id, offset)
-    )
+    return _read_slot(cache, *map(requests.as_index, (layer, block_id, offset)))
+
+
+@jax.jit
+def _read(
+    cache: Cache, layer: jax.Array, seq_id: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    length = length_of(cache.metadata, seq_id)
+    row = table_of(cache.metadata, seq_id)
+    most = cache.max_context_length
+    valid = (jnp.arange(most, dtype=jnp.int32) < length)[:, None, None]
+
+    def in_order(blocks: jax.Array) -> jax.Array:
+        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
+        return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
+
+    keys, values = _restored(cache, lambda pool: pool.at[layer, row].get(mode="clip"))
+    return in_order(keys), in_order(values), length
+
+
+@jax.jit
+def _read_slot(
+    cache: Cache, layer: jax.Array, block_id: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     # Negative indices would wrap around.
     known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
     block_id = jnp.where(known, block_id, cache.num_blocks)
-
-    def gather(pool: jax.Array) -> jax.Array:
-        return pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0)
-
-    return _restored(cache, gather)
+    return _restored(
+        cache,
+        lambda pool: pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0),
+    )
 
 
 def _restored(

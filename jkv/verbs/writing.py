@@ -1,11 +1,16 @@
 """write: the keys and values of one layer go to the slots of the batch."""
 
+import functools
+from typing import Any
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.dtypes import SCALE_NAMES
-from jkv.state import Batch, Cache
+from jkv.metadata import requests
+from jkv.state import Batch, Cache, Slots
 from jkv.storage import quantization
 
 
@@ -51,29 +56,50 @@ def write(
             if cache.values is None
             else "write needs values too; only with values_in_keys they lie in the keys"
         )
-    rows: dict[str, jax.Array] = {}
-    for name, array in (("keys", keys), ("values", values)):
-        if array is not None:
-            rows |= _to_storage(cache, batch, name, array)
-    layer = jnp.asarray(layer, jnp.int32)
+    rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
+    for name, array in rows.items():
+        _check_rows(cache, batch, name, array)
+    storage = _write(
+        cache.storage,
+        requests.as_index(layer),
+        Slots(batch.block_ids, batch.offsets),
+        batch.valid,
+        rows,
+        dtype=cache.dtype,
+    )
+    return cache.with_storage(storage)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _write(
+    storage: dict[str, jax.Array],
+    layer: jax.Array,
+    slots: Slots,
+    valid: jax.Array,
+    rows: dict[str, jax.Array],
+    *,
+    dtype: np.dtype[Any],
+) -> dict[str, jax.Array]:
+    """Store rows of keys and values, [R, K, D] each, in the slots of valid ones."""
+    chex.assert_equal_shape([slots.block_ids, slots.offsets, valid])
+    stored: dict[str, jax.Array | None] = {}
+    for name, given in rows.items():
+        stored[name], stored[SCALE_NAMES[name]] = quantization.quantise(given, dtype)
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
-    past_end = cache.num_blocks + jnp.arange(batch.num_rows, dtype=jnp.int32)
-    known = batch.valid & (layer >= 0)
-    block_ids = jnp.where(known, batch.block_ids, past_end)
-    written = {
-        name: stored.at[layer, block_ids, :, batch.offsets].set(
-            rows[name], mode="drop", unique_indices=True
+    num_blocks, num_rows = storage["keys"].shape[1], valid.shape[0]
+    past_end = num_blocks + jnp.arange(num_rows, dtype=jnp.int32)
+    block_ids = jnp.where(valid & (layer >= 0), slots.block_ids, past_end)
+    return {
+        name: pool.at[layer, block_ids, :, slots.offsets].set(
+            stored[name], mode="drop", unique_indices=True
         )
-        for name, stored in cache.storage.items()
+        for name, pool in storage.items()
     }
-    return cache.with_storage(written)
 
 
-def _to_storage(
-    cache: Cache, batch: Batch, name: str, rows: jax.Array
-) -> dict[str, jax.Array]:
-    """Return rows of "keys" or "values" as the storage has them, and their scales."""
+def _check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
+    """Reject rows of "keys" or "values" that are not one for each row of the batch."""
     width = cache.storage[name].shape[4]
     expected = (batch.num_rows, cache.num_kv_heads, width)
     if rows.shape != expected:
@@ -81,10 +107,6 @@ def _to_storage(
             f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
             f"of the batch, got {list(rows.shape)}"
         )
-    elements, scales = quantization.quantise(rows, cache.dtype)
-    if scales is None:
-        return {name: elements}
-    return {name: elements, SCALE_NAMES[name]: scales}
 
 
 def check_layer(cache: Cache, layer: jax.Array | int) -> None:
