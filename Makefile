@@ -22,8 +22,9 @@ TEST_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # game against the plain-Python cache run with it on both.
 PLAIN_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
-WITH_MLIR := $(patsubst %,tests/test_%.py,attention attention_gradients in_place \
-  quantization random_operations stages)
+WITH_MLIR := $(patsubst %,tests/%.py,attention/test_attention attention/test_gradients \
+  metadata/test_stages storage/test_quantization verbs/test_in_place \
+  verbs/test_random_operations)
 
 NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
   $(PYENV_ROOT)/versions/3.,14 13 12)))

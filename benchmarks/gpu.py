@@ -433,7 +433,13 @@ def main() -> None:
     print(harness.header("Attention on a GPU", where), flush=True)
     tests = None
     if not options.no_tests:
-        command = [sys.executable, "-m", "pytest", "-q", "tests/test_pallas.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "tests/attention/kernel/test_pallas.py",
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         tests = (done.stdout.strip().splitlines() or ["no output"])[-1]
         print(f"kernel tests: {tests}", flush=True)

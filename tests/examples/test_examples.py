@@ -1,7 +1,6 @@
 """The scripts of examples/ as a user runs them, and what they say to bad input."""
 
 import os
-import pathlib
 import re
 import runpy
 import subprocess
@@ -9,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from places import EXAMPLES, ROOT
 
 import jkv
 
@@ -16,8 +16,6 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-ROOT = pathlib.Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
@@ -59,7 +57,7 @@ def test_every_script_is_run_by_some_test():
     here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
-        assert (ROOT / "tests" / f"{test}.py").exists()
+        assert (ROOT / "tests" / "examples" / f"{test}.py").exists()
 
 
 @pytest.mark.parametrize(

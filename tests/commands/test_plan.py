@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import small_config
+from places import EXAMPLES, ROOT
 
 import jkv
 from jkv.commands.capacity import make_plan
 from jkv.config.units import human_bytes, parse_bytes
 
-ROOT = pathlib.Path(__file__).parent.parent
-PYDOC = ROOT / "examples" / "models" / "pydoc"
+PYDOC = EXAMPLES / "models" / "pydoc"
 SIZES = dict(num_layers=2, num_kv_heads=2, head_dim=8)
 
 # What the settings of well-known models come to, by hand.

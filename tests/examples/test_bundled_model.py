@@ -12,17 +12,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import corpus
 import jax
 import numpy as np
+import pydoc_model
 import pytest
+from places import EXAMPLES
 from safetensors.numpy import load_file
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-corpus = importlib.import_module("corpus")
-pydoc_model = importlib.import_module("pydoc_model")
 
 FOLDER = pydoc_model.FOLDER
 HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))

@@ -9,21 +9,18 @@ checked here at once: packing, positions, windows, block tables, all layers.
 import dataclasses
 import importlib.util
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import llama
 import numpy as np
 import pytest
 import write_llama_fixtures as fixtures
 
 import jkv
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-llama = importlib.import_module("llama")
 
 # Absolute, for logits of 5 to 15 in float32. The largest difference seen was 2.4e-5,
 # the mildest wrong answer below is off by 0.9.

@@ -4,27 +4,24 @@ Whatever the model would compute wrongly has to be refused by name when it is lo
 """
 
 import dataclasses
-import importlib
 import json
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import llama
+import llama.rope as rope
 import numpy as np
 import pytest
 import tokenizers
+from places import FIXTURES
 from safetensors.numpy import load_file, save_file
 
 import jkv
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-llama = importlib.import_module("llama")
-rope = importlib.import_module("llama.rope")
-
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
+CHECKPOINTS = FIXTURES / "llama"
 
 SMALLEST = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,7 +49,7 @@ def parse(**changes):
 @pytest.fixture
 def folder(tmp_path):
     """A checkpoint folder to damage: small, tied, in one file."""
-    return Path(shutil.copytree(FIXTURES / "llama3", tmp_path / "checkpoint"))
+    return Path(shutil.copytree(CHECKPOINTS / "llama3", tmp_path / "checkpoint"))
 
 
 def rewrite_tensors(folder, change):
@@ -219,7 +216,7 @@ def test_damaged_json_names_its_file(folder):
 
 
 def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
-    sharded = FIXTURES / "llama2"
+    sharded = CHECKPOINTS / "llama2"
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert len(shards) > 2
     shutil.copy(sharded / "config.json", tmp_path)
@@ -242,9 +239,9 @@ def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_weights_and_activations_have_the_dtype_asked_for(dtype):
-    model, params = llama.load(FIXTURES / "qwen3", dtype=dtype)
+    model, params = llama.load(CHECKPOINTS / "qwen3", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-    expected = np.load(FIXTURES / "qwen3" / "expected.npz")
+    expected = np.load(CHECKPOINTS / "qwen3" / "expected.npz")
     tokens = jnp.asarray(expected["prompts"][1:17])  # the start of the second prompt
     logits = np.asarray(last_logits(model, params, tokens, dtype))
     assert logits.dtype == np.float32
@@ -275,7 +272,7 @@ def last_logits(model, params, tokens, dtype=jnp.float32):
 
 
 def test_token_ids_outside_the_vocabulary_do_not_pass_for_others():
-    model, params = llama.load(FIXTURES / "llama3")
+    model, params = llama.load(CHECKPOINTS / "llama3")
     good = jnp.asarray([3, 4, 5], jnp.int32)
     assert np.isfinite(last_logits(model, params, good)).all()
     for wrong in (-1, model.config.vocab_size):
@@ -284,7 +281,7 @@ def test_token_ids_outside_the_vocabulary_do_not_pass_for_others():
 
 def test_random_params_have_the_structure_of_loaded_ones():
     for name in ("llama2", "llama_linear", "qwen2", "qwen3"):
-        model, params = llama.load(FIXTURES / name)
+        model, params = llama.load(CHECKPOINTS / name)
         draw = partial(llama.random_params, model.config, dtype=jnp.float16)
         drawn = jax.eval_shape(draw, jax.random.key(0))
         assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
@@ -297,7 +294,7 @@ def test_missing_files_are_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"convert \['pytorch_model.bin'\]"):
         llama.load(folder)
-    shutil.copytree(FIXTURES / "llama2", folder, dirs_exist_ok=True)
+    shutil.copytree(CHECKPOINTS / "llama2", folder, dirs_exist_ok=True)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"\['model-00002-of-00003"):
         llama.load(folder)
@@ -314,7 +311,7 @@ def test_damaged_shard_indices_and_shards_are_named(folder):
         llama.load(folder)
 
     # An index that sends a tensor to the wrong shard.
-    shutil.copytree(FIXTURES / "llama2", folder, dirs_exist_ok=True)
+    shutil.copytree(CHECKPOINTS / "llama2", folder, dirs_exist_ok=True)
     contents = json.loads(index.read_text())
     contents["weight_map"]["lm_head.weight"] = "model-00002-of-00003.safetensors"
     index.write_text(json.dumps(contents))
@@ -394,7 +391,7 @@ def test_missing_and_damaged_tokenizers_are_named(tmp_path):
 
 
 def test_cache_fields_fit_the_model():
-    model, _ = llama.load(FIXTURES / "qwen3")
+    model, _ = llama.load(CHECKPOINTS / "qwen3")
     assert model.cache_fields == dict(num_layers=2, num_kv_heads=2, head_dim=16)
     changed = dataclasses.replace(model.config, num_layers=3)
     assert llama.Llama(changed) != model

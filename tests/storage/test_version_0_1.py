@@ -5,14 +5,14 @@ tokens 100 to 108, sequence 1 tokens 109 to 114, sequence 2 is a fork of 0. The 
 token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
 """
 
-import pathlib
 import pickle
 
 import numpy as np
+from places import FIXTURES
 
 import jkv
 
-FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "version_0_1"
+WRITTEN = FIXTURES / "version_0_1"
 
 
 def assert_holds(cache: jkv.Cache, seq_id: int, first: int, count: int) -> None:
@@ -27,7 +27,7 @@ def assert_holds(cache: jkv.Cache, seq_id: int, first: int, count: int) -> None:
 
 
 def test_a_cache_is_read() -> None:
-    cache = jkv.load(FIXTURES / "cache.safetensors")
+    cache = jkv.load(WRITTEN / "cache.safetensors")
     jkv.check(cache)
     for seq_id, first, count in ((0, 0, 9), (1, 9, 6), (2, 0, 9)):
         assert_holds(cache, seq_id, first, count)
@@ -36,18 +36,18 @@ def test_a_cache_is_read() -> None:
 
 
 def test_sequences_are_read_into_a_cache() -> None:
-    whole = jkv.load(FIXTURES / "cache.safetensors")
+    whole = jkv.load(WRITTEN / "cache.safetensors")
     cache, status = jkv.free(whole, [0, 2])
-    cache, back = jkv.load(FIXTURES / "sequences.safetensors", cache)
+    cache, back = jkv.load(WRITTEN / "sequences.safetensors", cache)
     jkv.raise_for_status(back)
     for seq_id in back.seq_ids.tolist():
         assert_holds(cache, seq_id, 0, 9)
 
 
 def test_pickled_sequences_come_back() -> None:
-    swapped = pickle.loads((FIXTURES / "swapped.pickle").read_bytes())
+    swapped = pickle.loads((WRITTEN / "swapped.pickle").read_bytes())
     assert isinstance(swapped, jkv.Swapped)
-    cache, _ = jkv.free(jkv.load(FIXTURES / "cache.safetensors"), [0, 2])
+    cache, _ = jkv.free(jkv.load(WRITTEN / "cache.safetensors"), [0, 2])
     cache, back = jkv.swap_in(cache, swapped)
     jkv.raise_for_status(back)
     jkv.check(cache)

@@ -7,12 +7,12 @@ to `benchmarks/results/kernel_code.json` too.
 
 import json
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
+from places import ROOT
 
 from jkv.attention.kernel.tuning import TABLE, find_tuning
 
@@ -23,7 +23,7 @@ triton = pytest.importorskip(
 from machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402
 
 KEEP = bool(os.environ.get("JKV_KEEP_RESULTS"))
-RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results/kernel_code.json"
+RESULTS = ROOT / "benchmarks" / "results" / "kernel_code.json"
 # All the options there are, blocks smaller than a tile, a group that is padded.
 HARDEST = {"group": 12, "block_size": 4, "options": True}
 # Head dim, value head dim, the rest: each row of the table by its hardest shapes.

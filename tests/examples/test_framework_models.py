@@ -1,23 +1,18 @@
 """The Flax NNX and the Equinox example agree with plain attention over whole texts."""
 
 import dataclasses
-import importlib
 import inspect
-import sys
 from functools import partial
-from pathlib import Path
 
+import equinox_model
 import flax.nnx as nnx
+import flax_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-equinox_model = importlib.import_module("equinox_model")
-flax_model = importlib.import_module("flax_model")
 
 # Absolute, for logits up to about 10 in float32.
 TOLERANCE = 2e-5
