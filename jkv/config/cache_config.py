@@ -5,7 +5,6 @@ All arithmetic is on Python ints, which cannot overflow.
 
 import dataclasses
 import logging
-import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,17 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.dtypes import (
-    SCALE_DTYPE,
-    SCALE_NAMES,
-    STORAGE_DTYPES,
-    STORAGE_NAMES,
-    checked_dtype,
-    needs_scales,
-)
+from jkv.config.dtypes import checked_dtype, needs_scales
 from jkv.config.huggingface import read_sizes
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
 from jkv.config.units import human_bytes, parse_bytes
-from jkv.status import NUM_COUNTERS
 
 logger = logging.getLogger(__name__)
 
@@ -132,62 +124,27 @@ class CacheConfig:
         return self.num_blocks * self.block_size
 
     @property
+    def sizes(self) -> Sizes:
+        """What decides the arrays of the cache: its fields, by the same names."""
+        return Sizes(**{name: getattr(self, name) for name in Sizes._fields})
+
+    @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every array of the cache, by name."""
-        blocks, sequences = self.num_blocks, self.max_sequences
-        stored = STORAGE_DTYPES[self.dtype]
-        pool = (self.num_layers, blocks, self.num_kv_heads, self.block_size)
-        shapes: dict[str, tuple[tuple[Any, ...], Any]] = {
-            "block_tables": ((sequences, self.max_blocks_per_sequence), jnp.int32),
-            "context_lengths": ((sequences,), jnp.int32),
-            "num_mapped_blocks": ((sequences,), jnp.int32),
-            "is_open": ((sequences,), jnp.bool_),
-            "reference_counts": ((blocks,), jnp.int32),
-            # With a prefix index the ring of blocks has room for as many holes.
-            "free_blocks.ids": ((blocks * (1 + self.prefix_caching),), jnp.int32),
-            "free_blocks.bounds": ((4,), jnp.int32),
-            "free_sequences.ids": ((sequences,), jnp.int32),
-            "free_sequences.bounds": ((4,), jnp.int32),
-            "created": ((sequences,), jnp.uint32),
-            "last_used": ((sequences,), jnp.uint32),
-            "num_uses": ((sequences,), jnp.uint32),
-            "counters": ((NUM_COUNTERS, 2), jnp.uint32),
-            "keys": ((*pool, self.head_dim), stored),
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in lay_out(self.sizes).items()
         }
-        if not self.values_in_keys:
-            shapes["values"] = ((*pool, self.value_head_dim), stored)
-        if self.is_quantized:
-            for name, scales in SCALE_NAMES.items():
-                if name in shapes:
-                    shapes[scales] = (pool, STORAGE_DTYPES[SCALE_DTYPE])
-        if self.record_tokens or self.prefix_caching:
-            shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
-        if self.prefix_caching:
-            shapes["prefix.buckets"] = ((blocks, 8), jnp.int32)
-            shapes["prefix.children"] = ((blocks, 16), jnp.int32)
-            for name, size, dtype in (
-                ("hashes", blocks, jnp.uint32),
-                ("parents", blocks, jnp.int32),
-                ("salts", blocks, jnp.int32),
-                ("positions", blocks, jnp.int32),
-                ("committed", sequences, jnp.int32),
-                ("sequence_salts", sequences, jnp.int32),
-                ("epochs", sequences, jnp.uint32),
-            ):
-                shapes[f"prefix.{name}"] = ((size,), dtype)
-        return {k: jax.ShapeDtypeStruct(s, d) for k, (s, d) in shapes.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+        return sum(array.nbytes for array in lay_out(self.sizes).values())
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of keys and values, with their scales."""
-        arrays = self.arrays
-        pools = (arrays[name] for name in STORAGE_NAMES if name in arrays)
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in pools)
+        return sum(array.nbytes for array in lay_out_storage(self.sizes).values())
 
     @property
     def metadata_bytes(self) -> int:

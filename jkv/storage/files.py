@@ -21,12 +21,15 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.status import CacheError
+
+Path: TypeAlias = str | os.PathLike[str]
+
 
 FORMAT, VERSION = "jkv", 1
 
@@ -85,7 +88,7 @@ class FileError(CacheError):
       True
     """
 
-    def __init__(self, path: str | os.PathLike[str], fault: str) -> None:
+    def __init__(self, path: Path, fault: str) -> None:
         """Name the file and the fault."""
         super().__init__(f"{os.fspath(path)} {fault}")
 
@@ -104,7 +107,7 @@ class Tensor(NamedTuple):
 
 
 def write_file(
-    path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 ) -> None:
     """Write a file, whole or not at all.
 
@@ -138,7 +141,7 @@ def write_file(
 
 
 def read_file(
-    path: str | os.PathLike[str],
+    path: Path,
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Verify a file and return its metadata and its arrays, mapped into memory.
 
@@ -201,7 +204,7 @@ def _header(metadata: dict[str, str], entries: dict[str, Any], checksum: str) ->
 
 
 def _read_header(
-    path: str | os.PathLike[str], file: IO[bytes], size: int
+    path: Path, file: IO[bytes], size: int
 ) -> tuple[bytes, dict[str, Any]]:
     """Return the header as bytes and as JSON, known to be of our format and version."""
     length = int.from_bytes(file.read(8), "little")
@@ -233,7 +236,7 @@ def _read_header(
 
 
 @contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file that takes the place of `path` if the block succeeds."""
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
