@@ -30,18 +30,13 @@ from jkv.status import CacheError
 
 Path: TypeAlias = str | os.PathLike[str]
 
-
 FORMAT, VERSION = "jkv", 1
-
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
-
 CHUNK_BYTES = 2**24  # read, hashed and written at a time
 
-
 PROGRESS_SECONDS = 2.0  # between two lines in the log
-
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -62,16 +57,12 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 _NO_CHECKSUM = "0" * hashlib.sha256().digest_size * 2
 
-
 # Our files begin so; it tells a harmed one from one that was never ours.
 _BEGINNING = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
-
 
 logger = logging.getLogger("jkv")
 
