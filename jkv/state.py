@@ -198,6 +198,15 @@ class Cache:
         arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
         return {name: array for name, array in arrays.items() if array is not None}
 
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """All arrays, by their names in `CacheConfig.arrays`."""
+        arrays = {}
+        for path, array in jax.tree_util.tree_leaves_with_path(self):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            arrays[name.removeprefix("metadata.")] = array
+        return arrays
+
     def with_metadata(self, metadata: Metadata) -> "Cache":
         """Return the cache with other metadata; itself if they are its own."""
         if metadata is self.metadata:

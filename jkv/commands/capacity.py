@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.config.cache_config import DEFAULT_SEQUENCES, CacheConfig
+from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
+from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 

@@ -48,12 +48,9 @@ from jkv.verbs.writing import write
 
 PACKAGES = ("jax", "jaxlib", "numpy", "chex", "triton")
 
-
 PLUGIN_PREFIXES = ("jax-rocm", "jax-cuda", "jax_rocm", "jax_cuda", "libtpu")
 
-
 ENVIRONMENT = ("JAX_", "XLA_", "HIP_", "ROCR_", "HSA_", "CUDA_VISIBLE")
-
 
 # What to ask of drivers, where the program is there.
 DRIVER_COMMANDS = (
@@ -61,12 +58,9 @@ DRIVER_COMMANDS = (
     ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
 )
 
-
 DRIVER_FILES = ("/sys/module/amdgpu/version", "/opt/rocm/.info/version")
 
-
 IMPLEMENTATIONS = ("xla", "pallas")
-
 
 # Largest error against the reference, by dtype: a few units of the last place of
 # values around 1.
@@ -111,7 +105,6 @@ DECODE: dict[str, Any] = {
     "query_lengths": (1, 1, 1),
     "context_lengths": (70, 1, 33),
 }
-
 
 CASES = (
     Case("decode", **DECODE),

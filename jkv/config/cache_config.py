@@ -1,42 +1,23 @@
-"""CacheConfig: the sizes of a cache, checked before anything is allocated.
-
-All arithmetic is on Python ints, which cannot overflow.
-"""
+"""CacheConfig: the sizes of a cache, checked before anything is allocated."""
 
 import dataclasses
-import logging
-import math
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jkv.config.dtypes import (
-    SCALE_DTYPE,
-    SCALE_NAMES,
-    STORAGE_DTYPES,
-    STORAGE_NAMES,
-    checked_dtype,
-    needs_scales,
+from jkv.config import sizing
+from jkv.config.counts import check_tables, checked_count, checked_num_blocks
+from jkv.config.description import describe
+from jkv.config.dtypes import checked_dtype, needs_scales
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
+
+# The fields that are checked as counts.
+COUNTS = (
+    *("num_layers", "num_kv_heads", "head_dim", "value_head_dim"),
+    *("num_blocks", "block_size", "max_sequences", "max_context_length"),
 )
-from jkv.config.huggingface import read_sizes
-from jkv.config.units import human_bytes, parse_bytes
-from jkv.status import NUM_COUNTERS
-
-logger = logging.getLogger(__name__)
-
-
-# Ring positions are added before they are wrapped: twice the largest must fit in i32.
-MAX_COUNT = 2**30 - 1
-
-
-GIGABYTE = 10**9
-
-
-# Sequences that `from_model` makes room for, unless told otherwise.
-DEFAULT_SEQUENCES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +53,8 @@ class CacheConfig:
       >>> config = jkv.CacheConfig(
       ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
       ...     max_sequences=8, max_context_length=256, dtype="float32")
-      >>> config.bytes
-      2098280
-      >>> config.max_blocks_per_sequence
-      16
+      >>> config.bytes, config.max_blocks_per_sequence
+      (2098280, 16)
     """
 
     num_layers: int
@@ -96,10 +75,8 @@ class CacheConfig:
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
-        for field in dataclasses.fields(self):
-            if field.type in (int, int | None):
-                count = _checked_count(field.name, getattr(self, field.name))
-                object.__setattr__(self, field.name, count)
+        for name in COUNTS:
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         checked_num_blocks(self.num_blocks, self.prefix_caching)
         assert self.value_head_dim is not None
         if self.values_in_keys and self.value_head_dim > self.head_dim:
@@ -107,14 +84,7 @@ class CacheConfig:
                 f"with values_in_keys the values are part of the keys: value_head_dim "
                 f"{self.value_head_dim} must be at most head_dim {self.head_dim}"
             )
-        table = self.max_sequences * self.max_blocks_per_sequence
-        if table > MAX_COUNT:
-            raise ValueError(
-                f"the block tables would have max_sequences * blocks per sequence = "
-                f"{self.max_sequences} * {self.max_blocks_per_sequence} = {table} "
-                f"entries, more than {MAX_COUNT}; lower max_sequences or "
-                f"max_context_length, or raise block_size"
-            )
+        check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
     def is_quantized(self) -> bool:
@@ -124,7 +94,7 @@ class CacheConfig:
     @property
     def max_blocks_per_sequence(self) -> int:
         """Columns of the block tables, M: enough for `max_context_length` tokens."""
-        return -(-self.max_context_length // self.block_size)
+        return self.sizes.max_blocks_per_sequence
 
     @property
     def capacity_tokens(self) -> int:
@@ -132,62 +102,27 @@ class CacheConfig:
         return self.num_blocks * self.block_size
 
     @property
+    def sizes(self) -> Sizes:
+        """The fields as `jkv.config.layout` takes them."""
+        return Sizes(**{name: getattr(self, name) for name in Sizes._fields})
+
+    @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every array of the cache, by name."""
-        blocks, sequences = self.num_blocks, self.max_sequences
-        stored = STORAGE_DTYPES[self.dtype]
-        pool = (self.num_layers, blocks, self.num_kv_heads, self.block_size)
-        shapes: dict[str, tuple[tuple[Any, ...], Any]] = {
-            "block_tables": ((sequences, self.max_blocks_per_sequence), jnp.int32),
-            "context_lengths": ((sequences,), jnp.int32),
-            "num_mapped_blocks": ((sequences,), jnp.int32),
-            "is_open": ((sequences,), jnp.bool_),
-            "reference_counts": ((blocks,), jnp.int32),
-            # With a prefix index the ring of blocks has room for as many holes.
-            "free_blocks.ids": ((blocks * (1 + self.prefix_caching),), jnp.int32),
-            "free_blocks.bounds": ((4,), jnp.int32),
-            "free_sequences.ids": ((sequences,), jnp.int32),
-            "free_sequences.bounds": ((4,), jnp.int32),
-            "created": ((sequences,), jnp.uint32),
-            "last_used": ((sequences,), jnp.uint32),
-            "num_uses": ((sequences,), jnp.uint32),
-            "counters": ((NUM_COUNTERS, 2), jnp.uint32),
-            "keys": ((*pool, self.head_dim), stored),
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in lay_out(self.sizes).items()
         }
-        if not self.values_in_keys:
-            shapes["values"] = ((*pool, self.value_head_dim), stored)
-        if self.is_quantized:
-            for name, scales in SCALE_NAMES.items():
-                if name in shapes:
-                    shapes[scales] = (pool, STORAGE_DTYPES[SCALE_DTYPE])
-        if self.record_tokens or self.prefix_caching:
-            shapes["tokens"] = ((blocks, self.block_size), jnp.int32)
-        if self.prefix_caching:
-            shapes["prefix.buckets"] = ((blocks, 8), jnp.int32)
-            shapes["prefix.children"] = ((blocks, 16), jnp.int32)
-            for name, size, dtype in (
-                ("hashes", blocks, jnp.uint32),
-                ("parents", blocks, jnp.int32),
-                ("salts", blocks, jnp.int32),
-                ("positions", blocks, jnp.int32),
-                ("committed", sequences, jnp.int32),
-                ("sequence_salts", sequences, jnp.int32),
-                ("epochs", sequences, jnp.uint32),
-            ):
-                shapes[f"prefix.{name}"] = ((size,), dtype)
-        return {k: jax.ShapeDtypeStruct(s, d) for k, (s, d) in shapes.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+        return sum(array.nbytes for array in lay_out(self.sizes).values())
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of keys and values, with their scales."""
-        arrays = self.arrays
-        pools = (arrays[name] for name in STORAGE_NAMES if name in arrays)
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in pools)
+        return sum(array.nbytes for array in lay_out_storage(self.sizes).values())
 
     @property
     def metadata_bytes(self) -> int:
@@ -202,7 +137,12 @@ class CacheConfig:
     def longest_context(self, num_sequences: int) -> int:
         """Return how many tokens so many sequences can have each, all at once.
 
-        Nothing shared, at most `max_context_length`; 0 if there are not so many.
+        Args:
+          num_sequences: how many sequences.
+
+        Returns:
+          The tokens of each, nothing shared: at most `max_context_length`, and 0 if
+          there cannot be so many sequences.
 
         Example:
           >>> import jkv
@@ -211,15 +151,17 @@ class CacheConfig:
           >>> config.longest_context(3), config.longest_context(1)
           (48, 100)
         """
-        if not 1 <= num_sequences <= self.max_sequences:
-            return 0
-        tokens = self.num_blocks // num_sequences * self.block_size
-        return min(tokens, self.max_context_length)
+        return sizing.find_longest_context(self.sizes, num_sequences)
 
     def most_sequences(self, context_length: int) -> int:
         """Return how many sequences can have so many tokens each, all at once.
 
-        Nothing shared, at most `max_sequences`; 0 if one cannot be that long.
+        Args:
+          context_length: tokens of each sequence.
+
+        Returns:
+          The number of sequences, nothing shared: at most `max_sequences`, and 0 if no
+          sequence can be that long.
 
         Example:
           >>> import jkv
@@ -228,39 +170,11 @@ class CacheConfig:
           >>> config.most_sequences(48), config.most_sequences(101)
           (3, 0)
         """
-        if context_length > self.max_context_length:
-            return 0
-        blocks = max(-(-context_length // self.block_size), 1)
-        return min(self.num_blocks // blocks, self.max_sequences)
+        return sizing.find_most_sequences(self.sizes, context_length)
 
     def __str__(self) -> str:
-        """Say it in human units."""
-        heads = f"{self.num_kv_heads} kv heads of {self.head_dim}"
-        if self.value_head_dim != self.head_dim:
-            where = " in the keys" if self.values_in_keys else ""
-            heads += f" (values of {self.value_head_dim}{where})"
-        also = [
-            text
-            for text, holds in (
-                ("tokens recorded", self.record_tokens),
-                ("prefix caching", self.prefix_caching),
-            )
-            if holds
-        ]
-        return "\n".join(
-            [
-                ", ".join(
-                    [f"{self.num_layers} layers, {heads}, {self.dtype.name}"] + also
-                ),
-                f"{self.num_blocks:,} blocks of {self.block_size} = "
-                f"{self.capacity_tokens:,} tokens, {human_bytes(self.bytes_per_token)} "
-                f"each",
-                f"{self.max_sequences:,} sequences of up to "
-                f"{self.max_context_length:,} tokens",
-                f"{human_bytes(self.bytes)}, {human_bytes(self.metadata_bytes)} of it "
-                f"metadata",
-            ]
-        )
+        """Say it in human units, in four lines."""
+        return describe(self.sizes)
 
     @classmethod
     def for_memory(cls, budget_bytes: int | str, **sizes: Any) -> Self:
@@ -270,8 +184,11 @@ class CacheConfig:
           budget_bytes: bytes the whole cache may take, or text such as "40GB".
           **sizes: every other field of `CacheConfig` but `num_blocks`.
 
+        Returns:
+          The configuration; its `bytes` are at most the budget.
+
         Raises:
-          ValueError: if not even one block fits.
+          ValueError: if not even one block fits, or for a size that cannot work.
 
         Example:
           >>> import jkv
@@ -281,17 +198,7 @@ class CacheConfig:
           >>> config.num_blocks, config.bytes <= 2**20
           (127, True)
         """
-        # Bytes are linear in the number of blocks: two points give the line.
-        budget = parse_bytes(budget_bytes)
-        one = cls(num_blocks=1, **sizes).bytes
-        each = cls(num_blocks=2, **sizes).bytes - one
-        if one > budget:
-            raise ValueError(
-                f"a cache with a single block takes {one} bytes, the budget is "
-                f"{budget}; raise the budget, or lower max_sequences, "
-                f"max_context_length or block_size"
-            )
-        return cls(num_blocks=1 + (budget - one) // each, **sizes)
+        return sizing.fit_memory(cls, budget_bytes, **sizes)
 
     @classmethod
     def for_context_length(
@@ -307,12 +214,15 @@ class CacheConfig:
         Args:
           max_context_length: tokens each sequence may hold.
           max_sequences: sequences that may all be that long at once, none shared.
-          budget: bytes the whole cache may take, or text such as "40GB"; as many
-            sequences as fit. Give this or `max_sequences`.
+          budget: for as many such sequences as fit these bytes, or text such as "40GB".
           **sizes: the other fields of `CacheConfig` but `num_blocks`.
 
+        Returns:
+          The configuration, with blocks for `max_sequences` of the full length.
+
         Raises:
-          ValueError: if not even one sequence fits the budget.
+          ValueError: unless either `max_sequences` or `budget` is given; if not even
+            one sequence fits, or for a size that cannot work.
 
         Example:
           >>> import jkv
@@ -324,23 +234,8 @@ class CacheConfig:
           >>> config.num_blocks == 7 * config.max_sequences, config.bytes <= 2**20
           (True, True)
         """
-        if (max_sequences is None) == (budget is None):
-            raise ValueError("give max_sequences or budget, and not both")
-
         sizes["max_context_length"] = max_context_length
-        if budget is None:
-            assert max_sequences is not None
-            return cls._for_sequences(max_sequences, sizes)
-        # Bytes are linear in the number of sequences, too.
-        limit = parse_bytes(budget)
-        one = cls._for_sequences(1, sizes).bytes
-        each = cls._for_sequences(2, sizes).bytes - one
-        if one > limit:
-            raise ValueError(
-                f"one sequence of {max_context_length} tokens takes {one} bytes, the "
-                f"budget is {limit}; raise the budget, or lower max_context_length"
-            )
-        return cls._for_sequences(1 + (limit - one) // each, sizes)
+        return sizing.fit_context_length(cls, max_sequences, budget, **sizes)
 
     @classmethod
     def from_model(
@@ -348,9 +243,9 @@ class CacheConfig:
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint that fits a budget.
 
-        Layers, kv heads, head dim, the longest context and the dtype are read from the
-        folder's config.json. What a model ignores of its past (sliding windows) is kept
-        all the same; this is logged.
+        The folder's config.json tells layers, kv heads, head dim, longest context and
+        dtype. Sliding windows are not made use of: all tokens are kept, and the log says
+        so.
 
         Args:
           folder: where config.json lies.
@@ -359,18 +254,14 @@ class CacheConfig:
           **overrides: any field of `CacheConfig`, instead of what the model says;
             `max_sequences` is 256 unless given.
 
+        Returns:
+          The configuration, with as many blocks as fit the budget.
+
         Raises:
           FileNotFoundError: without a config.json.
-          ValueError: if no block fits, or for a model whose sizes cannot be told,
-            saying what to give.
+          ValueError: if no block fits, or for a model whose sizes cannot be told.
         """
-        if ("num_blocks" in overrides) == (budget is not None):
-            raise ValueError("give budget or num_blocks, and not both")
-        fields, notes = read_sizes(folder, overrides)
-        for note in notes:
-            logger.info("%s: %s", folder, note)
-        fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
-        return cls(**fields) if budget is None else cls.for_memory(budget, **fields)
+        return sizing.fit_model(cls, folder, budget, **overrides)
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:
@@ -380,69 +271,31 @@ class CacheConfig:
           **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and whatever
             is to differ from the preset.
 
+        Returns:
+          The configuration, as `for_memory`.
+
         Example:
           >>> import jkv
           >>> config = jkv.CacheConfig.small(num_layers=16, num_kv_heads=8, head_dim=64)
           >>> config.block_size, config.bytes <= 4 * 10**9
           (16, True)
         """
-        return cls._preset(4, sizes, 16, 32, 4096)
+        return sizing.fit_preset(cls, sizing.SMALL, **sizes)
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
-        """Return the preset for 12 GB: blocks of 32, 64 sequences of up to 16,384."""
-        return cls._preset(12, sizes, 32, 64, 16_384)
+        """Return the preset for 12 GB: blocks of 32, 64 sequences of up to 16,384.
+
+        Args:
+          **sizes: as for `small`.
+        """
+        return sizing.fit_preset(cls, sizing.MEDIUM, **sizes)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
-        """Return the preset for 40 GB: blocks of 64, 256 sequences of up to 65,536."""
-        return cls._preset(40, sizes, 64, 256, 65_536)
+        """Return the preset for 40 GB: blocks of 64, 256 sequences of up to 65,536.
 
-    @classmethod
-    def _for_sequences(cls, max_sequences: int, sizes: dict[str, Any]) -> Self:
-        """Return the configuration with blocks for so many sequences of full length."""
-        config = cls(num_blocks=1, max_sequences=max_sequences, **sizes)
-        blocks = config.max_sequences * config.max_blocks_per_sequence
-        return dataclasses.replace(config, num_blocks=blocks)
-
-    @classmethod
-    def _preset(
-        cls,
-        gigabytes: int,
-        sizes: dict[str, Any],
-        block_size: int,
-        max_sequences: int,
-        max_context_length: int,
-    ) -> Self:
-        preset = {
-            "block_size": block_size,
-            "max_sequences": max_sequences,
-            "max_context_length": max_context_length,
-        }
-        return cls.for_memory(gigabytes * GIGABYTE, **{**preset, **sizes})
-
-
-def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
-    """Return the size of a pool, or raise a `ValueError` that says what to change."""
-    num_blocks = _checked_count("num_blocks", num_blocks)
-    # With a prefix index the ring is twice as long, and so are sums of its places.
-    if prefix_caching and num_blocks > MAX_COUNT // 2:
-        raise ValueError(
-            f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
-            f"{num_blocks}; lower it, or raise block_size"
-        )
-    return num_blocks
-
-
-def _checked_count(name: str, value: Any) -> int:
-    """Return a size as a Python int, positive and small enough for 32-bit indices."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(
-            f"{name} must be an int, got {value!r} of type {type(value).__name__}; "
-            f"convert it with int(...)"
-        )
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    if value > MAX_COUNT:
-        raise ValueError(f"{name} must be at most {MAX_COUNT}, got {value}; lower it")
-    return int(value)
+        Args:
+          **sizes: as for `small`.
+        """
+        return sizing.fit_preset(cls, sizing.LARGE, **sizes)

@@ -19,17 +19,13 @@ STORAGE_DTYPES = {
     np.dtype(jnp.float8_e5m2): np.dtype(jnp.uint8),
 }
 
-
-# The one-byte dtypes have a scale per token and kv head (`jkv/quantization.py`).
+# The one-byte dtypes have a scale per token and kv head (`jkv.storage.quantization`).
 SCALE_DTYPE = np.dtype(jnp.bfloat16)
-
 
 # The arrays with layers on the first axis and blocks on the second.
 SCALE_NAMES = {"keys": "key_scales", "values": "value_scales"}
 
-
 STORAGE_NAMES = (*SCALE_NAMES, *SCALE_NAMES.values())
-
 
 # What every card can read, whichever encoding it prefers, so that files travel.
 DTYPE_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}

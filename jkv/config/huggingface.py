@@ -18,29 +18,21 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen3": {"head_dim": 128},
 }
 
-
 # One size goes by several names.
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 
+NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-
-
-HIDDEN = ("hidden_size", "n_embd", "d_model")
-
-
-CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
+CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 # Kinds of layers, as `layer_types` and its forerunners name them.
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
-
 WITHOUT_KEYS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp"}
-
 
 # Keys of models whose layers differ in a way that one pool cannot mirror unasked.
 MIXED_LAYERS = (
@@ -52,7 +44,6 @@ MIXED_LAYERS = (
     "hybrid_override_pattern",
     "ssm_cfg",
 )
-
 
 MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
 
@@ -108,7 +99,9 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         "num_layers": lambda: _num_layers(model, notes),
         "num_kv_heads": lambda: _num_kv_heads(model),
         "head_dim": lambda: _head_dim(model),
-        "max_context_length": lambda: _count(model, CONTEXT, "max_context_length"),
+        "max_context_length": lambda: _read_count(
+            model, CONTEXT_LENGTH, "max_context_length"
+        ),
         "dtype": lambda: _dtype(model, raw),
     }
     latent: dict[str, Any] = {}
@@ -129,7 +122,7 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
 def _num_layers(model: dict[str, Any], notes: list[str]) -> int:
     """Count the layers that have keys and values of their own."""
     kinds = model.get("layer_types") or model.get("layers_block_type")
-    total = _count(model, LAYERS, "num_layers")
+    total = _read_count(model, NUM_LAYERS, "num_layers")
     if kinds is not None:
         unknown = set(kinds) - ATTENDING - WITHOUT_KEYS
         if unknown:
@@ -153,16 +146,18 @@ def _num_kv_heads(model: dict[str, Any]) -> int:
     # One head for all queries, by an older name.
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
         return 1
-    if all(model.get(name) is None for name in KV_HEADS):
-        return _count(model, HEADS, "num_kv_heads")
-    return _count(model, KV_HEADS, "num_kv_heads")
+    if all(model.get(name) is None for name in NUM_KV_HEADS):
+        return _read_count(model, NUM_HEADS, "num_kv_heads")
+    return _read_count(model, NUM_KV_HEADS, "num_kv_heads")
 
 
 def _head_dim(model: dict[str, Any]) -> int:
     _refuse(model, MIXED_HEADS, "num_kv_heads and head_dim")
     if model.get("head_dim") is not None:
-        return _count(model, ("head_dim",), "head_dim")
-    hidden, heads = (_count(model, names, "head_dim") for names in (HIDDEN, HEADS))
+        return _read_count(model, ("head_dim",), "head_dim")
+    hidden, heads = (
+        _read_count(model, names, "head_dim") for names in (HIDDEN_SIZE, NUM_HEADS)
+    )
     if hidden % heads:
         raise ValueError(
             f"a hidden size of {hidden} is no multiple of {heads} heads; give head_dim"
@@ -185,7 +180,7 @@ def _dtype(model: dict[str, Any], raw: dict[str, Any]) -> str:
     return "float32"
 
 
-def _count(model: dict[str, Any], names: tuple[str, ...], field: str) -> int:
+def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> int:
     """Return the first of several keys that is there, a positive int."""
     for name in names:
         value = model.get(name)

@@ -37,7 +37,6 @@ from jkv.verbs.prefixes import commit
 # few enough that the chunk's activations stay small.
 CHUNK_SIZE = 512
 
-
 # Refusals of the cache that end a sequence. No other status can occur here.
 _REASONS = {
     Status.CONTEXT_FULL: FinishReason.CONTEXT_FULL,

@@ -25,7 +25,6 @@ from jax import lax
 # sums in place of one of length V.
 _TILE = 128
 
-
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
@@ -98,7 +97,7 @@ def sample(
       >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
       ([1], 0.7)
     """
-    rows = _per_row(sampling, logits.shape[0])
+    rows = _spread(sampling, logits.shape[0])
     counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
     return _sample(logits.astype(jnp.float32), rows, counts, seen)
 
@@ -120,11 +119,11 @@ def filter_logits(
       sampling: how to choose.
       seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
     """
-    rows = _per_row(sampling, logits.shape[0])
+    rows = _spread(sampling, logits.shape[0])
     return _filter(logits.astype(jnp.float32), rows, seen)
 
 
-class _Rows(NamedTuple):
+class _PerRow(NamedTuple):
     """`Sampling` with one value a row; fields as there."""
 
     temperature: jax.Array  # f32[B]
@@ -135,7 +134,7 @@ class _Rows(NamedTuple):
     seeds: jax.Array  # i32[B]
 
 
-def _per_row(sampling: Sampling, num_rows: int) -> _Rows:
+def _spread(sampling: Sampling, num_rows: int) -> _PerRow:
     def spread(name: str, dtype: type) -> jax.Array:
         value = jnp.asarray(getattr(sampling, name))
         if value.shape not in ((), (num_rows,)):
@@ -148,7 +147,7 @@ def _per_row(sampling: Sampling, num_rows: int) -> _Rows:
     seeds = spread("seeds", jnp.int32)
     if jnp.ndim(sampling.seeds) == 0:
         seeds = seeds + jnp.arange(num_rows, dtype=jnp.int32)
-    return _Rows(
+    return _PerRow(
         temperature=spread("temperature", jnp.float32),
         top_k=spread("top_k", jnp.int32),
         top_p=spread("top_p", jnp.float32),
@@ -160,7 +159,7 @@ def _per_row(sampling: Sampling, num_rows: int) -> _Rows:
 
 @jax.jit
 def _sample(
-    logits: jax.Array, rows: _Rows, counts: jax.Array, seen: jax.Array | None
+    logits: jax.Array, rows: _PerRow, counts: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     greedy = jnp.argmax(_penalise(logits, rows, seen), axis=-1).astype(jnp.int32)
     is_greedy = rows.temperature <= 0
@@ -175,7 +174,7 @@ def _sample(
     return tokens, logprobs[:, 0]
 
 
-def _penalise(logits: jax.Array, rows: _Rows, seen: jax.Array | None) -> jax.Array:
+def _penalise(logits: jax.Array, rows: _PerRow, seen: jax.Array | None) -> jax.Array:
     """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
     if seen is None:
         return logits
@@ -185,7 +184,7 @@ def _penalise(logits: jax.Array, rows: _Rows, seen: jax.Array | None) -> jax.Arr
 
 
 @jax.jit
-def _filter(logits: jax.Array, rows: _Rows, seen: jax.Array | None) -> jax.Array:
+def _filter(logits: jax.Array, rows: _PerRow, seen: jax.Array | None) -> jax.Array:
     """Penalise, divide by the temperature, remove what the filters remove."""
     # Less the maximum first: then nothing overflows, however low the temperature.
     logits = _penalise(logits, rows, seen)

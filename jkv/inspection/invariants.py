@@ -6,11 +6,12 @@ verbs: it is plain numpy over the tables, so that a fault cannot excuse itself.
 
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
-from jkv.config.dtypes import SCALE_NAMES, needs_scales
+from jkv.config.layout import ArrayLayout, Sizes, lay_out
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
-from jkv.status import NUM_COUNTERS, InvariantError
+from jkv.status import InvariantError
 
 
 def check(cache: Cache) -> None:
@@ -36,48 +37,46 @@ def check(cache: Cache) -> None:
 
 
 def _shapes(cache: Cache) -> Iterator[str]:
-    meta = cache.metadata
-    num_blocks, rows = meta.num_blocks, meta.max_sequences
-    columns = -(-meta.max_context_length // meta.block_size)
-    expected = {
-        "block_tables": ((rows, columns), np.int32),
-        "context_lengths": ((rows,), np.int32),
-        "num_mapped_blocks": ((rows,), np.int32),
-        "is_open": ((rows,), np.bool_),
-        "reference_counts": ((num_blocks,), np.int32),
-        "created": ((rows,), np.uint32),
-        "last_used": ((rows,), np.uint32),
-        "num_uses": ((rows,), np.uint32),
-        "counters": ((NUM_COUNTERS, 2), np.uint32),
-    }
-    for name, (shape, dtype) in expected.items():
-        array = getattr(meta, name)
-        if array.shape != shape or array.dtype != dtype:
+    try:
+        expected = lay_out(_sizes(cache))
+    except IndexError:
+        yield "shapes: block_tables, reference_counts, keys or values lack an axis"
+        return
+    found = cache.arrays
+    for name in expected | found:
+        if name not in found:
+            yield f"shapes: {name} is missing"
+        elif name not in expected:
+            yield f"shapes: {name} has no place in a cache of {cache.dtype.name}"
+        elif found[name].shape != expected[name].shape or (
+            found[name].dtype != expected[name].dtype
+        ):
             yield (
-                f"shapes: {name} is {array.dtype}{list(array.shape)}, expected "
-                f"{np.dtype(dtype)}{list(shape)}"
+                f"shapes: {name} is {_kind(found[name])}, expected "
+                f"{_kind(expected[name])}"
             )
-    holes = 0 if meta.prefix is None else num_blocks
-    for name, size in (("free_blocks", num_blocks + holes), ("free_sequences", rows)):
-        if getattr(meta, name).ids.shape != (size,):
-            yield f"shapes: the ring {name} has no room for {size} ids"
-    pool = (num_blocks, cache.num_kv_heads, meta.block_size)
-    for name, array in cache.storage.items():
-        rank = 4 if name in SCALE_NAMES.values() else 5
-        if array.shape[:4] != (cache.num_layers, *pool) or array.ndim != rank:
-            sizes = "[L, N, K, T, D]" if rank == 5 else "[L, N, K, T]"
-            yield f"shapes: {name} is {list(array.shape)}, expected {sizes}"
-    if cache.storage.keys() != _storage_names(cache):
-        names = ", ".join(_storage_names(cache))
-        yield f"shapes: {cache.dtype.name} is stored as {names}"
 
 
-def _storage_names(cache: Cache) -> set[str]:
-    """Return which arrays there must be."""
-    names = {"keys"} if cache.latent_value_dim is not None else {"keys", "values"}
-    if needs_scales(cache.dtype):
-        names |= {SCALE_NAMES[name] for name in names}
-    return names
+def _sizes(cache: Cache) -> Sizes:
+    """Return the sizes that a few of the arrays tell of all the others."""
+    return Sizes(
+        num_layers=cache.num_layers,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        num_blocks=cache.num_blocks,
+        max_sequences=cache.max_sequences,
+        max_context_length=cache.max_context_length,
+        block_size=cache.block_size,
+        value_head_dim=cache.value_head_dim,
+        values_in_keys=cache.latent_value_dim is not None,
+        dtype=cache.dtype,
+        record_tokens=cache.metadata.tokens is not None,
+        prefix_caching=cache.metadata.prefix is not None,
+    )
+
+
+def _kind(array: jax.Array | ArrayLayout) -> str:
+    return f"{np.dtype(array.dtype)}{list(array.shape)}"
 
 
 def _block_tables(meta: Metadata) -> Iterator[str]:
@@ -165,10 +164,7 @@ def _private_tail(meta: Metadata) -> Iterator[str]:
 
 def _prefix_blocks(meta: Metadata) -> Iterator[str]:
     prefix, tokens = meta.prefix, meta.tokens
-    if prefix is None:
-        return
-    if tokens is None:
-        yield "prefix_index: there is an index but no recorded tokens"
+    if prefix is None or tokens is None:
         return
     hashes, parents = np.asarray(prefix.hashes), np.asarray(prefix.parents)
     salts, contents = np.asarray(prefix.salts), np.asarray(tokens)

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from jkv.config.units import human_bytes
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
@@ -98,19 +96,16 @@ def memory_profile(cache: Cache) -> MemoryProfile:
       (512, 6, 8, 0.75)
     """
     sums = tally(cache)
-    array_bytes = {}
-    for path, array in jax.tree_util.tree_leaves_with_path(cache):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        array_bytes[name.removeprefix("metadata.")] = array.nbytes
+    array_bytes = {name: array.nbytes for name, array in cache.arrays.items()}
     total = sum(array_bytes.values())
-    metadata = sum(array.nbytes for array in jax.tree.leaves(cache.metadata))
-    per_block = (total - metadata) // cache.num_blocks
+    storage = sum(array.nbytes for array in cache.storage.values())
+    per_block = storage // cache.num_blocks
     devices = sorted(cache.devices, key=lambda device: device.id)
     return MemoryProfile(
         total_bytes=total,
         array_bytes=array_bytes,
-        storage_bytes=total - metadata,
-        metadata_bytes=metadata,
+        storage_bytes=storage,
+        metadata_bytes=total - storage,
         used_bytes=per_block * sums.live_blocks,
         free_bytes=per_block * sums.free_blocks,
         cached_bytes=per_block * sums.cached_blocks,

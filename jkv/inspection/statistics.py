@@ -179,11 +179,11 @@ def _sums(metadata: Metadata) -> jax.Array:
         indexed = metadata.prefix.hashes != 0
     ends = jnp.arange(1, metadata.num_blocks + 1, dtype=jnp.int32)
     words = [
-        _count(live),
-        _count(counts > 1),
-        _count(indexed & ~live),
-        _count(indexed & live),
-        _count(metadata.is_open),
+        _count_true(live),
+        _count_true(counts > 1),
+        _count_true(indexed & ~live),
+        _count_true(indexed & live),
+        _count_true(metadata.is_open),
         # At most S * M, which the configuration keeps below 2**30.
         jnp.sum(metadata.num_mapped_blocks, dtype=jnp.int32),
         jnp.max(jnp.where(live, ends, 0)),
@@ -199,7 +199,7 @@ def _sums(metadata: Metadata) -> jax.Array:
     )
 
 
-def _count(mask: jax.Array) -> jax.Array:
+def _count_true(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.int32)
 
 

@@ -43,6 +43,14 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
         start = stop
 
 
+def cut(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
+    """Cut arrays, [L, P, ...], as `Contents.storage` has them."""
+    return {
+        name: tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
+        for name, array in arrays.items()
+    }
+
+
 def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
     """Copy what blocks, i32[P], hold to the host, be the cache there or not."""
     pools, recorded = cache.storage, cache.metadata.tokens

@@ -21,24 +21,22 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.status import CacheError
 
-FORMAT, VERSION = "jkv", 1
+Path: TypeAlias = str | os.PathLike[str]
 
+FORMAT, VERSION = "jkv", 1
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
-
 CHUNK_BYTES = 2**24  # read, hashed and written at a time
 
-
 PROGRESS_SECONDS = 2.0  # between two lines in the log
-
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -59,16 +57,12 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 _NO_CHECKSUM = "0" * hashlib.sha256().digest_size * 2
 
-
 # Our files begin so; it tells a harmed one from one that was never ours.
 _BEGINNING = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
-
 
 logger = logging.getLogger("jkv")
 
@@ -85,7 +79,7 @@ class FileError(CacheError):
       True
     """
 
-    def __init__(self, path: str | os.PathLike[str], fault: str) -> None:
+    def __init__(self, path: Path, fault: str) -> None:
         """Name the file and the fault."""
         super().__init__(f"{os.fspath(path)} {fault}")
 
@@ -104,7 +98,7 @@ class Tensor(NamedTuple):
 
 
 def write_file(
-    path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 ) -> None:
     """Write a file, whole or not at all.
 
@@ -138,7 +132,7 @@ def write_file(
 
 
 def read_file(
-    path: str | os.PathLike[str],
+    path: Path,
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Verify a file and return its metadata and its arrays, mapped into memory.
 
@@ -201,7 +195,7 @@ def _header(metadata: dict[str, str], entries: dict[str, Any], checksum: str) ->
 
 
 def _read_header(
-    path: str | os.PathLike[str], file: IO[bytes], size: int
+    path: Path, file: IO[bytes], size: int
 ) -> tuple[bytes, dict[str, Any]]:
     """Return the header as bytes and as JSON, known to be of our format and version."""
     length = int.from_bytes(file.read(8), "little")
@@ -233,7 +227,7 @@ def _read_header(
 
 
 @contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file that takes the place of `path` if the block succeeds."""
     target = os.path.realpath(path)
     folder, name = os.path.split(target)

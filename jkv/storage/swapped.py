@@ -101,7 +101,7 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     )
 
 
-class _Rows(NamedTuple):
+class _Found(NamedTuple):
     """What the metadata says of the sequences asked for, one row each."""
 
     status: Any  # i32[B]
@@ -113,7 +113,7 @@ class _Rows(NamedTuple):
 
 
 @jax.jit
-def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Rows:
+def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     closable = requests.is_live(metadata, seq_ids)
     closable &= requests.is_first_mention(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
@@ -122,7 +122,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Rows:
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
 
-    return _Rows(
+    return _Found(
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         rows(metadata.block_tables),
         rows(metadata.context_lengths),

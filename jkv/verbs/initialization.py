@@ -1,5 +1,6 @@
 """init: a fresh cache."""
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -7,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.cache_config import CacheConfig
-from jkv.config.dtypes import STORAGE_NAMES
-from jkv.state import Cache, Metadata, PrefixIndex, Ring
+from jkv.config.layout import ArrayLayout, lay_out_metadata, lay_out_storage
+from jkv.state import Cache, Metadata
+from jkv.storage import fields
+from jkv.storage.placement import Placement, place
 
 
 def init(
     config: CacheConfig,
     *,
     storage: bool = True,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    device: Placement = None,
 ) -> Cache:
     """Return a fresh cache: every block free, no sequence open.
 
@@ -36,59 +39,33 @@ def init(
       >>> int(jkv.num_free_blocks(cache)), cache.keys.size
       (4, 0)
     """
-    arrays = config.arrays
-
-    def full(name: str, value: int | bool = 0) -> jax.Array:
-        shape, dtype = arrays[name].shape, arrays[name].dtype
-        return jnp.full(shape, value, dtype, device=device)
-
-    def pool(name: str) -> Any:
-        if name not in arrays:
-            return None
-        shape, dtype = arrays[name].shape, arrays[name].dtype
-        return jnp.zeros(shape if storage else (0, *shape[1:]), dtype, device=device)
-
-    def ring(name: str, size: int) -> Ring:
-        room = arrays[f"{name}.ids"].shape[0]
-        return Ring(
-            ids=jnp.arange(room, dtype=jnp.int32, device=device),
-            bounds=jnp.array([0, size, size, size], jnp.int32, device=device),
-        )
-
-    def prefix_index() -> PrefixIndex:
-        arange = jnp.arange(config.num_blocks, dtype=jnp.int32, device=device)
-        return PrefixIndex(
-            buckets=full("prefix.buckets", config.num_blocks),
-            children=full("prefix.children", config.num_blocks),
-            hashes=full("prefix.hashes"),
-            parents=full("prefix.parents", config.num_blocks),
-            salts=full("prefix.salts"),
-            positions=arange,
-            committed=full("prefix.committed"),
-            sequence_salts=full("prefix.sequence_salts"),
-            epochs=full("prefix.epochs"),
-        )
-
-    metadata = Metadata(
-        block_tables=full("block_tables", config.num_blocks),
-        context_lengths=full("context_lengths"),
-        num_mapped_blocks=full("num_mapped_blocks"),
-        is_open=full("is_open", False),
-        reference_counts=full("reference_counts"),
-        free_blocks=ring("free_blocks", config.num_blocks),
-        free_sequences=ring("free_sequences", config.max_sequences),
-        created=full("created"),
-        last_used=full("last_used"),
-        num_uses=full("num_uses"),
-        counters=full("counters"),
-        tokens=full("tokens", -1) if "tokens" in arrays else None,
-        prefix=prefix_index() if config.prefix_caching else None,
-        block_size=config.block_size,
-        max_context_length=config.max_context_length,
-    )
+    sizes = config.sizes if storage else config.sizes._replace(num_layers=0)
+    pools = {
+        name: jnp.zeros(pool.shape, pool.dtype, device=device)
+        for name, pool in lay_out_storage(sizes).items()
+    }
+    # Under jit, what numpy makes would become constants of the program.
+    traced = isinstance(pools["keys"], jax.core.Tracer)
+    numpy = jnp if traced else np
+    arrays = {name: _fill(a, numpy) for name, a in lay_out_metadata(sizes).items()}
+    arrays = jax.device_put(arrays, device) if traced else place(arrays, device)
+    constants = {
+        "block_size": config.block_size,
+        "max_context_length": config.max_context_length,
+    }
     return Cache(
-        metadata=metadata,
-        **{name: pool(name) for name in STORAGE_NAMES},
-        dtype=np.dtype(config.dtype),
-        latent_value_dim=config.value_head_dim if config.values_in_keys else None,
+        metadata=fields.build(Metadata, arrays | constants),
+        keys=pools["keys"],
+        values=pools.get("values"),
+        key_scales=pools.get("key_scales"),
+        value_scales=pools.get("value_scales"),
+        dtype=sizes.dtype,
+        latent_value_dim=sizes.value_head_dim if sizes.values_in_keys else None,
     )
+
+
+def _fill(array: ArrayLayout, numpy: ModuleType) -> Any:
+    """Make an array as a fresh cache has it, in numpy or in `jax.numpy`."""
+    if isinstance(array.fill, range):
+        return numpy.arange(len(array.fill), dtype=array.dtype)
+    return numpy.broadcast_to(numpy.asarray(array.fill, array.dtype), array.shape)

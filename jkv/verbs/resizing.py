@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.cache_config import checked_num_blocks
+from jkv.config.counts import checked_num_blocks
 from jkv.config.units import human_bytes
 from jkv.metadata import counters
 from jkv.metadata.prefixes.rebuilding import reenter

@@ -26,7 +26,7 @@ from conftest import (
 
 import jkv
 from jkv.storage import contents, files
-from jkv.verbs.saving import _leaves
+from jkv.storage.fields import list_leaves
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -449,7 +449,7 @@ def test_the_comparison_can_fail(path):
 def test_a_field_added_to_the_state_is_saved_too(path):
     """Names are walked, not listed: scales beside the keys would travel."""
     cache = opened(5, record_tokens=True)
-    names = [name for name, _ in _leaves(cache)]
+    names = [name for name, _ in list_leaves(cache)]
     assert {"keys", "values", "dtype", "metadata.free_blocks.ids"} <= set(names)
-    arrays = [leaf for _, leaf in _leaves(cache) if isinstance(leaf, jax.Array)]
+    arrays = [leaf for _, leaf in list_leaves(cache) if isinstance(leaf, jax.Array)]
     assert len(arrays) == len(jax.tree.leaves(cache))

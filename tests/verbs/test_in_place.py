@@ -295,3 +295,13 @@ class TestTheCountCanFail:
             return keys, cache
 
         self.assert_not_in_place(step)
+
+
+def test_the_first_donated_step_is_in_place():
+    """A fresh cache has memory of its own: nothing in it is borrowed from numpy."""
+    step = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache), donate_argnums=0)
+    for num_blocks in range(8, 16):  # where numpy puts an array is chance
+        cache = small_cache(num_blocks=num_blocks, prefix_caching=True)
+        before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)}
+        after = jax.tree.leaves(step(cache))
+        assert {leaf.unsafe_buffer_pointer() for leaf in after} == before

@@ -1,0 +1,49 @@
+"""Counts that arrays are made of: ints, positive, small enough for 32-bit indices.
+
+The arithmetic is on Python ints, which cannot overflow.
+"""
+
+from typing import Any
+
+import numpy as np
+
+# Ring positions are added before they are wrapped: twice the largest must fit in i32.
+MAX_COUNT = 2**30 - 1
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Return a size as a Python int, positive and small enough for 32-bit indices."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(
+            f"{name} must be an int, got {value!r} of type {type(value).__name__}; "
+            f"convert it with int(...)"
+        )
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MAX_COUNT:
+        raise ValueError(f"{name} must be at most {MAX_COUNT}, got {value}; lower it")
+    return int(value)
+
+
+def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
+    """Return the size of a pool, or raise a `ValueError` that says what to change."""
+    num_blocks = checked_count("num_blocks", num_blocks)
+    # With a prefix index the ring is twice as long, and so are sums of its places.
+    if prefix_caching and num_blocks > MAX_COUNT // 2:
+        raise ValueError(
+            f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
+            f"{num_blocks}; lower it, or raise block_size"
+        )
+    return num_blocks
+
+
+def check_tables(max_sequences: int, max_blocks_per_sequence: int) -> None:
+    """Refuse block tables with more entries than a 32-bit index can tell apart."""
+    entries = max_sequences * max_blocks_per_sequence
+    if entries > MAX_COUNT:
+        raise ValueError(
+            f"the block tables would have max_sequences * blocks per sequence = "
+            f"{max_sequences} * {max_blocks_per_sequence} = {entries} "
+            f"entries, more than {MAX_COUNT}; lower max_sequences or "
+            f"max_context_length, or raise block_size"
+        )

@@ -1,0 +1,141 @@
+"""How large a cache may be: budgets, context lengths, presets, models.
+
+`CacheConfig` hands its classmethods on to these functions, and is itself handed to them
+as `make`: what takes its fields and returns a configuration.
+
+Symbols: N blocks in the pool, S sequences, M blocks per sequence, T tokens per block.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jkv.config.huggingface import read_sizes
+from jkv.config.layout import Sizes
+from jkv.config.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+# Sequences that a model's cache makes room for, unless told otherwise.
+DEFAULT_SEQUENCES = 256
+
+
+class Preset(NamedTuple):
+    """A budget in bytes, and sizes that suit it."""
+
+    budget: int
+    block_size: int
+    max_sequences: int
+    max_context_length: int
+
+
+SMALL = Preset(4 * 10**9, 16, 32, 4096)
+MEDIUM = Preset(12 * 10**9, 32, 64, 16_384)
+LARGE = Preset(40 * 10**9, 64, 256, 65_536)
+
+
+class Sized(Protocol):
+    """What these functions ask of a configuration."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole cache."""
+        ...
+
+    @property
+    def max_sequences(self) -> int:
+        """Rows of the block tables, S."""
+        ...
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables, M."""
+        ...
+
+
+Config = TypeVar("Config", bound=Sized)
+
+
+def fit_memory(make: Callable[..., Config], budget: int | str, **sizes: Any) -> Config:
+    """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
+    # Bytes are linear in the number of blocks: two points give the line.
+    limit = parse_bytes(budget)
+    one = make(num_blocks=1, **sizes).bytes
+    each = make(num_blocks=2, **sizes).bytes - one
+    if one > limit:
+        raise ValueError(
+            f"a cache with a single block takes {one} bytes, the budget is "
+            f"{limit}; raise the budget, or lower max_sequences, "
+            f"max_context_length or block_size"
+        )
+    return make(num_blocks=1 + (limit - one) // each, **sizes)
+
+
+def fit_context_length(
+    make: Callable[..., Config],
+    max_sequences: int | None,
+    budget: int | str | None,
+    **sizes: Any,
+) -> Config:
+    """Return one that never lacks blocks: `CacheConfig.for_context_length`."""
+    if (max_sequences is None) == (budget is None):
+        raise ValueError("give max_sequences or budget, and not both")
+
+    def fit_sequences(count: int) -> Config:
+        tables = make(num_blocks=1, max_sequences=count, **sizes)
+        blocks = tables.max_sequences * tables.max_blocks_per_sequence
+        return make(num_blocks=blocks, max_sequences=count, **sizes)
+
+    if budget is None:
+        assert max_sequences is not None
+        return fit_sequences(max_sequences)
+    # Bytes are linear in the number of sequences, too.
+    limit = parse_bytes(budget)
+    one = fit_sequences(1).bytes
+    each = fit_sequences(2).bytes - one
+    if one > limit:
+        raise ValueError(
+            f"one sequence of {sizes['max_context_length']} tokens takes {one} bytes, "
+            f"the budget is {limit}; raise the budget, or lower max_context_length"
+        )
+    return fit_sequences(1 + (limit - one) // each)
+
+
+def fit_preset(make: Callable[..., Config], preset: Preset, **sizes: Any) -> Config:
+    """Return the configuration of a preset; what is given goes before its sizes."""
+    suited = preset._asdict()
+    budget = suited.pop("budget")
+    return fit_memory(make, budget, **suited | sizes)
+
+
+def fit_model(
+    make: Callable[..., Config],
+    folder: str | Path,
+    budget: int | str | None,
+    **overrides: Any,
+) -> Config:
+    """Return the configuration for a checkpoint: `CacheConfig.from_model`."""
+    if ("num_blocks" in overrides) == (budget is not None):
+        raise ValueError("give budget or num_blocks, and not both")
+    fields, notes = read_sizes(folder, overrides)
+    for note in notes:
+        logger.info("%s: %s", folder, note)
+    fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
+    return make(**fields) if budget is None else fit_memory(make, budget, **fields)
+
+
+def find_longest_context(sizes: Sizes, num_sequences: int) -> int:
+    """Return the tokens that so many sequences can have each, nothing shared."""
+    if not 1 <= num_sequences <= sizes.max_sequences:
+        return 0
+    tokens = sizes.num_blocks // num_sequences * sizes.block_size
+    return min(tokens, sizes.max_context_length)
+
+
+def find_most_sequences(sizes: Sizes, context_length: int) -> int:
+    """Return the sequences that can have so many tokens each, nothing shared."""
+    if context_length > sizes.max_context_length:
+        return 0
+    blocks = max(-(-context_length // sizes.block_size), 1)
+    return min(sizes.num_blocks // blocks, sizes.max_sequences)
