@@ -11,20 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import mentions, ring
-from jkv.metadata.prefixes import holes, prefix_index
+from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.xla_cpu import written_after
 from jkv.state import Metadata
 
 
 def take(metadata: Metadata, num: jax.Array) -> Metadata:
-    """Drop `num` blocks, i32[], from the head of the ring; `expose` came before."""
+    """Drop `num` blocks, i32[], from the head of the ring.
+
+    No hole may be among them: `holes.expose` comes before.
+    """
     free_blocks = ring.pop(metadata.free_blocks, num)
     return dataclasses.replace(metadata, free_blocks=free_blocks)
-
-
-def expose(metadata: Metadata, num: jax.Array) -> Metadata:
-    """Have no hole among the first `num` blocks, i32[], so that they can be taken."""
-    return holes.expose(metadata, num)
 
 
 def mark_taken(metadata: Metadata, block: jax.Array) -> Metadata:
@@ -57,7 +55,7 @@ def drop_references(metadata: Metadata, block: jax.Array) -> Metadata:
     metadata = dataclasses.replace(
         metadata,
         reference_counts=counts,
-        free_blocks=ring.put(metadata.free_blocks, block, place, num),
+        free_blocks=ring.insert(metadata.free_blocks, block, place, num),
     )
     return prefix_index.note_places(
         metadata, jnp.where(returns, block, num_blocks), place

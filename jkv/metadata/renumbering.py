@@ -83,7 +83,7 @@ def renumber(metadata: Metadata, source: jax.Array, free: FreeBlocks) -> Metadat
         free_blocks=ring,
         tokens=None if tokens is None else moved(tokens, -1),
     )
-    return rebuilding.renumber(metadata, renamed, moved, free.ids)
+    return rebuilding.rename_blocks(metadata, renamed, moved, free.ids)
 
 
 def count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:

@@ -5,19 +5,37 @@ the middle of a block, one of them gets a copy of it.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, ring, tables
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.prefixes import holes
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Metadata
 
 
-def count_owners(metadata: Metadata, past: jax.Array, num_full: jax.Array) -> Metadata:
-    """Count one more owner for the first `num_full` blocks of each row of `past`."""
+class Past(NamedTuple):
+    """What each of B parents has before a call."""
+
+    blocks: jax.Array  # i32[B, M], its row of the block tables
+    length: jax.Array  # i32[B], its context length
+    num_full: jax.Array  # i32[B], blocks that are full
+    tail: jax.Array  # i32[B], tokens in the block after them
+
+
+def find_past(metadata: Metadata, parents: jax.Array) -> Past:
+    """Look up what parents have, i32[B]; for an id that is not open it is rubbish."""
+    length = metadata.context_lengths.at[parents].get(mode="clip")
+    blocks = metadata.block_tables.at[parents].get(mode="clip")
+    return Past(blocks, length, *tables.locate(metadata, length))
+
+
+def count_owners(metadata: Metadata, past: Past, served: jax.Array) -> Metadata:
+    """Count one more owner for the full blocks of each past that is served, bool[B]."""
 
     def body(
         counts: jax.Array,
@@ -26,20 +44,21 @@ def count_owners(metadata: Metadata, past: jax.Array, num_full: jax.Array) -> Me
         rank: jax.Array,
         valid: jax.Array,
     ) -> jax.Array:
-        block = past.at[request, rank].get(mode="clip")
+        block = past.blocks.at[request, rank].get(mode="clip")
         block = jnp.where(valid, block, metadata.num_blocks)
         return counts.at[block].add(1, mode="drop")
 
-    counts = for_each_entry(num_full, past.size, body, metadata.reference_counts)
+    counts = for_each_entry(
+        jnp.where(served, past.num_full, 0),
+        past.blocks.size,
+        body,
+        metadata.reference_counts,
+    )
     return dataclasses.replace(metadata, reference_counts=counts)
 
 
 def adopt(
-    metadata: Metadata,
-    served: jax.Array,
-    seq_ids: jax.Array,
-    past: jax.Array,
-    length: jax.Array,
+    metadata: Metadata, past: Past, served: jax.Array, seq_ids: jax.Array
 ) -> tuple[Metadata, BlockCopies]:
     """Map the parents' full blocks into these empty rows; copy partly filled tails.
 
@@ -47,29 +66,29 @@ def adopt(
 
     Args:
       metadata: the state.
+      past: the parents'.
       served: bool[B].
       seq_ids: i32[B], the sequences that continue, distinct where served.
-      past: i32[B, M], the parents' table rows.
-      length: i32[B], the parents' context lengths.
 
     Returns:
       The metadata, recorded tokens copied, and the copies due in storage.
     """
-    num_full, tail = tables.locate(metadata, length)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    column = jnp.arange(past.shape[1], dtype=jnp.int32)
-    shared = jnp.where(column[None, :] < num_full[:, None], past, metadata.num_blocks)
-    copied = served & (tail > 0)
-    last_column = jnp.minimum(num_full, past.shape[1] - 1)[:, None]
-    source = jnp.take_along_axis(past, last_column, axis=1)[:, 0]
-    mapped = num_full + copied.astype(jnp.int32)
+    column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)
+    is_full = column[None, :] < past.num_full[:, None]
+    shared = jnp.where(is_full, past.blocks, metadata.num_blocks)
+    copied = served & (past.tail > 0)
+    last_column = jnp.minimum(past.num_full, column.shape[0] - 1)[:, None]
+    source = jnp.take_along_axis(past.blocks, last_column, axis=1)[:, 0]
+    mapped = past.num_full + copied.astype(jnp.int32)
+    lengths, counts = metadata.context_lengths, metadata.num_mapped_blocks
     metadata = dataclasses.replace(
         metadata,
         block_tables=metadata.block_tables.at[row].set(shared, mode="drop"),
-        context_lengths=metadata.context_lengths.at[row].set(length, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(mapped, mode="drop"),
+        context_lengths=lengths.at[row].set(past.length, mode="drop"),
+        num_mapped_blocks=counts.at[row].set(mapped, mode="drop"),
     )
-    return take_tails(metadata, copied, seq_ids, num_full, source)
+    return take_tails(metadata, copied, seq_ids, past.num_full, source)
 
 
 def take_tails(
@@ -93,7 +112,7 @@ def take_tails(
     """
     rank = running_sum(copied.astype(jnp.int32))
     num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)
-    metadata = allocator.expose(metadata, num_taken)
+    metadata = holes.expose(metadata, num_taken)
     block = ring.peek(metadata.free_blocks, rank - 1)
     row = jnp.where(copied, seq_ids, metadata.max_sequences)
     metadata = tables.map_blocks(metadata, row, column, block)

@@ -211,7 +211,7 @@ def _reserve(
       num_fresh: i32[B], blocks that each row takes.
     """
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
-    metadata = allocator.expose(metadata, num_taken)
+    metadata = holes.expose(metadata, num_taken)
 
     # Entry e of the call's reservations is block e of the ring.
     def reserve(

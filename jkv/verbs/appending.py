@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
-from jkv.metadata.prefixes import sequences
+from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
 from jkv.status import Status
@@ -99,7 +99,7 @@ def _append(
 ) -> tuple[Metadata, Batch]:
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _decide(metadata, seq_ids, num_tokens, rows)
-    metadata = allocator.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
+    metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)
     metadata = _grow(metadata, seq_ids, growth)

@@ -66,9 +66,8 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
     eligible = live & ~padding
-    length = metadata.context_lengths.at[parents].get(mode="clip")
-    num_full, tail = tables.locate(metadata, length)
-    need = (eligible & (tail > 0)).astype(jnp.int32)
+    past = sharing.find_past(metadata, parents)
+    need = (eligible & (past.tail > 0)).astype(jnp.int32)
     no_row, no_block = tables.lacks_room(metadata, eligible, need)
     status = requests.find_status(
         padding,
@@ -79,13 +78,11 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
         ],
     )
     served = eligible & (status == Status.OK)
-    past = metadata.block_tables.at[parents].get(mode="clip")
     metadata, children = tables.open_rows(metadata, served)
-    metadata = sharing.count_owners(metadata, past, jnp.where(served, num_full, 0))
-    metadata, copies = sharing.adopt(metadata, served, children, past, length)
-    metadata = sequences.inherit(
-        metadata, metadata, jnp.where(served, children, metadata.max_sequences), parents
-    )
+    metadata = sharing.count_owners(metadata, past, served)
+    metadata, copies = sharing.adopt(metadata, past, served, children)
+    row = jnp.where(served, children, metadata.max_sequences)
+    metadata = sequences.inherit(metadata, metadata, row, parents)
     parent = jnp.where(served, parents, metadata.max_sequences)
     metadata = counters.mark_used(metadata, parent)
     metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))

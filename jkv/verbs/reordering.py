@@ -58,26 +58,50 @@ def _reorder(
     live = requests.is_live_once(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
     moves = live & ~padding & (seq_ids != parents)
-    length = metadata.context_lengths.at[parents].get(mode="clip")
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    past = metadata.block_tables.at[parents].get(mode="clip")
-    num_full, tail = tables.locate(metadata, length)
-    needs = moves & (tail > 0)
+    past = sharing.find_past(metadata, parents)
+    needs = moves & (past.tail > 0)
+    no_block = _lacks_blocks(metadata, seq_ids, past, moves, needs)
+    status = requests.find_status(
+        padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
+    )
+    served = moves & ~no_block
+    before = metadata
+    metadata = _exchange(metadata, seq_ids, past, served)
+    metadata, copies = sharing.adopt(metadata, past, served, seq_ids)
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata = sequences.inherit(metadata, before, row, parents)
+    metadata = counters.mark_used(metadata, row)
+    copied = (served & needs).astype(jnp.int32)
+    metadata, _ = counters.settle(metadata, status, served, copied)
+    return metadata, status, copies
 
-    def exchange(metadata: Metadata, served: jax.Array) -> Metadata:
-        # Shared first, released after: a block that only changes hands stays live.
-        metadata = sharing.count_owners(metadata, past, jnp.where(served, num_full, 0))
-        last = jnp.where(served, mapped, 0)
-        return tables.release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
 
-    # Which of those that need a block are served. Usually the free blocks suffice and
-    # the loop makes no trip; else ever fewer are tried, with what they would give up.
+def _lacks_blocks(
+    metadata: Metadata,
+    seq_ids: jax.Array,
+    past: sharing.Past,
+    moves: jax.Array,
+    needs: jax.Array,
+) -> jax.Array:
+    """Return which requests find no block for their tail, bool[B].
+
+    Usually the free blocks suffice and the loop makes no trip. Else ever fewer requests
+    are tried, with what they would give up.
+
+    Args:
+      metadata: the state before the call.
+      seq_ids: i32[B].
+      past: of the parents.
+      moves: bool[B], requests that change something.
+      needs: bool[B], those of them that need a block.
+    """
     rank = running_sum(needs.astype(jnp.int32))
     wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 
     def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         num_served, _ = state
-        tried = exchange(metadata, moves & ~(needs & (rank > num_served)))
+        served = moves & ~(needs & (rank > num_served))
+        tried = _exchange(metadata, seq_ids, past, served)
         fits = num_served <= tried.free_blocks.count
         return jnp.where(fits, num_served, num_served - 1), fits
 
@@ -86,17 +110,17 @@ def _reorder(
         try_fewer,
         (wanted, wanted <= metadata.free_blocks.count),
     )
-    no_block = needs & (rank > num_served)
-    status = requests.find_status(
-        padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
-    )
-    served = moves & ~no_block
-    before = metadata
-    metadata = exchange(metadata, served)
-    metadata, copies = sharing.adopt(metadata, served, seq_ids, past, length)
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, before, row, parents)
-    metadata = counters.mark_used(metadata, row)
-    copied = (served & needs).astype(jnp.int32)
-    metadata, _ = counters.settle(metadata, status, served, copied)
-    return metadata, status, copies
+    return needs & (rank > num_served)
+
+
+def _exchange(
+    metadata: Metadata, seq_ids: jax.Array, past: sharing.Past, served: jax.Array
+) -> Metadata:
+    """Count the new owners of full blocks, and release what the sequences had.
+
+    In this order a block that only changes hands stays live.
+    """
+    metadata = sharing.count_owners(metadata, past, served)
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    last = jnp.where(served, mapped, 0)
+    return tables.release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)

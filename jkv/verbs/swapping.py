@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
-from jkv.metadata.prefixes import sequences
+from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.status import Status
@@ -199,7 +199,7 @@ def _open(
 
     # The blocks are numbered in the order in which they leave the pool.
     taken = jnp.where(cause == Status.OK, num_blocks, 0)
-    metadata = allocator.expose(metadata, taken)
+    metadata = holes.expose(metadata, taken)
     mapped = served[:, None] & (entering.block_tables < num_blocks)
     block = ring.peek(metadata.free_blocks, entering.block_tables)
     block = jnp.where(mapped, block, metadata.num_blocks)

@@ -63,14 +63,10 @@ def _truncate(
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
 
-    # A kept tail that others share, or that the prefix index can still find, must be
-    # copied before it can be written again.
     lengths = jnp.where(eligible, lengths, 0)
     column, tail = tables.locate(metadata, lengths)
     last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
-    owners = metadata.reference_counts.at[last_block].get(mode="clip")
-    copied = (owners > 1) | prefix_index.is_indexed(metadata, last_block)
-    copied &= eligible & (tail > 0)
+    copied = eligible & (tail > 0) & _may_not_be_written(metadata, last_block)
     no_block, _ = requests.lacks_blocks(metadata, copied.astype(jnp.int32))
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
@@ -94,3 +90,9 @@ def _truncate(
     metadata = counters.mark_used(metadata, row)
     metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
     return metadata, status, copies
+
+
+def _may_not_be_written(metadata: Metadata, block: jax.Array) -> jax.Array:
+    """Return whether others share blocks, i32[B], or the index can find them."""
+    owners = metadata.reference_counts.at[block].get(mode="clip")
+    return (owners > 1) | prefix_index.is_indexed(metadata, block)

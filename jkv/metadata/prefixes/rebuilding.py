@@ -14,7 +14,7 @@ from jkv.status import Counter
 
 
 @if_indexed
-def renumber(
+def rename_blocks(
     metadata: Metadata,
     renamed: Callable[[jax.Array], jax.Array],
     moved: Callable[[jax.Array, int], jax.Array],
