@@ -136,9 +136,9 @@ class Metadata:
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
     tokens: jax.Array | None  # i32[N, T], token ids if the configuration records them
     prefix: PrefixIndex | None  # if the configuration has prefix caching
-    # Static, as no shape tells them: T when there are no tokens, and a maximum that
-    # need not be a multiple of T.
+    # T; static, as no shape tells it when there are no tokens.
     block_size: int = dataclasses.field(metadata={"static": True})
+    # Most tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -177,16 +177,16 @@ class Cache:
         sequences  0 of 2 open, 0 tokens, at most 16 each
     """
 
-    metadata: Metadata
+    metadata: Metadata  # who owns which block
     keys: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
     # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
     values: jax.Array | None
     # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
     key_scales: jax.Array | None
-    value_scales: jax.Array | None
-    # Static: the dtype that the stored bits mean, which the arrays' own need not be,
+    value_scales: jax.Array | None  # u16[L, N, K, T], likewise
+    # The dtype that the stored bits mean; static, as the arrays' own may be another.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-    # and Dv where no shape tells it.
+    # Dv of values that lie in the keys, else None; static, as no shape tells it.
     latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
 
     @property

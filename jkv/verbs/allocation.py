@@ -79,11 +79,17 @@ def allocate(
 
 
 def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
-    """Return which requests `allocate` would serve if called with them now, bool[B].
+    """Tell which requests `allocate` would serve if it were called with them now.
 
     Args:
       cache: the cache.
-      num_tokens: i32[B] or int, as for `allocate`; padding counts as served.
+      num_tokens: i32[B] or int, as for `allocate`.
+
+    Returns:
+      bool[B]; padding counts as served.
+
+    Raises:
+      ValueError: for numbers that are no integers, or have more than one axis.
 
     Example:
       >>> import jkv
@@ -106,6 +112,9 @@ def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     Returns:
       The new cache and i32[B] of `Status`: OK, or INVALID_SEQUENCE for an id that is
       not open or was named before in this call.
+
+    Raises:
+      ValueError: for ids that are no integers, or have more than one axis.
 
     Example:
       >>> import jkv

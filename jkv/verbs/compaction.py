@@ -24,6 +24,9 @@ def compact(cache: Cache) -> Cache:
 
     A `Batch` holds block ids: `write` and `commit` what you `append` before compacting.
 
+    Args:
+      cache: the cache.
+
     Returns:
       The cache, same sequences, lengths and contents; the compactions are counted.
 

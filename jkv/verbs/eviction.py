@@ -15,7 +15,13 @@ from jkv.status import Counter, Status
 
 
 def clock(cache: Cache) -> jax.Array:
-    """Return the low word of the logical clock, u32[]: calls that served a request.
+    """Return the time by the cache's logical clock.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      u32[], the low word of the number of calls that served a request.
 
     Example:
       >>> import jkv
@@ -40,6 +46,9 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     Returns:
       The new cache and i32[B] of `Status`: OK, or INVALID_SEQUENCE for an id that is
       not open or was named before in this call.
+
+    Raises:
+      ValueError: for ids that are no integers, or have more than one axis.
 
     Example:
       >>> import jkv
@@ -106,6 +115,9 @@ def evict(
     Returns:
       The new cache and the sequences freed, i32[max_sequences] in the order they went,
       -1 after the last: the host tells their users, or computes them again.
+
+    Raises:
+      ValueError: for ids that are no integers, or have more than one axis.
 
     Example:
       >>> import jkv

@@ -44,6 +44,9 @@ def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
       The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, OUT_OF_SEQUENCES or
       OUT_OF_BLOCKS.
 
+    Raises:
+      ValueError: for ids that are no integers, or have more than one axis.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,

@@ -20,9 +20,16 @@ class BlockInfo(NamedTuple):
 
 
 def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
-    """Return the blocks of a sequence in order, i32[M], N past the last mapped one.
+    """Return the blocks of a sequence in order.
 
-    Blocks reserved ahead of the tokens count as mapped. A closed id has none.
+    Blocks reserved ahead of the tokens count as mapped.
+
+    Args:
+      cache: the cache.
+      seq_id: i32[] or int; may be traced.
+
+    Returns:
+      i32[M], N from the first column on that maps no block; all N for a closed id.
 
     Example:
       >>> import jkv
@@ -46,6 +53,10 @@ def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
     Returns:
       `Slots` of i32[B] arrays; block N where the id is not open or nothing is mapped.
 
+    Raises:
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -61,9 +72,15 @@ dtype=int32))
 
 
 def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
-    """Return the token ids recorded for a sequence, i32[max_context_length].
+    """Return the token ids recorded for a sequence.
 
-    Entries from the context length on are -1, as are tokens `append` was not given.
+    Args:
+      cache: a cache with `record_tokens` or `prefix_caching`.
+      seq_id: i32[] or int; may be traced.
+
+    Returns:
+      i32[max_context_length], -1 from the context length on, and for tokens that
+      `append` was not told.
 
     Raises:
       ValueError: if the cache does not record tokens.
@@ -87,7 +104,14 @@ def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
 
 
 def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
-    """Return the state of one block; an id outside the pool has count 0, is not free.
+    """Return the state of one block.
+
+    Args:
+      cache: the cache.
+      block_id: i32[] or int; may be traced.
+
+    Returns:
+      A `BlockInfo`; an id outside the pool has count 0 and is not free.
 
     Example:
       >>> import jkv
@@ -103,7 +127,13 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
 
 
 def num_free_blocks(cache: Cache) -> jax.Array:
-    """Return the number of blocks that can be handed out, i32[].
+    """Return the number of blocks that can be handed out.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      i32[]; cached blocks count as free.
 
     Example:
       >>> import jkv

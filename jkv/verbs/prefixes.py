@@ -25,7 +25,7 @@ from jkv.status import Counter
 
 
 def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
-    """Return how many tokens of each prompt `allocate` would find now, i32[B].
+    """Tell how many tokens of each prompt `allocate` would find now.
 
     Args:
       cache: a cache with `prefix_caching`.
@@ -33,7 +33,7 @@ def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
       salts: i32[B] or int, the domains to look in.
 
     Returns:
-      Tokens that need not be computed, never the whole prompt.
+      i32[B], tokens that need not be computed, never the whole prompt.
 
     Raises:
       ValueError: for a cache without an index, or arguments of wrong type or shape.
@@ -69,6 +69,9 @@ def commit(cache: Cache, batch: Batch) -> Cache:
       batch: the step. Of a sequence freed, cut back or reordered since, nothing becomes
         visible.
 
+    Returns:
+      The cache; itself without a prefix index.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -83,6 +86,15 @@ def commit(cache: Cache, batch: Batch) -> Cache:
 
 def clear_prefixes(cache: Cache) -> Cache:
     """Forget all cached contents; sequences stay as they are, but add no more.
+
+    Args:
+      cache: a cache with `prefix_caching`.
+
+    Returns:
+      The cache, in which nothing is found until new prompts are committed.
+
+    Raises:
+      ValueError: for a cache without an index.
 
     Example:
       >>> import jkv
@@ -104,6 +116,12 @@ def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
       cache: a cache with `prefix_caching`.
       salt: i32[] or int, as given to `allocate`.
 
+    Returns:
+      The cache, in which nothing of the domain is found.
+
+    Raises:
+      ValueError: for a cache without an index.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -124,6 +142,12 @@ def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
     Args:
       cache: a cache with `prefix_caching`.
       num_blocks: i32[] or int; all cached blocks go if there are no more.
+
+    Returns:
+      The cache; as many blocks are free as before.
+
+    Raises:
+      ValueError: for a cache without an index.
 
     Example:
       >>> import jkv

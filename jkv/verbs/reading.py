@@ -28,6 +28,9 @@ def read(
       cache's dtype (float32 if it is quantised), zero from `length` on, and `length`,
       i32[]: the context length, 0 for an id that is not open.
 
+    Raises:
+      ValueError: for a layer known not to exist, or a cache without storage.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
@@ -46,9 +49,21 @@ def read_slot(
     block_id: jax.Array | int,
     offset: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the key [K, D] and value [K, Dv] stored in one slot, as `read` does.
+    """Return the key and value stored in one slot.
 
-    A slot outside the storage reads as zeros; what an unwritten one holds is undefined.
+    Args:
+      cache: the cache.
+      layer: i32[] or int, 0 to L-1; may be traced.
+      block_id: i32[] or int; may be traced.
+      offset: i32[] or int, 0 to T-1; may be traced.
+
+    Returns:
+      The key [K, D] and the value [K, Dv] in the cache's dtype, float32 if it is
+      quantised. A slot outside the storage reads as zeros; what one holds that was not
+      written is undefined.
+
+    Raises:
+      ValueError: for a layer known not to exist, or a cache without storage.
 
     Example:
       >>> import jkv

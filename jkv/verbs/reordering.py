@@ -35,6 +35,10 @@ def reorder(
       OUT_OF_BLOCKS. If not all fit, the requests that need no block and the longest run
       of the others, in order, that fits together are served.
 
+    Raises:
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,

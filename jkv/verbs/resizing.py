@@ -36,6 +36,9 @@ def resize(cache: Cache, num_blocks: int) -> Cache:
       cache: a concrete cache.
       num_blocks: blocks of the new pool, N.
 
+    Returns:
+      The cache with the same sequences in a pool of that size.
+
     Raises:
       ValueError: if there are more live blocks than that, or for a size that
         `CacheConfig` would reject.

@@ -33,6 +33,10 @@ def truncate(
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
       length below 0 or above the current one) or OUT_OF_BLOCKS.
 
+    Raises:
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
