@@ -244,8 +244,7 @@ class CacheConfig:
         """Return the configuration for a Hugging Face checkpoint that fits a budget.
 
         The folder's config.json tells layers, kv heads, head dim, longest context and
-        dtype. Sliding windows are not made use of: all tokens are kept, and the log says
-        so.
+        dtype. Sliding windows are ignored: all tokens are kept, and the log says so.
 
         Args:
           folder: where config.json lies.

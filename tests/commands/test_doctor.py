@@ -5,8 +5,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jkv.commands import diagnosis
-from jkv.commands.diagnosis import CASES, known_bad, main
+from jkv.commands import bookkeeping, correctness
+from jkv.commands.cases import CASES
+from jkv.commands.diagnosis import main
+from jkv.commands.facts import list_known_faults
 
 
 @pytest.fixture
@@ -14,9 +16,9 @@ def few_cases(monkeypatch):
     """Two cases and one dtype: the others only take time."""
     wanted = ("mixed, with padding", "sinks")
     cases = tuple(case for case in CASES if case.name in wanted)
-    monkeypatch.setattr(diagnosis, "CASES", cases)
-    monkeypatch.setattr(diagnosis, "IMPLEMENTATIONS", ("xla",))
-    monkeypatch.setattr(diagnosis, "TOLERANCES", {"float32": 2e-5})
+    monkeypatch.setattr(correctness, "CASES", cases)
+    monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
+    monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
 
 
 def findings(path, verdict):
@@ -40,21 +42,21 @@ def test_a_machine_that_works(few_cases, tmp_path, capsys):
 
 
 def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
-    right = diagnosis.paged_attention
+    right = correctness.paged_attention
 
     def wrong(*arguments, implementation, **options):
         found = right(*arguments, implementation="reference", **options)
         return jnp.roll(found, 1, axis=0) if implementation == "xla" else found
 
-    monkeypatch.setattr(diagnosis, "paged_attention", wrong)
+    monkeypatch.setattr(correctness, "paged_attention", wrong)
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
 
 
 def test_lost_blocks_are_reported(few_cases, tmp_path, monkeypatch):
-    free = diagnosis.free
-    monkeypatch.setattr(diagnosis, "free", lambda cache, ids: free(cache, ids[:1]))
+    free = bookkeeping.free
+    monkeypatch.setattr(bookkeeping, "free", lambda cache, ids: free(cache, ids[:1]))
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert "lost" in findings(path, "FAILED")[0]["detail"]
@@ -75,6 +77,6 @@ def test_known_bad_combinations(changes, words):
         "drivers": {},
         "platform": "cpu",
     }
-    assert not list(known_bad(facts))
-    (warning,) = known_bad(facts | changes)
+    assert not list(list_known_faults(facts))
+    (warning,) = list_known_faults(facts | changes)
     assert words in warning

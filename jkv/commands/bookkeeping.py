@@ -1,0 +1,83 @@
+"""Whether the verbs keep account of blocks on this device, and update them in place."""
+
+import jax
+import jax.numpy as jnp
+
+from jkv.commands.report import Report
+from jkv.config.cache_config import CacheConfig
+from jkv.inspection.invariants import check
+from jkv.state import Cache
+from jkv.status import InvariantError
+from jkv.verbs.allocation import allocate, free
+from jkv.verbs.appending import append
+from jkv.verbs.forking import fork
+from jkv.verbs.initialization import init
+from jkv.verbs.lookups import num_free_blocks
+from jkv.verbs.truncation import truncate
+from jkv.verbs.writing import write
+
+NUM_CYCLES = 500
+
+SIZES = CacheConfig(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=64,
+    num_blocks=64,
+    block_size=4,
+    max_sequences=8,
+    max_context_length=64,
+)
+
+
+def check_bookkeeping(report: Report) -> None:
+    """Check what the verbs do to blocks, and to memory."""
+    check_cycles(report)
+    check_in_place(report)
+
+
+def check_cycles(report: Report) -> None:
+    """Play the verbs in one donated jit, then recount everything."""
+
+    def play(cache: Cache) -> Cache:
+        # A body of its own is traced anew, with the verbs as they are now.
+        return jax.lax.fori_loop(0, NUM_CYCLES, lambda i, c: play_cycle(i, c), cache)
+
+    cache = jax.jit(play, donate_argnums=0)(init(SIZES))
+    try:
+        check(cache)
+        num_lost = SIZES.num_blocks - int(num_free_blocks(cache))
+        found = f"{num_lost} blocks were lost" if num_lost else ""
+    except InvariantError as error:
+        found = str(error)
+    what = f"{NUM_CYCLES} cycles of allocate, append, write, fork, truncate, free"
+    report.add("FAILED" if found else "ok", what, found)
+
+
+def play_cycle(number: jax.Array, cache: Cache) -> Cache:
+    """Open two sequences of changing lengths, fork them, and free all four."""
+    cache, opened = allocate(cache, jnp.stack([number % 9, number % 5]))
+    cache, batch = append(cache, opened.seq_ids, number % 8, capacity=16)
+    rows = jnp.full((16, SIZES.num_kv_heads, SIZES.head_dim), number, jnp.bfloat16)
+    for layer in range(SIZES.num_layers):
+        cache = write(cache, layer, batch, rows, rows)
+    cache, forked = fork(cache, opened.seq_ids)
+    cache, _ = truncate(cache, forked.seq_ids, number % 3)
+    cache, _ = free(cache, opened.seq_ids)
+    return free(cache, forked.seq_ids)[0]
+
+
+def check_in_place(report: Report) -> None:
+    """Ask the compiler whether a donated write makes another pool."""
+    cache, opened = allocate(init(SIZES), [0, 0])
+    cache, batch = append(cache, opened.seq_ids)
+    rows = jnp.ones((2, SIZES.num_kv_heads, SIZES.head_dim), jnp.bfloat16)
+    step = jax.jit(write, donate_argnums=0)
+    compiled = step.lower(cache, 1, batch, rows, rows).compile()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    what = "donated writes in place"
+    if temporary is None:
+        report.add("not checked", what, "no memory analysis here")
+    else:
+        is_small = temporary < cache.keys.nbytes // 4
+        detail = f"{temporary:,} bytes beside a pool of {cache.keys.nbytes:,}"
+        report.add("ok" if is_small else "FAILED", what, detail)

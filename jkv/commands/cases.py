@@ -1,0 +1,99 @@
+"""Calls of the attention for the doctor to compare, a feature each."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.dtypes import STORAGE_DTYPES, needs_scales
+from jkv.storage import quantization
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of the attention: shapes and options."""
+
+    name: str
+    query_lengths: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    options: tuple[tuple[str, float], ...] = ()
+    has_sinks: bool = False
+    kv_dtype: str | None = None  # one byte with scales, instead of the queries' dtype
+
+
+DECODE: dict[str, Any] = {
+    "query_lengths": (1, 1, 1),
+    "context_lengths": (70, 1, 33),
+}
+
+CASES = (
+    Case("decode", **DECODE),
+    Case("prefill", (33, 5), (33, 40)),
+    Case("mixed, with padding", (1, 7, 0, 1), (50, 7, 9, 16)),
+    Case("one kv head", **DECODE, num_kv_heads=1),
+    Case("no groups", **DECODE, num_heads=2),
+    Case("group of 7", **DECODE, num_heads=14),
+    Case("head dim 128", **DECODE, head_dim=128),
+    Case("head dim 96", **DECODE, head_dim=96),
+    Case("head dim 256", **DECODE, head_dim=256),
+    Case("blocks of 4", **DECODE, block_size=4),
+    Case("blocks of 64", **DECODE, block_size=64),
+    Case("window", **DECODE, options=(("window", 20),)),
+    Case("soft cap", **DECODE, options=(("soft_cap", 5.0),)),
+    Case("sinks", **DECODE, has_sinks=True),
+    *(
+        Case(dtype.name, (1, 7, 1), (50, 7, 33), kv_dtype=dtype.name)
+        for dtype in STORAGE_DTYPES
+        if needs_scales(dtype)
+    ),
+)
+
+
+def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `paged_attention`, in order and by name."""
+    random = np.random.default_rng(0)
+    tables, pools = _store_contexts(case, random)
+    num_rows = sum(case.query_lengths)
+    queries = random.standard_normal((num_rows, case.num_heads, case.head_dim))
+    kv_dtype = jnp.dtype(case.kv_dtype or dtype)
+    options: dict[str, Any] = dict(case.options) | {"kv_dtype": kv_dtype}
+    if case.has_sinks:
+        sinks = random.standard_normal(case.num_heads)
+        options["sinks"] = jnp.asarray(sinks, jnp.float32)
+    arrays = [jnp.asarray(queries, dtype)]
+    for name, pool in zip(("key", "value"), pools, strict=True):
+        elements, scales = quantization.quantise(jnp.asarray(pool), kv_dtype)
+        arrays.append(elements)
+        options[f"{name}_scales"] = scales
+    starts = np.cumsum((0, *case.query_lengths[:-1]))
+    lengths = (starts, case.query_lengths, case.context_lengths)
+    integers = [jnp.asarray(each, jnp.int32) for each in lengths]
+    return (*arrays, 0, jnp.asarray(tables), None, *integers), options
+
+
+def _store_contexts(
+    case: Case, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return block tables, i32[B, M], and keys and values, f32[2, 1, N, K, T, D].
+
+    The blocks are in random order, and what no token has is NaN.
+    """
+    size = case.block_size
+    needed = [-(-length // size) for length in case.context_lengths]
+    num_blocks = sum(needed) + 1
+    blocks = iter(random.permutation(num_blocks).tolist())
+    tables = np.full((len(needed), max(needed)), 2**31 - 1, np.int32)
+    shape = (2, 1, num_blocks, case.num_kv_heads, size, case.head_dim)
+    pools = np.full(shape, np.nan, np.float32)
+    for row, length in enumerate(case.context_lengths):
+        tables[row, : needed[row]] = [next(blocks) for _ in range(needed[row])]
+        for position in range(length):
+            slot = (tables[row, position // size], slice(None), position % size)
+            numbers = random.standard_normal((2, case.num_kv_heads, case.head_dim))
+            pools[:, 0, *slot] = numbers
+    return tables, pools

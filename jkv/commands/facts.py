@@ -1,0 +1,111 @@
+"""What is installed on this machine, and what is known to go wrong with it."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "numpy", "chex", "triton")
+
+PLUGIN_PREFIXES = ("jax-rocm", "jax-cuda", "jax_rocm", "jax_cuda", "libtpu")
+
+ENVIRONMENT = ("JAX_", "XLA_", "HIP_", "ROCR_", "HSA_", "CUDA_VISIBLE")
+
+# What to ask of drivers, where the program is there.
+DRIVER_COMMANDS = (
+    ("rocm-smi", "--showdriverversion", "--showproductname"),
+    ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+)
+
+DRIVER_FILES = ("/sys/module/amdgpu/version", "/opt/rocm/.info/version")
+
+
+def collect_facts() -> dict[str, Any]:
+    """Return devices, versions, drivers and settings."""
+    device = jax.devices()[0]
+    installed = {
+        str(each.metadata["Name"]): each.version
+        for each in importlib.metadata.distributions()
+    }
+    wanted = [
+        name
+        for name in installed
+        if name in PACKAGES or name.startswith(PLUGIN_PREFIXES) or name == "jkv"
+    ]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": {name: installed[name] for name in sorted(wanted)},
+        "platform": device.platform,
+        "platform version": device.client.platform_version,
+        "devices": [f"{d.id}: {d.device_kind}" for d in jax.devices()],
+        "compute capability": str(getattr(device, "compute_capability", "")),
+        "memory": read_memory_statistics(device),
+        "drivers": read_driver_versions(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(ENVIRONMENT)
+        },
+    }
+
+
+def read_memory_statistics(device: jax.Device) -> dict[str, int]:
+    """Return what the device says of its memory, if it does."""
+    found = device.memory_stats() or {}
+    return {
+        name: found[name] for name in ("bytes_limit", "bytes_in_use") if name in found
+    }
+
+
+def read_driver_versions() -> dict[str, str]:
+    """Return what the system says of GPU drivers."""
+    found = {}
+    for name in DRIVER_FILES:
+        if pathlib.Path(name).exists():
+            found[name] = pathlib.Path(name).read_text().strip()
+    for program, *flags in DRIVER_COMMANDS:
+        if shutil.which(program):
+            done = subprocess.run(
+                [program, *flags], capture_output=True, text=True, timeout=60
+            )
+            found[program] = " | ".join(done.stdout.split("\n")).strip(" |")
+    return found
+
+
+def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
+    """Name what is known to go wrong with these versions and settings."""
+    versions, environment = facts["versions"], facts["environment"]
+    number = tuple(int(part) for part in jax.__version__.split(".")[:3])
+    if number < (0, 10, 2):
+        yield f"JAX {jax.__version__} is older than 0.10.2, the oldest that is tested"
+    for name, version in versions.items():
+        if name.startswith(PLUGIN_PREFIXES[:4]) and (
+            version.split(".")[:2] != versions["jaxlib"].split(".")[:2]
+        ):
+            yield (
+                f"{name} {version} is not of the same release as jaxlib "
+                f"{versions['jaxlib']}; install both by an extra of jax "
+                f"(jax[rocm7-local] or jax[cuda13])"
+            )
+    if "HSA_OVERRIDE_GFX_VERSION" in environment:
+        yield (
+            "HSA_OVERRIDE_GFX_VERSION makes the card pass for another: kernels are "
+            "compiled for that one's registers and matrix instructions"
+        )
+    if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        yield "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates anew for every call"
+    on_gpu = facts["platform"] in ("gpu", "cuda", "rocm")
+    if facts["drivers"] and not on_gpu:
+        yield (
+            f"there is a GPU driver, but JAX runs on {facts['platform']}: its plugin "
+            f"is not installed (jkv[rocm] or jkv[cuda]), or JAX_PLATFORMS hides it"
+        )
