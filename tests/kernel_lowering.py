@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from jkv.attention.call import Constants, Requests
-from jkv.attention.kernel.forward import attend_kernel
+from jkv.attention.call import Call, Requests
+from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
 from jkv.config.dtypes import STORAGE_DTYPES, needs_scales
 
@@ -84,23 +84,23 @@ def lower_kernels(queries, pools, tuning, platform, **options):
     soft_cap = options.pop("soft_cap", None)
     max_query_length = options.pop("max_query_length", None)
 
-    def call(queries, pools, layer, requests, scale, options):
-        return attend_kernel(
-            queries,
-            pools,
-            layer,
-            requests,
+    def attend(queries, pools, layer, requests, scale, options):
+        call = Call(
+            queries=queries,
+            pools=pools,
+            layer=layer,
+            requests=requests,
             scale=scale,
             window=options.get("window"),
             sinks=options.get("sinks"),
-            constants=Constants(soft_cap, max_query_length),
-            tuning=tuning,
-            interpret=False,
+            soft_cap=soft_cap,
+            max_query_length=max_query_length,
         )
+        return attend_kernel(call, tuning=tuning, interpret=False)
 
     requests = Requests(shape(32, 512), *(shape(32) for _ in range(4)))
     scale = shape(dtype=jnp.float32)
-    return lower(call, (queries, pools, shape(), requests, scale, options), platform)
+    return lower(attend, (queries, pools, shape(), requests, scale, options), platform)
 
 
 def find_kernels(lowered):

@@ -9,18 +9,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Constants, make_requests
+from jkv.attention.call import Call, empty_results, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.pools import Pools
+from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
-    require_dtypes,
     require_options,
-    require_rank,
+    require_queries,
     require_requests,
-    require_scales,
-    require_shapes,
 )
-from jkv.attention.xla.gradients import attend_differentiably
 
 __all__ = ["paged_attention"]
 
@@ -114,68 +110,37 @@ def paged_attention(
       Array([[[6.]]], dtype=float32)
     """
     attend = choose(implementation)
-    if layer is None:
-        require_rank("key_pool", key_pool, 4, "[N, K, T, D] when layer is None")
-        # The new axis is a view under jit, and free.
-        key_pool, layer = key_pool[None], 0
-        if value_pool is not None:
-            require_rank("value_pool", value_pool, 4, "[N, K, T, Dv], layer is None")
-            value_pool = value_pool[None]
-        key_scales = None if key_scales is None else key_scales[None]
-        value_scales = None if value_scales is None else value_scales[None]
-    value_dim = require_shapes(queries, key_pool, value_pool, value_head_dim, sinks)
-    require_dtypes(queries, key_pool, value_pool, kv_dtype)
-    require_scales(key_pool, value_pool, key_scales, value_scales)
-    require_requests(
-        block_tables, seq_ids, query_starts, query_lengths, context_lengths
+    pools = make_pools(
+        key_pool,
+        value_pool,
+        key_scales,
+        value_scales,
+        has_layers=layer is not None,
+        kv_dtype=kv_dtype,
+        value_head_dim=value_head_dim,
     )
+    require_queries(queries, pools.keys, pools.values, sinks)
+    arrays = seq_ids, query_starts, query_lengths, context_lengths
+    require_requests(block_tables, *arrays)
     require_options(window, soft_cap, max_query_length)
-    pools = Pools(
-        keys=key_pool,
-        values=value_pool,
-        key_scales=key_scales,
-        value_scales=value_scales,
-        value_dim=value_dim,
-        kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
-    )
-
-    num_rows, num_heads, head_dim = queries.shape
-    if num_rows == 0 or query_starts.shape[0] == 0:
-        output = jnp.zeros((num_rows, num_heads, value_dim), queries.dtype)
-        lse = jnp.full((num_rows, num_heads), -jnp.inf, jnp.float32)
-        return (output, lse) if return_lse else output
-
-    requests = make_requests(
-        block_tables,
-        seq_ids,
-        query_starts,
-        query_lengths,
-        context_lengths,
-        num_rows=num_rows,
-        block_size=key_pool.shape[3],
+    scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
+    call = Call(
+        queries=queries,
+        pools=pools,
+        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        requests=make_requests(
+            block_tables,
+            *arrays,
+            num_rows=queries.shape[0],
+            block_size=pools.block_size,
+            max_query_length=max_query_length,
+        ),
+        scale=jnp.asarray(scale, jnp.float32),
+        window=None if window is None else jnp.asarray(window, jnp.int32),
+        sinks=None if sinks is None else sinks.astype(jnp.float32),
+        soft_cap=soft_cap,
         max_query_length=max_query_length,
     )
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
-    scale = jnp.asarray(scale, jnp.float32)
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    layer = jnp.asarray(layer, jnp.int32)
-    window = None if window is None else jnp.asarray(window, jnp.int32)
-    constants = Constants(soft_cap, max_query_length)
-    if implementation == "reference":
-        # Differentiable as it stands, so that it can judge the others' derivative.
-        output, lse = attend(
-            queries,
-            pools,
-            layer,
-            requests,
-            scale=scale,
-            window=window,
-            constants=constants,
-            sinks=sinks,
-        )
-    else:
-        output, lse = attend_differentiably(
-            attend, constants, queries, pools, scale, sinks, layer, requests, window
-        )
+    is_empty = call.num_rows == 0 or call.num_requests == 0
+    output, lse = empty_results(call) if is_empty else attend(call)
     return (output, lse) if return_lse else output

@@ -1,12 +1,19 @@
-"""Who asks: the integer arrays that say which rows attend to which tokens.
+"""A call: queries, the pools that they read, and who reads what.
 
-Symbols: `S` rows of the block tables, `M` blocks per row, `B` requests, `R` query rows.
+Symbols: `R` query rows, `H` query heads, `K` kv heads, `G = H // K` query heads of one
+kv head, `D` (`Dv`) key (value) head dim; `S` rows of the block tables, `M` blocks per
+row, `B` requests.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
+import chex  # type: ignore[import-untyped]  # it ships no types
 import jax
 import jax.numpy as jnp
+
+from jkv.attention.pools import Pools
 
 
 class Requests(NamedTuple):
@@ -19,21 +26,98 @@ class Requests(NamedTuple):
 
     block_tables: jax.Array  # i32[S, M], entries past a sequence's end may be anything
     seq_ids: jax.Array  # i32[B], rows of block_tables
-    query_starts: jax.Array  # i32[B]
+    query_starts: jax.Array  # i32[B], R for padding
     query_lengths: jax.Array  # i32[B]
-    context_lengths: jax.Array  # i32[B]
+    context_lengths: jax.Array  # i32[B], at most M * T
 
 
-class Constants(NamedTuple):
-    """What a call is compiled for, beside shapes and dtypes."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """Everything that an implementation is told. What is static, it is compiled for."""
 
-    soft_cap: float | None
-    max_query_length: int | None  # no request has more rows; 1 is decoding
+    queries: jax.Array  # [R, H, D], not scaled
+    pools: Pools
+    layer: jax.Array  # i32[]
+    requests: Requests
+    scale: jax.Array  # f32[]
+    window: jax.Array | None  # i32[]
+    sinks: jax.Array | None  # f32[H]
+    # Static: both change what is traced, not what is computed with.
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    max_query_length: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.queries.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.queries.shape[1]
+
+    @property
+    def group(self) -> int:
+        """G."""
+        return self.num_heads // self.pools.num_kv_heads
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return self.requests.seq_ids.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        """M."""
+        return self.requests.block_tables.shape[1]
 
     @property
     def is_decoding(self) -> bool:
         """Whether requests of several rows are known not to occur."""
         return self.max_query_length == 1
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what an implementation returns."""
+        shape = (self.num_rows, self.num_heads)
+        return (
+            jax.ShapeDtypeStruct((*shape, self.pools.value_dim), self.queries.dtype),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        )
+
+
+# An implementation: [R, H, Dv] in the queries' dtype, and the natural logarithm of the
+# softmax denominators, f32[R, H]. Rows that see nothing are zeros and -inf.
+Attend = Callable[[Call], tuple[jax.Array, jax.Array]]
+
+
+def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Return what a call gives that has no rows or no requests."""
+    output, lse = call.results
+    return (
+        jnp.zeros(output.shape, output.dtype),
+        jnp.full(lse.shape, -jnp.inf, lse.dtype),
+    )
+
+
+def check_call(call: Call) -> None:
+    """Assert the shapes and dtypes that implementations rely on, at trace time."""
+    requests, num_requests = call.requests, call.num_requests
+    chex.assert_shape(call.queries, (None, None, call.pools.keys.shape[4]))
+    chex.assert_is_divisible(call.num_heads, call.pools.num_kv_heads)
+    chex.assert_rank(call.pools.keys, 5)
+    chex.assert_rank([call.layer, call.scale], 0)
+    chex.assert_rank(requests.block_tables, 2)
+    chex.assert_shape(list(requests[1:]), (num_requests,))
+    chex.assert_type([call.layer, *requests], jnp.int32)
+    chex.assert_type(call.scale, jnp.float32)
+    if call.window is not None:
+        chex.assert_shape(call.window, ())
+        chex.assert_type(call.window, jnp.int32)
+    if call.sinks is not None:
+        chex.assert_shape(call.sinks, (call.num_heads,))
+        chex.assert_type(call.sinks, jnp.float32)
 
 
 def make_requests(

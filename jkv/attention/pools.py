@@ -13,20 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# What `kv_dtype` may say of a pool whose elements are raw bits.
-BIT_DTYPES = {
-    jnp.dtype(jnp.uint16): (jnp.dtype(jnp.bfloat16),),
-    jnp.dtype(jnp.uint8): (
-        jnp.dtype(jnp.float8_e4m3fn),
-        jnp.dtype(jnp.float8_e4m3fnuz),
-        jnp.dtype(jnp.float8_e5m2),
-    ),
-}
-
-
-# One byte an element: scales per token and kv head may stand beside them, and must
-# beside int8, which means nothing without.
-ONE_BYTE_DTYPES = (jnp.dtype(jnp.int8), *BIT_DTYPES[jnp.dtype(jnp.uint8)])
+from jkv.attention.elements import to_float32
+from jkv.attention.validation import (
+    require_elements,
+    require_pools,
+    require_rank,
+    require_scales,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +61,42 @@ class Pools:
             else self.kv_dtype
             for array in arrays
         }
+
+
+def make_pools(
+    keys: jax.Array,
+    values: jax.Array | None,
+    key_scales: jax.Array | None,
+    value_scales: jax.Array | None,
+    *,
+    has_layers: bool,
+    kv_dtype: jax.typing.DTypeLike | None,
+    value_head_dim: int | None,
+) -> Pools:
+    """Check the arrays and bring them to five axes, with one layer if they have none.
+
+    Raises:
+      ValueError: saying what does not fit.
+    """
+    if not has_layers:
+        require_rank("key_pool", keys, 4, "[N, K, T, D] when layer is None")
+        if values is not None:
+            require_rank("value_pool", values, 4, "[N, K, T, Dv], layer is None")
+        # The new axis is a view under jit, and free.
+        keys, values, key_scales, value_scales = jax.tree.map(
+            lambda array: array[None], (keys, values, key_scales, value_scales)
+        )
+    value_dim = require_pools(keys, values, value_head_dim)
+    require_elements(keys, values, kv_dtype)
+    require_scales(keys, values, key_scales, value_scales)
+    return Pools(
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        value_dim=value_dim,
+        kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
+    )
 
 
 def gather_blocks(
@@ -133,12 +162,3 @@ def add_blocks(
     # A negative index would wrap even with mode="drop".
     blocks = jnp.where(blocks < 0, pool.shape[1], blocks)
     return pool.at[layer, blocks].add(chunk, mode="drop")
-
-
-def to_float32(
-    chunk: jax.Array, kv_dtype: jax.typing.DTypeLike | None = None
-) -> jax.Array:
-    """Turn stored elements into float32; `kv_dtype` says what raw bits mean."""
-    if kv_dtype is not None and chunk.dtype in BIT_DTYPES:
-        chunk = lax.bitcast_convert_type(chunk, kv_dtype)
-    return chunk.astype(jnp.float32)

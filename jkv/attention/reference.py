@@ -4,93 +4,96 @@ Slow and memory hungry on purpose. What the other implementations must reproduce
 `attend_row` says; nothing here is shared with them but the meaning of the arguments.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Constants, Requests
-from jkv.attention.pools import Pools, to_float32
+from jkv.attention.call import Call, check_call
+from jkv.attention.elements import to_float32
+from jkv.attention.pools import Pools
 
 
-@functools.partial(jax.jit, static_argnames=("constants",))
-def attend_reference(
-    queries: jax.Array,  # [R, H, D], not scaled
-    pools: Pools,
-    layer: jax.Array,  # i32[]
-    requests: Requests,
-    *,
-    scale: jax.Array,  # f32[]
-    window: jax.Array | None,  # i32[]
-    constants: Constants,
-    sinks: jax.Array | None,  # f32[H]
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
-    dtype, soft_cap = queries.dtype, constants.soft_cap
-    queries = queries.astype(jnp.float32)
-    rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
+    check_call(call)
+    positions, tables = locate_rows(call)
+    queries = call.queries.astype(jnp.float32)
+    # One row at a time: the memory of all rows' contexts at once is not to be had.
+    output, lse = lax.map(
+        lambda row: attend_row(call, *row), (queries, positions, tables)
+    )
+    return output.astype(call.queries.dtype), lse
+
+
+def locate_rows(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Return each row's position, i32[R], and its blocks, i32[R, M].
+
+    A row that nobody owns has position -1, so that it sees no token.
+    """
+    requests = call.requests
+    rows = jnp.arange(call.num_rows, dtype=jnp.int32)
     offsets = rows[:, None] - requests.query_starts[None, :]  # i32[R, B]
     owns = (offsets >= 0) & (offsets < requests.query_lengths[None, :])
     owner = jnp.argmax(owns, axis=1)
     first_position = requests.context_lengths - requests.query_lengths
-    positions = jnp.where(
-        owns.any(axis=1),
-        first_position[owner] + rows - requests.query_starts[owner],
-        -1,  # a row that nobody owns sees no token
+    positions = first_position[owner] + rows - requests.query_starts[owner]
+    positions = jnp.where(owns.any(axis=1), positions, -1)
+    return positions, requests.block_tables[requests.seq_ids][owner]
+
+
+def attend_row(
+    call: Call,
+    query: jax.Array,  # f32[H, D]
+    position: jax.Array,  # i32[]
+    table: jax.Array,  # i32[M]
+) -> tuple[jax.Array, jax.Array]:
+    """Return f32[H, Dv] and f32[H] of one row."""
+    keys, values = gather_sequence(call.pools, call.layer, table)
+    token = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    visible = token <= position
+    if call.window is not None:
+        visible &= token > position - call.window
+    # Hidden slots may hold NaN, and 0 * NaN is NaN: mask the contents too.
+    keys = jnp.where(visible[None, :, None], keys, 0.0)
+    values = jnp.where(visible[None, :, None], values, 0.0)
+
+    grouped = query.reshape(call.pools.num_kv_heads, call.group, -1)
+    scores = call.scale * jnp.einsum(
+        "kgd,ksd->kgs", grouped, keys, precision=lax.Precision.HIGHEST
     )
-    tables = requests.block_tables[requests.seq_ids]  # i32[B, M]
+    if call.soft_cap is not None:
+        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
+    # A row that sees nothing keeps its zero scores, so that no softmax is empty.
+    sees_any = visible.any()
+    hidden = jnp.where(sees_any, -jnp.inf, 0.0)
+    scores = jnp.where(visible[None, None, :], scores, hidden)
+    if call.sinks is not None:
+        sink = call.sinks.reshape(call.pools.num_kv_heads, -1, 1)
+        scores = jnp.concatenate([scores, sink], axis=2)
 
-    def attend_row(
-        query: jax.Array,  # f32[H, D]
-        position: jax.Array,  # i32[]
-        table: jax.Array,  # i32[M]
-    ) -> tuple[jax.Array, jax.Array]:
-        kv_dtype = pools.kv_dtype
-        keys = gather_tokens(pools.keys, pools.key_scales, layer, table, kv_dtype)
-        if pools.values is None:
-            values = keys[..., : pools.value_dim]
-        else:
-            values = gather_tokens(
-                pools.values, pools.value_scales, layer, table, kv_dtype
-            )
-        token = jnp.arange(keys.shape[1], dtype=jnp.int32)
-        visible = token <= position
-        if window is not None:
-            visible &= token > position - window
-        # Hidden slots may hold NaN, and 0 * NaN is NaN: mask the contents too.
-        keys = jnp.where(visible[None, :, None], keys, 0.0)
-        values = jnp.where(visible[None, :, None], values, 0.0)
-
-        num_heads, num_kv_heads = query.shape[0], keys.shape[0]
-        grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, -1)
-        scores = scale * jnp.einsum(
-            "kgd,ksd->kgs", grouped, keys, precision=lax.Precision.HIGHEST
-        )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        # A row that sees nothing keeps its zero scores, so that no softmax is empty.
-        sees_any = visible.any()
-        hidden = jnp.where(sees_any, -jnp.inf, 0.0)
-        scores = jnp.where(visible[None, None, :], scores, hidden)
-        if sinks is not None:
-            sink = sinks.reshape(num_kv_heads, -1, 1)
-            scores = jnp.concatenate([scores, sink], axis=2)
-
-        lse = jax.nn.logsumexp(scores, axis=2)  # f32[K, G]
-        weights = jnp.exp(scores - lse[..., None])[..., : keys.shape[1]]
-        output = jnp.einsum(
-            "kgs,ksd->kgd", weights, values, precision=lax.Precision.HIGHEST
-        )
-        output = jnp.where(sees_any, output, 0.0)
-        lse = jnp.where(sees_any, lse, -jnp.inf)
-        return output.reshape(num_heads, -1), lse.reshape(num_heads)
-
-    # One row at a time: the memory of all rows' contexts at once is not to be had.
-    output, lse = lax.map(
-        lambda row: attend_row(*row), (queries, positions, tables[owner])
+    lse = jax.nn.logsumexp(scores, axis=2)  # f32[K, G]
+    weights = jnp.exp(scores - lse[..., None])[..., : keys.shape[1]]
+    output = jnp.einsum(
+        "kgs,ksd->kgd", weights, values, precision=lax.Precision.HIGHEST
     )
-    return output.astype(dtype), lse
+    output = jnp.where(sees_any, output, 0.0)
+    lse = jnp.where(sees_any, lse, -jnp.inf)
+    return output.reshape(call.num_heads, -1), lse.reshape(call.num_heads)
+
+
+def gather_sequence(
+    pools: Pools,
+    layer: jax.Array,  # i32[]
+    table: jax.Array,  # i32[M]
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of a sequence, f32[K, M * T, D] and f32[K, M * T, Dv]."""
+    keys = gather_tokens(pools.keys, pools.key_scales, layer, table, pools.kv_dtype)
+    if pools.values is None:
+        return keys, keys[..., : pools.value_dim]
+    return keys, gather_tokens(
+        pools.values, pools.value_scales, layer, table, pools.kv_dtype
+    )
 
 
 def gather_tokens(

@@ -3,62 +3,35 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.pools import BIT_DTYPES
+from jkv.attention.elements import MEANINGS
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
+    """Check the number of axes; `meaning` says what they should be."""
     if array.ndim != rank:
         raise ValueError(
             f"{name} must have {rank} axes, {meaning}, got shape {array.shape}"
         )
 
 
-def require_shapes(
-    queries: jax.Array,
-    key_pool: jax.Array,
-    value_pool: jax.Array | None,
-    value_head_dim: int | None,
-    sinks: jax.Array | None,
+def require_pools(
+    key_pool: jax.Array, value_pool: jax.Array | None, value_head_dim: int | None
 ) -> int:
-    """Check ranks and sizes of queries, pools and sinks; return the value head dim."""
-    require_rank("queries", queries, 3, "[R, H, D]")
+    """Check ranks and sizes of the pools; return the value head dim."""
     require_rank("key_pool", key_pool, 5, "[L, N, K, T, D]; layer=None drops the L")
     if value_pool is None:
-        value_dim = _require_latent(key_pool, value_head_dim)
-    else:
-        require_rank("value_pool", value_pool, 5, "[L, N, K, T, Dv]")
-        if key_pool.shape[:4] != value_pool.shape[:4]:
-            raise ValueError(
-                "key_pool and value_pool must agree in layers, blocks, kv heads and "
-                f"block size, got {key_pool.shape} and {value_pool.shape}"
-            )
-        value_dim = value_pool.shape[4]
-        if value_head_dim not in (None, value_dim):
-            raise ValueError(
-                f"value_pool has head dim {value_dim}, value_head_dim is "
-                f"{value_head_dim}; it is for value_pool=None, leave it out"
-            )
-    value_shape = () if value_pool is None else value_pool.shape
-    if 0 in (*queries.shape[1:], *key_pool.shape, *value_shape):
+        return _require_latent(key_pool, value_head_dim)
+    require_rank("value_pool", value_pool, 5, "[L, N, K, T, Dv]")
+    if key_pool.shape[:4] != value_pool.shape[:4]:
         raise ValueError(
-            "no axis of the pools, no number of heads and no head dim may be 0, got "
-            f"queries {queries.shape}, pools {key_pool.shape}, {value_shape}"
+            "key_pool and value_pool must agree in layers, blocks, kv heads and "
+            f"block size, got {key_pool.shape} and {value_pool.shape}"
         )
-    num_heads, head_dim = queries.shape[1:]
-    num_kv_heads = key_pool.shape[2]
-    if head_dim != key_pool.shape[4]:
+    value_dim = value_pool.shape[4]
+    if value_head_dim not in (None, value_dim):
         raise ValueError(
-            f"queries have head dim {head_dim}, key_pool {key_pool.shape[4]}; "
-            "they must be equal"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{num_heads} query heads do not divide over {num_kv_heads} kv heads; "
-            "give a multiple of the kv heads"
-        )
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(
-            f"sinks must be one logit per query head, [{num_heads}], got {sinks.shape}"
+            f"value_pool has head dim {value_dim}, value_head_dim is "
+            f"{value_head_dim}; it is for value_pool=None, leave it out"
         )
     return value_dim
 
@@ -73,19 +46,16 @@ def _require_latent(key_pool: jax.Array, value_head_dim: int | None) -> int:
     return value_head_dim
 
 
-def require_dtypes(
-    queries: jax.Array,
+def require_elements(
     key_pool: jax.Array,
     value_pool: jax.Array | None,
     kv_dtype: jax.typing.DTypeLike | None,
 ) -> None:
-    """Check that queries are floating point and that the pools' bits have a meaning."""
-    if not jnp.issubdtype(queries.dtype, jnp.floating):
-        raise ValueError(f"queries must be floating point, got {queries.dtype}")
+    """Check that the pools hold numbers, or bits that have a meaning."""
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
         if pool is None:
             continue
-        meanings = BIT_DTYPES.get(pool.dtype)
+        meanings = MEANINGS.get(pool.dtype)
         if meanings is not None:
             if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
                 names = " or ".join(str(dtype) for dtype in meanings)
@@ -144,6 +114,40 @@ def require_scales(
                 f"{name}_scales must be floating point, or uint16 as the bits of "
                 f"bfloat16, got {scales.dtype}"
             )
+
+
+def require_queries(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    sinks: jax.Array | None,
+) -> None:
+    """Check queries and sinks against pools that are as they should be."""
+    require_rank("queries", queries, 3, "[R, H, D]")
+    value_shape = () if value_pool is None else value_pool.shape
+    if 0 in (*queries.shape[1:], *key_pool.shape, *value_shape):
+        raise ValueError(
+            "no axis of the pools, no number of heads and no head dim may be 0, got "
+            f"queries {queries.shape}, pools {key_pool.shape}, {value_shape}"
+        )
+    num_heads, head_dim = queries.shape[1:]
+    num_kv_heads = key_pool.shape[2]
+    if head_dim != key_pool.shape[4]:
+        raise ValueError(
+            f"queries have head dim {head_dim}, key_pool {key_pool.shape[4]}; "
+            "they must be equal"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} kv heads; "
+            "give a multiple of the kv heads"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(
+            f"sinks must be one logit per query head, [{num_heads}], got {sinks.shape}"
+        )
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise ValueError(f"queries must be floating point, got {queries.dtype}")
 
 
 def require_options(

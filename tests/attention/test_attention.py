@@ -14,7 +14,7 @@ from workloads import WORKLOADS, Workload, make_operands, shrink
 
 from jkv.attention import paged_attention
 from jkv.attention.call import make_requests
-from jkv.attention.xla.decode import list_work
+from jkv.attention.xla.pieces import list_work
 from jkv.storage import quantization
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9

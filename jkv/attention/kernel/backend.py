@@ -1,8 +1,8 @@
 """The backend of the kernels: Pallas over Triton, for CUDA and ROCm GPUs.
 
-The only file that imports it. The kernels (`kernel_attend.py`, `kernel_join.py`) are
-written with what is offered here, `jax.numpy` and loads by index; another backend with
-the same few functions takes its place.
+The only file that imports it. The kernels (`body.py`, `join.py`) are written with what
+is offered here, `jax.numpy` and loads by index; another backend with the same few
+functions takes its place.
 """
 
 import warnings
@@ -29,7 +29,7 @@ def program_id(axis: int) -> jax.Array:
     return pl.program_id(axis)
 
 
-def load(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
+def load_masked(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     """Load elements by index arrays, zeros where the mask is false.
 
     Indices out of range must be brought into the array, mask or not.
@@ -37,7 +37,7 @@ def load(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     return triton.load(ref.at[where], mask=mask, other=0.0)
 
 
-def store(
+def store_masked(
     ref: Any, where: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array
 ) -> None:
     """Store elements by index arrays where the mask is true.
@@ -62,57 +62,75 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Run a kernel that writes an array of a shape and an f32 for each of its rows.
 
-    In place, the last two operands are the arrays that it changes.
+    Args:
+      name: what profilers show.
+      kernel: takes the operands as refs, and the refs of the two results.
+      operands: a pytree of arrays, passed whole.
+      grid: how many programs there are on each axis.
+      shape: of the array that it writes.
+      dtype: of the array that it writes.
+      num_warps: of a program.
+      num_stages: of the pipeline that the compiler makes of its loop.
+      interpret: whether to run it operation by operation, on any platform.
+      in_place: whether the last two operands are the arrays that it changes.
     """
     leaves, structure = jax.tree.flatten(operands)
-    results = (
-        jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
-    )
-    whole = pl.BlockSpec(memory_space=pl.ANY)
     last = len(leaves) - 1
+    whole = pl.BlockSpec(memory_space=pl.ANY)
 
     def body(*refs: Any) -> None:
         inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
         kernel(*inputs, *refs[len(leaves) :])
 
-    body.__name__ = name  # what profilers show
-
-    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        # JAX 0.11 and later say so when they lower a kernel. It is known, and the
-        # reason why one file holds a backend.
-        warnings.filterwarnings(
-            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-        )
-        return pl.pallas_call(
-            body,
-            grid=grid,
-            in_specs=[whole] * len(leaves),
-            out_specs=(whole, whole),
-            out_shape=results,
-            input_output_aliases={last - 1: 0, last: 1} if in_place else {},
-            compiler_params=triton.CompilerParams(
-                num_warps=num_warps, num_stages=num_stages
-            ),
-            interpret=interpret,
-        )(*leaves)
-
-    if interpret:
-        output, lse = call(*leaves)
-    else:
-        output, lse = _launch.bind(*leaves, call=call, results=results)
-    return output, lse
+    body.__name__ = name
+    # JAX 0.11 and later say so when they lower a kernel. It is known, and the reason
+    # why one file holds a backend.
+    warnings.filterwarnings(
+        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+    )
+    output, sums = pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[whole] * len(leaves),
+        out_specs=(whole, whole),
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, dtype),
+            jax.ShapeDtypeStruct(shape[:2], jnp.float32),
+        ),
+        input_output_aliases={last - 1: 0, last: 1} if in_place else {},
+        compiler_params=triton.CompilerParams(
+            num_warps=num_warps, num_stages=num_stages
+        ),
+        interpret=interpret,
+    )(*leaves)
+    return output, sums
 
 
-# A Pallas call cannot be lowered for CPU, not even where a program for several
-# platforms never gets to it; and lowering all branches for all platforms is what
-# `platform_dependent` does in such a program. So launches are a primitive of their own,
-# which other platforms lower to zeros that nobody sees. It also leaves the tracing of
-# the kernel to those who lower it.
-_launch = Primitive("jkv_launch")
+def defer(
+    function: Callable[..., tuple[jax.Array, ...]],
+    operands: tuple[Any, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+) -> tuple[jax.Array, ...]:
+    """Return `function(*operands)`, traced only where it is lowered for a GPU.
+
+    A Pallas call cannot be lowered for CPU, not even where a program for several
+    platforms never gets to it; and lowering all branches for all platforms is what
+    `platform_dependent` does in such a program. So what launches kernels is a primitive
+    of its own, which other platforms lower to zeros that nobody sees. Where no GPU is
+    meant, nothing of it is ever traced.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+
+    def call(*leaves: jax.Array) -> list[jax.Array]:
+        return list(function(*jax.tree.unflatten(structure, leaves)))
+
+    return tuple(_deferred.bind(*leaves, call=call, results=results))
 
 
-_launch.multiple_results = True
+_deferred = Primitive("jkv_deferred")
+
+
+_deferred.multiple_results = True
 
 
 def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
@@ -141,7 +159,7 @@ def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
 
 
 def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) -> Any:
-    """One launch after the other: `vmap` is for completeness here."""
+    """One call after the other: `vmap` is for completeness here."""
     mapped = [isinstance(axis, int) for axis in axes]
     moved = [
         jnp.moveaxis(leaf, axis, 0) if is_mapped else leaf
@@ -153,7 +171,7 @@ def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) ->
         rest = iter(xs)
         pairs = zip(moved, mapped, strict=True)
         one = [next(rest) if is_mapped else leaf for leaf, is_mapped in pairs]
-        return _launch.bind(*one, call=call, results=results)
+        return _deferred.bind(*one, call=call, results=results)
 
     outputs = jax.lax.map(call_one, xs)
     return outputs, [0] * len(outputs)
@@ -180,17 +198,17 @@ _refuse.def_abstract_eval(_find_types)
 mlir.register_lowering(_refuse, _lower_refusal)
 
 
-_launch.def_impl(_run)
+_deferred.def_impl(_run)
 
 
-_launch.def_abstract_eval(_find_types)
+_deferred.def_abstract_eval(_find_types)
 
 
-mlir.register_lowering(_launch, _lower_unused)
+mlir.register_lowering(_deferred, _lower_unused)
 
 
 for _platform in ("rocm", "cuda"):
-    mlir.register_lowering(_launch, _lower, platform=_platform)
+    mlir.register_lowering(_deferred, _lower, platform=_platform)
 
 
-batching.primitive_batchers[_launch] = _batch
+batching.primitive_batchers[_deferred] = _batch

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.body import HIDDEN, LN2, Sums, columns_of, cut, start_sums
+from jkv.attention.kernel.reading import columns_of, cut
+from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
 from jkv.attention.kernel.work import Pieces
 
 # Partial results joined at a time.
@@ -55,10 +56,10 @@ def _join_kernel(
     """Join the partial results of one row and head; rows without pieces are zeros."""
     row, head = backend.program_id(0), backend.program_id(1)
     first, end = pieces.first[row], pieces.end[row]
-    value_pieces = cut(partial_ref.shape[2])
+    value_sections = cut(partial_ref.shape[2])
     lanes = jnp.arange(_JOIN_PIECES, dtype=jnp.int32)
 
-    def join(trip: jax.Array, sums: Sums) -> Sums:
+    def join(trip: jax.Array, sums: TileSums) -> TileSums:
         piece = first + trip * _JOIN_PIECES + lanes
         is_mine = piece < end
         piece = jnp.minimum(piece, end - 1)
@@ -67,18 +68,20 @@ def _join_kernel(
         weights = jnp.exp2(lse - maximum)
         shrink = jnp.exp2(sums.maximum - maximum)
         summed = []
-        for (start, size), old in zip(value_pieces, sums.values, strict=True):
+        for (start, size), old in zip(value_sections, sums.values, strict=True):
             part = partial_ref[piece[:, None], head, columns_of(start, size)]
             summed.append(old * shrink + jnp.sum(weights[:, None] * part, axis=0))
         total = sums.total * shrink + jnp.sum(weights)
-        return Sums(maximum, total, tuple(summed))
+        return TileSums(maximum, total, tuple(summed))
 
-    sums = start_sums((), value_pieces, None if sinks_ref is None else sinks_ref[head])
+    sums = start_sums(
+        (), value_sections, None if sinks_ref is None else sinks_ref[head]
+    )
     trips = lax.div(end - first + (_JOIN_PIECES - 1), jnp.int32(_JOIN_PIECES))
     sums = lax.fori_loop(jnp.int32(0), trips, join, sums)
     has_any = end > first
     total = jnp.where(has_any, sums.total, 1.0)
-    for (start, size), value in zip(value_pieces, sums.values, strict=True):
+    for (start, size), value in zip(value_sections, sums.values, strict=True):
         value = jnp.where(has_any, value / total, 0.0)
         columns = start + jnp.arange(size, dtype=jnp.int32)
         output_ref[row, head, columns] = value.astype(output_ref.dtype)

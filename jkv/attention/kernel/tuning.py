@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.pools import ONE_BYTE_DTYPES, Pools
+from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.pools import Pools
 
 
 @dataclasses.dataclass(frozen=True)

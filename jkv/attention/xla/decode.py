@@ -10,17 +10,22 @@ Only the first and last block of a sequence can hold slots that its row does not
 (an unwritten tail, tokens left of a window). These edge blocks come first, in a loop of
 their own, masked with care; the blocks between need no mask on their contents, which
 saves a pass over them.
+
+Symbols: `P` lanes, one for each piece of `W` consecutive blocks that a trip takes.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Requests
+from jkv.attention.call import Call
 from jkv.attention.pools import Pools, gather_blocks, gather_scales, read_twice
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
+from jkv.attention.xla.pieces import WorkList, list_work, take
+from jkv.attention.xla.products import cap_scores, multiply
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
 # pieces are quicker to join, shorter ones waste less at the end of a request.
@@ -36,162 +41,185 @@ _TRIP_BYTES = 2 * 2**20
 _MAX_LANES = 64
 
 
-class WorkList(NamedTuple):
-    """The requests of one row by rank, those with blocks between their edges first.
+class Walk(NamedTuple):
+    """What every trip of the two loops reads, and how much it takes."""
 
-    Arrays over ranks are padded by `P`, so that slices of `P` ranks stay inside.
-    """
+    call: Call
+    queries: jax.Array  # f32[R, K, G, D], scaled
+    work: WorkList
+    piece_blocks: int  # blocks of a piece
+    num_lanes: int  # pieces of a trip
+    num_segments: int  # most requests that a trip meets, and edges of a trip
 
-    request: jax.Array  # i32[B + P]
-    first: jax.Array  # i32[B + P], first column that is no edge
-    last: jax.Array  # i32[B + P], column of the last block, an edge
-    ends: jax.Array  # i32[B + P], pieces up to and with this rank
-    rank: jax.Array  # i32[B], of each request; B + P for the others
-    num_requests: jax.Array  # i32[]
-    num_pieces: jax.Array  # i32[]
+
+class Lanes(NamedTuple):
+    """What one trip takes: a piece of one request in each lane."""
+
+    rank: jax.Array  # i32[P], of the request
+    columns: jax.Array  # i32[P, W], of its block table
+    visible: jax.Array  # bool[P, W, T]
+    never: jax.Array  # bool[], false, as `read_twice` wants it
+
+
+class Gathered(NamedTuple):
+    """Blocks as they came out of the pools, in float32, and by head."""
+
+    flat_keys: jax.Array  # f32[P * W, K * T * D]
+    flat_values: jax.Array  # f32[P * W, K * T * Dv]
+    keys: jax.Array  # f32[P * W, K, T, D]
+    values: jax.Array  # f32[P * W, K, T, Dv]
+    key_scales: jax.Array | None  # f32[P * W, K, T]
+    value_scales: jax.Array | None  # f32[P * W, K, T]
 
 
 def attend_decode(
+    call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    pools: Pools,
-    layer: jax.Array,  # i32[]
-    requests: Requests,
-    *,
-    window: jax.Array | None,  # i32[]
-    soft_cap: float | None,
-    sinks: jax.Array | None,  # f32[K, G]
 ) -> tuple[jax.Array, jax.Array]:
     """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the requests with one row each;
     other rows are zeros and -inf.
     """
-    num_rows = queries.shape[0]
-    num_kv_heads, block_size = pools.num_kv_heads, pools.block_size
-    value_dim = pools.value_dim
-    num_requests, max_blocks = requests.seq_ids.shape[0], requests.block_tables.shape[1]
-    block_bytes = 4 * num_kv_heads * block_size * max(queries.shape[3], value_dim)
-    piece_blocks = max(1, _PIECE_TOKENS // block_size)
+    walk = _plan_walk(call, queries)
+    work, sums = walk.work, _start_sums(walk)
+    for take_some, count, size in (
+        (_take_edges, work.num_requests, walk.num_segments),
+        (_take_pieces, work.num_pieces, walk.num_lanes),
+    ):
+        trip = functools.partial(take_some, walk)
+        num_trips = (count + size - 1) // size
+        sums = lax.fori_loop(jnp.int32(0), num_trips, trip, sums)
+    return _finish_rows(walk, sums)
+
+
+def _plan_walk(call: Call, queries: jax.Array) -> Walk:
+    """Choose how much a trip takes, and list what there is to take."""
+    pools, num_requests = call.pools, call.num_requests
+    head_dim = max(queries.shape[3], pools.value_dim)
+    block_bytes = 4 * pools.num_kv_heads * pools.block_size * head_dim
+    piece_blocks = max(1, _PIECE_TOKENS // pools.block_size)
     num_lanes = min(_TRIP_BYTES // (block_bytes * piece_blocks), _MAX_LANES)
-    num_lanes = max(1, min(num_lanes, num_requests * -(-max_blocks // piece_blocks)))
+    most_pieces = num_requests * -(-call.max_blocks // piece_blocks)
+    num_lanes = max(1, min(num_lanes, most_pieces))
+    work = list_work(
+        call.requests,
+        call.window,
+        pools.block_size,
+        piece_blocks=piece_blocks,
+        padding=num_lanes,
+    )
     # No trip meets more requests than it has lanes, nor more than there are.
     num_segments = min(num_lanes, num_requests)
-    work = list_work(
-        requests, window, block_size, piece_blocks=piece_blocks, padding=num_lanes
-    )
-    lanes = jnp.arange(num_lanes, dtype=jnp.int32)
-    segments = jnp.arange(num_segments, dtype=jnp.int32)
-
-    def attend(
-        rank: jax.Array,  # i32[P]
-        columns: jax.Array,  # i32[P, W]
-        visible: jax.Array,  # bool[P, W, T]
-        never: jax.Array,  # bool[]
-        *,
-        mask_values: bool,
-    ) -> Sums:
-        """Return the sums of P pieces of W blocks each, `f32[P, K, G, ...]`."""
-        num_pieces, width = columns.shape
-        request = work.request[rank]
-        table_rows = requests.seq_ids[request][:, None]
-        blocks = requests.block_tables[table_rows, columns].reshape(-1)
-        flat_keys = gather_blocks(pools.keys, layer, blocks, pools.kv_dtype)
-        keys = flat_keys.reshape(-1, *pools.keys.shape[2:])
-        if pools.values is None:
-            flat_values, values = flat_keys, keys[..., :value_dim]
-        else:
-            flat_values = gather_blocks(pools.values, layer, blocks, pools.kv_dtype)
-            values = flat_values.reshape(-1, *pools.values.shape[2:])
-        key_scales, value_scales = _scales(pools, layer, blocks)
-        seen = visible.reshape(-1, visible.shape[2])  # bool[P * W, T]
-        if mask_values:
-            # Slots that the row does not see may hold NaN, and 0 * NaN is NaN.
-            values = jnp.where(seen[:, None, :, None], values, 0.0)
-            if value_scales is not None:
-                value_scales = jnp.where(seen[:, None, :], value_scales, 0.0)
-
-        rows = queries[requests.query_starts[jnp.repeat(request, width)]]
-        scores = jnp.einsum(
-            "ckgd,cktd->ckgt", rows, keys, precision=lax.Precision.HIGHEST
-        )
-        # A scale per token is a factor on its scores and weights: fewer than elements.
-        if key_scales is not None:
-            scores *= key_scales[:, :, None, :]
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        hidden = read_twice(flat_keys, never, HIDDEN)
-        scores = jnp.where(seen[:, None, None, :], scores, hidden)
-        pieces = (num_pieces, width)
-        maximum = scores.reshape(*pieces, *scores.shape[1:]).max(axis=(1, 4))
-        shift = jnp.repeat(maximum, width, axis=0)
-        weights = jnp.exp(scores - shift[..., None])
-        total = weights.reshape(*pieces, *scores.shape[1:]).sum(axis=(1, 4))
-        if value_scales is not None:
-            weights *= value_scales[:, :, None, :]
-        summed = jnp.einsum(
-            "ckgt,cktd->ckgd", weights, values, precision=lax.Precision.HIGHEST
-        )
-        summed = summed.reshape(*pieces, *summed.shape[1:]).sum(axis=1)
-        return Sums(maximum, total + read_twice(flat_values, never, 0.0), summed)
-
-    def take_edges(trip: jax.Array, sums: Sums) -> Sums:
-        base = trip * num_segments
-        rank = base + segments
-        last = work.last[rank]
-        columns = last[:, None]
-        is_edge = jnp.ones_like(columns, bool)
-        if window is not None:
-            first = work.first[rank] - 1
-            columns = jnp.stack([first, last], axis=1)
-            is_edge = jnp.stack([first < last, first <= last], axis=1)
-        offsets = jnp.arange(block_size, dtype=jnp.int32)
-        tokens = columns[..., None] * block_size + offsets[None, None]
-        context = requests.context_lengths[work.request[rank]][:, None, None]
-        visible = is_edge[..., None] & (tokens < context)
-        if window is not None:
-            visible &= tokens >= context - window
-        found = attend(rank, columns, visible, trip < 0, mask_values=True)
-        return _update(sums, base, join_sums(_slice(sums, base, num_segments), found))
-
-    def take_pieces(trip: jax.Array, sums: Sums) -> Sums:
-        index = trip * num_lanes + lanes
-        live = index < work.num_pieces
-        # Lanes without work repeat the last piece, whose contents are sound.
-        index = jnp.minimum(index, work.num_pieces - 1)
-        rank = jnp.sum(work.ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-        before = jnp.where(rank > 0, work.ends[rank - 1], 0)
-        columns = (work.first[rank] + (index - before) * piece_blocks)[:, None]
-        columns = columns + jnp.arange(piece_blocks, dtype=jnp.int32)[None]
-        last = work.last[rank][:, None]
-        visible = jnp.broadcast_to(
-            (columns < last)[..., None], (*columns.shape, block_size)
-        )
-        columns = jnp.minimum(columns, last - 1)
-        found = attend(rank, columns, visible, trip < 0, mask_values=False)
-        base = rank[0]
-        owns = live[None, :] & (rank[None, :] - base == segments[:, None])
-        old = _slice(sums, base, num_segments)
-        return _update(sums, base, _join_lanes(old, found, owns, rank - base))
-
-    shape = (num_requests + num_lanes, *queries.shape[1:3])
-    sums = empty_sums(shape, value_dim, None if sinks is None else sinks[None])
-    zero = jnp.int32(0)
-    num_trips = (work.num_requests + num_segments - 1) // num_segments
-    sums = lax.fori_loop(zero, num_trips, take_edges, sums)
-    num_trips = (work.num_pieces + num_lanes - 1) // num_lanes
-    sums = lax.fori_loop(zero, num_trips, take_pieces, sums)
-
-    # Back from ranks to rows; a row without a listed request sees nothing.
-    rank = jnp.full(num_rows, -1, jnp.int32)
-    starts = jnp.where(work.rank < num_requests, requests.query_starts, num_rows)
-    rank = rank.at[starts].set(work.rank, mode="drop")
-    return finish_sums(
-        Sums(*(array[rank] for array in sums)), (rank >= 0)[:, None, None]
-    )
+    return Walk(call, queries, work, piece_blocks, num_lanes, num_segments)
 
 
-def _scales(
-    pools: Pools, layer: jax.Array, blocks: jax.Array
+def _start_sums(walk: Walk) -> Sums:
+    """Return the sums over no token, f32[B + P, K, G, ...], by rank."""
+    call, by_group = walk.call, walk.queries.shape[1:3]
+    sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
+    num_ranks = walk.work.request.shape[0]
+    return empty_sums((num_ranks, *by_group), call.pools.value_dim, sinks)
+
+
+def _take_edges(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
+    """Add the edge blocks of the next requests to their sums."""
+    base = trip * walk.num_segments
+    rank = base + jnp.arange(walk.num_segments, dtype=jnp.int32)
+    found = _attend_lanes(walk, _find_edges(walk, rank, trip < 0), mask_values=True)
+    return _update(sums, base, join_sums(_slice(sums, base, walk.num_segments), found))
+
+
+def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
+    """Return the edge blocks of requests, and which of their tokens the row sees."""
+    call, work = walk.call, walk.work
+    last = take(work.last, rank)
+    columns = last[:, None]
+    is_edge = jnp.ones_like(columns, bool)
+    if call.window is not None:
+        first = take(work.first, rank) - 1
+        columns = jnp.stack([first, last], axis=1)
+        is_edge = jnp.stack([first < last, first <= last], axis=1)
+    offsets = jnp.arange(call.pools.block_size, dtype=jnp.int32)
+    tokens = columns[..., None] * call.pools.block_size + offsets[None, None]
+    context = take(call.requests.context_lengths, take(work.request, rank))
+    context = context[:, None, None]
+    visible = is_edge[..., None] & (tokens < context)
+    if call.window is not None:
+        visible &= tokens >= context - call.window
+    return Lanes(rank, columns, visible, never)
+
+
+def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
+    """Add the next pieces, one in each lane, to the sums of their requests."""
+    index = trip * walk.num_lanes + jnp.arange(walk.num_lanes, dtype=jnp.int32)
+    lanes = _find_pieces(walk, index, trip < 0)
+    found = _attend_lanes(walk, lanes, mask_values=False)
+    base = lanes.rank[0]
+    segment = lanes.rank - base
+    segments = jnp.arange(walk.num_segments, dtype=jnp.int32)
+    is_live = index < walk.work.num_pieces
+    owns = is_live[None, :] & (segment[None, :] == segments[:, None])
+    old = _slice(sums, base, walk.num_segments)
+    return _update(sums, base, _join_lanes(old, found, owns, segment))
+
+
+def _find_pieces(walk: Walk, index: jax.Array, never: jax.Array) -> Lanes:
+    """Return pieces between edges by their place in the list of all.
+
+    Lanes without work repeat the last piece, whose contents are sound.
+    """
+    work = walk.work
+    index = jnp.minimum(index, work.num_pieces - 1)
+    rank = jnp.sum(work.ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    before = jnp.where(rank > 0, take(work.ends, rank - 1), 0)
+    start = take(work.first, rank) + (index - before) * walk.piece_blocks
+    columns = start[:, None] + jnp.arange(walk.piece_blocks, dtype=jnp.int32)[None]
+    last = take(work.last, rank)[:, None]
+    visible = (columns < last)[..., None]
+    visible = jnp.broadcast_to(visible, (*columns.shape, walk.call.pools.block_size))
+    return Lanes(rank, jnp.minimum(columns, last - 1), visible, never)
+
+
+def _attend_lanes(walk: Walk, lanes: Lanes, *, mask_values: bool) -> Sums:
+    """Return the sums of each lane's tokens, `f32[P, K, G, ...]`."""
+    request = take(walk.work.request, lanes.rank)
+    gathered = _gather_lanes(walk.call, request, lanes.columns)
+    seen = lanes.visible.reshape(-1, lanes.visible.shape[2])  # bool[P * W, T]
+    if mask_values:
+        gathered = _hide_values(gathered, seen)
+    hidden = read_twice(gathered.flat_keys, lanes.never, HIDDEN)
+    scores = _score_blocks(walk, request, gathered, lanes.columns.shape[1])
+    scores = jnp.where(seen[:, None, None, :], scores, hidden)
+    sums = _sum_pieces(scores, gathered, lanes.columns.shape)
+    total = sums.total + read_twice(gathered.flat_values, lanes.never, 0.0)
+    return sums._replace(total=total)
+
+
+def _gather_lanes(
+    call: Call,
+    request: jax.Array,  # i32[P]
+    columns: jax.Array,  # i32[P, W]
+) -> Gathered:
+    """Read the lanes' blocks, each once, by way of the block tables."""
+    pools, requests = call.pools, call.requests
+    table = take(requests.seq_ids, request)[:, None]
+    blocks = take(requests.block_tables, table, columns).reshape(-1)
+    flat_keys = gather_blocks(pools.keys, call.layer, blocks, pools.kv_dtype)
+    keys = flat_keys.reshape(-1, *pools.keys.shape[2:])
+    if pools.values is None:
+        flat_values, values = flat_keys, keys[..., : pools.value_dim]
+    else:
+        flat_values = gather_blocks(pools.values, call.layer, blocks, pools.kv_dtype)
+        values = flat_values.reshape(-1, *pools.values.shape[2:])
+    scales = _gather_scales(pools, call.layer, blocks)
+    return Gathered(flat_keys, flat_values, keys, values, *scales)
+
+
+def _gather_scales(
+    pools: Pools,
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[P * W]
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the scales of the blocks' keys and values, f32[C, K, T] if there are."""
+    """Return the scales of the blocks' keys and values, f32[P * W, K, T] if any."""
     keys, values = (
         None if scales is None else gather_scales(scales, layer, blocks)
         for scales in (pools.key_scales, pools.value_scales)
@@ -199,48 +227,48 @@ def _scales(
     return keys, keys if pools.values is None else values
 
 
-def list_work(
-    requests: Requests,
-    window: jax.Array | None,
-    block_size: int,
-    *,
-    piece_blocks: int,
-    padding: int,
-) -> WorkList:
-    """Rank the requests of one row and count the pieces between their edges."""
-    context = requests.context_lengths
-    listed = (requests.query_lengths == 1) & (context > 0)
-    last = jnp.maximum(context - 1, 0) // block_size
-    first = jnp.zeros_like(last)
-    if window is not None:
-        listed &= window > 0
-        first = jnp.maximum(context - window, 0) // block_size + 1
-    counts = jnp.maximum(last - first + piece_blocks - 1, 0) // piece_blocks
-    counts = jnp.where(listed, counts, 0)
+def _hide_values(
+    gathered: Gathered,
+    seen: jax.Array,  # bool[P * W, T]
+) -> Gathered:
+    """Clear values that the row does not see: they may be NaN, and 0 * NaN is NaN."""
+    values = jnp.where(seen[:, None, :, None], gathered.values, 0.0)
+    value_scales = gathered.value_scales
+    if value_scales is not None:
+        value_scales = jnp.where(seen[:, None, :], value_scales, 0.0)
+    return gathered._replace(values=values, value_scales=value_scales)
 
-    # Requests without pieces go last, or a trip would skip ranks.
-    num_requests = context.shape[0]
-    has_pieces = counts > 0
-    long_rank = jnp.cumsum(has_pieces, dtype=jnp.int32)
-    short_rank = long_rank[-1] + jnp.cumsum(listed & ~has_pieces, dtype=jnp.int32)
-    rank = jnp.where(has_pieces, long_rank, short_rank) - 1
-    size = num_requests + padding
-    rank = jnp.where(listed, rank, size)
-    request = jnp.zeros(size, jnp.int32)
-    request = request.at[rank].set(
-        jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True
-    )
-    is_rank = jnp.arange(size, dtype=jnp.int32) < short_rank[-1]
-    ends = jnp.cumsum(jnp.where(is_rank, counts[request], 0), dtype=jnp.int32)
-    return WorkList(
-        request=request,
-        first=first[request],
-        last=last[request],
-        ends=ends,
-        rank=rank,
-        num_requests=short_rank[-1],
-        num_pieces=ends[-1],
-    )
+
+def _score_blocks(
+    walk: Walk,
+    request: jax.Array,  # i32[P]
+    gathered: Gathered,
+    width: int,
+) -> jax.Array:
+    """Return the scores of each block's tokens, f32[P * W, K, G, T]."""
+    row = take(walk.call.requests.query_starts, jnp.repeat(request, width))
+    scores = multiply("ckgd,cktd->ckgt", take(walk.queries, row), gathered.keys)
+    # A scale per token is a factor on its scores and weights: fewer than elements.
+    if gathered.key_scales is not None:
+        scores *= gathered.key_scales[:, :, None, :]
+    return cap_scores(scores, walk.call.soft_cap)
+
+
+def _sum_pieces(
+    scores: jax.Array,  # f32[P * W, K, G, T], masked
+    gathered: Gathered,
+    shape: tuple[int, ...],  # P, W
+) -> Sums:
+    """Return the softmax sums of each piece, `f32[P, K, G, ...]`."""
+    maximum = scores.reshape(*shape, *scores.shape[1:]).max(axis=(1, 4))
+    shift = jnp.repeat(maximum, shape[1], axis=0)
+    weights = jnp.exp(scores - shift[..., None])
+    total = weights.reshape(*shape, *scores.shape[1:]).sum(axis=(1, 4))
+    if gathered.value_scales is not None:
+        weights *= gathered.value_scales[:, :, None, :]
+    summed = multiply("ckgt,cktd->ckgd", weights, gathered.values)
+    summed = summed.reshape(*shape, *summed.shape[1:]).sum(axis=1)
+    return Sums(maximum, total, summed)
 
 
 def _join_lanes(
@@ -253,22 +281,26 @@ def _join_lanes(
     lane_maxima = jnp.where(owns[..., None, None], found.maximum[None], HIDDEN)
     maximum = jnp.maximum(old.maximum, lane_maxima.max(axis=1))
     shrink = jnp.exp(old.maximum - maximum)
-    lane_shrink = jnp.exp(found.maximum - maximum[segment])
+    lane_shrink = jnp.exp(found.maximum - take(maximum, segment))
     joins = owns.astype(jnp.float32)
-    total = jnp.einsum(
-        "mp,pkg->mkg", joins, found.total * lane_shrink, precision="highest"
-    )
-    values = jnp.einsum(
-        "mp,pkgd->mkgd",
-        joins,
-        found.values * lane_shrink[..., None],
-        precision="highest",
-    )
+    total = multiply("mp,pkg->mkg", joins, found.total * lane_shrink)
+    values = multiply("mp,pkgd->mkgd", joins, found.values * lane_shrink[..., None])
     return Sums(
         maximum,
         old.total * shrink + total,
         old.values * shrink[..., None] + values,
     )
+
+
+def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
+    """Bring results from ranks to rows; a row without a listed request sees nothing."""
+    num_rows, num_requests = walk.call.num_rows, walk.call.num_requests
+    rank = jnp.full(num_rows, -1, jnp.int32)
+    starts = walk.call.requests.query_starts
+    starts = jnp.where(walk.work.rank < num_requests, starts, num_rows)
+    rank = rank.at[starts].set(walk.work.rank, mode="drop")
+    by_row = Sums(*(take(array, rank) for array in sums))
+    return finish_sums(by_row, (rank >= 0)[:, None, None])
 
 
 def _slice(sums: Sums, base: jax.Array, size: int) -> Sums:

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jkv.attention.call import Requests
+from jkv.attention.call import Call
 from jkv.attention.pools import Pools, gather_blocks, gather_scales
 from jkv.attention.softmax import HIDDEN
+from jkv.attention.xla.products import cap_scores, multiply
 
 _MAX_TILE_ROWS = 128
 
@@ -19,10 +19,18 @@ _MIN_TILE_ROWS = 16
 _CHUNK_TOKENS = 256
 
 
+class Tiling(NamedTuple):
+    """How the rows and blocks of a call are cut."""
+
+    call: Call
+    tile_rows: int  # Q
+    chunk_blocks: int  # C
+    ends: jax.Array  # i32[B], tiles of all requests up to and with this one
+
+
 class RowTile(NamedTuple):
     """Some consecutive rows of one request and the blocks that they can see."""
 
-    request: jax.Array  # i32[]
     start: jax.Array  # i32[], the first row; `Q` rows from here are inside the batch
     positions: jax.Array  # i32[Q], of the tokens that the rows stand for
     valid: jax.Array  # bool[Q], the other rows belong to other tiles or requests
@@ -31,63 +39,55 @@ class RowTile(NamedTuple):
     num_chunks: jax.Array  # i32[]
 
 
-class Tiling(NamedTuple):
-    """How rows and blocks are cut; the ends say how many tiles each request has."""
+class Chunk(NamedTuple):
+    """Some consecutive blocks of a tile's request and who sees their tokens."""
 
-    num_rows: int
-    tile_rows: int
-    chunk_blocks: int
-    ends: jax.Array  # i32[B], tiles of all requests up to and with this one
+    blocks: jax.Array  # i32[C], ids
+    visible: jax.Array  # bool[Q, C * T], which row sees which token
+    used: jax.Array  # bool[C * T], seen by any row: no other may be let into a sum
 
 
-def make_tiling(
-    requests: Requests, *, num_rows: int, block_size: int, min_rows: int
-) -> Tiling:
+def make_tiling(call: Call, *, min_rows: int) -> Tiling:
     """Cut the requests of at least `min_rows` rows into tiles."""
     # Small tiles waste less on short requests, large ones read each block less often.
-    mean_rows = -(-num_rows // requests.seq_ids.shape[0])
+    mean_rows = -(-call.num_rows // call.num_requests)
     tile_rows = _MIN_TILE_ROWS
     while tile_rows < min(mean_rows, _MAX_TILE_ROWS):
         tile_rows *= 2
-    tile_rows = min(tile_rows, num_rows)
-    lengths = requests.query_lengths
+    tile_rows = min(tile_rows, call.num_rows)
+    lengths = call.requests.query_lengths
     counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
-    max_blocks = requests.block_tables.shape[1]
+    chunk_blocks = min(_CHUNK_TOKENS // call.pools.block_size, call.max_blocks)
     return Tiling(
-        num_rows=num_rows,
+        call=call,
         tile_rows=tile_rows,
-        chunk_blocks=max(1, min(_CHUNK_TOKENS // block_size, max_blocks)),
+        chunk_blocks=max(1, chunk_blocks),
         ends=jnp.cumsum(counts, dtype=jnp.int32),
     )
 
 
-def locate_tile(
-    tiling: Tiling,
-    requests: Requests,
-    window: jax.Array | None,
-    block_size: int,
-    index: jax.Array,
-) -> RowTile:
+def locate_tile(tiling: Tiling, index: jax.Array) -> RowTile:
     """Find the rows of tile `index` and what they see."""
+    call, requests = tiling.call, tiling.call.requests
+    block_size = call.pools.block_size
     request = jnp.sum(tiling.ends <= index, dtype=jnp.int32)
     before = jnp.where(request > 0, tiling.ends[request - 1], 0)
     first_offset = (index - before) * tiling.tile_rows
     length = requests.query_lengths[request]
     start = requests.query_starts[request] + first_offset
     # A slice past the last row would be moved back unasked, so move it here.
-    excess = jnp.maximum(start + tiling.tile_rows - tiling.num_rows, 0)
+    excess = jnp.maximum(start + tiling.tile_rows - call.num_rows, 0)
     offsets = first_offset - excess + jnp.arange(tiling.tile_rows, dtype=jnp.int32)
     first_position = requests.context_lengths[request] - length
     last_offset = jnp.minimum(first_offset + tiling.tile_rows, length) - 1
     last_position = first_position + last_offset
     first_block = jnp.int32(0)
-    if window is not None:
-        first_token = first_position + first_offset - window + 1
+    if call.window is not None:
+        first_token = first_position + first_offset - call.window + 1
         first_block = jnp.maximum(first_token, 0) // block_size
     num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
     chunk_tokens = tiling.chunk_blocks * block_size
     return RowTile(
-        request=request,
         start=start - excess,
         positions=first_position + offsets,
         valid=(offsets >= first_offset) & (offsets < length),
@@ -97,16 +97,9 @@ def locate_tile(
     )
 
 
-def locate_chunk(
-    tiling: Tiling,
-    tile: RowTile,
-    window: jax.Array | None,
-    block_size: int,
-    index: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a chunk's block ids `i32[C]`, who sees what `bool[Q, C * T]`, and which
-    of its tokens any row sees, `bool[C * T]`: no other may be let into a sum.
-    """
+def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> Chunk:
+    """Find the blocks of chunk `index` of a tile and what its rows see of them."""
+    block_size, window = tiling.call.pools.block_size, tiling.call.window
     first_block = tile.first_block + index * tiling.chunk_blocks
     columns = first_block + jnp.arange(tiling.chunk_blocks, dtype=jnp.int32)
     blocks = tile.table[jnp.minimum(columns, tile.table.shape[0] - 1)]
@@ -117,7 +110,7 @@ def locate_chunk(
     if window is not None:
         visible &= tokens[None, :] > tile.positions[:, None] - window
     visible &= tile.valid[:, None]
-    return blocks, visible, visible.any(axis=0)
+    return Chunk(blocks, visible, visible.any(axis=0))
 
 
 def score_chunk(
@@ -127,11 +120,7 @@ def score_chunk(
     soft_cap: float | None,
 ) -> jax.Array:
     """Return the masked scores, `f32[K, G, Q, C * T]`."""
-    scores = jnp.einsum(
-        "kgqd,ksd->kgqs", queries, keys, precision=lax.Precision.HIGHEST
-    )
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = cap_scores(multiply("kgqd,ksd->kgqs", queries, keys), soft_cap)
     return jnp.where(visible[None, None], scores, HIDDEN)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.pools import BIT_DTYPES
+from jkv.attention.elements import MEANINGS
 
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -38,7 +38,7 @@ def to_operand(
       kv_dtype: what raw bits mean.
       dtype: float32, bfloat16 or float16; at least as precise as the elements.
     """
-    if kv_dtype is None or tile.dtype not in BIT_DTYPES:
+    if kv_dtype is None or tile.dtype not in MEANINGS:
         kv_dtype = tile.dtype
     if kv_dtype in _FP8:
         shift, mask, factor = _FP8[kv_dtype]

@@ -1,0 +1,153 @@
+"""Attention by the kernel: decode rows piece by piece, then rows of several at once.
+
+Three launches: partial results of all pieces of the requests of one row (`work.py`),
+their joining, which also clears all other rows, and the tiles of the requests of
+several rows, which fill theirs in. A launch without work ends at once; where no request
+can have several rows there is no third one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.call import Call, check_call
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.body import attend_range
+from jkv.attention.kernel.join import join_pieces
+from jkv.attention.kernel.reading import Operands
+from jkv.attention.kernel.tuning import Tuning
+from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
+from jkv.attention.kernel.work import (
+    Work,
+    list_decode_work,
+    list_prefill_work,
+    num_decode_entries,
+    num_prefill_entries,
+)
+
+
+def attend_kernel(
+    call: Call, *, tuning: Tuning, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
+    check_call(call)
+    launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
+    if interpret:
+        return launch(call)
+    output, lse = backend.defer(launch, (call,), call.results)
+    return output, lse
+
+
+def _launch_all(
+    call: Call, *, tuning: Tuning, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    variant = decode_variant(call, tuning, interpret=interpret)
+    output, lse = decode_rows(call, variant, tuning.programs)
+    if call.num_rows < 2 or call.is_decoding:
+        return output, lse
+    variant = prefill_variant(call, tuning, interpret=interpret)
+    return prefill_rows(call, variant, output, lse)
+
+
+def decode_rows(
+    call: Call, variant: Variant, programs: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of requests of one row; other rows are zeros and -inf."""
+    num_entries = num_decode_entries(
+        call.num_rows,
+        call.num_requests,
+        call.max_blocks * call.pools.block_size,
+        -(-programs // variant.head_tiles),
+    )
+    work, pieces = list_decode_work(
+        call.requests, call.window, num_rows=call.num_rows, num_entries=num_entries
+    )
+    # Sinks join with the pieces.
+    operands = _make_operands(call, work)._replace(sinks=None)
+    partial, partial_lse = _launch_pieces(operands, variant)
+    return join_pieces(
+        pieces,
+        call.sinks,
+        partial,
+        partial_lse,
+        call.queries.dtype,
+        interpret=variant.interpret,
+    )
+
+
+def prefill_rows(
+    call: Call,
+    variant: Variant,
+    output: jax.Array,  # [R, H, Dv]
+    lse: jax.Array,  # f32[R, H]
+) -> tuple[jax.Array, jax.Array]:
+    """Return both with the rows of requests of several rows replaced, in place."""
+    work = list_prefill_work(
+        call.requests,
+        call.window,
+        tile_rows=variant.row_tokens,
+        num_entries=num_prefill_entries(
+            call.num_rows, call.num_requests, variant.row_tokens
+        ),
+    )
+    return _launch_rows(_make_operands(call, work), output, lse, variant)
+
+
+def _make_operands(call: Call, work: Work) -> Operands:
+    """Return what the kernel reads, whole: nothing is sliced out of a pool."""
+    pools = call.pools
+    return Operands(
+        work=work,
+        layer=jnp.clip(call.layer, 0, pools.keys.shape[0] - 1)[None],
+        scale=call.scale[None],
+        window=None if call.window is None else call.window[None],
+        sinks=call.sinks,
+        block_tables=call.requests.block_tables,
+        queries=call.queries,
+        keys=pools.keys,
+        values=pools.values,
+        key_scales=pools.key_scales,
+        value_scales=pools.value_scales,
+    )
+
+
+def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax.Array]:
+    """Return the partial results of all pieces, f32[W, H, Dv], and log2 sums f32[W, H].
+
+    Entries without work are left as they are found.
+    """
+    num_entries, num_heads = operands.work.row.shape[0], operands.queries.shape[1]
+    return backend.launch(
+        "jkv_decode",
+        functools.partial(attend_range, variant=variant),
+        (operands, None, None),
+        grid=(num_entries, variant.head_tiles),
+        shape=(num_entries, num_heads, variant.value_dim),
+        dtype=jnp.float32,
+        num_warps=variant.tile.num_warps,
+        num_stages=variant.tile.num_stages,
+        interpret=variant.interpret,
+    )
+
+
+def _launch_rows(
+    operands: Operands,
+    output: jax.Array,  # [R, H, Dv]
+    lse: jax.Array,  # f32[R, H]
+    variant: Variant,
+) -> tuple[jax.Array, jax.Array]:
+    """Return both with the rows of all tiles replaced, in place."""
+    num_rows, num_heads, value_dim = output.shape
+    return backend.launch(
+        "jkv_prefill",
+        functools.partial(attend_range, variant=variant),
+        (operands, output, lse),
+        grid=(operands.work.row.shape[0], variant.head_tiles),
+        shape=(num_rows, num_heads, value_dim),
+        dtype=output.dtype,
+        num_warps=variant.tile.num_warps,
+        num_stages=variant.tile.num_stages,
+        interpret=variant.interpret,
+        in_place=True,
+    )

@@ -1,0 +1,64 @@
+"""Which calls the kernel takes on which platform, and with what tiles.
+
+What `jkv.attention.choice` asks of a kernel: the function of a call that serves it on a
+platform, or the reason why there is none.
+"""
+
+import functools
+
+import jax
+
+from jkv.attention.call import Attend, Call
+from jkv.attention.kernel.backend import MISSING
+from jkv.attention.kernel.launches import attend_kernel
+from jkv.attention.kernel.tuning import (
+    Tile,
+    Tuning,
+    find_target,
+    find_tuning,
+    why_never,
+    why_not,
+)
+
+# Interpreting is for checking numbers: small tiles, to have several of everything.
+_INTERPRETED = Tuning(
+    decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
+    prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
+    programs=16,
+)
+
+
+def find_kernel(call: Call, platform: str) -> Attend | None:
+    """Return the kernel tuned for the card at hand or, without one, for any card.
+
+    Args:
+      call: only shapes and dtypes matter.
+      platform: "rocm" or "cuda".
+
+    Returns:
+      None where the plain path must serve.
+    """
+    if MISSING or why_never(call.queries, call.pools):
+        return None
+    tuning = find_tuning(call.queries, call.pools, platform, find_target(platform))
+    if tuning is None:
+        return None
+    return functools.partial(attend_kernel, tuning=tuning, interpret=False)
+
+
+def interpret_kernel(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel operation by operation, on a CPU."""
+    return attend_kernel(call, tuning=_INTERPRETED, interpret=True)
+
+
+def why_refused(call: Call, platforms: tuple[str, ...]) -> str | None:
+    """Say why the kernel cannot serve a call here, None if it may.
+
+    Without a card the answer comes when the program is lowered for one.
+    """
+    reason = MISSING or why_never(call.queries, call.pools)
+    for platform in platforms:
+        target = find_target(platform)
+        if reason is None and target is not None:
+            reason = why_not(call.queries, call.pools, platform, target)
+    return reason

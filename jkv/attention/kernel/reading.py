@@ -1,0 +1,142 @@
+"""What the attention kernel reads, and how: rows of queries, tiles of tokens.
+
+Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded.
+Every tile is a power of two, so head dims are cut into sections that are.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
+from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.work import Work
+
+
+class Operands(NamedTuple):
+    """What the attention kernel reads. Refs inside it, arrays outside."""
+
+    work: Work  # i32[W] each
+    layer: jax.Array  # i32[1]
+    scale: jax.Array  # f32[1]
+    window: jax.Array | None  # i32[1]
+    sinks: jax.Array | None  # f32[H], where the programs finish rows themselves
+    block_tables: jax.Array  # i32[S, M]
+    queries: jax.Array  # [R, H, D]
+    keys: jax.Array  # [L, N, K, T, D]
+    values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
+    key_scales: jax.Array | None  # [L, N, K, T], as in `Pools`
+    value_scales: jax.Array | None
+
+
+class Range(NamedTuple):
+    """Where a program finds its tokens: scalars."""
+
+    layer: jax.Array
+    table: jax.Array  # row of the block tables
+    kv_head: jax.Array
+    first: jax.Array  # the first token that it may load
+    end: jax.Array  # past the last one
+
+
+class TokenTile(NamedTuple):
+    """Some consecutive tokens of one kv head."""
+
+    keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
+    values: list[jax.Array]  # likewise of the value head dim
+    key_scales: jax.Array | None  # f32[tokens]
+    value_scales: jax.Array | None
+
+
+def cut(head_dim: int, start: int = 0) -> list[tuple[int, int]]:
+    """Cut a head dim into powers of two, (start, size): 96 is 64 and 32."""
+    sections = []
+    while head_dim:
+        size = 1 << (head_dim.bit_length() - 1)
+        sections.append((start, size))
+        start, head_dim = start + size, head_dim - size
+    return sections
+
+
+def load_rows(
+    queries: jax.Array,  # [R, H, D]
+    row: jax.Array,  # i32[rows]
+    head: jax.Array,  # i32[rows]
+    valid: jax.Array,  # bool[rows]
+    section: tuple[int, int],
+    variant: Variant,
+) -> jax.Array:
+    """Load one section of the head dim of query rows, zeros where not valid."""
+    num_rows, num_heads, _ = queries.shape
+    row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
+    where = (row[:, None], head[:, None], columns_of(*section))
+    tile = backend.load_masked(queries, where, spread(valid, section[1]))
+    return tile.astype(variant.operand_dtype)
+
+
+def load_tokens(
+    o: Operands,
+    tokens: Range,
+    start: jax.Array,  # i32[], a multiple of the tile
+    key_sections: list[tuple[int, int]],
+    value_sections: list[tuple[int, int]],
+    variant: Variant,
+) -> TokenTile:
+    """Load the tile of tokens at `start`."""
+    num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
+    block_shift, tile_tokens = block_size.bit_length() - 1, variant.tile.tokens
+    offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
+    last = tokens.end - 1
+    if block_size >= tile_tokens:
+        # One block: a scalar id, and offsets that differ in the edge tiles only.
+        column = start >> block_shift
+        slot = start & (block_size - 1)
+        slot += jnp.clip(offsets, tokens.first - start, last - start)
+    else:
+        token = jnp.clip(start + offsets, tokens.first, last)
+        column, slot = token >> block_shift, token & (block_size - 1)
+    # A wrong table may give wrong numbers, never a fault.
+    block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
+    row = block if block_size >= tile_tokens else block[:, None]
+
+    def load(
+        pool: jax.Array, sections: list[tuple[int, int]], dtype: np.dtype[Any]
+    ) -> list[jax.Array]:
+        where = (tokens.layer, row, tokens.kv_head, slot[:, None])
+        stored = [pool[*where, columns_of(*section)] for section in sections]
+        return [to_operand(tile, variant.kv_dtype, dtype) for tile in stored]
+
+    def load_scales(scales: jax.Array | None) -> jax.Array | None:
+        if scales is None:
+            return None
+        found = scales[tokens.layer, block, tokens.kv_head, slot]
+        return to_operand(found, BFLOAT16, FLOAT32)
+
+    key_scales = load_scales(o.key_scales)
+    keys = load(o.keys, key_sections, variant.operand_dtype)
+    if o.values is None:
+        values = keys[: len(value_sections)]
+        if variant.weight_dtype != variant.operand_dtype:
+            values = load(o.keys, value_sections, variant.weight_dtype)
+        return TokenTile(keys, values, key_scales, key_scales)
+    value_scales = load_scales(o.value_scales)
+    values = load(o.values, value_sections, variant.weight_dtype)
+    return TokenTile(keys, values, key_scales, value_scales)
+
+
+def clamp_index(index: jax.Array, size: int) -> jax.Array:
+    """Bring an index of a masked load into the array, which interpreting asks for."""
+    return jnp.minimum(index, size - 1)
+
+
+def columns_of(start: int, size: int) -> jax.Array:
+    """Return a section of a head dim as indices, i32[1, size]."""
+    return (start + jnp.arange(size, dtype=jnp.int32))[None, :]
+
+
+def spread(mask: jax.Array, size: int) -> jax.Array:
+    """Repeat a mask over a section of the head dim, bool[..., size]."""
+    return jnp.broadcast_to(mask[:, None], (*mask.shape, size))

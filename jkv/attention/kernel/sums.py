@@ -1,0 +1,35 @@
+"""Softmax sums inside a kernel, in units of log2: the hardware has exp2."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Stands for -inf in scores: exp2(HIDDEN - HIDDEN) is not NaN.
+HIDDEN = -1e30
+
+
+LOG2E = math.log2(math.e)
+
+
+LN2 = math.log(2.0)
+
+
+class TileSums(NamedTuple):
+    """Softmax sums over the tokens so far, all f32. `...` is the rows of a tile."""
+
+    maximum: jax.Array  # [...], in units of log2
+    total: jax.Array  # [...]
+    values: tuple[jax.Array, ...]  # [..., size] for each section of the value head dim
+
+
+def start_sums(
+    shape: tuple[int, ...], sections: list[tuple[int, int]], sink: jax.Array | None
+) -> TileSums:
+    """Return the sums over no token yet; a sink is a token with the value zero."""
+    values = tuple(jnp.zeros((*shape, size), jnp.float32) for _, size in sections)
+    if sink is not None:
+        return TileSums(sink * LOG2E, jnp.ones(shape, jnp.float32), values)
+    maximum = jnp.full(shape, HIDDEN, jnp.float32)
+    return TileSums(maximum, jnp.zeros(shape, jnp.float32), values)

@@ -1,0 +1,76 @@
+"""Variants of the attention kernel: what one body is compiled for."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jkv.attention.call import Call
+from jkv.attention.kernel.tuning import (
+    Tile,
+    Tuning,
+    find_operand_dtype,
+    find_weight_dtype,
+)
+
+# The least rows of a tile that the hardware multiplies.
+_MIN_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What the attention kernel is compiled for, beside the shapes of its operands."""
+
+    is_decode: bool  # one row that sees all tokens of its range, and partial results
+    tile: Tile
+    row_tokens: int  # tokens whose query rows share a tile; 1 for decoding
+    row_heads: int  # query heads of one kv head in a tile; the rows are both together
+    head_tiles: int  # tiles that all query heads make: the second axis of the grid
+    value_dim: int
+    operand_dtype: np.dtype[Any]  # what queries and keys are multiplied in
+    weight_dtype: np.dtype[Any]  # what weights and values are multiplied in
+    kv_dtype: np.dtype[Any] | None  # what raw bits in the pool mean
+    soft_cap: float | None
+    interpret: bool
+
+
+def decode_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
+    """Return the variant for requests of one row."""
+    # Heads that do not exist fill the least number of rows that can be multiplied.
+    row_heads = max(_MIN_ROWS, min(_padded_group(call), tuning.decode.rows))
+    return _make_variant(call, tuning.decode, row_heads, 1, True, interpret)
+
+
+def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
+    """Return the variant for requests of several rows."""
+    row_heads = min(_padded_group(call), tuning.prefill.rows)
+    row_tokens = tuning.prefill.rows // row_heads
+    return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
+
+
+def _padded_group(call: Call) -> int:
+    """Return G, rounded up to a power of two."""
+    return 1 << (call.group - 1).bit_length()
+
+
+def _make_variant(
+    call: Call,
+    tile: Tile,
+    row_heads: int,
+    row_tokens: int,
+    is_decode: bool,
+    interpret: bool,
+) -> Variant:
+    return Variant(
+        is_decode=is_decode,
+        tile=tile,
+        row_tokens=row_tokens,
+        row_heads=row_heads,
+        head_tiles=call.pools.num_kv_heads * -(-call.group // row_heads),
+        value_dim=call.pools.value_dim,
+        operand_dtype=find_operand_dtype(call.queries, call.pools),
+        weight_dtype=find_weight_dtype(call.queries, call.pools),
+        kv_dtype=call.pools.kv_dtype,
+        soft_cap=call.soft_cap,
+        interpret=interpret,
+    )
