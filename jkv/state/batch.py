@@ -1,0 +1,53 @@
+"""The plan of one step, and where its tokens are stored.
+
+Symbols in shape comments as in `jkv.state.bookkeeping`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The plan of one step: B requests over R token rows.
+
+    Request i owns the rows from `query_starts[i]` on; of a served one, the first
+    `query_lengths[i]` rows are its new tokens, the last of them at position
+    `context_lengths[i] - 1`. A refused request has the length its sequence had before
+    the call; padding and ids that are not open have 0.
+    """
+
+    seq_ids: jax.Array  # i32[B], as asked
+    status: jax.Array  # i32[B], `Status`
+    query_starts: jax.Array  # i32[B], first row; R or above when past the end
+    query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
+    context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
+    positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
+    valid: jax.Array  # bool[R], whether a served request owns the row
+    block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
+    offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
+    epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
+    # Static: whether it is known from the call that each request has one row at most.
+    is_decoding: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows, R."""
+        return self.positions.shape[0]
+
+    @property
+    def last_rows(self) -> jax.Array:
+        """Row of each request's last token, i32[B]; R where it has none."""
+        last = self.query_starts + self.query_lengths - 1
+        return jnp.where(self.query_lengths > 0, last, self.num_rows)
+
+
+class Slots(NamedTuple):
+    """Cells of tokens: where each one is stored."""
+
+    block_ids: jax.Array  # i32[...], N where nothing is mapped
+    offsets: jax.Array  # i32[...], 0 to T-1

@@ -1,0 +1,164 @@
+"""The cache as a value: the metadata, and the large arrays of keys and values.
+
+Symbols in shape comments as in `jkv.state.bookkeeping`.
+"""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jkv.config.dtypes import STORAGE_NAMES
+from jkv.config.units import human_bytes
+from jkv.state.bookkeeping import Metadata
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Cache:
+    """A paged key/value cache. Make one with `init`; every verb returns a new one.
+
+    Example:
+      >>> import jkv
+      >>> jkv.init(jkv.CacheConfig(
+      ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4, block_size=4,
+      ...     max_sequences=2, max_context_length=16))
+      Cache(2 layers, 1 kv heads, head dim 8, bfloat16, 1.3 KiB)
+        blocks     4 of 4 free, 4 tokens each
+        sequences  0 of 2 open, 0 tokens, at most 16 each
+    """
+
+    metadata: Metadata  # who owns which block
+    keys: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
+    # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
+    values: jax.Array | None
+    # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None  # u16[L, N, K, T], likewise
+    # The dtype that the stored bits mean; static, as the arrays' own may be another.
+    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    # Dv of values that lie in the keys, else None; static, as no shape tells it.
+    latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def storage(self) -> dict[str, jax.Array]:
+        """The arrays beside the metadata by field name, each [L, N, K, T, ...].
+
+        Whoever moves blocks moves them in all of these.
+        """
+        arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """All arrays, by their names in `CacheConfig.arrays`."""
+        arrays = {}
+        for path, array in jax.tree_util.tree_leaves_with_path(self):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            arrays[name.removeprefix("metadata.")] = array
+        return arrays
+
+    def with_metadata(self, metadata: Metadata) -> "Cache":
+        """Return the cache with other metadata; itself if they are its own."""
+        if metadata is self.metadata:
+            return self
+        return dataclasses.replace(self, metadata=metadata)
+
+    def with_storage(self, storage: dict[str, jax.Array]) -> Self:
+        """Return the cache with other arrays beside the metadata."""
+        return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored, L; 0 for a cache without storage."""
+        return self.keys.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, N."""
+        return self.metadata.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, T."""
+        return self.metadata.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads, K."""
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one key, D."""
+        return self.keys.shape[4]
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of one value, Dv."""
+        if self.latent_value_dim is not None:
+            return self.latent_value_dim
+        assert self.values is not None
+        return self.values.shape[4]
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open at one time, S."""
+        return self.metadata.max_sequences
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks one sequence can have, M."""
+        return self.metadata.max_blocks_per_sequence
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens one sequence can have."""
+        return self.metadata.max_context_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    @property
+    def devices(self) -> set[jax.Device]:
+        """Devices that hold the K/V arrays."""
+        return self.keys.devices()
+
+    def occupancy(self) -> str:
+        """Say in one line how full the cache is (host only)."""
+        meta = self.metadata
+        return (
+            f"{int(meta.free_blocks.count)} of {self.num_blocks} blocks free, "
+            f"{int(np.sum(meta.is_open))} of {self.max_sequences} sequences open"
+        )
+
+    def __repr__(self) -> str:
+        """Fit one screen at any size; a traced or deleted cache shows no counts."""
+        meta = self.metadata
+        size = human_bytes(self.nbytes)
+        storage = f"{self.num_layers} layers" if self.num_layers else "no storage"
+        head = (
+            f"Cache({storage}, {self.num_kv_heads} kv heads, head dim "
+            f"{self.head_dim}, {self.dtype.name}, {size})"
+        )
+        leaves = [meta.free_blocks.bounds, meta.is_open, meta.context_lengths]
+        if any(isinstance(a, jax.core.Tracer) or _is_deleted(a) for a in leaves):
+            return head
+        free, is_open, lengths = (np.asarray(a) for a in leaves)
+        free = free[2]
+        return (
+            f"{head}\n"
+            f"  blocks     {int(free)} of {self.num_blocks} free, "
+            f"{self.block_size} tokens each\n"
+            f"  sequences  {int(is_open.sum())} of {self.max_sequences} open, "
+            f"{int(lengths.sum(dtype=np.int64))} tokens, "
+            f"at most {self.max_context_length} each"
+        )
+
+
+def _is_deleted(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_deleted()
