@@ -5,8 +5,8 @@ about blocks can be tested, simulated and jitted without touching storage.
 """
 
 from jkv.state.batch import Batch, Slots
-from jkv.state.bookkeeping import NO_SEQUENCE, Metadata, PrefixIndex, Ring
 from jkv.state.cache import Cache
+from jkv.state.ownership import NO_SEQUENCE, Metadata, PrefixIndex, Ring
 
 __all__ = [
     "NO_SEQUENCE",

@@ -1,6 +1,6 @@
 """The plan of one step, and where its tokens are stored.
 
-Symbols in shape comments as in `jkv.state.bookkeeping`.
+Symbols in shape comments as in `jkv.state.ownership`.
 """
 
 import dataclasses

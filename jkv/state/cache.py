@@ -1,6 +1,6 @@
 """The cache as a value: the metadata, and the large arrays of keys and values.
 
-Symbols in shape comments as in `jkv.state.bookkeeping`.
+Symbols in shape comments as in `jkv.state.ownership`.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
-from jkv.state.bookkeeping import Metadata
+from jkv.state.ownership import Metadata
 
 
 @jax.tree_util.register_dataclass
