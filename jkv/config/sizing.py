@@ -15,7 +15,7 @@ from jkv.config.huggingface import read_sizes
 from jkv.config.layout import Sizes
 from jkv.config.units import parse_bytes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jkv.config")
 
 # Sequences that a model's cache makes room for, unless told otherwise.
 DEFAULT_SEQUENCES = 256

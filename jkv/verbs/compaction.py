@@ -1,4 +1,4 @@
-"""compact: live blocks to the front of the pool, and how far apart they lie.
+"""compact: live blocks to the front of the pool.
 
 Blocks get new ids by one permutation, and everything that names or holds a block
 follows it: tables, reference counts, recorded tokens, prefix index, ring, keys and

@@ -32,9 +32,8 @@ def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
     """Open new sequences that share the past of existing ones.
 
     A child has its parent's tokens but not its reserved blocks. It costs one block if
-    the parent's last block is partly filled, none otherwise. Outside jit this looks on
-    the host whether a block must be copied, and copies the storage if so: jit and
-    donate.
+    the parent's last block is partly filled, none otherwise. Outside jit the host looks
+    whether a block must be copied, and if so the storage is copied: jit and donate.
 
     Args:
       cache: the cache.

@@ -19,7 +19,7 @@ from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, ren
 from jkv.state import Cache, Metadata
 from jkv.status import Counter
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jkv.resizing")
 
 
 def resize(cache: Cache, num_blocks: int) -> Cache:
