@@ -24,7 +24,8 @@ def findings(path, verdict):
     return [each for each in report["findings"] if each["verdict"] == verdict]
 
 
-def test_a_machine_that_works(few_cases, tmp_path, capsys):
+@pytest.mark.usefixtures("few_cases")
+def test_a_machine_that_works(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main(["--report", str(path)]) == 0
     assert findings(path, "FAILED") == []
@@ -39,7 +40,8 @@ def test_a_machine_that_works(few_cases, tmp_path, capsys):
     assert "nothing failed" in capsys.readouterr().out
 
 
-def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("few_cases")
+def test_wrong_attention_is_reported(tmp_path, monkeypatch):
     right = diagnosis.paged_attention
 
     def wrong(*arguments, implementation, **options):
@@ -52,7 +54,8 @@ def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
 
 
-def test_lost_blocks_are_reported(few_cases, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("few_cases")
+def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     free = diagnosis.free
     monkeypatch.setattr(diagnosis, "free", lambda cache, ids: free(cache, ids[:1]))
     path = tmp_path / "report.json"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import grow, opened, small_cache, small_config
+from caches import allocate, fork, free, grow, opened, small_cache, small_config
 
 import jkv
 from jkv.inspection.statistics import _sums, _wide_sum
@@ -20,9 +20,9 @@ from jkv.status import Counter, Status
 def churned(**changes):
     """Sequence 0 of 6 tokens, its fork 3, two more; one freed, two calls refused."""
     cache = opened(6, 5, 9, **changes)
-    cache, _ = jkv.fork(cache, [0])
-    cache, _ = jkv.free(cache, [1, 1])
-    cache, _ = jkv.allocate(cache, [40, -5])
+    cache, _ = fork(cache, [0])
+    cache, _ = free(cache, [1, 1])
+    cache, _ = allocate(cache, [40, -5])
     return cache
 
 
@@ -153,7 +153,7 @@ def test_39_an_empty_pool_is_not_used():
 
 def test_38_the_peak_outlives_the_use():
     cache = opened(14, 9)
-    cache, _ = jkv.free(cache, [0, 1])
+    cache, _ = free(cache, [0, 1])
     stats = jkv.stats(cache)
     assert (stats.live_blocks, stats.peak_blocks) == (0, 7)
     assert (stats.allocations, stats.frees) == (7, 7)
@@ -161,7 +161,7 @@ def test_38_the_peak_outlives_the_use():
 
 def test_38_without_storage():
     cache = jkv.init(small_config(), storage=False)
-    cache, _ = jkv.allocate(cache, [9])
+    cache, _ = allocate(cache, [9])
     assert jkv.stats(cache).live_blocks == 3
     profile = jkv.memory_profile(cache)
     assert profile.storage_bytes == profile.used_bytes == profile.bytes_per_token == 0
@@ -210,12 +210,12 @@ def test_41_used_and_free_are_the_storage():
 def test_40_efficiency_counts_a_shared_token_once():
     # Sequence 0 has blocks of 4 and 2 tokens, its fork the same 4 and a copy of the 2:
     # 8 tokens in 3 blocks, though the lengths add up to 12.
-    cache, _ = jkv.fork(opened(6), [0])
+    cache, _ = fork(opened(6), [0])
     profile = jkv.memory_profile(cache)
     assert (profile.tokens, profile.cells) == (8, 12)
     assert profile.efficiency == 8 / 12
     # A reservation is mapped and holds nothing.
-    cache, _ = jkv.allocate(cache, [8])
+    cache, _ = allocate(cache, [8])
     assert jkv.memory_profile(cache).efficiency == 8 / 20
 
 

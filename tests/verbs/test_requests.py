@@ -191,7 +191,7 @@ class TestAnyVerb:
         """Eager calls with other values, ints too, find what was compiled."""
         compiled = []
 
-        def listen(event, duration, **_):
+        def listen(event, _, **__):
             if event.endswith("backend_compile_duration"):
                 compiled.append(event)
 
