@@ -10,7 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import small_config
+from caches import small_config
 from places import EXAMPLES, ROOT
 
 import jkv

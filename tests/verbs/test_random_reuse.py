@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import (
+    allocate,
+    append,
+    free,
+    match,
     small_cache,
     stored_tokens,
     write_tokens,
