@@ -90,7 +90,7 @@ def model(params, tokens, cache, batch, *, all_rows=False):
 def dense(decoder, tokens):
     """Return the logits [T, V] of one whole text, without a cache."""
 
-    def attend(cache, layer, *heads):
+    def attend(cache, _, *heads):
         batched = (x[None] for x in heads)
         return jax.nn.dot_product_attention(*batched, is_causal=True)[0], cache
 

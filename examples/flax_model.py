@@ -78,7 +78,7 @@ def paged(decoder: Decoder) -> tuple[jkv.Model, nnx.State]:
 def dense(decoder: Decoder, tokens: jax.Array) -> jax.Array:
     """Return the logits [T, V] of one whole text, without a cache."""
 
-    def attend(layer, queries, keys, values):
+    def attend(_, queries, keys, values):
         batched = (x[None] for x in (queries, keys, values))
         return jax.nn.dot_product_attention(*batched, is_causal=True)[0]
 

@@ -26,7 +26,8 @@ def findings(path, verdict):
     return [each for each in report["findings"] if each["verdict"] == verdict]
 
 
-def test_a_machine_that_works(few_cases, tmp_path, capsys):
+@pytest.mark.usefixtures("few_cases")
+def test_a_machine_that_works(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main(["--report", str(path)]) == 0
     assert findings(path, "FAILED") == []
@@ -41,7 +42,8 @@ def test_a_machine_that_works(few_cases, tmp_path, capsys):
     assert "nothing failed" in capsys.readouterr().out
 
 
-def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("few_cases")
+def test_wrong_attention_is_reported(tmp_path, monkeypatch):
     right = correctness.paged_attention
 
     def wrong(*arguments, implementation, **options):
@@ -54,7 +56,8 @@ def test_wrong_attention_is_reported(few_cases, tmp_path, monkeypatch):
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
 
 
-def test_lost_blocks_are_reported(few_cases, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("few_cases")
+def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     free = bookkeeping.free
     monkeypatch.setattr(bookkeeping, "free", lambda cache, ids: free(cache, ids[:1]))
     path = tmp_path / "report.json"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import small_cache
+from caches import copied, small_cache
 
 import jkv
 from jkv import decoding
@@ -97,7 +97,7 @@ def dense_logits(tokens):
 # The second is readable by eye: after token t comes t + 1.
 
 
-def counting_model(params, tokens, cache, batch, *, all_rows=False):
+def counting_model(_, tokens, cache, batch, *, all_rows=False):
     logits = 9 * jax.nn.one_hot(tokens + 1, 100)
     last = jnp.minimum(batch.last_rows, tokens.shape[0] - 1)
     return (logits if all_rows else logits[last]), cache
@@ -126,7 +126,7 @@ def fresh_cache(free_blocks=64, free_rows=ROWS, **changes):
 def padded(prompts, num_rows=ROWS):
     """Lists of tokens as i32[B, P], -1 after each one's end; the last ones empty."""
     prompts = prompts + [[]] * (num_rows - len(prompts))
-    return jnp.array([p + [-1] * (WIDTH - len(p)) for p in prompts], jnp.int32)
+    return np.array([p + [-1] * (WIDTH - len(p)) for p in prompts], np.int32)
 
 
 def per_row(num_rows=ROWS, **options):
@@ -150,8 +150,8 @@ def arguments(prompts, stops=(98, 99), limits=None, **options):
     return dict(
         prompts=padded(prompts),
         max_new_tokens=NEW_TOKENS,
-        limits=jnp.array(limits, jnp.int32),
-        stop_tokens=jnp.array(stops, jnp.int32),
+        limits=np.array(limits, np.int32),
+        stop_tokens=np.array(stops, np.int32),
         sampling=per_row(**options),
     )
 
@@ -532,6 +532,7 @@ def test_donated_and_in_place():
     cache = small_cache(
         num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=4096
     )
+    cache = copied(cache)
     params, prompts = attention_params(), padded(PROMPTS, num_rows=4)
     compiled = jitted.lower(
         attention_model, params, cache, prompts, max_new_tokens=3

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import small_config
+from caches import (
+    allocate,
+    append,
+    fork,
+    free,
+    reorder,
+    small_config,
+)
+from ends import dealt
 
 import jkv
 from jkv.config.dtypes import largest_number
@@ -22,6 +30,8 @@ HALF_STEP = {
     "float8_e5m2": 2.0**-3,
 }
 HEADS, HEAD_DIM, VALUE_DIM = 2, 16, 8
+quantise = jax.jit(quantization.quantise, static_argnums=1)
+restore = jax.jit(quantization.restore, static_argnums=2)
 LATENT = dict(num_kv_heads=1, values_in_keys=True)
 KINDS = {
     "int8": dict(dtype="int8"),
@@ -49,7 +59,7 @@ def random_rows(cache, num_rows, seed=0):
     def rows(width):
         shape = (num_rows, cache.num_kv_heads, width)
         sizes = 10.0 ** rng.uniform(-3, 3, (*shape[:2], 1))
-        return jnp.asarray(rng.standard_normal(shape) * sizes, jnp.float32)
+        return (rng.standard_normal(shape) * sizes).astype(np.float32)
 
     keys = rows(cache.head_dim)
     return keys, None if cache.values is None else rows(cache.value_head_dim)
@@ -58,12 +68,13 @@ def random_rows(cache, num_rows, seed=0):
 def filled(kind, lengths=(9, 6), **changes):
     """A cache with sequences of random contents."""
     cache = jkv.init(make_config(**(KINDS[kind] | changes)))
-    cache, opened = jkv.allocate(cache, [0] * len(lengths))
-    cache, batch = jkv.append(cache, opened.seq_ids, list(lengths), capacity=16)
-    jkv.raise_for_status(batch.status)
+    cache, opened = allocate(cache, [0] * len(lengths))
+    cache, step = append(cache, opened.seq_ids, lengths)
+    jkv.raise_for_status(step.status)
     for layer in range(cache.num_layers):
-        cache = jkv.write(cache, layer, batch, *random_rows(cache, 16, seed=layer))
-    return jkv.commit(cache, batch)
+        rows = random_rows(cache, 16, seed=layer)
+        cache = jkv.write(cache, layer, step.batch, *rows)
+    return jkv.commit(cache, step.batch)
 
 
 def contents(cache, seq_id):
@@ -79,28 +90,28 @@ class TestRows:
     def test_come_back_within_half_a_step(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        back = quantization.restore(*quantization.quantise(keys, dtype), dtype)
-        largest = jnp.max(jnp.abs(keys), axis=-1, keepdims=True)
-        reach = largest if dtype == jnp.int8 else jnp.abs(keys)
+        back = np.asarray(restore(*quantise(keys, dtype), dtype))
+        largest = np.max(np.abs(keys), axis=-1, keepdims=True)
+        reach = largest if dtype == jnp.int8 else np.abs(keys)
         # A scale rounded up makes steps of int8 up to 2**-7 wider; fp8 has subnormals.
         step = HALF_STEP[dtype.name] * (1 + 2.0**-7) * reach
         tiny = 0 if dtype == jnp.int8 else float(jnp.finfo(dtype).smallest_subnormal)
         step += tiny / largest_number(dtype) * largest
-        assert bool(jnp.all(jnp.abs(back - keys) <= step))
+        assert (np.abs(back - keys) <= step).all()
         # And not much better than that: the bound is not idle.
-        assert float(jnp.max(jnp.abs(back - keys) / step)) > 0.85
+        assert np.max(np.abs(back - keys) / step) > 0.85
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_use_the_range_and_never_leave_it(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        elements, scales = quantization.quantise(keys, dtype)
-        numbers = np.asarray(quantization.restore(elements, None, dtype), np.float32)
+        elements, scales = quantise(keys, dtype)
+        numbers = np.asarray(restore(elements, None, dtype), np.float32)
         most = np.abs(numbers).max(axis=-1)
         limit = largest_number(dtype)
         assert most.max() <= limit and most.min() >= limit * 0.9
         largest = np.abs(np.asarray(keys)).max(axis=-1)
-        rounded = np.asarray(scales.view(jnp.bfloat16), np.float32)
+        rounded = np.asarray(scales).view(jnp.bfloat16).astype(np.float32)
         exact = largest / limit
         assert (rounded >= exact * (1 - 1e-6)).all()
         assert (rounded <= exact * (1 + 2.0**-7)).all()
@@ -108,67 +119,26 @@ class TestRows:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_of_zeros_stay_zeros(self, dtype):
         dtype = jnp.dtype(dtype)
-        rows = jnp.zeros((3, 1, 8))
-        assert not quantization.restore(
-            *quantization.quantise(rows, dtype), dtype
-        ).any()
+        rows = np.zeros((3, 1, 8), np.float32)
+        assert not restore(*quantise(rows, dtype), dtype).any()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
     def test_that_are_not_finite_are_seen_to_be(self, dtype, poison):
         """Quantising hides no mistake, and spoils no other row."""
         dtype = jnp.dtype(dtype)
-        rows = jnp.ones((3, 1, 8)).at[1, 0, 4].set(poison)
-        back = np.asarray(
-            quantization.restore(*quantization.quantise(rows, dtype), dtype)
-        )
+        rows = np.ones((3, 1, 8), np.float32)
+        rows[1, 0, 4] = poison
+        back = np.asarray(restore(*quantise(rows, dtype), dtype))
         assert np.isnan(back[1]).all() and np.isfinite(back[[0, 2]]).all()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("size", [1e-37, 1e-30, 3e38])
     def test_of_any_size(self, dtype, size):
         dtype = jnp.dtype(dtype)
-        rows = jnp.full((1, 1, 8), size, jnp.float32)
-        back = np.asarray(
-            quantization.restore(*quantization.quantise(rows, dtype), dtype), np.float64
-        )
+        rows = np.full((1, 1, 8), size, np.float32)
+        back = np.asarray(restore(*quantise(rows, dtype), dtype), np.float64)
         np.testing.assert_allclose(back, size, rtol=0.1)
-
-
-class TestConfig:
-    def test_fp8_is_the_encoding_that_travels(self):
-        assert make_config(dtype="fp8").dtype == jnp.float8_e4m3fn
-        assert make_config(dtype=jnp.float8_e4m3fnuz).dtype == jnp.float8_e4m3fnuz
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("prefix_caching", [False, True])
-    def test_bytes_are_those_of_the_arrays(self, kind, prefix_caching):
-        config = make_config(**KINDS[kind], prefix_caching=prefix_caching)
-        cache = jkv.init(config)
-        assert cache.nbytes == config.bytes
-        assert config.storage_bytes == sum(a.nbytes for a in cache.storage.values())
-        profile = jkv.memory_profile(cache)
-        assert profile.array_bytes == {
-            name: a.size * a.dtype.itemsize for name, a in config.arrays.items()
-        }
-        assert profile.bytes_per_token == config.bytes_per_token
-        jkv.check(cache)
-
-    def test_bytes_per_token(self):
-        per_head = dict(num_layers=1, num_kv_heads=1, head_dim=128, value_head_dim=128)
-        assert make_config(**per_head, dtype="bfloat16").bytes_per_token == 512
-        assert make_config(**per_head, dtype="int8").bytes_per_token == 260
-        latent = dict(LATENT, num_layers=1, head_dim=576, value_head_dim=512)
-        assert make_config(**latent, dtype="bfloat16").bytes_per_token == 1152
-        assert make_config(**latent, dtype="fp8").bytes_per_token == 578
-
-    def test_values_must_fit_into_keys(self):
-        with pytest.raises(ValueError, match="at most head_dim 16"):
-            make_config(value_head_dim=17, **LATENT)
-
-    def test_unknown_dtypes_are_named(self):
-        with pytest.raises(ValueError, match="float8_e5m2, fp8; got 'int4'"):
-            make_config(dtype="int4")
 
 
 class TestContents:
@@ -176,36 +146,36 @@ class TestContents:
     def test_read_is_what_was_written(self, kind):
         cache = filled(kind)
         for layer in range(cache.num_layers):
-            keys, values, length = jkv.read(cache, layer, 1)
+            keys, values, length = jax.device_get(jkv.read(cache, layer, 1))
             wrote = random_rows(cache, 16, seed=layer)
-            expected = quantization.restore(
-                *quantization.quantise(wrote[0], cache.dtype), cache.dtype
+            expected = np.asarray(
+                restore(*quantise(wrote[0], cache.dtype), cache.dtype)
             )
             np.testing.assert_array_equal(keys[:6], expected[9:15])
             if wrote[1] is None:
                 np.testing.assert_array_equal(values, keys[..., :VALUE_DIM])
             else:
-                expected = quantization.restore(
-                    *quantization.quantise(wrote[1], cache.dtype), cache.dtype
+                expected = np.asarray(
+                    restore(*quantise(wrote[1], cache.dtype), cache.dtype)
                 )
                 np.testing.assert_array_equal(values[:6], expected[9:15])
             assert not keys[6:].any() and not values[6:].any() and length == 6
-            block, offset = jkv.slots(cache, 1, 5)
+            block, offset = jax.device_get(jkv.slots(cache, 1, 5))
             key, value = jkv.read_slot(cache, layer, block[0], offset[0])
             np.testing.assert_array_equal(key, keys[5])
             np.testing.assert_array_equal(value, values[5])
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", dealt(KINDS))
     def test_move_with_their_blocks(self, kind, tmp_path):
         """fork, reorder, truncate, compact, resize, swap, save: the same bits after."""
         cache = filled(kind, record_tokens=True)
         before = [contents(cache, 0), contents(cache, 1)]
-        cache, forked = jkv.fork(cache, [1, 0])
+        cache, forked = fork(cache, [1, 0])
         children = forked.seq_ids.tolist()
         assert [contents(cache, i) for i in children] == before[::-1]
-        cache, _ = jkv.reorder(cache, children, children[::-1])
+        cache, _ = reorder(cache, children, children[::-1])
         assert [contents(cache, i) for i in children] == before
-        cache, _ = jkv.free(cache, 0)
+        cache, _ = free(cache, 0)
         cache = jkv.resize(jkv.compact(cache), 11)
         assert [contents(cache, i) for i in children] == before
         other, back = jkv.swap_in(
@@ -250,7 +220,7 @@ class TestContents:
     def test_the_comparison_can_fail(self, array):
         cache = filled("int8")
         before = contents(cache, 0)
-        shifted = jnp.roll(getattr(cache, array), 1, axis=1)
+        shifted = jnp.asarray(np.roll(np.asarray(getattr(cache, array)), 1, axis=1))
         with pytest.raises(AssertionError):
             assert contents(dataclasses.replace(cache, **{array: shifted}), 0) == before
 
@@ -274,23 +244,21 @@ class TestWrite:
     def test_a_latent_cache_takes_no_values(self):
         for kind, fault in (("int8 latent", "leave values out"), ("int8", "needs")):
             cache = jkv.init(make_config(**KINDS[kind]))
-            cache, opened = jkv.allocate(cache, 1)
-            cache, batch = jkv.append(cache, opened.seq_ids)
-            keys, _ = random_rows(cache, 1)
+            cache, opened = allocate(cache, 1)
+            cache, step = append(cache, opened.seq_ids)
+            keys, _ = random_rows(cache, 16)
             values = keys[..., :VALUE_DIM] if cache.values is None else None
             with pytest.raises(ValueError, match=fault):
-                jkv.write(cache, 0, batch, keys, values)
+                jkv.write(cache, 0, step.batch, keys, values)
 
     @pytest.mark.parametrize("rows_dtype", [jnp.bfloat16, jnp.float16])
     def test_rows_of_any_float_dtype(self, rows_dtype):
         cache = jkv.init(make_config(dtype="int8"))
-        cache, opened = jkv.allocate(cache, 1)
-        cache, batch = jkv.append(cache, opened.seq_ids)
-        keys = random_rows(cache, 1)[0].astype(rows_dtype)
+        cache, opened = allocate(cache, 1)
+        cache, step = append(cache, opened.seq_ids)
+        keys = random_rows(cache, 16)[0].astype(rows_dtype)
         values = keys[..., :VALUE_DIM]
-        cache = jkv.write(cache, 0, batch, keys, values)
-        found = jkv.read(cache, 0, 0)[0][0]
-        expected = quantization.restore(
-            *quantization.quantise(keys, cache.dtype), cache.dtype
-        )[0]
+        cache = jkv.write(cache, 0, step.batch, keys, values)
+        found = np.asarray(jkv.read(cache, 0, 0)[0])[0]
+        expected = restore(*quantise(keys, cache.dtype), cache.dtype)[0]
         np.testing.assert_array_equal(found, expected)

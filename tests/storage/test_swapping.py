@@ -1,17 +1,27 @@
 """Swapping out and in: what crosses, what stays, and that decoding goes on."""
 
 import dataclasses
+import functools
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
+from caches import (
+    WIDTH,
+    allocate,
+    append,
+    copied,
+    fork,
+    free,
+    free_count,
     grow,
+    match,
     opened,
     refusal_counts,
     small_cache,
+    small_config,
     stored_tokens,
     table,
     with_storage_filled,
@@ -31,10 +41,10 @@ def state(cache):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
 
 
-def fragmented(num_blocks=15, **changes):
+def fragmented(**changes):
     """A larger cache whose free blocks are 12 13 14 8 7 3 2 1 0."""
-    cache = opened(9, 3, 12, 5, 7, num_blocks=num_blocks, max_sequences=7, **changes)
-    cache, _ = jkv.free(cache, [3, 1, 0])
+    cache = opened(9, 3, 12, 5, 7, num_blocks=15, max_sequences=7, **changes)
+    cache, _ = free(cache, [3, 1, 0])
     return grow(cache, 4, range(900, 902))
 
 
@@ -44,7 +54,7 @@ class TestOutAndBack:
         cache, swapped = jkv.swap_out(cache, 1)
         jkv.check(cache)
         assert not bool(cache.metadata.is_open[1])
-        assert int(jkv.num_free_blocks(cache)) == 8 - 2 - 1
+        assert free_count(cache) == 8 - 2 - 1
         cache = grow(cache, 0, range(5, 14))  # its blocks are used again meanwhile
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
@@ -100,17 +110,8 @@ class TestOutAndBack:
 
     def test_without_tokens_and_without_storage(self):
         """A reservation alone crosses as a number; metadata alone is enough."""
-        for storage in (True, False):
-            config = jkv.CacheConfig(
-                num_layers=2,
-                num_kv_heads=1,
-                head_dim=2,
-                num_blocks=6,
-                block_size=4,
-                max_sequences=3,
-                max_context_length=14,
-            )
-            cache, _ = jkv.allocate(jkv.init(config, storage=storage), [0, 9])
+        for cache in (small_cache(), jkv.init(small_config(), storage=False)):
+            cache, _ = allocate(cache, [0, 9])
             cache, swapped = jkv.swap_out(cache, [0, 1])
             assert (swapped.num_filled_blocks, swapped.num_blocks) == (0, 3)
             cache, back = jkv.swap_in(cache, swapped)
@@ -119,12 +120,12 @@ class TestOutAndBack:
 
     def test_recorded_tokens_go_along(self):
         cache = small_cache(record_tokens=True)
-        cache, _ = jkv.allocate(cache, [0])
-        cache, _ = jkv.append(cache, [0], 6, capacity=6, tokens=jnp.arange(6) + 40)
+        cache, _ = allocate(cache, [0])
+        cache, _ = append(cache, 0, 6, tokens=range(40, 46))
         cache, swapped = jkv.swap_out(cache, 0)
         other, back = jkv.swap_in(fragmented(record_tokens=True), swapped)
-        found = jkv.tokens(other, back.seq_ids[0])[:7].tolist()
-        assert found == [40, 41, 42, 43, 44, 45, -1]
+        found = jkv.tokens(other, back.seq_ids[0]).tolist()
+        assert found[:7] == [40, 41, 42, 43, 44, 45, -1]
         # One that does not record them drops them; one that does reads -1 for none.
         other, back = jkv.swap_in(fragmented(), swapped)
         jkv.check(other)
@@ -133,14 +134,14 @@ class TestOutAndBack:
         assert jkv.tokens(cache, back.seq_ids[0]).tolist() == [-1] * 14
 
     def test_reservations_are_kept_and_their_contents_are_not(self):
-        cache, _ = jkv.allocate(small_cache(), [13])
+        cache, _ = allocate(small_cache(), [13])
         cache = grow(cache, 0, range(5))
         cache, swapped = jkv.swap_out(cache, 0)
         assert (swapped.num_filled_blocks, swapped.num_blocks) == (2, 4)
         cache, back = jkv.swap_in(cache, swapped)
-        free = int(jkv.num_free_blocks(cache))
+        assert free_count(cache) == 4
         cache = grow(cache, int(back.seq_ids[0]), range(5, 14))
-        assert int(jkv.num_free_blocks(cache)) == free == 4
+        assert free_count(cache) == 4
 
     def test_stamps(self):
         """The clock's are this cache's own, the number of uses is the sequence's."""
@@ -156,29 +157,29 @@ class TestOutAndBack:
 
 class TestSharing:
     def test_survives_among_the_swapped(self):
-        cache, forked = jkv.fork(opened(9), [0, 0])
+        cache, forked = fork(opened(9), [0, 0])
         cache = grow(cache, 1, [901])
         cache, swapped = jkv.swap_out(cache, [2, 0, 1])
         # Two full blocks for all three, and a tail for each.
         assert swapped.num_filled_blocks == swapped.num_blocks == 2 + 3
-        assert int(jkv.num_free_blocks(cache)) == 8
+        assert free_count(cache) == 8
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
-        tables = [table(cache, int(i)) for i in back.seq_ids]
-        assert tables[0][:2] == tables[1][:2] == tables[2][:2]
-        assert len({row[2] for row in tables}) == 3
+        rows = [table(cache, int(i)) for i in back.seq_ids]
+        assert rows[0][:2] == rows[1][:2] == rows[2][:2]
+        assert len({row[2] for row in rows}) == 3
         expected = [list(range(9)), list(range(9)), [*range(9), 901]]
         assert [stored_tokens(cache, int(i)) for i in back.seq_ids] == expected
 
     def test_with_those_that_stay(self):
-        cache, _ = jkv.fork(opened(9), [0])
+        cache, _ = fork(opened(9), [0])
         stays = table(cache, 1)
         cache, swapped = jkv.swap_out(cache, 0)
-        assert int(jkv.num_free_blocks(cache)) == 8 - 3  # only its tail came free
+        assert free_count(cache) == 8 - 3  # only its tail came free
         assert table(cache, 1) == stays
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
-        assert int(jkv.num_free_blocks(cache)) == 8 - 6
+        assert free_count(cache) == 8 - 6
         assert not set(table(cache, int(back.seq_ids[0]))) & set(stays)
         for seq_id in (1, int(back.seq_ids[0])):
             assert stored_tokens(cache, seq_id) == list(range(9))
@@ -202,54 +203,65 @@ def attended(cache, seq_ids, dtype, steps=3):
     """
     rng = np.random.default_rng(5)
     num_requests, outputs = len(seq_ids), []
+    padded = np.full(WIDTH, -1, np.int32)
+    padded[:num_requests] = seq_ids
     for _ in range(steps):
-        cache, batch = jkv.append(cache, seq_ids)
+        cache, batch = jkv.append(cache, padded)
         jkv.raise_for_status(batch.status)
-        for layer in range(cache.num_layers):
-            heads = (4, cache.num_kv_heads, cache.num_kv_heads)
-            queries, keys, values = (
-                jnp.asarray(rng.standard_normal((num_requests, h, 8)), dtype)
-                for h in heads
-            )
-            cache = jkv.write(cache, layer, batch, keys, values)
-            outputs.append(np.asarray(jkv.attend(cache, layer, batch, queries)))
-        cache = jkv.commit(cache, batch)
+        rows = np.zeros((2, 3, WIDTH, 4, 8), dtype)
+        rows[:, :, :num_requests] = rng.standard_normal((2, 3, num_requests, 4, 8))
+        cache, found = advance(cache, batch, rows)
+        outputs.append(np.asarray(found)[:, :num_requests])
     return np.stack(outputs)
+
+
+@jax.jit
+def advance(cache, batch, rows):
+    """Write rows and attend to them in two layers; returns the outputs, [L, R, ...]."""
+    outputs = []
+    for layer in range(2):
+        queries, keys, values = rows[layer]
+        cache = jkv.write(cache, layer, batch, keys[:, :2], values[:, :2])
+        outputs.append(jkv.attend(cache, layer, batch, queries))
+    return jkv.commit(cache, batch), jnp.stack(outputs)
 
 
 class TestDecodingGoesOn:
     """Attention before and after is equal to the bit."""
 
-    def config(self, dtype, **changes):
+    @staticmethod
+    def config(dtype, **changes):
         sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
         sizes |= dict(num_blocks=40, max_sequences=10, max_context_length=50)
         return jkv.CacheConfig(dtype=dtype, **(sizes | changes))
 
-    def filled(self, dtype, **changes):
+    @staticmethod
+    @functools.cache
+    def filled(dtype):
         """Sequences of 17, 3, 30 and 8 random tokens, the last two forked."""
-        cache = jkv.init(self.config(dtype, **changes))
-        cache = with_storage_filled(cache, np.nan)
-        cache, _ = jkv.allocate(cache, [0, 0, 33, 0])
-        lengths = jnp.array([17, 3, 30, 8])
-        cache, batch = jkv.append(cache, jnp.arange(4), lengths, capacity=58)
+        cache = with_storage_filled(jkv.init(TestDecodingGoesOn.config(dtype)), np.nan)
+        cache, _ = allocate(cache, [0, 0, 33, 0])
+        lengths = np.array([17, 3, 30, 8], np.int32)
+        cache, batch = jkv.append(cache, np.arange(4), lengths, capacity=58)
         rng = np.random.default_rng(1)
         for layer in range(2):
             rows = rng.standard_normal((2, 58, 2, 8)).astype(np.float32)
-            cache = jkv.write(cache, layer, batch, *jnp.asarray(rows))
-        return jkv.fork(jkv.commit(cache, batch), [2, 3])[0]
+            cache = jkv.write(cache, layer, batch, *rows)
+        return fork(jkv.commit(cache, batch), [2, 3])[0]
 
     def another(self, dtype):
         """A fragmented cache of other sizes, all NaN."""
         cache = jkv.init(self.config(dtype, num_blocks=61, max_sequences=9))
         cache = with_storage_filled(cache, np.nan)
-        cache, _ = jkv.allocate(cache, [50, 9, 50, 7, 1])
-        return jkv.free(cache, [3, 0, 2])[0]
+        cache, _ = allocate(cache, [50, 9, 50, 7])
+        cache, _ = allocate(cache, 1)
+        return free(cache, [3, 0, 2])[0]
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
     @pytest.mark.parametrize("donate", [False, True])
     def test_in_another_cache(self, dtype, donate):
         cache = self.filled(dtype)
-        seq_ids = jnp.array([5, 2, 0, 4], jnp.int32)
+        seq_ids = [5, 2, 0, 4]
         expected = attended(cache, seq_ids, dtype)
         _, swapped = jkv.swap_out(cache, seq_ids)
         other, back = jkv.swap_in(self.another(dtype), swapped, donate=donate)
@@ -262,18 +274,18 @@ class TestDecodingGoesOn:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
     def test_one_in_the_same_cache_and_those_that_stayed(self, dtype):
         cache = self.filled(dtype)
-        expected = attended(cache, jnp.array([2, 0, 4], jnp.int32), dtype)
+        expected = attended(cache, [2, 0, 4], dtype)
         cache, swapped = jkv.swap_out(cache, 2)
-        cache, _ = jkv.allocate(cache, [4, 4, 4, 0])  # its row is taken
+        cache, _ = allocate(cache, [4, 4, 4, 0])  # its row is taken
         cache, back = jkv.swap_in(cache, swapped)
         jkv.raise_for_status(back)
-        seq_ids = jnp.concatenate([back.seq_ids, jnp.array([0, 4], jnp.int32)])
+        seq_ids = [*back.seq_ids.tolist(), 0, 4]
         assert attended(cache, seq_ids, dtype).tobytes() == expected.tobytes()
 
     @pytest.mark.parametrize("fault", ["zeros", "length", "permuted"])
     def test_the_comparison_can_fail(self, fault):
         cache = self.filled(jnp.float32)
-        expected = attended(cache, jnp.array([2], jnp.int32), jnp.float32)
+        expected = attended(cache, [2], jnp.float32)
         _, swapped = jkv.swap_out(cache, 2)
         lengths, tables = swapped.context_lengths, swapped.block_tables
         if fault == "zeros":
@@ -315,30 +327,30 @@ class TestRefusals:
 
     def test_all_or_nothing(self):
         _, two = jkv.swap_out(opened(9, 5), [0, 1])
-        blocks, _ = jkv.allocate(small_cache(), [14])
+        blocks, _ = allocate(small_cache(), [14])
         self.refused(blocks, two, jkv.Status.OUT_OF_BLOCKS)
-        rows, _ = jkv.allocate(small_cache(num_blocks=99), [0, 0, 0])
+        rows, _ = allocate(small_cache(), [0, 0, 0])
         self.refused(rows, two, jkv.Status.OUT_OF_SEQUENCES)
         short = small_cache(max_context_length=8)
         self.refused(short, two, jkv.Status.CONTEXT_FULL)
 
     def test_the_order_of_causes(self):
         _, two = jkv.swap_out(opened(9, 5), [0, 1])
-        full = small_cache(num_blocks=1, max_sequences=1)
+        full, _ = allocate(small_cache(), [14, 14, 0])
         self.refused(full, two, jkv.Status.OUT_OF_SEQUENCES)
-        full = small_cache(num_blocks=1, max_sequences=1, max_context_length=8)
+        full, _ = allocate(small_cache(max_context_length=8), [8, 8, 8, 8])
         self.refused(full, two, jkv.Status.CONTEXT_FULL)
 
     def test_the_last_block_and_the_last_row_serve(self):
         _, two = jkv.swap_out(opened(9, 5), [0, 1])
-        cache = small_cache(num_blocks=5, max_sequences=2, max_context_length=9)
+        cache, _ = allocate(small_cache(), [12, 0])
         cache, back = jkv.swap_in(cache, two)
         jkv.check(cache)
         assert back.status.tolist() == [0, 0]
-        assert int(jkv.num_free_blocks(cache)) == 0
+        assert free_count(cache) == 0
 
     def test_a_reservation_that_does_not_fit_the_tables(self):
-        cache, _ = jkv.allocate(small_cache(), [13])
+        cache, _ = allocate(small_cache(), [13])
         _, swapped = jkv.swap_out(grow(cache, 0, range(5)), 0)
         short = small_cache(max_context_length=8)
         self.refused(short, swapped, jkv.Status.CONTEXT_FULL)
@@ -386,7 +398,7 @@ class TestTheHostValue:
         if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
             pytest.skip("no pinned memory")
         _, plain = jkv.swap_out(cache, [1, 0])
-        monkeypatch.setattr(contents, "_has_pinned_memory", lambda array: True)
+        monkeypatch.setattr(contents, "_has_pinned_memory", lambda _: True)
         cache, swapped = jkv.swap_out(cache, [1, 0])
         for array in jax.tree.leaves(swapped.contents.storage):
             assert array.sharding.memory_kind == "pinned_host"
@@ -432,7 +444,7 @@ class TestTheHostValue:
 class TestCost:
     def test_storage_is_given_up_only_if_asked(self):
         _, swapped = jkv.swap_out(opened(9), 0)
-        cache = small_cache(num_blocks=64, record_tokens=True)
+        cache = small_cache(record_tokens=True)
         before = state(cache)
         after, _ = jkv.swap_in(cache, swapped)
         assert state(cache) == before
@@ -447,22 +459,23 @@ class TestCost:
 
     def test_a_refused_donation_gives_up_nothing(self):
         _, swapped = jkv.swap_out(opened(9), 0)
-        cache, _ = jkv.allocate(small_cache(), [14, 14])
+        cache, _ = allocate(copied(small_cache()), [14, 14])
         after, back = jkv.swap_in(cache, swapped, donate=True)
         assert int(back.status[0]) == jkv.Status.OUT_OF_BLOCKS
         assert not cache.keys.is_deleted() and after.keys is cache.keys
 
     def test_all_sizes_share_a_few_programs(self):
         cache = small_cache(num_blocks=64, max_context_length=128, head_dim=3)
+        cache = copied(cache)
         gathers = contents._gather_blocks._cache_size()
         scatters = contents._scatter._cache_size()
         for length in range(1, 128, 4):
-            cache, result = jkv.allocate(cache, 0)
+            cache, result = allocate(cache, 0)
             cache, _ = jkv.append(cache, result.seq_ids, length, capacity=128)
             cache, swapped = jkv.swap_out(cache, result.seq_ids)
             assert swapped.num_filled_blocks == -(-length // 4)
             cache, back = jkv.swap_in(cache, swapped, donate=True)
-            cache, _ = jkv.free(cache, back.seq_ids)
+            cache, _ = free(cache, back.seq_ids)
         assert contents._gather_blocks._cache_size() - gathers == 6
         assert contents._scatter._cache_size() - scatters == 6
 
@@ -470,22 +483,18 @@ class TestCost:
 class TestWithAPrefixIndex:
     def computed(self, cache, prompt, salt):
         """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""
-        cache, opened = jkv.allocate(
-            cache, 0, tokens=jnp.array([prompt]), salts=jnp.array([salt])
-        )
+        cache, opened = allocate(cache, 0, tokens=[prompt], salts=salt)
         jkv.raise_for_status(opened)
         rest = prompt[int(opened.num_cached[0]) :]
-        cache, batch = jkv.append(
-            cache, opened.seq_ids, len(rest), capacity=16, tokens=padded(rest)
-        )
-        cache = write_tokens(cache, batch, padded(rest))
+        cache, step = append(cache, opened.seq_ids, len(rest), tokens=rest)
+        cache = write_tokens(cache, step, rest)
         return cache, int(opened.seq_ids[0]), int(opened.num_cached[0])
 
     def test_the_domain_and_the_tokens_go_along(self):
         cache = small_cache(prefix_caching=True)
         cache, seq_id, _ = self.computed(cache, list(range(40, 49)), 7)
         cache, swapped = jkv.swap_out(cache, seq_id)
-        other = small_cache(prefix_caching=True, num_blocks=11)
+        other = small_cache(prefix_caching=True)
         other, _, _ = self.computed(other, [1, 2, 3], 5)
         other, back = jkv.swap_in(other, swapped)
         jkv.check(other)
@@ -502,10 +511,10 @@ class TestWithAPrefixIndex:
         cache, seq_id, _ = self.computed(cache, prompt, 7)
         cache, swapped = jkv.swap_out(cache, seq_id)
         jkv.check(cache)
-        assert jkv.match(cache, jnp.array([prompt]), 7).tolist() == [8]
+        assert match(cache, [prompt], 7) == [8]
         cache, seq_id, found = self.computed(cache, prompt, 7)
         assert found == 8
-        cache, _ = jkv.free(cache, seq_id)
+        cache, _ = free(cache, seq_id)
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         (seq_id,) = back.seq_ids.tolist()
@@ -513,22 +522,21 @@ class TestWithAPrefixIndex:
         cache = grow(cache, seq_id, [49, 50, 51])
         jkv.check(cache)
         assert stored_tokens(cache, seq_id) == list(range(40, 52))
-        longer = jnp.array([[*range(40, 53)]])
-        assert jkv.match(cache, longer, 7).tolist() == [8]
+        assert match(cache, [range(40, 53)], 7) == [8]
 
     def test_holes_in_the_ring(self):
         """Blocks that were found again left the ring: none of them is taken."""
         _, swapped = jkv.swap_out(opened(9, prefix_caching=True), 0)
         cache, prompt = small_cache(prefix_caching=True), list(range(9))
         cache, seq_id, _ = self.computed(cache, prompt, 0)  # blocks 0 1 2
-        cache, _ = jkv.free(cache, seq_id)
-        cache, reserved = jkv.allocate(cache, [14, 4])  # all but these
-        cache, opened_again = jkv.allocate(cache, 0, tokens=jnp.array([prompt]))
+        cache, _ = free(cache, seq_id)
+        cache, reserved = allocate(cache, [14, 4])  # all but these
+        cache, opened_again = allocate(cache, 0, tokens=[prompt])
         seq_id = int(opened_again.seq_ids[0])
         assert table(cache, seq_id) == [0, 1]
-        cache, _ = jkv.free(cache, reserved.seq_ids[0])
-        free = cache.metadata.free_blocks  # 2, two holes, 6 5 4 3
-        assert (int(free.span), int(free.count)) == (7, 5)
+        cache, _ = free(cache, reserved.seq_ids[:1])
+        ring = cache.metadata.free_blocks  # 2, two holes, 6 5 4 3
+        assert (int(ring.span), int(ring.count)) == (7, 5)
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         assert table(cache, int(back.seq_ids[0])) == [2, 6, 5]
@@ -538,12 +546,12 @@ class TestWithAPrefixIndex:
     def test_cached_blocks_give_way(self):
         """The pool takes the oldest, and each block taken is counted once."""
         plain = opened(9, prefix_caching=True)
-        plain, _ = jkv.fork(plain, [0, 0])
+        plain, _ = fork(plain, [0, 0])
         _, swapped = jkv.swap_out(plain, [0, 1, 2])
         cache = small_cache(prefix_caching=True)
         for salt in range(2):
             cache, seq_id, _ = self.computed(cache, list(range(14)), salt)
-            cache, _ = jkv.free(cache, seq_id)
+            cache, _ = free(cache, seq_id)
         evicted = int(Counter.BLOCKS_EVICTED)
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
@@ -552,7 +560,3 @@ class TestWithAPrefixIndex:
         assert int(cache.metadata.counters[evicted, 0]) == 3
         for seq_id in back.seq_ids.tolist():
             assert stored_tokens(cache, seq_id) == list(range(9))
-
-
-def padded(tokens):
-    return jnp.array([*tokens, *[-1] * (16 - len(tokens))], jnp.int32)

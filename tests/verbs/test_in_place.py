@@ -12,7 +12,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import small_cache
+from caches import small_cache
 
 import jkv
 from jkv.config.dtypes import needs_scales

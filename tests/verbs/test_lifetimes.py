@@ -7,20 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import grow, opened, stored_tokens, with_storage_filled, write_tokens
+from caches import (
+    copied,
+    fork,
+    grow,
+    opened,
+    small_config,
+    stored_tokens,
+    truncate,
+    write_tokens,
+)
 
 import jkv
 
 
 def i32(*values):
-    return jnp.array(values, jnp.int32)
+    return np.array(values, np.int32)
 
 
 def turn(cache, number):
     """One life of a sequence and its child; the cache ends as it was."""
     cache, result = jkv.allocate(cache, i32(0))
     cache, batch = jkv.append(cache, result.seq_ids, i32(9), capacity=9)
-    cache = write_tokens(cache, batch, jnp.full(9, number))
+    cache = write_tokens(cache, batch, jnp.full(9, number, jnp.float32))
     cache, child = jkv.fork(cache, result.seq_ids)
     cache, _ = jkv.truncate(cache, child.seq_ids, 3)
     cache, _ = jkv.free(cache, result.seq_ids)
@@ -35,7 +44,7 @@ def live_bytes():
 
 def test_ten_thousand_donated_steps_leave_no_array_behind():
     step = jax.jit(turn, donate_argnums=0)
-    cache = with_storage_filled(opened(6), 0.0)
+    cache = copied(opened(6))
     number = jnp.float32(1)
     for _ in range(3):
         cache, status = step(cache, number)
@@ -51,15 +60,15 @@ def test_ten_thousand_donated_steps_leave_no_array_behind():
 
 
 def test_eager_turns_leave_no_array_behind():
-    cache, _ = turn(opened(6), jnp.float32(1))
+    cache, _ = turn(opened(6), np.float32(1))
     before = live_bytes()
     for _ in range(5):
-        cache, _ = turn(cache, jnp.float32(2))
+        cache, _ = turn(cache, np.float32(2))
     assert live_bytes() == before
 
 
 def test_a_donated_cache_raises():
-    cache = opened(6)
+    cache = copied(opened(6))
     new, _ = jax.jit(jkv.fork, donate_argnums=0)(cache, i32(0))
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(cache.metadata.context_lengths)
@@ -87,7 +96,7 @@ def test_old_values_stay_readable_while_other_threads_make_new_ones():
     def make_new(number):
         started.wait()
         for _ in range(5):
-            new, _ = jkv.truncate(old, i32(0), i32(0))
+            new, _ = truncate(old, 0, 0)
             new = grow(new, 0, [number] * 14)
             if stored_tokens(new, 0) != [number] * 14:
                 failures.append(number)
@@ -115,18 +124,9 @@ def test_a_tree_of_values_shares_nothing_it_should_not():
 @pytest.mark.parametrize("storage", [True, False])
 def test_no_two_leaves_share_a_buffer(storage):
     """Donation rejects a buffer that is named twice."""
-    config = jkv.CacheConfig(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=2,
-        num_blocks=4,
-        block_size=4,
-        max_sequences=4,
-        max_context_length=16,
-    )
-    cache = jkv.init(config, storage=storage)
+    cache = jkv.init(small_config(), storage=storage)
     cache, _ = jax.jit(jkv.allocate, donate_argnums=0)(cache, i32(5))
-    cache, _ = jkv.fork(cache, i32(0))
+    cache, _ = fork(cache, 0)
     pointers = [
         leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size
     ]

@@ -10,7 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import small_cache, stored_tokens, table, write_tokens
+from caches import (
+    allocate,
+    append,
+    fork,
+    free,
+    free_count,
+    match,
+    prompts,
+    reorder,
+    small_cache,
+    stored_tokens,
+    table,
+    truncate,
+    with_free_blocks,
+    write_tokens,
+)
 
 import jkv
 
@@ -23,33 +38,26 @@ def reusing(**changes):
 
 def told(cache, seq_id, numbers, commit=True):
     """Append and write numbers, and by default commit; returns cache and batch."""
-    rows = list(numbers) + [0] * (16 - len(numbers))
-    cache, batch = jkv.append(
-        cache, seq_id, len(numbers), capacity=16, tokens=jnp.array(rows)
-    )
-    jkv.raise_for_status(batch.status)
-    committed = write_tokens(cache, batch, rows)
+    cache, step = append(cache, seq_id, len(numbers), tokens=numbers)
+    jkv.raise_for_status(step.status)
+    committed = write_tokens(cache, step, numbers)
     if commit:
-        return committed, batch
-    return dataclasses.replace(committed, metadata=cache.metadata), batch
-
-
-def prompts(*rows, width=14):
-    return jnp.array([list(row) + [-1] * (width - len(row)) for row in rows])
+        return committed, step.batch
+    return dataclasses.replace(committed, metadata=cache.metadata), step.batch
 
 
 def started(*texts, **changes):
     """A cache whose sequences 0, 1, ... hold these committed tokens."""
     cache = reusing(**changes)
     for seq_id, text in enumerate(texts):
-        cache, _ = jkv.allocate(cache, 0)
+        cache, _ = allocate(cache, 0)
         cache, _ = told(cache, seq_id, text)
     jkv.check(cache)
     return cache
 
 
 def found(cache, *rows, salts=0):
-    return jkv.match(cache, prompts(*rows), salts).tolist()
+    return match(cache, rows, salts)
 
 
 def test_what_a_prompt_finds():
@@ -75,8 +83,8 @@ def test_what_a_prompt_finds():
 def test_a_hit_shares_whole_blocks_and_copies_a_part():
     cache = started(PROMPT)
     text = [*PROMPT[:6], 90, 91, 92]
-    cache, opened = jkv.allocate(cache, len(text), tokens=prompts(text))
-    assert opened.num_cached.tolist() == [6]
+    cache, result = allocate(cache, len(text), tokens=[text])
+    assert result.num_cached.tolist() == [6]
     assert table(cache, 0) == [0, 1, 2]
     assert table(cache, 1) == [0, 3, 4]  # the first shared, the second a copy
     assert stored_tokens(cache, 1) == PROMPT[:6]
@@ -88,54 +96,50 @@ def test_a_hit_shares_whole_blocks_and_copies_a_part():
 
 
 def test_nothing_is_found_before_its_commit():
-    cache, opened = jkv.allocate(reusing(), 0)
+    cache, _ = allocate(reusing(), 0)
     cache, batch = told(cache, 0, PROMPT, commit=False)
     assert found(cache, PROMPT) == [0]
     assert found(jkv.commit(cache, batch), PROMPT) == [8]
     # A sequence dropped before its commit leaves nothing, whoever has its row by then.
-    dropped, _ = jkv.free(cache, 0)
-    dropped, _ = jkv.allocate(dropped, [0] * 4)
-    dropped, _ = jkv.append(dropped, range_ids(4), 10, capacity=40)
+    dropped, _ = free(cache, 0)
+    dropped, _ = allocate(dropped, [0] * 4)
+    dropped, _ = append(dropped, range(4), 10)
     assert found(jkv.commit(dropped, batch), PROMPT) == [0]
 
 
-def range_ids(count):
-    return jnp.arange(count, dtype=jnp.int32)
-
-
 def test_a_step_that_was_cut_back_is_not_committed():
-    cache, _ = jkv.allocate(reusing(), 0)
+    cache, _ = allocate(reusing(), 0)
     cache, batch = told(cache, 0, PROMPT, commit=False)
-    cache, _ = jkv.truncate(cache, 0, 0)
+    cache, _ = truncate(cache, 0, 0)
     cache, _ = told(cache, 0, [1] * 10, commit=False)
     assert found(jkv.commit(cache, batch), PROMPT, [1] * 10) == [0, 0]
 
 
 def test_a_sequence_with_a_gap_adds_no_more():
-    cache, _ = jkv.allocate(reusing(), 0)
+    cache, _ = allocate(reusing(), 0)
     cache, _ = told(cache, 0, PROMPT[:4])
     cache, _ = told(cache, 0, PROMPT[4:6], commit=False)
     cache, _ = told(cache, 0, PROMPT[6:])
     assert found(cache, PROMPT) == [4]
     # Cut back to what is visible, it goes on.
-    cache, _ = jkv.truncate(cache, 0, 4)
+    cache, _ = truncate(cache, 0, 4)
     cache, _ = told(cache, 0, PROMPT[4:])
     assert found(cache, PROMPT) == [8]
 
 
 def test_tokens_that_are_not_told_end_the_chain():
-    cache, _ = jkv.allocate(reusing(), 0)
+    cache, _ = allocate(reusing(), 0)
     cache, _ = told(cache, 0, [*PROMPT[:5], -1, *PROMPT[6:]])
     assert found(cache, PROMPT) == [4]
-    assert jkv.tokens(cache, 0)[:10].tolist() == [*PROMPT[:5], -1, *PROMPT[6:]]
-    cache, batch = jkv.append(cache, 0)  # no tokens at all
-    assert jkv.tokens(cache, 0)[10:12].tolist() == [-1, -1]
+    assert jkv.tokens(cache, 0).tolist()[:10] == [*PROMPT[:5], -1, *PROMPT[6:]]
+    cache, _ = append(cache, 0)  # no tokens at all
+    assert jkv.tokens(cache, 0).tolist()[10:12] == [-1, -1]
 
 
 def test_domains_share_nothing():
     cache = reusing()
     for seq_id, salt in enumerate((0, 7)):
-        cache, _ = jkv.allocate(cache, 0, salts=salt)
+        cache, _ = allocate(cache, 0, salts=salt)
         cache, _ = told(cache, seq_id, PROMPT)
     assert table(cache, 0)[:2] == [0, 1] and table(cache, 1)[:2] == [3, 4]
     assert found(cache, PROMPT, PROMPT, PROMPT, salts=[0, 7, 8]) == [8, 8, 0]
@@ -151,76 +155,78 @@ def test_domains_share_nothing():
 
 def test_cached_blocks_go_least_recently_used_first_and_tail_before_head():
     first, second = PROMPT[:9], [50 + i for i in range(9)]
-    cache = started(first, second, num_blocks=6)
-    cache, _ = jkv.free(cache, [0, 1])  # tables 0 1 2 and 3 4 5
-    assert int(jkv.num_free_blocks(cache)) == 6
+    cache = with_free_blocks(started(first, second), 0)
+    cache, _ = free(cache, [0, 1])  # tables 0 1 2 and 3 4 5
+    assert free_count(cache) == 6
     assert found(cache, first, second) == [8, 8]
     # A hit on the first prompt revives its blocks; freed again they are the newest.
-    cache, opened = jkv.allocate(cache, 0, tokens=prompts(first))
-    cache, _ = jkv.free(cache, opened.seq_ids)
+    cache, result = allocate(cache, 0, tokens=[first])
+    cache, _ = free(cache, result.seq_ids)
     sizes = []
-    for _ in range(6):
-        sizes.append((*found(cache, first, second), int(jkv.num_free_blocks(cache))))
-        cache, opened = jkv.allocate(cache, 1)
-        assert opened.status.tolist() == [0] or sizes[-1][2] == 2
+    for _ in range(4):
+        sizes.append((*found(cache, first, second), free_count(cache)))
+        cache, _ = allocate(cache, 1)
         jkv.check(cache)
     # Blocks 2 and 5 held no full block; then second's tail, its head, first's tail.
-    assert sizes[:4] == [(8, 8, 6), (8, 8, 5), (8, 8, 4), (8, 4, 3)]
+    assert sizes == [(8, 8, 6), (8, 8, 5), (8, 8, 4), (8, 4, 3)]
 
 
-def test_equal_prefixes_of_one_step_are_stored_once():
-    cache, _ = jkv.allocate(reusing(num_blocks=16), [0, 0, 0])
-    rows = jnp.array(PROMPT * 3 + [0] * 2)
-    cache, batch = jkv.append(cache, range_ids(3), 10, capacity=32, tokens=rows)
-    cache = write_tokens(cache, batch, rows)
+@pytest.mark.parametrize(
+    "count, length, expected",
+    [(3, 5, [[0, 1], [0, 3], [0, 5]]), (2, 8, [[0, 1], [0, 1]])],
+)
+def test_equal_prefixes_of_one_step_are_stored_once(count, length, expected):
+    cache, _ = allocate(reusing(), [0] * count)
+    text = PROMPT[:length]
+    cache, step = append(cache, range(count), length, tokens=text * count)
+    cache = write_tokens(cache, step, text * count)
     jkv.check(cache)
-    tables = [table(cache, seq_id) for seq_id in range(3)]
-    assert tables == [[0, 1, 2], [0, 1, 5], [0, 1, 8]]
-    assert all(stored_tokens(cache, seq_id) == PROMPT for seq_id in range(3))
-    assert int(jkv.num_free_blocks(cache)) == 16 - 5
+    assert [table(cache, seq_id) for seq_id in range(count)] == expected
+    assert all(stored_tokens(cache, seq_id) == text for seq_id in range(count))
+    assert free_count(cache) == 8 - len(set(sum(expected, [])))
 
 
 def test_a_write_never_reaches_a_cached_block():
     cache = started(PROMPT)
-    cache, status = jkv.truncate(cache, 0, 6)
+    cache, status = truncate(cache, 0, 6)
     assert status.tolist() == [0] and table(cache, 0) == [0, 3]
     cache, _ = told(cache, 0, [70, 71, 72])
     assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71, 72]
-    cache, opened = jkv.allocate(cache, 0, tokens=prompts(PROMPT))
-    assert stored_tokens(cache, int(opened.seq_ids[0])) == PROMPT[:8]
+    cache, result = allocate(cache, 0, tokens=[PROMPT])
+    assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
     jkv.check(cache)
 
 
 def test_found_blocks_are_pinned_before_any_is_taken():
-    cache = started(PROMPT[:9], num_blocks=3)
-    cache, _ = jkv.free(cache, 0)
+    cache = with_free_blocks(started(PROMPT[:9]), 0)
+    cache, _ = free(cache, 0)
     # The second request would take the cached blocks, but the first holds two.
-    cache, opened = jkv.allocate(cache, [12, 4], tokens=prompts(PROMPT[:9], [99]))
-    assert opened.status.tolist() == [0, int(jkv.Status.OUT_OF_BLOCKS)]
-    assert opened.num_cached.tolist() == [8, 0]
-    assert stored_tokens(cache, int(opened.seq_ids[0])) == PROMPT[:8]
+    cache, result = allocate(cache, [12, 4], tokens=[PROMPT[:9], [99]])
+    assert result.status.tolist() == [0, int(jkv.Status.OUT_OF_BLOCKS)]
+    assert result.num_cached.tolist() == [8, 0]
+    assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
     # A request that needs nothing but live blocks is served by an empty pool.
-    cache, opened = jkv.allocate(cache, 0, tokens=prompts(PROMPT[:9]))
-    assert opened.status.tolist() == [0] and opened.num_cached.tolist() == [8]
+    cache, result = allocate(cache, 0, tokens=[PROMPT[:9]])
+    assert result.status.tolist() == [0] and result.num_cached.tolist() == [8]
 
 
 def test_evict_cached_forgets_the_oldest():
-    cache = started(PROMPT, [50 + i for i in range(9)], num_blocks=8)
-    cache, _ = jkv.free(cache, [1, 0])
+    cache = started(PROMPT, [50 + i for i in range(9)])
+    cache, _ = free(cache, [1, 0])
     sizes = []
     for _ in range(5):
         sizes.append(found(cache, PROMPT, [50 + i for i in range(9)]))
         cache = jkv.evict_cached(cache, 1)
         jkv.check(cache)
     assert sizes == [[8, 8], [8, 4], [8, 0], [4, 0], [0, 0]]
-    assert int(jkv.num_free_blocks(cache)) == 8
+    assert free_count(cache) == 8
 
 
 def test_forks_and_reordered_sequences_go_on_being_committed():
-    cache = started(PROMPT[:6], num_blocks=16)
-    cache, forked = jkv.fork(cache, 0)
+    cache = started(PROMPT[:6])
+    cache, _ = fork(cache, 0)
     cache, _ = told(cache, 1, [30, 31])
-    cache, _ = jkv.reorder(cache, 0, 1)
+    cache, _ = reorder(cache, 0, 1)
     cache, _ = told(cache, 0, [40, 41, 42, 43])
     text = [*PROMPT[:6], 30, 31, 40, 41, 42, 43]
     assert stored_tokens(cache, 0) == text
@@ -231,22 +237,22 @@ def test_forks_and_reordered_sequences_go_on_being_committed():
 def test_ten_thousand_hits_end_with_the_full_pool():
     """Each leaves a hole in the ring, which has room for as many as blocks."""
     cache = started(PROMPT)
-    cache, _ = jkv.free(cache, 0)
+    cache, _ = free(cache, 0)
 
     def hit(_, carry):
         cache, num_cached = carry
-        cache, opened = jkv.allocate(cache, 0, tokens=prompts(PROMPT))
+        cache, result = jkv.allocate(cache, 0, tokens=np.array([PROMPT]))
         cache, batch = jkv.append(
-            cache, opened.seq_ids, 2, capacity=2, tokens=jnp.array(PROMPT[8:])
+            cache, result.seq_ids, 2, capacity=2, tokens=np.array(PROMPT[8:])
         )
         cache = jkv.commit(cache, batch)
-        cache, _ = jkv.free(cache, opened.seq_ids)
-        return cache, num_cached + opened.num_cached[0]
+        cache, _ = jkv.free(cache, result.seq_ids)
+        return cache, num_cached + result.num_cached[0]
 
     run = jax.jit(lambda carry: jax.lax.fori_loop(0, 10_000, hit, carry))
     cache, num_cached = run((cache, jnp.int32(0)))
     jkv.check(cache)
-    assert int(num_cached) == 80_000 and int(jkv.num_free_blocks(cache)) == 8
+    assert int(num_cached) == 80_000 and free_count(cache) == 8
 
 
 def test_one_trace_however_the_values_change():
@@ -254,17 +260,17 @@ def test_one_trace_however_the_values_change():
 
     def step(cache, tokens, lengths, salts):
         found = jkv.match(cache, tokens, salts)
-        cache, opened = jkv.allocate(cache, lengths, tokens=tokens, salts=salts)
-        cache, batch = jkv.append(cache, opened.seq_ids, tokens=tokens[:, 0])
+        cache, result = jkv.allocate(cache, lengths, tokens=tokens, salts=salts)
+        cache, batch = jkv.append(cache, result.seq_ids, tokens=tokens[:, 0])
         cache = jkv.evict_cached(jkv.commit(cache, batch), lengths[0])
         cache = jkv.invalidate(cache, salts[0])
-        return jkv.free(cache, opened.seq_ids)[0], found
+        return jkv.free(cache, result.seq_ids)[0], found
 
     step = jax.jit(chex.assert_max_traces(step, n=1))
     cache = reusing()
     for _ in range(5):
-        tokens = jnp.asarray(rng.integers(-1, 4, size=(2, 9)))
-        lengths, salts = (jnp.asarray(rng.integers(9, size=2)) for _ in range(2))
+        tokens = rng.integers(-1, 4, size=(2, 9)).astype(np.int32)
+        lengths, salts = rng.integers(9, size=(2, 2)).astype(np.int32)
         cache, _ = step(cache, tokens, lengths, salts)
     jkv.check(cache)
 
@@ -274,7 +280,7 @@ def test_without_an_index_the_error_says_how_to_get_one(verb):
     cache = small_cache()
     with pytest.raises(ValueError, match="prefix_caching=True"):
         if verb == "match":
-            jkv.match(cache, prompts(PROMPT))
+            jkv.match(cache, prompts([PROMPT]))
         elif verb == "clear":
             jkv.clear_prefixes(cache)
         else:
@@ -284,10 +290,21 @@ def test_without_an_index_the_error_says_how_to_get_one(verb):
 def test_prompts_and_salts_must_fit():
     cache = reusing()
     with pytest.raises(ValueError, match="tokens must be"):
-        jkv.allocate(cache, [1], tokens=jnp.array(PROMPT))
+        jkv.allocate(cache, [1], tokens=np.array(PROMPT))
     with pytest.raises(ValueError, match="tokens must be"):
-        jkv.match(cache, jnp.ones((1, 4)))
+        jkv.match(cache, np.ones((1, 4), np.float32))
     with pytest.raises(ValueError, match="one entry per request"):
-        jkv.allocate(cache, [1, 2], tokens=prompts(PROMPT))
+        jkv.allocate(cache, [1, 2], tokens=np.array([PROMPT]))
     with pytest.raises(ValueError, match="one entry per request"):
-        jkv.match(cache, prompts(PROMPT), [0, 0])
+        jkv.match(cache, np.array([PROMPT]), [0, 0])
+
+
+def test_cached_blocks_are_evicted_and_live_ones_never():
+    first, second = list(range(9)), list(range(10, 19))
+    cache, _ = free(started(first[:8], second[:8]), 1)
+    cache = jkv.evict_cached(cache, 1)
+    cached = [bool(jkv.block_info(cache, np.int32(b)).is_cached) for b in range(4)]
+    assert cached == [False, False, True, False]
+    cache = jkv.evict_cached(cache, 99)
+    assert stored_tokens(cache, 0) == first[:8]
+    assert found(cache, first, second) == [8, 0]  # live, still found

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from conftest import small_cache, write_tokens
+from caches import small_cache, write_tokens
 
 import jkv
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ends import dealt
 from kernel_lowering import (
     find_kernels,
     lower,
@@ -52,7 +53,7 @@ def platforms_of(family):
     }
 
 
-@pytest.mark.parametrize("family, number, kind", ROWS)
+@pytest.mark.parametrize("family, number, kind", dealt(ROWS))
 def test_every_row_of_the_table_lowers(family, number, kind):
     row = TABLE[family].rows[number]
     queries, pools = make_shapes(row.max_head_dim, group=16, **DTYPES[kind])

@@ -1,0 +1,195 @@
+"""Configurations from the settings of models."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+from places import EXAMPLES
+from settings import LLAMA, folder
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+PYDOC = EXAMPLES / "models" / "pydoc"
+SIZES = dict(num_layers=2, num_kv_heads=2, head_dim=8)
+
+
+def test_a_model_by_hand(tmp_path):
+    config = jkv.CacheConfig.from_model(folder(tmp_path, **LLAMA), budget="16GiB")
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.dtype == jnp.bfloat16 and config.max_context_length == 131_072
+    # Keys and values, 32 layers, 8 heads of 128, 2 bytes each: 128 KiB.
+    assert config.bytes_per_token == 2 * 32 * 8 * 128 * 2 == 128 * 1024
+    # 16 GiB hold 131,072 such tokens, less the tables: 256 rows of 8,192 ids.
+    assert 0.99 * 131_072 < config.capacity_tokens < 131_072
+    assert config.bytes <= 16 * 2**30
+    assert config.max_sequences == 256
+
+
+def test_overrides_come_first(tmp_path):
+    config = jkv.CacheConfig.from_model(
+        folder(tmp_path, **LLAMA),
+        budget=2**30,
+        max_context_length=1000,
+        max_sequences=3,
+        dtype="float32",
+        block_size=32,
+        num_layers=2,
+    )
+    assert config.max_context_length == 1000 and config.max_sequences == 3
+    assert config.dtype == jnp.float32 and config.block_size == 32
+    assert config.num_layers == 2
+
+
+def test_blocks_instead_of_a_budget(tmp_path):
+    path = folder(tmp_path, **LLAMA)
+    assert jkv.CacheConfig.from_model(path, num_blocks=7).num_blocks == 7
+    for wrong in (dict(), dict(num_blocks=7, budget="1GB")):
+        with pytest.raises(ValueError, match="budget or num_blocks"):
+            jkv.CacheConfig.from_model(path, **wrong)
+
+
+def test_the_bundled_model_and_its_cache():
+    config = jkv.CacheConfig.from_model(PYDOC, budget="2MB", max_sequences=4)
+    cache = jkv.init(config)
+    assert cache.nbytes == config.bytes <= 2 * 10**6
+    assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (4, 2, 32)
+    assert cache.dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # Every head its own keys, sizes by older names, no dtype: GPT-2.
+        (
+            dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024),
+            (12, 12, 64, 1024, "float32"),
+        ),
+        # One head for all: Falcon 7B.
+        (
+            dict(
+                num_hidden_layers=32,
+                num_attention_heads=71,
+                hidden_size=4544,
+                multi_query=True,
+                max_position_embeddings=2048,
+                torch_dtype="bfloat16",
+            ),
+            (32, 1, 64, 2048, "bfloat16"),
+        ),
+        # A language model among others, its dtype outside: Gemma 3.
+        (
+            dict(
+                model_type="gemma3",
+                torch_dtype="bfloat16",
+                hidden_size=1,
+                text_config=dict(
+                    num_hidden_layers=34,
+                    num_attention_heads=8,
+                    num_key_value_heads=4,
+                    head_dim=256,
+                    hidden_size=2560,
+                    max_position_embeddings=131_072,
+                ),
+            ),
+            (34, 4, 256, 131_072, "bfloat16"),
+        ),
+        # Left out in config.json, as transformers fills in: Mistral 7B.
+        (
+            dict(
+                model_type="mistral",
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                hidden_size=4096,
+                max_position_embeddings=32_768,
+                dtype="float16",
+            ),
+            (32, 8, 128, 32_768, "float16"),
+        ),
+        # Three of four layers without keys: Qwen3-Next.
+        (
+            LLAMA
+            | dict(layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12),
+            (12, 8, 128, 131_072, "bfloat16"),
+        ),
+        # The last layers read what earlier ones stored: Gemma 3n.
+        (LLAMA | dict(num_kv_shared_layers=10), (22, 8, 128, 131_072, "bfloat16")),
+    ],
+)
+def test_settings_by_many_names(tmp_path, settings, expected):
+    path = folder(tmp_path, **settings)
+    config = jkv.CacheConfig.from_model(path, num_blocks=1)
+    assert expected == (
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        config.max_context_length,
+        config.dtype.name,
+    )
+
+
+def test_a_sliding_window_is_noted(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jkv")
+    path = folder(tmp_path, **LLAMA, sliding_window=4096)
+    jkv.CacheConfig.from_model(path, num_blocks=1)
+    assert "sliding window of 4096 tokens is ignored" in caplog.text
+    caplog.clear()
+    settings = LLAMA | dict(sliding_window=4096, use_sliding_window=False)
+    jkv.CacheConfig.from_model(folder(tmp_path, **settings), num_blocks=1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(is_encoder_decoder=True), "second cache"),
+        (dict(num_hidden_layers=None), "num_hidden_layers.*give num_layers"),
+        (
+            dict(num_key_value_heads=[8, 4]),
+            "num_key_value_heads.*give num_kv_heads",
+        ),
+        (dict(num_attention_heads=33), "multiple of 33 heads; give head_dim"),
+        (
+            dict(torch_dtype="float8_e4m3fn"),
+            "weights are float8_e4m3fn.*give dtype",
+        ),
+        (dict(layer_types=["full_attention", "psychic"]), "psychic"),
+        (dict(hybrid_override_pattern="M*M*"), "hybrid_override_pattern"),
+        (dict(global_head_dim=512), "give num_kv_heads and head_dim"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_by_name(tmp_path, changes, says):
+    path = folder(tmp_path, **LLAMA | changes)
+    with pytest.raises(ValueError, match=says):
+        jkv.CacheConfig.from_model(path, budget="1GB", max_sequences=2)
+
+
+def test_a_latent_model_has_its_values_in_its_keys(tmp_path):
+    latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+    config = jkv.CacheConfig.from_model(folder(tmp_path, **latent), num_blocks=4)
+    assert (config.num_kv_heads, config.head_dim) == (1, 576)
+    assert (config.value_head_dim, config.values_in_keys) == (512, True)
+    assert config.bytes_per_token == 32 * 576 * 2
+
+
+def test_given_sizes_are_not_looked_for(tmp_path):
+    latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+    config = jkv.CacheConfig.from_model(
+        folder(tmp_path, **latent),
+        num_blocks=4,
+        num_kv_heads=1,
+        head_dim=576,
+        value_head_dim=512,
+    )
+    assert config.bytes_per_token == 32 * (576 + 512) * 2
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        jkv.CacheConfig.from_model(tmp_path, budget="1GB")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="no JSON"):
+        jkv.CacheConfig.from_model(tmp_path, budget="1GB")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="no object"):
+        jkv.CacheConfig.from_model(tmp_path, budget="1GB")

@@ -1,0 +1,108 @@
+"""check: whatever entry of the metadata is wrong, it is found."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import fork, free, opened, with_metadata
+
+import jkv
+
+
+def shared():
+    """Sequence 1 of two full blocks, its fork 2; the two blocks of 0 are free again."""
+    cache, _ = fork(opened(6, 8), 1)
+    cache, _ = free(cache, 0)
+    jkv.check(cache)
+    return cache
+
+
+def changed(array, index, value):
+    """A copy of an array with one other entry."""
+    copy = np.array(array)
+    copy[index] = value
+    return copy
+
+
+def wrong_values(array):
+    """Each entry of an array, changed in ways that no fault would hide."""
+    flat = np.asarray(array).reshape(-1)
+    for index in range(flat.size):
+        if flat.dtype == np.bool_:
+            values = [not flat[index]]
+        else:
+            values = [flat[index] + 1, flat[index] - 1, -7, 2**30]
+        for value in values:
+            if value != flat[index]:
+                yield index, value, changed(flat, index, value).reshape(array.shape)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        "num_mapped_blocks",
+        "is_open",
+        "reference_counts",
+        "free_blocks.bounds",
+        "free_sequences.bounds",
+    ],
+)
+def test_any_wrong_entry_is_found(leaf):
+    cache = shared()
+    name, _, part = leaf.partition(".")
+    whole = getattr(cache.metadata, name)
+    for index, value, array in wrong_values(getattr(whole, part) if part else whole):
+        if part == "bounds" and index == 0:
+            continue  # another head may name the same ids
+        if part == "bounds" and index == 3 and 0 <= value <= int(whole.count):
+            continue  # the ring may have been that short once
+        wrong = (
+            dataclasses.replace(whole, **{part: jnp.asarray(array)}) if part else array
+        )
+        with pytest.raises(jkv.InvariantError):
+            jkv.check(with_metadata(cache, **{name: wrong}))
+            pytest.fail(f"{leaf}[{index}] = {value} was not noticed")
+
+
+@pytest.mark.parametrize(
+    "name, index, value",
+    [
+        ("block_tables", (1, 0), 7),  # a free block
+        ("block_tables", (1, 1), 2),  # named twice
+        ("block_tables", (1, 0), 8),  # not mapped
+        ("block_tables", (1, 0), -1),
+        ("context_lengths", 1, 9),  # no block for it
+        ("context_lengths", 1, -1),
+        ("context_lengths", 0, 1),  # closed, not empty
+        ("context_lengths", 1, 7),  # a shared tail
+    ],
+)
+def test_live_entries_of_tables_and_lengths_are_guarded(name, index, value):
+    """Entries past the end mean nothing."""
+    cache = shared()
+    wrong = changed(getattr(cache.metadata, name), index, value)
+    with pytest.raises(jkv.InvariantError):
+        jkv.check(with_metadata(cache, **{name: wrong}))
+
+
+def test_rings_name_each_id_once():
+    cache = shared()
+    free_blocks, sequences = cache.metadata.free_blocks, cache.metadata.free_sequences
+    head = int(free_blocks.head)
+    twice = int(free_blocks.ids[(head + 1) % 8])
+    for name, ring, ids in (
+        ("free_blocks", free_blocks, changed(free_blocks.ids, head, twice)),
+        ("free_blocks", free_blocks, changed(free_blocks.ids, head, 2)),  # in use
+        ("free_sequences", sequences, np.zeros_like(sequences.ids)),
+    ):
+        ring = dataclasses.replace(ring, ids=jnp.asarray(ids))
+        with pytest.raises(jkv.InvariantError):
+            jkv.check(with_metadata(cache, **{name: ring}))
+
+
+def test_a_cache_as_it_should_be_passes():
+    for cache in (shared(), opened(), opened(14, 14)):
+        jkv.check(cache)
+        jkv.check(jax.tree.map(jnp.asarray, cache))

@@ -1,0 +1,112 @@
+"""touch, evict: which sequences were used longest ago, and go first."""
+
+import numpy as np
+import pytest
+from caches import (
+    allocate,
+    append,
+    fork,
+    free_count,
+    names,
+    opened,
+    stored_tokens,
+    touch,
+)
+
+import jkv
+
+NOBODY = np.full(4, -1, np.int32)
+
+
+def protecting(*seq_ids):
+    return np.array([*seq_ids, *NOBODY[len(seq_ids) :]], np.int32)
+
+
+def evict(cache, num_blocks, *protected):
+    cache, evicted = jkv.evict(cache, num_blocks, protect=protecting(*protected))
+    return cache, evicted.tolist()
+
+
+def evict_older_than(cache, age, *protected):
+    cache, evicted = jkv.evict_older_than(cache, age, protect=protecting(*protected))
+    return cache, evicted.tolist()
+
+
+def test_created_last_used_and_number_of_uses():
+    cache = opened(6, 3)
+    meta = cache.metadata
+    assert meta.created.tolist()[:2] == [1, 3]
+    assert meta.last_used.tolist()[:2] == [2, 4]
+    assert meta.num_uses.tolist()[:2] == [1, 1]
+    cache, status = touch(cache, [0, 0, 3, -1])
+    assert names(status) == ["OK", "INVALID_SEQUENCE", "INVALID_SEQUENCE", "OK"]
+    assert int(jkv.clock(cache)) == 5
+    assert cache.metadata.last_used.tolist()[:2] == [5, 4]
+    assert cache.metadata.num_uses.tolist()[:2] == [2, 1]
+    # A parent is used by its fork; the child is new.
+    cache, _ = fork(cache, 1)
+    assert cache.metadata.last_used.tolist()[:3] == [5, 6, 6]
+    assert cache.metadata.num_uses.tolist()[:3] == [2, 2, 0]
+    # Looking, writing and being refused use nothing.
+    before = cache.metadata.last_used.tolist()
+    cache, _ = append(cache, 0, -1)
+    jkv.read(cache, 0, 0)
+    assert cache.metadata.last_used.tolist() == before
+
+
+def test_the_least_recently_used_go_until_enough_is_free():
+    cache = opened(8, 4, 8, 4)  # 2 + 1 + 2 + 1 blocks of 8
+    cache, _ = touch(cache, 0)
+    order = jkv.least_recently_used(cache, 4, exclude=NOBODY)
+    assert order.tolist() == [1, 2, 3, 0]
+    order = jkv.least_recently_used(cache, 3, exclude=[2, -1, 99, -1])
+    assert order.tolist() == [1, 3, 0]
+    after, evicted = evict(cache, 4, 2)
+    assert evicted == [1, 3, -1, -1] and free_count(after) == 4
+    jkv.check(after)
+    # Nobody goes if there is enough; nobody is left if there is too little.
+    assert evict(cache, 2)[1] == [-1] * 4
+    after, evicted = evict(cache, 99, 0)
+    assert evicted == [1, 2, 3, -1] and free_count(after) == 6
+
+
+def test_one_id_or_nobody_is_protected():
+    cache = opened(8, 4)
+    assert jkv.least_recently_used(cache, 2).tolist() == [0, 1]
+    assert jkv.least_recently_used(cache, 2, exclude=0).tolist() == [1, -1]
+    assert jkv.evict(cache, 99)[1].tolist() == [0, 1, -1, -1]
+    assert jkv.evict(cache, 99, protect=0)[1].tolist() == [1, -1, -1, -1]
+
+
+def test_refused_evict_retry():
+    cache = opened(8, 8, 8)
+    cache, refused = allocate(cache, 12)
+    assert names(refused.status) == ["OUT_OF_BLOCKS"]
+    cache, evicted = evict(cache, 3)
+    assert evicted[:2] == [0, -1]
+    cache, result = allocate(cache, 12)
+    assert names(result.status) == ["OK"]
+    assert stored_tokens(cache, 1) == list(range(100, 108))
+    jkv.check(cache)
+
+
+def test_shared_blocks_come_free_with_the_last_owner():
+    cache, _ = fork(opened(8), 0)
+    after, evicted = evict(cache, 7)
+    assert evicted == [0, 1, -1, -1] and free_count(after) == 8
+
+
+def test_sequences_of_an_age_are_evicted():
+    cache = opened(8, 4, 4)
+    for _ in range(3):
+        cache, _ = touch(cache, 1)
+    ages = int(jkv.clock(cache)) - np.asarray(cache.metadata.last_used)
+    assert ages[:3].tolist() == [7, 0, 3]
+    assert evict_older_than(cache, 7)[1] == [-1] * 4
+    after, evicted = evict_older_than(cache, 2)
+    assert evicted == [0, 2, -1, -1] and free_count(after) == 7
+    _, evicted = evict_older_than(cache, 2, 0)
+    assert evicted == [2, -1, -1, -1]
+    for age in (-1, 2**32):
+        with pytest.raises(ValueError, match="age must be"):
+            jkv.evict_older_than(cache, age)

@@ -1,0 +1,130 @@
+"""read, read_slot, slots, block_ids, block_info, tokens: looking without changing."""
+
+import jax
+import numpy as np
+import pytest
+from caches import (
+    allocate,
+    append,
+    fork,
+    free,
+    grow,
+    lengths,
+    names,
+    opened,
+    reorder,
+    small_cache,
+    truncate,
+)
+
+import jkv
+
+MAX = 2**31 - 1
+MIN = -(2**31)
+NOT_OPEN = [1, 4, MAX, -1, -2, MIN]
+FAR = (8, 9, MAX, -1, -8, MIN)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+def test_read_is_as_long_as_the_context_may_be():
+    cache = opened(6, value_head_dim=3)
+    keys, values, length = jax.device_get(jkv.read(cache, 0, 0))
+    assert keys.shape == (14, 1, 2) and values.shape == (14, 1, 3)
+    assert length == 6
+    assert keys[:6, 0].tolist() == [[n, n] for n in range(6)]
+    assert values[:6, 0].tolist() == [[-n, -n, -n] for n in range(6)]
+
+
+@pytest.mark.parametrize("seq_id", NOT_OPEN)
+def test_an_id_that_is_not_open_has_nothing(seq_id):
+    assert int(jkv.read(opened(6), 0, seq_id)[2]) == 0
+    assert jkv.block_ids(opened(6), seq_id).tolist() == [8, 8, 8, 8]
+
+
+def test_blocks_of_a_sequence_and_block_of_a_position():
+    cache = opened(3, 9)
+    assert jkv.block_ids(cache, 1).tolist() == [1, 2, 3, 8]
+    found = jkv.slots(cache, i32(1, 1, 1, 0), i32(0, 4, 8, 2))
+    assert found.block_ids.tolist() == [1, 2, 3, 0]
+    assert found.offsets.tolist() == [0, 0, 0, 2]
+    cache = grow(cache, 1, range(109, 113))  # a block is appended to the table
+    assert jkv.block_ids(cache, 1).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "seq_ids, positions",
+    [((0, 0, 0, 1), (8, -1, MAX, 0)), ((-1, 4, 0, 0), (0, 0, 14, MIN))],
+)
+def test_slots_that_are_not_mapped(seq_ids, positions):
+    found = jkv.slots(opened(6), i32(*seq_ids), i32(*positions))
+    assert found.block_ids.tolist() == [8] * 4
+
+
+def test_read_slot():
+    key, value = jkv.read_slot(opened(6), 0, np.int32(1), np.int32(1))
+    assert key.tolist() == [[5, 5]] and value.tolist() == [[-5, -5]]
+
+
+def test_ids_out_of_range_have_bounds():
+    cache = opened(6)
+    for far in FAR:
+        for block, offset in ((far, 0), (0, far)):
+            slot = jkv.read_slot(cache, 0, np.int32(block), np.int32(offset))
+            assert not any(np.asarray(array).any() for array in slot)
+        info = jkv.block_info(cache, np.int32(far))
+        assert int(info.reference_count) == 0 and not bool(info.is_free)
+
+
+def test_a_block_is_free_or_in_use():
+    cache, _ = fork(opened(6), 0)
+    info = [jkv.block_info(cache, np.int32(block)) for block in range(8)]
+    assert [int(each.reference_count) for each in info] == [2, 1, 1] + [0] * 5
+    assert [bool(each.is_free) for each in info] == [False] * 3 + [True] * 5
+    assert not any(bool(each.is_cached) for each in info)
+    cache, _ = free(cache, [0, 1])
+    assert all(bool(jkv.block_info(cache, np.int32(b)).is_free) for b in range(8))
+
+
+class TestTokens:
+    def recorded(self, cache, seq_id):
+        tokens = jkv.tokens(cache, seq_id).tolist()
+        length = lengths(cache)[seq_id]
+        assert tokens[length:] == [-1] * (14 - length)
+        return tokens[:length]
+
+    def test_are_those_of_the_rows(self):
+        cache, _ = allocate(small_cache(record_tokens=True), [0, 0])
+        cache, _ = append(cache, [1, 0], [3, 2], tokens=[5, 6, 7, 8, 9, 0])
+        assert jkv.tokens(cache, 1).tolist() == [5, 6, 7] + [-1] * 11
+        assert jkv.tokens(cache, 0).tolist() == [8, 9] + [-1] * 12
+
+    def test_agree_with_the_length(self):
+        cache, _ = allocate(small_cache(record_tokens=True), [0, 0])
+
+        def record(cache, seq_id, *tokens):
+            return append(cache, seq_id, len(tokens), tokens=tokens)[0]
+
+        cache = record(cache, 0, 5, 6, 7, 8, 9, 10)
+        cache, _ = fork(cache, 0)
+        cache = record(cache, 2, 11)
+        assert self.recorded(cache, 2) == [5, 6, 7, 8, 9, 10, 11]
+        cache, _ = truncate(cache, 2, 2)
+        cache = record(cache, 2, 20, 21, 22)
+        assert self.recorded(cache, 2) == [5, 6, 20, 21, 22]
+        assert self.recorded(cache, 0) == [5, 6, 7, 8, 9, 10]
+        cache, _ = reorder(cache, [0, 1], [2, 0])
+        assert self.recorded(cache, 0) == [5, 6, 20, 21, 22]
+        assert self.recorded(cache, 1) == [5, 6, 7, 8, 9, 10]
+        cache, step = append(cache, 0, 10, tokens=range(10))
+        assert names(step.status) == ["CONTEXT_FULL"]
+        assert self.recorded(cache, 0) == [5, 6, 20, 21, 22]
+        cache, _ = free(cache, 0)
+        assert self.recorded(cache, 0) == []
+        jkv.check(cache)
+
+    def test_need_a_cache_that_records_them(self):
+        with pytest.raises(ValueError, match="record_tokens"):
+            jkv.tokens(opened(6), 0)

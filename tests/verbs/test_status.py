@@ -1,0 +1,37 @@
+"""Statuses: their order, and the exception of the same name."""
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv import Status
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+def test_values_are_in_the_order_of_the_contract():
+    assert [status.name for status in sorted(Status)] == [
+        "OK",
+        "OUT_OF_BLOCKS",
+        "OUT_OF_SEQUENCES",
+        "CONTEXT_FULL",
+        "BATCH_FULL",
+        "INVALID_SEQUENCE",
+        "INVALID_ARGUMENT",
+    ]
+    assert Status.OK == 0 and jkv.NO_SEQUENCE == -1
+
+
+@pytest.mark.parametrize("status", list(Status)[1:])
+def test_raises_the_exception_of_the_same_name(status):
+    error = getattr(jkv, status.name.title().replace("_", ""))
+    with pytest.raises(jkv.CacheError, match="1 of 3") as caught:
+        jkv.raise_for_status(i32(0, status, 0))
+    assert type(caught.value) is error
+
+
+def test_raises_nothing_when_all_is_well():
+    jkv.raise_for_status(i32(0, 0))
+    jkv.raise_for_status(i32())
