@@ -30,6 +30,7 @@ from caches import (
     with_metadata,
     write_tokens,
 )
+from ends import dealt
 from reuse_games import ReuseGame, make_reuse_verbs
 
 import jkv
@@ -577,7 +578,7 @@ class ResizingGame(ReuseGame):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [43])
+@pytest.mark.parametrize("seed", dealt([43, 44]))
 def test_random_operations_between_resizes(seed):
     """Contents and order after each are the oracle's, at whatever size."""
     verbs = make_reuse_verbs("eager")
