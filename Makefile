@@ -14,13 +14,18 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compil
 # A worker keeps to neighbouring tests, which share compiled programs.
 PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_ARGS ?=
+# What was compiled once is not compiled again: not by the other worker, and not by the next
+# run in this checkout.
+CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax-cache \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 # Half of the time of the tests is compiling, and was more with LLVM's optimisations. What
 # decides about copies and fusion is done before LLVM, and stays as it is.
-TEST_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
+TEST_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # Half of the rest is MLIR, in between. The oldest JAX can still do without, the newest
 # cannot; what looks at the programs that XLA makes, or at its arithmetic, and the random
 # game against the plain-Python cache run with it on both.
-PLAIN_FLAGS := XLA_FLAGS="--xla_backend_optimization_level=0 \
+PLAIN_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
 WITH_MLIR := $(patsubst %,tests/%.py,attention/test_attention attention/test_gradients \
   metadata/test_stages storage/test_quantization verbs/test_in_place \
@@ -103,4 +108,4 @@ $(NEWEST)/.test: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(NEWEST) .jax-cache build dist .pytest_cache .ruff_cache .mypy_cache

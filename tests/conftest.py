@@ -37,6 +37,6 @@ def bounded_memory_maps():
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()

@@ -42,6 +42,7 @@ def windows(split, loaded):
     return np.stack([tokens[:257] for tokens in documents if len(tokens) >= 257])
 
 
+@pytest.mark.one_end
 def test_files_are_small_and_readable():
     sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert sizes["model.safetensors"] < 8 * 2**20
@@ -57,6 +58,7 @@ def test_files_are_small_and_readable():
     assert "perplexity per token" in card.partition(pydoc_model.MARKER)[2]
 
 
+@pytest.mark.one_end
 def test_weights_are_those_of_the_config():
     config = json.loads((FOLDER / "config.json").read_text())
     assert config == pydoc_model.CONFIG
@@ -72,6 +74,7 @@ def test_weights_are_those_of_the_config():
         assert np.isfinite(weight).all() and weight.std() > 0
 
 
+@pytest.mark.one_end
 def test_tokenizer_gives_back_any_text(loaded):
     _, tokenizer = loaded
     assert tokenizer.get_vocab_size() == pydoc_model.CONFIG["vocab_size"]
@@ -88,6 +91,7 @@ def test_tokenizer_gives_back_any_text(loaded):
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.one_end
 def test_held_out_text_is_nowhere_in_the_trained(split):
     trained, held_out = split
     subjects = [{document.subject for document in side} for side in split]
@@ -108,6 +112,7 @@ def test_held_out_text_is_nowhere_in_the_trained(split):
     assert 0.05 < size / total < 0.15
 
 
+@pytest.mark.one_end
 def test_corpus_is_the_same_in_another_process(split):
     # A fresh interpreter, without pytest's imports and with other hashes of strings.
     program = (

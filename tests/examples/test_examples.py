@@ -52,6 +52,7 @@ def complaint(script, *arguments, monkeypatch):
     return stopped.value.code
 
 
+@pytest.mark.one_end
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
@@ -60,6 +61,7 @@ def test_every_script_is_run_by_some_test():
         assert (ROOT / "tests" / "examples" / f"{test}.py").exists()
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
     "script, limit",
     [
@@ -194,6 +196,7 @@ def test_block_map_tells_the_states_apart(monkeypatch, tmp_path):
         }
 
 
+@pytest.mark.one_end
 def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):
     def says(*arguments):
         return complaint("generate.py", *arguments, monkeypatch=monkeypatch)

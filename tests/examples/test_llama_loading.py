@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 CHECKPOINTS = FIXTURES / "llama"
 
 SMALLEST = {

@@ -19,6 +19,8 @@ import llama
 import numpy as np
 import pytest
 import write_llama_fixtures as fixtures
+from caches import with_storage_filled
+from ends import dealt
 
 import jkv
 
@@ -29,8 +31,10 @@ TOLERANCE = 2e-4
 HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError("JKV_REQUIRE_PARITY is set, but transformers or torch is missing")
-SOURCES = ("committed", "live") if HAS_TRANSFORMERS else ("committed",)
 NAMES = (*fixtures.CASES, "pydoc")
+CHECKPOINTS = [(name, "committed") for name in dealt(NAMES)]
+if HAS_TRANSFORMERS:
+    CHECKPOINTS += [(name, "live") for name in NAMES]
 
 # Tokens that each prompt of the tiny checkpoints gets in each call.
 UNEVEN_CHUNKS = ((1, 3, 0), (0, 9, 5), (0, 1, 1), (0, 13, 0), (0, 0, 5))
@@ -71,14 +75,14 @@ def load(name: str, source: str, folder: Path) -> Checkpoint:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, source) for name in NAMES for source in SOURCES],
+    params=CHECKPOINTS,
     ids="-".join,
 )
 def checkpoint(request, tmp_path_factory):
     return load(*request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture(scope="module", params=fixtures.CASES)
+@pytest.fixture(scope="module", params=dealt(fixtures.CASES))
 def tiny_checkpoint(request):
     return load(request.param, "committed", Path())
 
@@ -96,12 +100,12 @@ def step(model, params, cache, seq_ids, counts, tokens, *, all_rows):
     # Apart from the model, so that it is compiled for all checkpoints only once.
     cache, batch = jkv.append(
         cache,
-        jnp.asarray(seq_ids, jnp.int32),
-        jnp.asarray(counts, jnp.int32),
+        np.asarray(seq_ids, np.int32),
+        np.asarray(counts, np.int32),
         capacity=len(tokens),
     )
     jkv.raise_for_status(batch.status)
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = np.asarray(tokens, np.int32)
     logits, cache = forward(model, params, tokens, cache, batch, all_rows=all_rows)
     return jkv.commit(cache, batch), np.asarray(logits)
 
@@ -116,11 +120,8 @@ def open_sequences(model, num_sequences):
         max_context_length=96,
         dtype=jnp.float32,
     )
-    cache = jkv.init(config)
-    storage = {"keys": cache.keys, "values": cache.values}
-    nan = {name: jnp.full_like(pool, jnp.nan) for name, pool in storage.items()}
-    cache = dataclasses.replace(cache, **nan)
-    cache, opened = jkv.allocate(cache, jnp.zeros(num_sequences, jnp.int32))
+    cache = with_storage_filled(jkv.init(config), np.nan)
+    cache, opened = jkv.allocate(cache, np.zeros(num_sequences, np.int32))
     jkv.raise_for_status(opened.status)
     return cache, np.asarray(opened.seq_ids)
 

@@ -4,8 +4,11 @@ import ast
 import pathlib
 import sys
 
+import pytest
+
 import jkv
 
+pytestmark = pytest.mark.one_end
 PACKAGE = pathlib.Path(jkv.__file__).parent
 
 # The rooms from the ground up, with what each may import of the others.

@@ -3,10 +3,15 @@
 import doctest
 import json
 import re
+import tomllib
+from collections.abc import Iterator
 
+import pytest
 from places import ROOT
 
 README = (ROOT / "README.md").read_text()
+FEATURES = (ROOT / "docs" / "features.md").read_text()
+pytestmark = pytest.mark.one_end
 
 
 def test_links_lead_somewhere() -> None:
@@ -22,17 +27,44 @@ def test_the_examples_of_the_guide_run() -> None:
 
 
 def test_every_test_named_in_the_table_of_features_exists() -> None:
-    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
-    names = set(re.findall(r"def (test_\d\d)", files["test_features.py"].read_text()))
-    for cell in re.findall(r"`(test_[^`]*)`", (ROOT / "docs/features.md").read_text()):
-        known = cell[:7] in names if cell.endswith("_*") else cell in files
-        assert known, cell
+    """Each row names a test as `file` or `file::test`, or says "later"."""
+    files = {
+        path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    rows = re.findall(r"^\| \d+ .*\| ([^|]+) \|$", FEATURES, re.MULTILINE)
+    assert len(rows) == 49
+    for shown_by in rows:
+        named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", shown_by)
+        assert named or shown_by == "later", shown_by
+        for file, test in named:
+            assert file in files, file
+            assert not test or re.search(rf"(def|class) {test}\b", files[file]), test
+
+
+def test_the_linter_looks_for_unused_parameters() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert "ARG" in settings["lint"]["select"] and "ignore" not in settings["lint"]
+    for path in (ROOT / "jkv").rglob("*.py"):
+        assert "noqa: ARG" not in path.read_text(), path
 
 
 def test_measured_results_are_kept_with_machine_and_versions() -> None:
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert results
     for path in results:
-        text = json.dumps(json.loads(path.read_text())).lower()
+        entries = dict(names_and_values(json.loads(path.read_text())))
+        versions = {name for name in entries if "jax" in name or "triton" in name}
+        assert any(re.match(r"\d+\.\d+", entries[name]) for name in versions), path.name
         # What was only compiled has a target in place of a device.
-        assert "jax" in text and ("device" in text or "target" in text), path.name
+        assert {"device", "devices", "target", "targets"} & set(entries), path.name
+
+
+def names_and_values(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """Walk through what JSON holds: each name in lower case, and what it has."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key.lower(), str(inner)
+            yield from names_and_values(inner, key.lower())
+    elif isinstance(value, list):
+        for inner in value:
+            yield from names_and_values(inner, name)

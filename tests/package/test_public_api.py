@@ -2,8 +2,11 @@
 
 import dataclasses
 import doctest
+import importlib
 import inspect
+import pkgutil
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -55,6 +58,14 @@ def test_every_public_function_is_annotated() -> None:
             missing = [p.name for p in parameters if p.annotation is p.empty]
             assert not missing, (name, missing)
             assert signature.return_annotation is not signature.empty, name
+
+
+def test_no_module_is_hidden_by_a_function() -> None:
+    """A name in an `__init__` that is also a file's would take its place."""
+    for found in pkgutil.walk_packages(jkv.__path__, "jkv."):
+        module = importlib.import_module(found.name)
+        parent, _, name = found.name.rpartition(".")
+        assert getattr(sys.modules[parent], name) is module, found.name
 
 
 # Any argument of theirs has an answer.

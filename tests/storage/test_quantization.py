@@ -32,6 +32,13 @@ HALF_STEP = {
 HEADS, HEAD_DIM, VALUE_DIM = 2, 16, 8
 quantise = jax.jit(quantization.quantise, static_argnums=1)
 restore = jax.jit(quantization.restore, static_argnums=2)
+
+
+def meaning(rows, dtype):
+    """What rows are once they are stored."""
+    return np.asarray(restore(*quantise(rows, dtype), dtype))
+
+
 LATENT = dict(num_kv_heads=1, values_in_keys=True)
 KINDS = {
     "int8": dict(dtype="int8"),

@@ -219,6 +219,7 @@ class TestSequences:
         assert not path.exists() and os.listdir(path.parent) == []
 
 
+@pytest.mark.one_end
 class TestTheFile:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
     def test_is_what_others_read_as_safetensors(self, path, dtype):
@@ -322,6 +323,7 @@ def resealed(raw, change):
     return len(text).to_bytes(8, "little") + text + data
 
 
+@pytest.mark.one_end
 class TestRefusedFiles:
     """Each says which; the cache given stays as it was, as it is a value."""
 

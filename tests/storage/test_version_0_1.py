@@ -8,10 +8,12 @@ token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
 import pickle
 
 import numpy as np
+import pytest
 from places import FIXTURES
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 WRITTEN = FIXTURES / "version_0_1"
 
 
