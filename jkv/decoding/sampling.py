@@ -90,6 +90,9 @@ def sample(
       logprobs: f32[B], log-probability of each under the logits as given, before
         penalty, temperature and filters.
 
+    Raises:
+      ValueError: for a field of `sampling` that is neither one number nor B.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from jkv.decoding import Sampling, sample
@@ -108,16 +111,27 @@ def filter_logits(
     *,
     seen: jax.Array | None = None,  # bool[B, V]
 ) -> jax.Array:
-    """Return the logits that `sample` draws from, f32[B, V].
-
-    They are penalised and divided by the temperature, less each row's maximum, and
-    -inf where a filter removes the token. A greedy row (temperature 0) keeps its
-    most likely tokens only.
+    """Return the logits that `sample` draws from.
 
     Args:
       logits: f32[B, V].
       sampling: how to choose.
       seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+
+    Returns:
+      f32[B, V], penalised, divided by the temperature, less each row's maximum; -inf
+      where a filter removes the token. A greedy row (temperature 0) keeps its most
+      likely tokens only.
+
+    Raises:
+      ValueError: for a field of `sampling` that is neither one number nor B.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.decoding import Sampling, filter_logits
+      >>> filter_logits(
+      ...     jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
+      [[-inf, 0.0, -2.0]]
     """
     rows = _spread(sampling, logits.shape[0])
     return _filter(logits.astype(jnp.float32), rows, seen)
@@ -135,6 +149,8 @@ class _PerRow(NamedTuple):
 
 
 def _spread(sampling: Sampling, num_rows: int) -> _PerRow:
+    """Return the fields of `Sampling` with one value a row."""
+
     def spread(name: str, dtype: type) -> jax.Array:
         value = jnp.asarray(getattr(sampling, name))
         if value.shape not in ((), (num_rows,)):

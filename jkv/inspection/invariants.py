@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jkv.config.layout import ArrayLayout, Sizes, lay_out
+from jkv.inspection.arrays import named_arrays
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.status import InvariantError
 
@@ -42,7 +43,7 @@ def _shapes(cache: Cache) -> Iterator[str]:
     except IndexError:
         yield "shapes: block_tables, reference_counts, keys or values lack an axis"
         return
-    found = cache.arrays
+    found = named_arrays(cache)
     for name in expected | found:
         if name not in found:
             yield f"shapes: {name} is missing"

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jkv.config.units import human_bytes
+from jkv.inspection.arrays import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
 
@@ -96,7 +97,7 @@ def memory_profile(cache: Cache) -> MemoryProfile:
       (512, 6, 8, 0.75)
     """
     sums = tally(cache)
-    array_bytes = {name: array.nbytes for name, array in cache.arrays.items()}
+    array_bytes = {name: array.nbytes for name, array in named_arrays(cache).items()}
     total = sum(array_bytes.values())
     storage = sum(array.nbytes for array in cache.storage.values())
     per_block = storage // cache.num_blocks

@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
-from jkv.state.ownership import Metadata
+from jkv.state.ownership import Metadata, Ring
 
 
 @jax.tree_util.register_dataclass
@@ -50,15 +50,6 @@ class Cache:
         """
         arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
         return {name: array for name, array in arrays.items() if array is not None}
-
-    @property
-    def arrays(self) -> dict[str, jax.Array]:
-        """All arrays, by their names in `CacheConfig.arrays`."""
-        arrays = {}
-        for path, array in jax.tree_util.tree_leaves_with_path(self):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            arrays[name.removeprefix("metadata.")] = array
-        return arrays
 
     def with_metadata(self, metadata: Metadata) -> "Cache":
         """Return the cache with other metadata; itself if they are its own."""
@@ -130,35 +121,37 @@ class Cache:
 
     def occupancy(self) -> str:
         """Say in one line how full the cache is (host only)."""
-        meta = self.metadata
+        free, is_open, _ = self._use()
         return (
-            f"{int(meta.free_blocks.count)} of {self.num_blocks} blocks free, "
-            f"{int(np.sum(meta.is_open))} of {self.max_sequences} sequences open"
+            f"{free.count} of {self.num_blocks} blocks free, "
+            f"{is_open.sum()} of {self.max_sequences} sequences open"
         )
 
     def __repr__(self) -> str:
         """Fit one screen at any size; a traced or deleted cache shows no counts."""
-        meta = self.metadata
+        layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
+        heads = f"{self.num_kv_heads} kv heads, head dim {self.head_dim}"
         size = human_bytes(self.nbytes)
-        storage = f"{self.num_layers} layers" if self.num_layers else "no storage"
-        head = (
-            f"Cache({storage}, {self.num_kv_heads} kv heads, head dim "
-            f"{self.head_dim}, {self.dtype.name}, {size})"
-        )
-        leaves = [meta.free_blocks.bounds, meta.is_open, meta.context_lengths]
-        if any(isinstance(a, jax.core.Tracer) or _is_deleted(a) for a in leaves):
+        head = f"Cache({layers}, {heads}, {self.dtype.name}, {size})"
+        if not all(map(_is_concrete, jax.tree.leaves(self.metadata))):
             return head
-        free, is_open, lengths = (np.asarray(a) for a in leaves)
-        free = free[2]
+        free, is_open, lengths = self._use()
         return (
             f"{head}\n"
-            f"  blocks     {int(free)} of {self.num_blocks} free, "
+            f"  blocks     {free.count} of {self.num_blocks} free, "
             f"{self.block_size} tokens each\n"
-            f"  sequences  {int(is_open.sum())} of {self.max_sequences} open, "
-            f"{int(lengths.sum(dtype=np.int64))} tokens, "
+            f"  sequences  {is_open.sum()} of {self.max_sequences} open, "
+            f"{lengths.sum(dtype=np.int64)} tokens, "
             f"at most {self.max_context_length} each"
         )
 
+    def _use(self) -> tuple[Ring, np.ndarray, np.ndarray]:
+        """Fetch the ring of free blocks, bool[S] open rows and i32[S] lengths."""
+        meta = self.metadata
+        return jax.device_get((meta.free_blocks, meta.is_open, meta.context_lengths))
 
-def _is_deleted(array: Any) -> bool:
-    return isinstance(array, jax.Array) and array.is_deleted()
+
+def _is_concrete(array: Any) -> bool:
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return not array.is_deleted()
+    return isinstance(array, np.ndarray)

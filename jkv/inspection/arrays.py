@@ -1,0 +1,14 @@
+"""The arrays of a cache by name."""
+
+import jax
+
+from jkv.state import Cache
+
+
+def named_arrays(cache: Cache) -> dict[str, jax.Array]:
+    """Return all arrays of a cache, by their names in `CacheConfig.arrays`."""
+    arrays = {}
+    for path, array in jax.tree_util.tree_leaves_with_path(cache):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        arrays[name.removeprefix("metadata.")] = array
+    return arrays
