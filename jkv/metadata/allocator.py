@@ -55,7 +55,7 @@ def drop_references(metadata: Metadata, block: jax.Array) -> Metadata:
     metadata = dataclasses.replace(
         metadata,
         reference_counts=counts,
-        free_blocks=ring.insert(metadata.free_blocks, block, place, num),
+        free_blocks=ring.enter(metadata.free_blocks, block, place, num),
     )
     return prefix_index.note_places(
         metadata, jnp.where(returns, block, num_blocks), place

@@ -42,10 +42,10 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
       ids: i32[P], ids that are not in the ring.
       entering: bool[P], which of them enter.
     """
-    return insert(ring, ids, *places(ring, entering))
+    return enter(ring, ids, *places(ring, entering))
 
 
-def insert(ring: Ring, ids: jax.Array, index: jax.Array, num: jax.Array) -> Ring:
+def enter(ring: Ring, ids: jax.Array, index: jax.Array, num: jax.Array) -> Ring:
     """Put ids, i32[P], at the `places` found for them, i32[P]; i32[] of them enter."""
     return Ring.of(
         ring.ids.at[index].set(ids, mode="drop", unique_indices=True),

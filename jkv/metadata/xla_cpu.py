@@ -16,6 +16,9 @@ None of it changes a result, and on other devices it costs nothing.
 * **What is read is written after** (`written_after`). XLA keeps a copy of an array for
   a read that it cannot prove to come before a write. Where the index of the write is
   made from what was read, it can.
+* **One layer's kernels for all layers** (`unknown`). XLA on CPU compiles equal fusions
+  once, and compiling is what a start costs. With the layer as a constant inside them
+  each layer of an unrolled model would have fusions of its own.
 """
 
 import functools
@@ -111,3 +114,20 @@ def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Ar
       nothing: an index past the end, which a scatter drops.
     """
     return jnp.where(was_read, index, nothing)
+
+
+def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return a number, i32[], that the compiler does not know; elsewhere as it is.
+
+    Args:
+      number: i32[], which may be a constant.
+      lengths: i32[B], none below 0, which is not.
+    """
+    if lengths.shape[0] == 0:
+        return number
+    return jax.lax.platform_dependent(
+        jnp.asarray(number),
+        lengths[0],
+        cpu=lambda number, length: number + jnp.minimum(length, 0),
+        default=lambda number, _: number,
+    )

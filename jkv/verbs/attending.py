@@ -4,7 +4,7 @@ import jax
 
 from jkv.attention import paged_attention
 from jkv.state import Batch, Cache
-from jkv.verbs.writing import check_layer
+from jkv.verbs.writing import any_layer, check_layer
 
 
 def attend(
@@ -65,7 +65,7 @@ def attend(
         queries,
         cache.keys,
         cache.values,
-        layer,
+        any_layer(layer, batch),
         cache.metadata.block_tables,
         batch.seq_ids,
         batch.query_starts,

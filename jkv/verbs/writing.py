@@ -10,6 +10,7 @@ import numpy as np
 
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import requests
+from jkv.metadata.xla_cpu import unknown
 from jkv.state import Batch, Cache, Slots
 from jkv.storage import quantization
 
@@ -61,7 +62,7 @@ def write(
         _check_rows(cache, batch, name, array)
     storage = _write(
         cache.storage,
-        requests.as_index(layer),
+        any_layer(layer, batch),
         Slots(batch.block_ids, batch.offsets),
         batch.valid,
         rows,
@@ -120,3 +121,12 @@ def check_layer(cache: Cache, layer: jax.Array | int) -> None:
         raise ValueError(
             f"layer must be in 0..{cache.num_layers - 1}, got {int(layer)}"
         )
+
+
+def any_layer(layer: jax.Array | int, batch: Batch) -> jax.Array:
+    """Return the layer, i32[], so that programs for different ones are alike."""
+    number = requests.as_index(layer)
+    is_traced = isinstance(batch.context_lengths, jax.core.Tracer)
+    if isinstance(layer, jax.Array) or not is_traced:
+        return number
+    return unknown(number, batch.context_lengths)

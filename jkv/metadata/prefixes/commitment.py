@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, requests
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import ENTRIES_PER_TRIP, for_each_entry
 from jkv.metadata.prefixes import hash_tables, hashing, holes
 from jkv.metadata.prefixes.prefix_index import forget, index_of, tokens_of
 from jkv.state import Batch, Metadata, PrefixIndex
@@ -26,10 +26,14 @@ class _Chains(NamedTuple):
 class _Lanes(NamedTuple):
     """The columns one trip of a commit makes visible, request after request."""
 
-    request: jax.Array  # i32[P]
+    request: jax.Array | None  # i32[P]; None: lane i is the only one of request i
     rank: jax.Array  # i32[P], columns from the request's first one
     valid: jax.Array  # bool[P]
     unbroken: jax.Array  # bool[P], the columns of earlier trips are visible
+
+    def spread(self, values: jax.Array) -> jax.Array:
+        """Give each lane the value of its request: [B] to [P]."""
+        return values if self.request is None else values[self.request]
 
 
 class _Columns(NamedTuple):
@@ -55,6 +59,46 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
       batch: the step.
     """
     chains = _find_chains(metadata, batch)
+    lengths = jnp.zeros_like(chains.first)
+    if batch.is_decoding and lengths.shape[0] <= ENTRIES_PER_TRIP:
+        metadata, lengths = _commit_one_each(metadata, lengths, chains)
+    else:
+        metadata, lengths = _commit_runs(metadata, lengths, chains, batch.num_rows)
+    visible = jnp.where(
+        lengths == chains.num_columns,
+        batch.context_lengths,
+        (chains.first + lengths) * metadata.block_size,
+    )
+    row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
+    prefix = index_of(metadata)
+    prefix = dataclasses.replace(
+        prefix, committed=prefix.committed.at[row].set(visible, mode="drop")
+    )
+    return dataclasses.replace(metadata, prefix=prefix)
+
+
+def _commit_one_each(
+    metadata: Metadata, lengths: jax.Array, chains: _Chains
+) -> tuple[Metadata, jax.Array]:
+    """Commit a step of one row each, which fills one block of a sequence at most.
+
+    A lane for each request, known at trace time, leaves little to compile. As ever,
+    nothing is done where no block is full.
+    """
+    fills = chains.num_columns > 0
+    lanes = _Lanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
+    return jax.lax.fori_loop(
+        jnp.int32(0),
+        jnp.any(fills).astype(jnp.int32),
+        lambda _, carry: _commit_lanes(carry[0], carry[1], chains, lanes),
+        (metadata, lengths),
+    )
+
+
+def _commit_runs(
+    metadata: Metadata, lengths: jax.Array, chains: _Chains, num_rows: int
+) -> tuple[Metadata, jax.Array]:
+    """Commit a step of any rows: each sequence fills a run of blocks."""
 
     def enter(
         carry: tuple[Metadata, jax.Array],
@@ -69,22 +113,8 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
         return _commit_lanes(metadata, lengths, chains, lanes)
 
     # No batch fills more blocks than its rows have room for, and one each.
-    size = metadata.block_size
-    most = batch.seq_ids.shape[0] + batch.num_rows // size
-    metadata, lengths = for_each_entry(
-        chains.num_columns, most, enter, (metadata, jnp.zeros_like(chains.first))
-    )
-    visible = jnp.where(
-        lengths == chains.num_columns,
-        batch.context_lengths,
-        (chains.first + lengths) * size,
-    )
-    row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
-    prefix = index_of(metadata)
-    prefix = dataclasses.replace(
-        prefix, committed=prefix.committed.at[row].set(visible, mode="drop")
-    )
-    return dataclasses.replace(metadata, prefix=prefix)
+    most = lengths.shape[0] + num_rows // metadata.block_size
+    return for_each_entry(chains.num_columns, most, enter, (metadata, lengths))
 
 
 def _find_chains(metadata: Metadata, batch: Batch) -> _Chains:
@@ -139,14 +169,16 @@ def _commit_lanes(
         columns.owners == 1,
     )
     entered = (answer == columns.block) & (answer < nothing)
-    parent = jnp.where(columns.is_first, columns.before, jnp.roll(answer, 1))
+    parent = columns.before
+    if lanes.request is not None:
+        parent = jnp.where(columns.is_first, parent, jnp.roll(answer, 1))
     prefix = index_of(metadata)
     child = jnp.where(entered, columns.block, nothing)
     prefix = dataclasses.replace(
         prefix, parents=prefix.parents.at[child].set(parent, mode="drop")
     )
     prefix, lengths = _prove(prefix, lanes, lengths, answer, parent, entered)
-    is_visible = lanes.valid & (lanes.rank < lengths[lanes.request])
+    is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
     listed = jnp.where(entered & is_visible, columns.block, nothing)
     prefix = hash_tables.insert_children(prefix, listed, columns.hashes_above)
     metadata = dataclasses.replace(metadata, prefix=prefix)
@@ -155,9 +187,9 @@ def _commit_lanes(
 
 def _describe(metadata: Metadata, chains: _Chains, lanes: _Lanes) -> _Columns:
     """Look up the lanes' blocks, and hash the prefixes that they end."""
-    nothing, request = metadata.num_blocks, lanes.request
-    salts, column = chains.salts[request], chains.first[request] + lanes.rank
-    row = jnp.where(lanes.valid, chains.seq_ids[request], metadata.max_sequences)
+    nothing = metadata.num_blocks
+    salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank
+    row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), metadata.max_sequences)
 
     def mapped(column: jax.Array) -> jax.Array:
         column = jnp.where(column < 0, metadata.max_blocks_per_sequence, column)
@@ -168,13 +200,16 @@ def _describe(metadata: Metadata, chains: _Chains, lanes: _Lanes) -> _Columns:
     block, before = mapped(column), mapped(column - 1)
     tokens = tokens_of(metadata).at[block].get(mode="clip")
     # What precedes the first lane of a request is visible; from there hashes are sums.
-    first_lane = _first_lanes(lanes.rank)
-    is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(tokens, column)
-    sums = jnp.cumsum(terms, dtype=jnp.uint32)
     hashes_before = index_of(metadata).hashes.at[before].get(mode="clip")
-    base = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
-    hashes = (base - sums + terms)[first_lane] + sums
+    above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
+    hashes, is_first = above + terms, jnp.ones_like(lanes.valid)
+    if lanes.request is not None:
+        first_lane = _first_lanes(lanes.rank)
+        is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
+        sums = jnp.cumsum(terms, dtype=jnp.uint32)
+        hashes = (hashes - sums)[first_lane] + sums
+        above = jnp.where(is_first, above, jnp.roll(hashes, 1))
     return _Columns(
         row=row,
         column=column,
@@ -183,7 +218,7 @@ def _describe(metadata: Metadata, chains: _Chains, lanes: _Lanes) -> _Columns:
         salts=salts,
         owners=metadata.reference_counts.at[block].get(mode="fill", fill_value=0),
         hashes=hashes,
-        hashes_above=jnp.where(is_first, base, jnp.roll(hashes, 1)),
+        hashes_above=above,
         is_first=is_first,
         before=before,
     )
@@ -205,6 +240,8 @@ def _find_fit(
     equal = hash_tables.look_up(index_of(metadata), columns.hashes)
     is_fit = (columns.owners == 1) | (equal < metadata.num_blocks)
     is_fit &= jnp.all(columns.tokens >= 0, axis=1)
+    if lanes.request is None:
+        return lanes.valid & is_fit
     past_end = jnp.iinfo(jnp.int32).max
     bad_rank = jnp.where(lanes.valid & ~is_fit, lanes.rank, past_end)
     ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
@@ -243,12 +280,18 @@ def _prove(
     nothing, past_end = prefix.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
     follows = prefix.parents.at[answer].get(mode="clip") == parent
-    reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
-    # A chain that was cut already stays at its length.
-    bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
 
     def is_in(prefix: PrefixIndex) -> jax.Array:
         return prefix.hashes.at[answer].get(mode="fill", fill_value=0) != 0
+
+    if request is None:
+        # Nothing relies on the only block of a chain, and one that entered has just
+        # been given its parent.
+        return prefix, (valid & is_in(prefix) & follows).astype(jnp.int32)
+
+    reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
+    # A chain that was cut already stays at its length.
+    bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
 
     def cut(prefix: PrefixIndex) -> jax.Array:
         is_bad = valid & ~(is_in(prefix) & follows)
