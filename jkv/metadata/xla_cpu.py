@@ -88,7 +88,10 @@ def running_sum(counts: jax.Array) -> jax.Array:
       counts: i32[P].
     """
     size = counts.shape[0]
-    if not _TILE < size <= _TILE * _MAX_TILES:
+    if size <= _TILE:
+        earlier = np.triu(np.ones((size, size), bool))
+        return jnp.sum(jnp.where(earlier, counts[:, None], 0), axis=0, dtype=jnp.int32)
+    if size > _TILE * _MAX_TILES:
         return jnp.cumsum(counts, dtype=jnp.int32)
     tiles = jnp.pad(counts, (0, -size % _TILE)).reshape(-1, _TILE)
     upto = np.triu(np.ones((_TILE, _TILE), bool))[None]  # [1, from, to]
