@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.config.dtypes import STORAGE_DTYPES
+from jkv.attention.elements import STORED_AS
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -33,7 +33,7 @@ import llama  # noqa: E402
 import pydoc_model  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "accuracy.json"
-DTYPES = [dtype.name for dtype in STORAGE_DTYPES]  # float32 comes first
+DTYPES = [dtype.name for dtype in STORED_AS]  # float32 comes first
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 1000
 FIRST_POSITION = 1000
 LARGE_EVERY, LARGE = 16, 10.0  # channels, and their size by that of the others

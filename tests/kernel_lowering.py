@@ -9,9 +9,10 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
+from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
-from jkv.config.dtypes import STORAGE_DTYPES, needs_scales
+from jkv.config.dtypes import needs_scales
 
 # JAX wants a card to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
@@ -64,7 +65,7 @@ def make_shapes(
     is_latent = head_dim > 256
     kv_heads = 1 if is_latent else kv_heads
     kv_dtype = jnp.dtype(kv_dtype or dtype)
-    stored = STORAGE_DTYPES[kv_dtype]
+    stored = STORED_AS[kv_dtype]
     value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
     common = (num_layers, blocks, kv_heads, block_size)
     scales = shape(*common, dtype=jnp.uint16) if needs_scales(kv_dtype) else None

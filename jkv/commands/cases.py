@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.dtypes import STORAGE_DTYPES, needs_scales
+from jkv.attention.elements import STORED_AS
+from jkv.config.dtypes import needs_scales
 from jkv.storage import quantization
 
 
@@ -48,7 +49,7 @@ CASES = (
     Case("sinks", **DECODE, has_sinks=True),
     *(
         Case(dtype.name, (1, 7, 1), (50, 7, 33), kv_dtype=dtype.name)
-        for dtype in STORAGE_DTYPES
+        for dtype in STORED_AS
         if needs_scales(dtype)
     ),
 )

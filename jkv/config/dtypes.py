@@ -1,23 +1,11 @@
-"""What the elements of keys and values mean, and how their bits are stored."""
+"""Which dtypes keys and values may have, and which arrays hold them."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-# What the bits of a stored element are kept as. XLA on CPU up to jaxlib 0.11.1 turns a
-# whole bfloat16 array into float32 and back on every scatter, and still does so with
-# fp8; the same bits as unsigned integers are updated in place by every version and
-# backend, so they are stored that way.
-STORAGE_DTYPES = {
-    np.dtype(jnp.float32): np.dtype(jnp.float32),
-    np.dtype(jnp.float16): np.dtype(jnp.float16),
-    np.dtype(jnp.bfloat16): np.dtype(jnp.uint16),
-    np.dtype(jnp.int8): np.dtype(jnp.int8),
-    np.dtype(jnp.float8_e4m3fn): np.dtype(jnp.uint8),
-    np.dtype(jnp.float8_e4m3fnuz): np.dtype(jnp.uint8),
-    np.dtype(jnp.float8_e5m2): np.dtype(jnp.uint8),
-}
+from jkv.attention.elements import STORED_AS
 
 # The one-byte dtypes have a scale per token and kv head (`jkv.storage.quantization`).
 SCALE_DTYPE = np.dtype(jnp.bfloat16)
@@ -47,11 +35,11 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
     """Return the numpy dtype of keys and values, or say which ones there are."""
     if isinstance(dtype, str):
         dtype = DTYPE_NAMES.get(dtype, dtype)
-    for known in STORAGE_DTYPES:
+    for known in STORED_AS:
         try:
             if np.dtype(dtype) == known:
                 return known
         except TypeError:
             break
-    names = ", ".join([*(known.name for known in STORAGE_DTYPES), *DTYPE_NAMES])
+    names = ", ".join([*(known.name for known in STORED_AS), *DTYPE_NAMES])
     raise ValueError(f"dtype must be one of {names}; got {dtype!r}")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_DTYPES, needs_scales
+from jkv.attention.elements import STORED_AS
+from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, needs_scales
 from jkv.status import NUM_COUNTERS
 
 # One number for all elements, the numbers of a short array, or those of a long one.
@@ -107,13 +108,13 @@ def lay_out_storage(sizes: Sizes) -> dict[str, ArrayLayout]:
     widths = {"keys": sizes.head_dim}
     if not sizes.values_in_keys:
         widths["values"] = sizes.value_head_dim
-    stored = STORAGE_DTYPES[sizes.dtype]
+    stored = STORED_AS[sizes.dtype]
     arrays = {
         name: ArrayLayout((*rows, width), stored, fill=0)
         for name, width in widths.items()
     }
     if needs_scales(sizes.dtype):
-        scale = ArrayLayout(rows, STORAGE_DTYPES[SCALE_DTYPE], fill=0)
+        scale = ArrayLayout(rows, STORED_AS[SCALE_DTYPE], fill=0)
         arrays |= {SCALE_NAMES[name]: scale for name in widths}
     return arrays
 

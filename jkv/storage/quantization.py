@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.dtypes import SCALE_DTYPE, STORAGE_DTYPES, largest_number, needs_scales
+from jkv.attention.elements import STORED_AS
+from jkv.config.dtypes import SCALE_DTYPE, largest_number, needs_scales
 
 # A row of zeros has this scale; nothing smaller is kept apart from zero.
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
@@ -72,7 +73,7 @@ def round_up(scales: jax.Array) -> jax.Array:
 
 
 def _as_stored(array: jax.Array) -> jax.Array:
-    return _as_meant(array, STORAGE_DTYPES[np.dtype(array.dtype)])
+    return _as_meant(array, STORED_AS[np.dtype(array.dtype)])
 
 
 def _as_meant(bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:

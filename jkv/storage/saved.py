@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_DTYPES, STORAGE_NAMES
+from jkv.attention.elements import STORED_AS
+from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
 from jkv.state import Cache
 from jkv.storage import contents, fields, files
 from jkv.storage.files import FileError, Path, Tensor
@@ -46,7 +47,7 @@ def read_value(path: Path) -> Cache | Swapped:
     """
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {
-        name: array.view(STORAGE_DTYPES.get(array.dtype, array.dtype))
+        name: array.view(STORED_AS.get(array.dtype, array.dtype))
         for name, array in arrays.items()
     }
     try:

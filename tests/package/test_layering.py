@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
     "attention": set(),
-    "config": {"status"},
+    "config": {"attention", "status"},
     "state": {"config", "status"},
     "metadata": {"state", "status"},
-    "storage": {"config", "metadata", "state", "status"},
+    "storage": {"attention", "config", "metadata", "state", "status"},
     "inspection": {"config", "state", "status"},
     "verbs": {
         "attention",

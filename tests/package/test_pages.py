@@ -10,6 +10,7 @@ import pytest
 from places import ROOT
 
 README = (ROOT / "README.md").read_text()
+DESIGN = (ROOT / "docs" / "design.md").read_text()
 FEATURES = (ROOT / "docs" / "features.md").read_text()
 pytestmark = pytest.mark.one_end
 
@@ -39,6 +40,26 @@ def test_every_test_named_in_the_table_of_features_exists() -> None:
         for file, test in named:
             assert file in files, file
             assert not test or re.search(rf"(def|class) {test}\b", files[file]), test
+
+
+def test_the_design_page_names_every_module() -> None:
+    rooms = {
+        room: re.findall(r"`(\w+)`", modules)
+        for room, modules in re.findall(
+            r"^\| `([\w/]+)` \|.*\| ([^|]*) \|$", DESIGN, re.M
+        )
+    }
+    for path in (ROOT / "jkv").rglob("*.py"):
+        room = path.parent.relative_to(ROOT / "jkv").as_posix()
+        if path.stem == "__init__":
+            continue
+        if room == ".":
+            assert path.stem in rooms or f"`{path.name}`" in DESIGN, path.name
+        else:
+            assert path.stem in rooms[room], path
+    named = {f"{room}/{name}.py" for room, names in rooms.items() for name in names}
+    for name in named:
+        assert (ROOT / "jkv" / name).is_file(), name
 
 
 def test_the_linter_looks_for_unused_parameters() -> None:
