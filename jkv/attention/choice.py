@@ -62,7 +62,7 @@ def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
             "out to have the plain path in such a case"
         )
     return lax.platform_dependent(
-        call, cpu=interpret_kernel, default=_refuse, **_find_kernels(call)
+        call, cpu=interpret_kernel, default=_refuse_platform, **_find_kernels(call)
     )
 
 
@@ -72,7 +72,7 @@ def _find_kernels(call: Call) -> dict[str, Attend]:
     return {platform: kernel for platform, kernel in found.items() if kernel}
 
 
-def _refuse(call: Call) -> tuple[jax.Array, jax.Array]:
+def _refuse_platform(call: Call) -> tuple[jax.Array, jax.Array]:
     """Raise NotImplementedError when a program comes to be lowered for this."""
     output, lse = backend.refuse(
         "implementation='pallas' has no tile for these shapes and dtypes on every "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.reading import (
+from jkv.attention.kernel.loads import (
     Operands,
     Range,
     clamp_index,

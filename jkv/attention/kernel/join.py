@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.reading import columns_of, cut
+from jkv.attention.kernel.loads import columns_of, cut
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
 from jkv.attention.kernel.work import Pieces
 

@@ -15,7 +15,7 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.reading import Operands
+from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.tuning import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Call
-from jkv.attention.pools import Pools, gather_blocks, gather_scales, read_twice
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.xla.pieces import WorkList, list_work, take
-from jkv.attention.xla.products import cap_scores, multiply
+from jkv.attention.xla.lanes import Lanes, attend_lanes
+from jkv.attention.xla.operations import divide_up, multiply, take
+from jkv.attention.xla.pieces import WorkList, list_work
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
 # pieces are quicker to join, shorter ones waste less at the end of a request.
@@ -52,26 +52,6 @@ class Walk(NamedTuple):
     num_segments: int  # most requests that a trip meets, and edges of a trip
 
 
-class Lanes(NamedTuple):
-    """What one trip takes: a piece of one request in each lane."""
-
-    rank: jax.Array  # i32[P], of the request
-    columns: jax.Array  # i32[P, W], of its block table
-    visible: jax.Array  # bool[P, W, T]
-    never: jax.Array  # bool[], false, as `read_twice` wants it
-
-
-class Gathered(NamedTuple):
-    """Blocks as they came out of the pools, in float32, and by head."""
-
-    flat_keys: jax.Array  # f32[P * W, K * T * D]
-    flat_values: jax.Array  # f32[P * W, K * T * Dv]
-    keys: jax.Array  # f32[P * W, K, T, D]
-    values: jax.Array  # f32[P * W, K, T, Dv]
-    key_scales: jax.Array | None  # f32[P * W, K, T]
-    value_scales: jax.Array | None  # f32[P * W, K, T]
-
-
 def attend_decode(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
@@ -80,14 +60,12 @@ def attend_decode(
     other rows are zeros and -inf.
     """
     walk = _plan_walk(call, queries)
-    work, sums = walk.work, _start_sums(walk)
-    for take_some, count, size in (
-        (_take_edges, work.num_requests, walk.num_segments),
-        (_take_pieces, work.num_pieces, walk.num_lanes),
-    ):
-        trip = functools.partial(take_some, walk)
-        num_trips = (count + size - 1) // size
-        sums = lax.fori_loop(jnp.int32(0), num_trips, trip, sums)
+    num_trips = divide_up(walk.work.num_requests, walk.num_segments)
+    take_edges = functools.partial(_take_edges, walk)
+    sums = lax.fori_loop(jnp.int32(0), num_trips, take_edges, _start_sums(walk))
+    num_trips = divide_up(walk.work.num_pieces, walk.num_lanes)
+    take_pieces = functools.partial(_take_pieces, walk)
+    sums = lax.fori_loop(jnp.int32(0), num_trips, take_pieces, sums)
     return _finish_rows(walk, sums)
 
 
@@ -124,8 +102,10 @@ def _take_edges(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
     """Add the edge blocks of the next requests to their sums."""
     base = trip * walk.num_segments
     rank = base + jnp.arange(walk.num_segments, dtype=jnp.int32)
-    found = _attend_lanes(walk, _find_edges(walk, rank, trip < 0), mask_values=True)
-    return _update(sums, base, join_sums(_slice(sums, base, walk.num_segments), found))
+    lanes = _find_edges(walk, rank, trip < 0)
+    found = attend_lanes(walk.call, walk.queries, lanes, mask_values=True)
+    old = _slice(sums, base, walk.num_segments)
+    return _update(sums, base, join_sums(old, found))
 
 
 def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
@@ -140,135 +120,44 @@ def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
         is_edge = jnp.stack([first < last, first <= last], axis=1)
     offsets = jnp.arange(call.pools.block_size, dtype=jnp.int32)
     tokens = columns[..., None] * call.pools.block_size + offsets[None, None]
-    context = take(call.requests.context_lengths, take(work.request, rank))
-    context = context[:, None, None]
+    request = take(work.request, rank)
+    context = take(call.requests.context_lengths, request)[:, None, None]
     visible = is_edge[..., None] & (tokens < context)
     if call.window is not None:
         visible &= tokens >= context - call.window
-    return Lanes(rank, columns, visible, never)
+    return Lanes(request, columns, visible, never)
 
 
 def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
     """Add the next pieces, one in each lane, to the sums of their requests."""
     index = trip * walk.num_lanes + jnp.arange(walk.num_lanes, dtype=jnp.int32)
-    lanes = _find_pieces(walk, index, trip < 0)
-    found = _attend_lanes(walk, lanes, mask_values=False)
-    base = lanes.rank[0]
-    segment = lanes.rank - base
-    segments = jnp.arange(walk.num_segments, dtype=jnp.int32)
     is_live = index < walk.work.num_pieces
-    owns = is_live[None, :] & (segment[None, :] == segments[:, None])
+    # Lanes without work repeat the last piece, whose contents are sound.
+    index = jnp.minimum(index, walk.work.num_pieces - 1)
+    ends = walk.work.ends
+    rank = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    lanes = _find_pieces(walk, rank, index, trip < 0)
+    found = attend_lanes(walk.call, walk.queries, lanes, mask_values=False)
+    base = rank[0]
+    segments = jnp.arange(walk.num_segments, dtype=jnp.int32)
+    owns = is_live[None, :] & ((rank - base)[None, :] == segments[:, None])
     old = _slice(sums, base, walk.num_segments)
-    return _update(sums, base, _join_lanes(old, found, owns, segment))
+    return _update(sums, base, _join_lanes(old, found, owns, rank - base))
 
 
-def _find_pieces(walk: Walk, index: jax.Array, never: jax.Array) -> Lanes:
-    """Return pieces between edges by their place in the list of all.
-
-    Lanes without work repeat the last piece, whose contents are sound.
-    """
+def _find_pieces(
+    walk: Walk, rank: jax.Array, index: jax.Array, never: jax.Array
+) -> Lanes:
+    """Return pieces between edges, by their ranks and places in the list of all."""
     work = walk.work
-    index = jnp.minimum(index, work.num_pieces - 1)
-    rank = jnp.sum(work.ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     before = jnp.where(rank > 0, take(work.ends, rank - 1), 0)
     start = take(work.first, rank) + (index - before) * walk.piece_blocks
     columns = start[:, None] + jnp.arange(walk.piece_blocks, dtype=jnp.int32)[None]
     last = take(work.last, rank)[:, None]
     visible = (columns < last)[..., None]
     visible = jnp.broadcast_to(visible, (*columns.shape, walk.call.pools.block_size))
-    return Lanes(rank, jnp.minimum(columns, last - 1), visible, never)
-
-
-def _attend_lanes(walk: Walk, lanes: Lanes, *, mask_values: bool) -> Sums:
-    """Return the sums of each lane's tokens, `f32[P, K, G, ...]`."""
-    request = take(walk.work.request, lanes.rank)
-    gathered = _gather_lanes(walk.call, request, lanes.columns)
-    seen = lanes.visible.reshape(-1, lanes.visible.shape[2])  # bool[P * W, T]
-    if mask_values:
-        gathered = _hide_values(gathered, seen)
-    hidden = read_twice(gathered.flat_keys, lanes.never, HIDDEN)
-    scores = _score_blocks(walk, request, gathered, lanes.columns.shape[1])
-    scores = jnp.where(seen[:, None, None, :], scores, hidden)
-    sums = _sum_pieces(scores, gathered, lanes.columns.shape)
-    total = sums.total + read_twice(gathered.flat_values, lanes.never, 0.0)
-    return sums._replace(total=total)
-
-
-def _gather_lanes(
-    call: Call,
-    request: jax.Array,  # i32[P]
-    columns: jax.Array,  # i32[P, W]
-) -> Gathered:
-    """Read the lanes' blocks, each once, by way of the block tables."""
-    pools, requests = call.pools, call.requests
-    table = take(requests.seq_ids, request)[:, None]
-    blocks = take(requests.block_tables, table, columns).reshape(-1)
-    flat_keys = gather_blocks(pools.keys, call.layer, blocks, pools.kv_dtype)
-    keys = flat_keys.reshape(-1, *pools.keys.shape[2:])
-    if pools.values is None:
-        flat_values, values = flat_keys, keys[..., : pools.value_dim]
-    else:
-        flat_values = gather_blocks(pools.values, call.layer, blocks, pools.kv_dtype)
-        values = flat_values.reshape(-1, *pools.values.shape[2:])
-    scales = _gather_scales(pools, call.layer, blocks)
-    return Gathered(flat_keys, flat_values, keys, values, *scales)
-
-
-def _gather_scales(
-    pools: Pools,
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[P * W]
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the scales of the blocks' keys and values, f32[P * W, K, T] if any."""
-    keys, values = (
-        None if scales is None else gather_scales(scales, layer, blocks)
-        for scales in (pools.key_scales, pools.value_scales)
-    )
-    return keys, keys if pools.values is None else values
-
-
-def _hide_values(
-    gathered: Gathered,
-    seen: jax.Array,  # bool[P * W, T]
-) -> Gathered:
-    """Clear values that the row does not see: they may be NaN, and 0 * NaN is NaN."""
-    values = jnp.where(seen[:, None, :, None], gathered.values, 0.0)
-    value_scales = gathered.value_scales
-    if value_scales is not None:
-        value_scales = jnp.where(seen[:, None, :], value_scales, 0.0)
-    return gathered._replace(values=values, value_scales=value_scales)
-
-
-def _score_blocks(
-    walk: Walk,
-    request: jax.Array,  # i32[P]
-    gathered: Gathered,
-    width: int,
-) -> jax.Array:
-    """Return the scores of each block's tokens, f32[P * W, K, G, T]."""
-    row = take(walk.call.requests.query_starts, jnp.repeat(request, width))
-    scores = multiply("ckgd,cktd->ckgt", take(walk.queries, row), gathered.keys)
-    # A scale per token is a factor on its scores and weights: fewer than elements.
-    if gathered.key_scales is not None:
-        scores *= gathered.key_scales[:, :, None, :]
-    return cap_scores(scores, walk.call.soft_cap)
-
-
-def _sum_pieces(
-    scores: jax.Array,  # f32[P * W, K, G, T], masked
-    gathered: Gathered,
-    shape: tuple[int, ...],  # P, W
-) -> Sums:
-    """Return the softmax sums of each piece, `f32[P, K, G, ...]`."""
-    maximum = scores.reshape(*shape, *scores.shape[1:]).max(axis=(1, 4))
-    shift = jnp.repeat(maximum, shape[1], axis=0)
-    weights = jnp.exp(scores - shift[..., None])
-    total = weights.reshape(*shape, *scores.shape[1:]).sum(axis=(1, 4))
-    if gathered.value_scales is not None:
-        weights *= gathered.value_scales[:, :, None, :]
-    summed = multiply("ckgt,cktd->ckgd", weights, gathered.values)
-    summed = summed.reshape(*shape, *summed.shape[1:]).sum(axis=1)
-    return Sums(maximum, total, summed)
+    request = take(work.request, rank)
+    return Lanes(request, jnp.minimum(columns, last - 1), visible, never)
 
 
 def _join_lanes(
@@ -304,13 +193,22 @@ def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 
 def _slice(sums: Sums, base: jax.Array, size: int) -> Sums:
-    return Sums(*(lax.dynamic_slice_in_dim(array, base, size) for array in sums))
+    """Return the sums of `size` ranks from `base`, which is not negative."""
+    return Sums(
+        *(
+            lax.dynamic_slice_in_dim(array, base, size, allow_negative_indices=False)
+            for array in sums
+        )
+    )
 
 
 def _update(sums: Sums, base: jax.Array, part: Sums) -> Sums:
+    """Put a part back where `_slice` took it."""
     return Sums(
         *(
-            lax.dynamic_update_slice_in_dim(array, new, base, 0)
+            lax.dynamic_update_slice_in_dim(
+                array, new, base, 0, allow_negative_indices=False
+            )
             for array, new in zip(sums, part, strict=True)
         )
     )

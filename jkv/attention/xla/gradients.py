@@ -18,7 +18,7 @@ from jkv.attention.call import Attend, Call
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.pools import add_blocks
 from jkv.attention.xla.loops import scale_queries
-from jkv.attention.xla.products import multiply
+from jkv.attention.xla.operations import multiply
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,

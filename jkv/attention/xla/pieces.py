@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Requests
+from jkv.attention.xla.operations import divide, divide_up, take
 
 
 class WorkList(NamedTuple):
@@ -28,51 +29,54 @@ class WorkList(NamedTuple):
 
 def list_work(
     requests: Requests,
-    window: jax.Array | None,
+    window: jax.Array | None,  # i32[]
     block_size: int,
     *,
     piece_blocks: int,
     padding: int,
 ) -> WorkList:
-    """Rank the requests of one row and count the pieces between their edges."""
+    """Rank the requests of one row and count the pieces between their edges.
+
+    Args:
+      requests: of the call; those of several rows are not listed.
+      window: tokens that a row sees, None for all.
+      block_size: T.
+      piece_blocks: blocks of a piece.
+      padding: P.
+    """
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
-    last = jnp.maximum(context - 1, 0) // block_size
+    last = divide(jnp.maximum(context - 1, 0), block_size)
     first = jnp.zeros_like(last)
     if window is not None:
         listed &= window > 0
-        first = jnp.maximum(context - window, 0) // block_size + 1
-    counts = jnp.maximum(last - first + piece_blocks - 1, 0) // piece_blocks
+        first = divide(jnp.maximum(context - window, 0), block_size) + 1
+    counts = divide_up(jnp.maximum(last - first, 0), piece_blocks)
     counts = jnp.where(listed, counts, 0)
 
     # Requests without pieces go last, or a trip would skip ranks.
-    num_requests = context.shape[0]
     has_pieces = counts > 0
-    long_rank = jnp.cumsum(has_pieces, dtype=jnp.int32)
-    short_rank = long_rank[-1] + jnp.cumsum(listed & ~has_pieces, dtype=jnp.int32)
-    rank = jnp.where(has_pieces, long_rank, short_rank) - 1
-    size = num_requests + padding
+    is_long, is_short = (
+        mask.astype(jnp.int32) for mask in (has_pieces, listed & ~has_pieces)
+    )
+    each = jnp.stack([is_long, is_short, counts])
+    num_long, num_short, num_pieces = jnp.cumsum(each, axis=1, dtype=jnp.int32)
+    num_requests = num_long[-1] + num_short[-1]
+    rank = jnp.where(has_pieces, num_long, num_long[-1] + num_short) - 1
+    size = context.shape[0] + padding
     rank = jnp.where(listed, rank, size)
     request = jnp.zeros(size, jnp.int32)
     request = request.at[rank].set(
-        jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True
+        jnp.arange(context.shape[0], dtype=jnp.int32), mode="drop", unique_indices=True
     )
-    is_rank = jnp.arange(size, dtype=jnp.int32) < short_rank[-1]
-    ends = jnp.cumsum(jnp.where(is_rank, counts[request], 0), dtype=jnp.int32)
+    # Ranks follow the order of the requests as long as these have pieces.
+    ranks = jnp.arange(size, dtype=jnp.int32)
     return WorkList(
         request=request,
-        first=first[request],
-        last=last[request],
-        ends=ends,
+        first=take(first, request),
+        last=take(last, request),
+        ends=jnp.where(ranks < num_long[-1], take(num_pieces, request), num_pieces[-1]),
         rank=rank,
-        num_requests=short_rank[-1],
-        num_pieces=ends[-1],
+        num_requests=num_requests,
+        num_pieces=num_pieces[-1],
     )
-
-
-def take(array: jax.Array, *index: jax.Array) -> jax.Array:
-    """Return `array[*index]`; what is out of range is clamped, and below zero too.
-
-    Plain indexing wraps and fills instead, which are four more operations each time.
-    """
-    return array.at[index].get(mode="clip", wrap_negative_indices=False)

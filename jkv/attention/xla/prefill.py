@@ -14,7 +14,7 @@ from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums
-from jkv.attention.xla.products import multiply
+from jkv.attention.xla.operations import multiply
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,
