@@ -2,21 +2,26 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.metadata.sharing import BlockCopies
 from jkv.state import Cache, Metadata
 
 
 def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies) -> Cache:
-    """Return the cache with new metadata and the tail blocks copied."""
+    """Return the cache with new metadata and the tail blocks copied.
+
+    Outside jit there is no pass over the storage if nothing is to be copied.
+    """
     cache = dataclasses.replace(cache, metadata=metadata)
-    traced = isinstance(copies.target, jax.core.Tracer)
-    if cache.num_layers == 0 or not (
-        traced or bool(jnp.any(copies.target < cache.num_blocks))
-    ):
-        return cache  # outside jit: no pass over the storage where nothing is copied
+    if cache.num_layers == 0:
+        return cache
+    if not isinstance(copies.target, jax.core.Tracer):
+        if not np.any(np.asarray(copies.target) < cache.num_blocks):
+            return cache
     return cache.with_storage(_copy_blocks(cache.storage, copies))
 
 
@@ -25,6 +30,9 @@ def _copy_blocks(
     storage: dict[str, jax.Array], copies: BlockCopies
 ) -> dict[str, jax.Array]:
     """Copy blocks in all layers; every source is read before any target is written."""
+    chex.assert_equal_shape([copies.source, copies.target])
+    chex.assert_type([copies.source, copies.target], jnp.int32)
+    chex.assert_equal_shape_prefix(list(storage.values()), 4)
 
     def copy(pool: jax.Array) -> jax.Array:
         blocks = pool.at[:, copies.source].get(mode="clip")
