@@ -39,7 +39,7 @@ def check(cache: Cache) -> None:
 
 def _shapes(cache: Cache) -> Iterator[str]:
     try:
-        expected = lay_out(_sizes(cache))
+        expected = lay_out(_implied_sizes(cache))
     except IndexError:
         yield "shapes: block_tables, reference_counts, keys or values lack an axis"
         return
@@ -53,7 +53,7 @@ def _shapes(cache: Cache) -> Iterator[str]:
             yield f"shapes: {name} is {kind}, expected {wanted}"
 
 
-def _sizes(cache: Cache) -> Sizes:
+def _implied_sizes(cache: Cache) -> Sizes:
     """Return the sizes that a few of the arrays tell of all the others."""
     values_in_keys = cache.latent_value_dim is not None
     has_values = values_in_keys or cache.values is not None

@@ -44,7 +44,7 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
         start = stop
 
 
-def cut(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
+def cut_arrays(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
     """Cut arrays, [L, P, ...], as `Contents.storage` has them."""
     return {
         name: tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
