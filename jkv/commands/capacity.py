@@ -80,6 +80,9 @@ def make_plan(
       reserve: share of the memory kept for activations and the rest.
       **overrides: fields of `CacheConfig`.
 
+    Returns:
+      A `Plan`.
+
     Raises:
       FileNotFoundError: without a config.json.
       ValueError: if nothing fits, or the heads cannot be divided.

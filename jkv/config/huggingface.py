@@ -63,6 +63,9 @@ def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
       given: fields of `CacheConfig` that are known already; what they stand for is not
         looked at.
 
+    Returns:
+      The fields, those given among them, and notes on what the cache does not mirror.
+
     Raises:
       FileNotFoundError: without a config.json.
       ValueError: for a model whose cache has no such sizes, saying what to give.

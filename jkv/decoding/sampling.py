@@ -100,7 +100,7 @@ def sample(
       >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
       ([1], 0.7)
     """
-    rows = _spread(sampling, logits.shape[0])
+    rows = _by_row(sampling, logits.shape[0])
     counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
     return _sample(logits.astype(jnp.float32), rows, counts, seen)
 
@@ -133,7 +133,7 @@ def filter_logits(
       ...     jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
       [[-inf, 0.0, -2.0]]
     """
-    rows = _spread(sampling, logits.shape[0])
+    rows = _by_row(sampling, logits.shape[0])
     return _filter(logits.astype(jnp.float32), rows, seen)
 
 
@@ -148,7 +148,7 @@ class _PerRow(NamedTuple):
     seeds: jax.Array  # i32[B]
 
 
-def _spread(sampling: Sampling, num_rows: int) -> _PerRow:
+def _by_row(sampling: Sampling, num_rows: int) -> _PerRow:
     """Return the fields of `Sampling` with one value a row."""
 
     def spread(name: str, dtype: type) -> jax.Array:

@@ -1,7 +1,7 @@
 """check: recount everything on the host and name what does not agree.
 
-The invariants are those that `Metadata` lists. The recount shares no code with the
-verbs: it is plain numpy over the tables, so that a fault cannot excuse itself.
+The invariants are those that `Metadata` lists. The recount is plain numpy over the
+tables and shares no code with the verbs, so that a fault in them cannot hide itself.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def check(cache: Cache) -> None:
 
 def _shapes(cache: Cache) -> Iterator[str]:
     try:
-        expected = lay_out(_sizes(cache))
+        expected = lay_out(_implied_sizes(cache))
     except IndexError:
         yield "shapes: block_tables, reference_counts, keys or values lack an axis"
         return
@@ -49,17 +49,14 @@ def _shapes(cache: Cache) -> Iterator[str]:
             yield f"shapes: {name} is missing"
         elif name not in expected:
             yield f"shapes: {name} has no place in a cache of {cache.dtype.name}"
-        elif found[name].shape != expected[name].shape or (
-            found[name].dtype != expected[name].dtype
-        ):
-            yield (
-                f"shapes: {name} is {_kind(found[name])}, expected "
-                f"{_kind(expected[name])}"
-            )
+        elif (kind := _kind(found[name])) != (wanted := _kind(expected[name])):
+            yield f"shapes: {name} is {kind}, expected {wanted}"
 
 
-def _sizes(cache: Cache) -> Sizes:
+def _implied_sizes(cache: Cache) -> Sizes:
     """Return the sizes that a few of the arrays tell of all the others."""
+    values_in_keys = cache.latent_value_dim is not None
+    has_values = values_in_keys or cache.values is not None
     return Sizes(
         num_layers=cache.num_layers,
         num_kv_heads=cache.num_kv_heads,
@@ -68,8 +65,8 @@ def _sizes(cache: Cache) -> Sizes:
         max_sequences=cache.max_sequences,
         max_context_length=cache.max_context_length,
         block_size=cache.block_size,
-        value_head_dim=cache.value_head_dim,
-        values_in_keys=cache.latent_value_dim is not None,
+        value_head_dim=cache.value_head_dim if has_values else cache.head_dim,
+        values_in_keys=values_in_keys,
         dtype=cache.dtype,
         record_tokens=cache.metadata.tokens is not None,
         prefix_caching=cache.metadata.prefix is not None,

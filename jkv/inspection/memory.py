@@ -11,7 +11,7 @@ from jkv.state import Cache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """What a cache costs, in bytes, exact against the arrays' `nbytes`.
+    """What a cache costs: Python ints, the bytes equal to the arrays' `nbytes`.
 
     A sharded array counts whole, wherever its parts lie.
     """
@@ -83,6 +83,9 @@ def memory_profile(cache: Cache) -> MemoryProfile:
 
     Args:
       cache: a concrete cache.
+
+    Returns:
+      A `MemoryProfile`.
 
     Example:
       >>> import jkv

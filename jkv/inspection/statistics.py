@@ -1,7 +1,7 @@
-"""stats and memory_profile: what a cache holds, what happened to it, what it costs.
+"""stats: what a cache holds, and what happened to it.
 
-Both run on the host. The sums over blocks and sequences are made on the device by one
-jitted function, whose result, some dozens of words, is all that is transferred.
+One jitted function makes the sums over blocks and sequences on the device. Its result,
+some dozens of words, is all that is transferred to the host.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from jkv.status import Counter, Status
 class Stats:
     """A cache in numbers, Python ints of any size. `str` makes a table of them.
 
-    The state: a block is free or live. What happened: counts since `init`.
+    The first fields are the state of now, where a block is free or live. From
+    `allocations` on they count what happened since `init`.
     """
 
     total_blocks: int  # N
@@ -42,7 +43,7 @@ class Stats:
     prefix_tokens: int  # their tokens
     prefix_hits: int  # of these tokens, those found
     compactions: int
-    last_compaction: int | None  # the clock at the time; None: there was none
+    last_compaction: int | None  # clock of the last one; None: there was none
     clock: int  # calls that served a request
 
     @property
@@ -104,8 +105,13 @@ class Tally(NamedTuple):
 def stats(cache: Cache) -> Stats:
     """Return what the cache holds and what happened to it. For the host, outside jit.
 
+    It takes one transfer of less than 300 bytes, whatever the size of the cache.
+
     Args:
-      cache: a concrete cache. One transfer of less than 300 bytes, whatever its size.
+      cache: a concrete cache.
+
+    Returns:
+      A `Stats`.
 
     Example:
       >>> import jkv
@@ -148,7 +154,7 @@ def stats(cache: Cache) -> Stats:
 
 
 def tally(cache: Cache) -> Tally:
-    """Return the sums that everything here is made of, by one transfer."""
+    """Return the sums over a cache's metadata, by one transfer."""
     words = jax.device_get(_sums(cache.metadata)).tolist()
     # Counts that fit a word each, then pairs of words: the tokens and the counters.
     narrow = Tally._fields[:-2]

@@ -7,7 +7,7 @@ from jkv.state import Cache
 
 
 class Fragmentation(NamedTuple):
-    """Three answers to "how much of the pool is wasted", by `fragmentation`."""
+    """How much of the pool is wasted, in three senses; from `fragmentation`."""
 
     internal: float  # slots of live blocks that hold no token, over all their slots
     sharing: float  # table entries over live blocks; 1.0 if nothing is shared
@@ -17,20 +17,27 @@ class Fragmentation(NamedTuple):
 def fragmentation(cache: Cache) -> Fragmentation:
     """Say how well the pool's blocks are used. For the host, outside jit.
 
-    No part of a paged pool is too scattered to be handed out, so a high number is no
-    refusal to come, and an empty pool has none: (0.0, 1.0, 0.0).
+    Any free block can be handed out, however scattered they lie: a high number does not
+    mean that requests will be refused.
 
-    * `internal` is what blocks larger than a token, and reservations, cost: empty slots
-      of live blocks. `compact` cannot lower it.
-    * `sharing` is what `fork` and the prefix index save: 2.0 means that the sequences
-      would need twice the blocks if each had its own.
-    * `spread` tells how far live blocks lie apart: the share of holes in the stretch of
-      the pool that they span from block 0 on. `compact` makes it 0.
+    Args:
+      cache: a concrete cache.
 
-    Example, blocks of 4 tokens. Sequence 0 had block 0 and is freed; 1 has 6 tokens in
-    blocks 1 and 2; its fork shares block 1 and has its 2 last tokens in block 3. Of the
-    12 slots of the live blocks 1, 2 and 3, 4 are empty; they have 4 table entries; one
-    of the blocks 0 to 3 is free:
+    Returns:
+      A `Fragmentation`; (0.0, 1.0, 0.0) for an empty pool.
+
+      * `internal` is the share of empty slots in live blocks: the cost of reservations,
+        and of blocks larger than a token. `compact` cannot lower it.
+      * `sharing` is what `fork` and the prefix index save: 2.0 means that the sequences
+        would need twice the blocks if each had its own.
+      * `spread` is the share of free blocks in the stretch from block 0 to the highest
+        live one. `compact` makes it 0.
+
+    Example:
+      Blocks have 4 tokens. Sequence 0 had block 0 and is freed. Sequence 1 has 6 tokens
+      in blocks 1 and 2. Its fork shares block 1 and has its last 2 tokens in block 3.
+      So 4 of the 12 slots of the 3 live blocks are empty, 4 table entries name these
+      blocks, and 1 of the blocks 0 to 3 is free.
 
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -55,11 +62,19 @@ def fragmentation(cache: Cache) -> Fragmentation:
 
 
 def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
-    """Return whether `fragmentation(cache).spread`, all that `compact` cures, is above.
+    """Return whether `compact` would help: whether `spread` is above a threshold.
+
+    For the host, outside jit.
 
     Args:
       cache: a concrete cache.
-      threshold: 0 to 1.
+      threshold: 0 to 1, for the `spread` of `fragmentation`.
+
+    Returns:
+      Whether it is above.
+
+    Raises:
+      ValueError: for a threshold outside 0..1.
 
     Example:
       >>> import jkv

@@ -1,10 +1,10 @@
 """What blocks hold, moved by block id between the device and the host.
 
-Blocks are gathered and scattered on the device, in pieces of 1, 2, 4, ... blocks: any
-number of blocks is a sum of those, so transfers of all sizes share a few compiled
-programs, nothing is padded and only the blocks asked for cross. On an accelerator that
-offers it they stay in pinned host memory, which the device reads and writes at the full
-speed of its bus; elsewhere they become numpy arrays.
+Blocks are gathered and scattered on the device, in pieces of 1, 2, 4, ... blocks. Any
+number is a sum of those: transfers of all sizes share a few compiled programs, nothing
+is padded, and only the blocks asked for cross. Some accelerators can read and write
+pinned host memory at the full speed of their bus; there the pieces stay in such memory.
+Elsewhere they become numpy arrays.
 
 The arrays of `Cache.storage` are taken by name, whichever they are: each has the layers
 on its first axis and the blocks on its second.
@@ -15,6 +15,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,7 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
         start = stop
 
 
-def cut(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
+def cut_arrays(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
     """Cut arrays, [L, P, ...], as `Contents.storage` has them."""
     return {
         name: tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
@@ -52,7 +53,12 @@ def cut(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
 
 
 def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
-    """Copy what blocks, i32[P], hold to the host, be the cache there or not."""
+    """Copy what blocks, i32[P], hold to the host.
+
+    Args:
+      cache: on a device, or of numpy arrays, as a file gives it.
+      blocks: i32[P], ids of blocks, each as often as it is wanted.
+    """
     pools, recorded = cache.storage, cache.metadata.tokens
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
     if isinstance(cache.keys, np.ndarray):  # a cache read from a file
@@ -152,11 +158,16 @@ def _scatter(
     rows: jax.Array,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its blocks, i32[p], all different."""
+    chex.assert_rank(blocks, 1)
+    chex.assert_trees_all_equal_dtypes(pools, contents)
+    for name, pool in pools.items():
+        chex.assert_shape(contents[name], (len(pool), len(blocks), *pool.shape[2:]))
 
     def scatter(pool: jax.Array, piece: HostArray) -> jax.Array:
         return pool.at[:, blocks].set(piece, mode="drop", unique_indices=True)
 
     pools = {name: scatter(pool, contents[name]) for name, pool in pools.items()}
     if tokens is not None:
+        chex.assert_shape(rows, (len(blocks), tokens.shape[1]))
         tokens = tokens.at[blocks].set(rows, mode="drop", unique_indices=True)
     return pools, tokens

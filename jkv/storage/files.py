@@ -106,6 +106,10 @@ def write_file(
       path: where; a file that is there is replaced when the new one is complete.
       tensors: the arrays by name.
       metadata: what else the header shall say.
+
+    Raises:
+      OSError: if it cannot be written.
+      ValueError: if the parts of a tensor do not make up its shape.
     """
     # Large elements first: each array then begins at a multiple of its element size.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -134,7 +138,13 @@ def write_file(
 def read_file(
     path: Path,
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Verify a file and return its metadata and its arrays, mapped into memory.
+    """Verify a file and map its arrays into memory.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      What the header says of the whole, and the arrays by name.
 
     Raises:
       FileError: if it is not a file of ours, or not as it was written.

@@ -1,13 +1,14 @@
 """Rows of keys and values to stored elements and back, quantised or not.
 
 One-byte dtypes keep a scale for each token and kv head: the largest magnitude of the
-row over the largest number of the dtype. A row is then quantised when it is written,
-once, and whatever is written later leaves it alone. A scale per block would have to be
-raised, and the block's earlier tokens rounded again, whenever a larger token came; a
-scale fixed beforehand needs data to calibrate it, and fails on what that lacked. The
-price is 2 bytes beside the head dim's: scales are bfloat16, rounded up. The rows are
-divided by the rounded scale, so nothing is lost by its rounding but at most 0.8% of the
-range, and nothing exceeds the range.
+row over the largest number of the dtype. A row is quantised once, when it is written,
+and whatever is written later leaves it alone. A scale per block would have to be raised
+whenever a larger token came, and the block's earlier tokens rounded again. A scale
+fixed beforehand needs data to calibrate it, and fails on what the data lacked.
+
+The price is 2 bytes beside the head dim's: scales are bfloat16, rounded up. The rows
+are divided by the rounded scale: nothing exceeds the range, and at most 0.8% of it is
+not used.
 
 (vLLM scales per tensor, or as here per token and head with float32 scales, its pull
 request 38378. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, which
@@ -16,6 +17,7 @@ needs groups of tokens that no longer change.)
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,7 @@ def quantise(
       The elements' bits, [..., D], and the bits of the scales, u16[...], None for a
       dtype that needs none. A row with NaN or infinity in it reads as NaN.
     """
+    chex.assert_type(rows, float)
     if not needs_scales(dtype):
         return _as_stored(rows.astype(dtype)), None
     rows = rows.astype(jnp.float32)
@@ -61,6 +64,7 @@ def restore(
     elements = _as_meant(elements, dtype)
     if scales is None:
         return elements
+    chex.assert_shape(scales, elements.shape[:-1])
     scales = _as_meant(scales, SCALE_DTYPE).astype(jnp.float32)
     return elements.astype(jnp.float32) * scales[..., None]
 

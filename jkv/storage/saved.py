@@ -57,7 +57,9 @@ def read_value(path: Path) -> Cache | Swapped:
             raise ValueError(f"it holds {sorted(leaves)}, which this jkv does not know")
         if isinstance(value, Swapped):
             whole: Any = value.contents.storage
-            held = dataclasses.replace(value.contents, storage=contents.cut(whole))
+            held = dataclasses.replace(
+                value.contents, storage=contents.cut_arrays(whole)
+            )
             return dataclasses.replace(value, contents=held)
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(path, f"is damaged: {error}") from error

@@ -19,8 +19,9 @@ from jkv.storage.contents import Contents
 class Swapped:
     """Sequences on the host, apart from any cache: a small pool of their own.
 
-    Its blocks are numbered from 0, those with tokens first; P of them have contents.
-    It can be pickled, and swapped in as often as you like.
+    B sequences share its blocks, which are numbered from 0. The first P blocks hold
+    tokens, and their contents are here. The others are reserved: the sequences may
+    still fill them. A `Swapped` can be pickled, and swapped in as often as you like.
 
     Example:
       >>> import jkv
@@ -33,13 +34,13 @@ class Swapped:
     """
 
     seq_ids: np.ndarray  # i32[B], the ids that the sequences had
-    block_tables: np.ndarray  # i32[B, M], `num_blocks` where nothing is mapped
+    block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
     context_lengths: np.ndarray  # i32[B], tokens of each sequence
     num_uses: np.ndarray  # u32[B], as in `Metadata`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
     contents: Contents  # of the P blocks with tokens
-    num_blocks: int  # reserved ones without contents included
+    num_blocks: int  # P and the reserved ones
     block_size: int  # tokens per block, T
     dtype: np.dtype[Any]  # that the stored bits mean
 
@@ -73,7 +74,11 @@ class Swapped:
 
 
 def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
-    """Return sequences as a host value; the cache, which may be on the host, stays.
+    """Return sequences as a host value; the cache stays as it is.
+
+    Args:
+      cache: on a device, or of numpy arrays, as a file gives it.
+      seq_ids: i32[B] or int, the sequences; -1 is padding.
 
     Raises:
       InvalidSequence: for an id that is not open or is named twice.

@@ -1,17 +1,7 @@
 """Out and back: sequences leave for host memory and return, to this cache or another.
 
 What crosses is the blocks that hold tokens, each once however many of the sequences
-share it (`jkv.contents`). What becomes of the rest of a sequence:
-
-* Reservations are kept, as a number of blocks without contents. A reservation promises
-  that `append` will not be refused; a sequence that was pushed aside for a while is
-  owed that promise still. `truncate` to the current length gives it up.
-* The stamps of the clock stay behind. They mean nothing on another cache's clock, and a
-  sequence that just returned must not look like the one used longest ago: `swap_in`
-  stamps as `allocate` does. How often it was used is no time, and goes along.
-* Recorded tokens and the domain of the prefix index go along. What a sequence had made
-  visible stays behind as cached blocks, for others to find as long as the pool can
-  spare them. The sequence itself, once back, makes no more blocks visible.
+share it (`jkv.storage.contents`).
 """
 
 import dataclasses
@@ -43,6 +33,10 @@ def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
 
     Other sequences may share their blocks and stay. The blocks with tokens are gathered
     on the device, which takes that much memory there until they have crossed.
+
+    Recorded tokens and domains of the prefix index go along. What a sequence had made
+    visible in the index stays behind as cached blocks, for others to find as long as
+    the pool can spare them.
 
     Args:
       cache: the cache.
@@ -78,6 +72,12 @@ def swap_in(
     shared with sequences that stayed, they now have for themselves. Tokens that were
     not recorded read as -1 in a cache that records them.
 
+    Reserved blocks are reserved again: a reservation promises that `append` will not be
+    refused, also after a time elsewhere (`truncate` to the current length gives it up).
+    The sequences are stamped by this cache's clock, as by `allocate`, and keep the
+    number of their uses. One that had begun to make blocks visible to the prefix index
+    makes no more of them visible.
+
     Args:
       cache: the cache.
       swapped: what `swap_out` returned; it stays valid.
@@ -89,7 +89,7 @@ def swap_in(
       cache's `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for a cache of another shape or dtype.
+      ValueError: for sequences from a cache of another shape or dtype.
 
     Example:
       >>> import jkv
@@ -116,7 +116,7 @@ def swap_in(
     if int(result.status[0]) != Status.OK:
         return cache.with_metadata(metadata), result
 
-    # Where each of the swapped blocks is now, by what the tables say.
+    # The new tables say where each of the swapped blocks is now.
     blocks = np.full(swapped.num_blocks + 1, cache.num_blocks, np.int32)
     columns = min(swapped.block_tables.shape[1], cache.max_blocks_per_sequence)
     blocks[swapped.block_tables[:, :columns]] = np.asarray(rows)[:, :columns]
@@ -154,19 +154,19 @@ class _Entering(NamedTuple):
             is_first=is_first.reshape(tables.shape),
             context_lengths=lengths,
             num_uses=swapped.num_uses,
-            committed=_known_to_index(swapped),
+            committed=_committed_on_return(swapped),
             salts=np.zeros_like(lengths) if salts is None else salts,
             num_blocks=np.int32(swapped.num_blocks),
             too_long=np.any(cut_off) | np.any(lengths > cache.max_context_length),
         )
 
 
-def _known_to_index(swapped: Swapped) -> np.ndarray:
-    """Return how much of each sequence the prefix index it enters knows, i32[B].
+def _committed_on_return(swapped: Swapped) -> np.ndarray:
+    """Return `PrefixIndex.committed` of the sequences in the cache they enter, i32[B].
 
-    Blocks that come in are not in the index, and may not be replaced by equal ones that
-    are, whose last bits can differ. As a block must not be visible before its parent, a
-    sequence that had begun to make its blocks visible is done with that (-1).
+    Their blocks are not in its index. They may not be replaced by equal ones that are,
+    as the last bits of the contents can differ, and no block may be visible before its
+    parent. So a sequence that had begun to make blocks visible is done with that (-1).
     """
     if swapped.committed is None:
         begun = swapped.context_lengths > 0

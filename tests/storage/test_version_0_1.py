@@ -6,6 +6,8 @@ token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
 """
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -55,3 +57,25 @@ def test_pickled_sequences_come_back() -> None:
     jkv.check(cache)
     for seq_id in back.seq_ids.tolist():
         assert_holds(cache, seq_id, 0, 9)
+
+
+def test_a_process_that_imports_only_pickle_reads_them(tmp_path: pathlib.Path) -> None:
+    """What version 0.1 pickled, and what is pickled today."""
+    old = FIXTURES / "swapped.pickle"
+    new = tmp_path / "swapped.pickle"
+    new.write_bytes(pickle.dumps(pickle.loads(old.read_bytes())))
+    script = (
+        "import pickle, sys\n"
+        "for path in sys.argv[1:]:\n"
+        "    with open(path, 'rb') as file:\n"
+        "        print(pickle.load(file))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, old, new],
+        cwd=pathlib.Path(jkv.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert first == second == repr(pickle.loads(old.read_bytes()))
