@@ -36,7 +36,7 @@ NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
 FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/python,$p)); \
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
-.PHONY: help generate test lint types test-oldest test-newest bench clean
+.PHONY: help generate test lint types newest test-oldest test-newest bench clean
 
 help:
 	@echo "make generate   set up, then continue a prompt with the bundled model"
@@ -47,7 +47,10 @@ help:
 generate: $(VENV)/.examples
 	$(VENV)/bin/python examples/generate.py
 
-test: lint types test-newest test-oldest
+# Both environments are set up side by side; then one thing at a time.
+test:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.test newest
+	@$(MAKE) --no-print-directory -j1 lint types test-newest test-oldest
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -66,12 +69,14 @@ ifndef PYTEST_ARGS
 	  $(VENV)/bin/python $(PYTEST) $(addprefix --ignore=,$(WITH_MLIR))
 endif
 
-test-newest:
-	@python=$$($(FIND_NEWEST)); \
-	if [ -z "$$python" ]; then \
+newest:
+	@python=$$($(FIND_NEWEST)); [ -z "$$python" ] || \
+	  $(MAKE) --no-print-directory $(NEWEST)/.test NEWEST_PYTHON=$$python
+
+test-newest: newest
+	@if [ ! -e $(NEWEST)/.test ]; then \
 	  echo "NEWEST JAX NOT TESTED: no Python 3.12 or newer found beside $(PYTHON)"; \
 	else \
-	  $(MAKE) --no-print-directory $(NEWEST)/.test NEWEST_PYTHON=$$python && \
 	  $(NEWEST)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
 	    sys.version_info[:2], "JAX", jax.__version__, "(newest)")' && \
 	  $(TEST_FLAGS) $(NEWEST)/bin/python $(PYTEST) $(PYTEST_ARGS); \

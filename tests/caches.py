@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
+from jkv.storage.placement import place
 
 WIDTH, ROWS, PROMPT = 4, 16, 16
 
@@ -62,7 +63,7 @@ def opened(*lengths, **changes):
 
 def copied(cache):
     """A cache with arrays of its own, to be donated."""
-    return jax.tree.map(lambda leaf: jnp.array(np.array(leaf)), cache)
+    return place(jax.device_get(cache), None)
 
 
 def with_free_blocks(cache, count):
@@ -100,10 +101,10 @@ def with_storage_filled(cache, value):
             bits = int(np.float32(value).view(np.uint32)) >> 16
         else:
             bits = value
-        return jnp.array(np.full(pool.shape, bits, pool.dtype))
+        return np.full(pool.shape, bits, pool.dtype)
 
     filled = {name: fill(name, pool) for name, pool in cache.storage.items()}
-    return cache.with_storage(filled)
+    return cache.with_storage(place(filled, None))
 
 
 def with_metadata(cache, **changes):

@@ -42,6 +42,7 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert "nothing failed" in capsys.readouterr().out
 
 
+@pytest.mark.one_end
 @pytest.mark.usefixtures("few_cases")
 def test_wrong_attention_is_reported(tmp_path, monkeypatch):
     right = correctness.paged_attention
@@ -56,6 +57,7 @@ def test_wrong_attention_is_reported(tmp_path, monkeypatch):
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
 
 
+@pytest.mark.one_end
 @pytest.mark.usefixtures("few_cases")
 def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     free = bookkeeping.free

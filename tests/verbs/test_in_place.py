@@ -12,7 +12,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from caches import small_cache
+from caches import small_cache, small_config
 
 import jkv
 from jkv.config.dtypes import needs_scales
@@ -300,8 +300,10 @@ class TestTheCountCanFail:
 def test_the_first_donated_step_is_in_place():
     """A fresh cache has memory of its own: nothing in it is borrowed from numpy."""
     step = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache), donate_argnums=0)
-    for num_blocks in range(8, 16):  # where numpy puts an array is chance
-        cache = small_cache(num_blocks=num_blocks, prefix_caching=True)
+    kept = []  # so that the next one lies elsewhere: where numpy puts it is chance
+    for _ in range(8):
+        kept.append(jkv.init(small_config(prefix_caching=True)))
+        cache = jkv.init(small_config(prefix_caching=True))
         before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)}
         after = jax.tree.leaves(step(cache))
         assert {leaf.unsafe_buffer_pointer() for leaf in after} == before
