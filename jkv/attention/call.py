@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import chex  # type: ignore[import-untyped]  # it ships no types
+import chex
 import jax
 import jax.numpy as jnp
 

@@ -5,6 +5,7 @@ tokens 100 to 108, sequence 1 tokens 109 to 114, sequence 2 is a fork of 0. The 
 token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
 """
 
+import pathlib
 import pickle
 import subprocess
 import sys

@@ -1,54 +1,23 @@
 """Making the blocks that a step filled visible to the prefix index."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, requests
+from jkv.metadata import allocator
 from jkv.metadata.entries import ENTRIES_PER_TRIP, for_each_entry
-from jkv.metadata.prefixes import hash_tables, hashing, holes
-from jkv.metadata.prefixes.prefix_index import forget, index_of, tokens_of
+from jkv.metadata.prefixes import hash_tables, holes
+from jkv.metadata.prefixes.columns import (
+    Chains,
+    Columns,
+    Lanes,
+    describe,
+    find_chains,
+    first_lanes,
+)
+from jkv.metadata.prefixes.prefix_index import forget, index_of
 from jkv.state import Batch, Metadata, PrefixIndex
-
-
-class _Chains(NamedTuple):
-    """What a commit does for each request of its batch."""
-
-    seq_ids: jax.Array  # i32[B]
-    continues: jax.Array  # bool[B], whether the step may become visible
-    first: jax.Array  # i32[B], the first column to make visible
-    num_columns: jax.Array  # i32[B]
-    salts: jax.Array  # i32[B]
-
-
-class _Lanes(NamedTuple):
-    """The columns one trip of a commit makes visible, request after request."""
-
-    request: jax.Array | None  # i32[P]; None: lane i is the only one of request i
-    rank: jax.Array  # i32[P], columns from the request's first one
-    valid: jax.Array  # bool[P]
-    unbroken: jax.Array  # bool[P], the columns of earlier trips are visible
-
-    def spread(self, values: jax.Array) -> jax.Array:
-        """Give each lane the value of its request: [B] to [P]."""
-        return values if self.request is None else values[self.request]
-
-
-class _Columns(NamedTuple):
-    """The full block of each lane, and the prefix that it ends."""
-
-    row: jax.Array  # i32[P], of the tables; S where the lane is not valid
-    column: jax.Array  # i32[P]
-    block: jax.Array  # i32[P]
-    tokens: jax.Array  # i32[P, T]
-    salts: jax.Array  # i32[P]
-    owners: jax.Array  # i32[P], table entries that name the block
-    hashes: jax.Array  # u32[P], of the prefix up to the block's end
-    hashes_above: jax.Array  # u32[P], up to its beginning
-    is_first: jax.Array  # bool[P], the first lane of its request in this trip
-    before: jax.Array  # i32[P], the block before the first lane's, N for none
 
 
 def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
@@ -58,7 +27,7 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
       metadata: with an index; the step's keys and values are written.
       batch: the step.
     """
-    chains = _find_chains(metadata, batch)
+    chains = find_chains(metadata, batch)
     lengths = jnp.zeros_like(chains.first)
     if batch.is_decoding and lengths.shape[0] <= ENTRIES_PER_TRIP:
         metadata, lengths = _commit_one_each(metadata, lengths, chains)
@@ -78,7 +47,7 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
 
 
 def _commit_one_each(
-    metadata: Metadata, lengths: jax.Array, chains: _Chains
+    metadata: Metadata, lengths: jax.Array, chains: Chains
 ) -> tuple[Metadata, jax.Array]:
     """Commit a step of one row each, which fills one block of a sequence at most.
 
@@ -86,7 +55,7 @@ def _commit_one_each(
     nothing is done where no block is full.
     """
     fills = chains.num_columns > 0
-    lanes = _Lanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
+    lanes = Lanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
     return jax.lax.fori_loop(
         jnp.int32(0),
         jnp.any(fills).astype(jnp.int32),
@@ -96,7 +65,7 @@ def _commit_one_each(
 
 
 def _commit_runs(
-    metadata: Metadata, lengths: jax.Array, chains: _Chains, num_rows: int
+    metadata: Metadata, lengths: jax.Array, chains: Chains, num_rows: int
 ) -> tuple[Metadata, jax.Array]:
     """Commit a step of any rows: each sequence fills a run of blocks."""
 
@@ -108,8 +77,8 @@ def _commit_runs(
         valid: jax.Array,
     ) -> tuple[Metadata, jax.Array]:
         metadata, lengths = carry
-        unbroken = lengths[request] == rank[_first_lanes(rank)]
-        lanes = _Lanes(request, rank, valid, unbroken)
+        unbroken = lengths[request] == rank[first_lanes(rank)]
+        lanes = Lanes(request, rank, valid, unbroken)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
     # No batch fills more blocks than its rows have room for, and one each.
@@ -117,34 +86,8 @@ def _commit_runs(
     return for_each_entry(chains.num_columns, most, enter, (metadata, lengths))
 
 
-def _find_chains(metadata: Metadata, batch: Batch) -> _Chains:
-    """Find which sequences go on with what is visible of them, and where.
-
-    The step must continue what is visible, of the sequence that it was planned for.
-    """
-    prefix, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
-    assert batch.epochs is not None, "append stamps its batch if there is an index"
-    committed = prefix.committed.at[seq_ids].get(mode="clip")
-    current = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    continues = (
-        (batch.query_lengths > 0)
-        & requests.is_live(metadata, seq_ids)
-        & (prefix.epochs.at[seq_ids].get(mode="clip") == batch.epochs)
-        & (committed == batch.context_lengths - batch.query_lengths)
-        & (batch.context_lengths <= current)
-    )
-    first = jnp.where(continues, committed // size, 0)
-    return _Chains(
-        seq_ids=seq_ids,
-        continues=continues,
-        first=first,
-        num_columns=jnp.where(continues, batch.context_lengths // size - first, 0),
-        salts=prefix.sequence_salts.at[seq_ids].get(mode="clip"),
-    )
-
-
 def _commit_lanes(
-    metadata: Metadata, lengths: jax.Array, chains: _Chains, lanes: _Lanes
+    metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: Lanes
 ) -> tuple[Metadata, jax.Array]:
     """Make one full block per lane visible.
 
@@ -158,7 +101,7 @@ def _commit_lanes(
       The metadata and the new lengths.
     """
     nothing = metadata.num_blocks
-    columns = _describe(metadata, chains, lanes)
+    columns = describe(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
     metadata, answer = hash_tables.insert(
         metadata,
@@ -185,52 +128,8 @@ def _commit_lanes(
     return _replace_equal(metadata, columns, answer, is_visible & ~entered), lengths
 
 
-def _describe(metadata: Metadata, chains: _Chains, lanes: _Lanes) -> _Columns:
-    """Look up the lanes' blocks, and hash the prefixes that they end."""
-    nothing = metadata.num_blocks
-    salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank
-    row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), metadata.max_sequences)
-
-    def mapped(column: jax.Array) -> jax.Array:
-        column = jnp.where(column < 0, metadata.max_blocks_per_sequence, column)
-        return metadata.block_tables.at[row, column].get(
-            mode="fill", fill_value=nothing
-        )
-
-    block, before = mapped(column), mapped(column - 1)
-    tokens = tokens_of(metadata).at[block].get(mode="clip")
-    # What precedes the first lane of a request is visible; from there hashes are sums.
-    terms = hashing.column_hash(tokens, column)
-    hashes_before = index_of(metadata).hashes.at[before].get(mode="clip")
-    above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
-    hashes, is_first = above + terms, jnp.ones_like(lanes.valid)
-    if lanes.request is not None:
-        first_lane = _first_lanes(lanes.rank)
-        is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
-        sums = jnp.cumsum(terms, dtype=jnp.uint32)
-        hashes = (hashes - sums)[first_lane] + sums
-        above = jnp.where(is_first, above, jnp.roll(hashes, 1))
-    return _Columns(
-        row=row,
-        column=column,
-        block=block,
-        tokens=tokens,
-        salts=salts,
-        owners=metadata.reference_counts.at[block].get(mode="fill", fill_value=0),
-        hashes=hashes,
-        hashes_above=above,
-        is_first=is_first,
-        before=before,
-    )
-
-
-def _first_lanes(rank: jax.Array) -> jax.Array:
-    """Return the lane where the request of each lane begins in this trip, i32[P]."""
-    return jnp.maximum(jnp.arange(rank.shape[0], dtype=jnp.int32) - rank, 0)
-
-
 def _find_fit(
-    metadata: Metadata, lengths: jax.Array, lanes: _Lanes, columns: _Columns
+    metadata: Metadata, lengths: jax.Array, lanes: Lanes, columns: Columns
 ) -> jax.Array:
     """Return which lanes' blocks may be looked for or entered, bool[P].
 
@@ -249,7 +148,7 @@ def _find_fit(
 
 
 def _replace_equal(
-    metadata: Metadata, columns: _Columns, answer: jax.Array, replaced: jax.Array
+    metadata: Metadata, columns: Columns, answer: jax.Array, replaced: jax.Array
 ) -> Metadata:
     """Put equal blocks, i32[P], in the place of own ones, which go back to the pool."""
     nothing = metadata.num_blocks
@@ -263,7 +162,7 @@ def _replace_equal(
 
 def _prove(
     prefix: PrefixIndex,
-    lanes: _Lanes,
+    lanes: Lanes,
     lengths: jax.Array,
     answer: jax.Array,
     parent: jax.Array,

@@ -1,0 +1,119 @@
+"""The full blocks that a step filled, and the prefixes that they end."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import requests
+from jkv.metadata.prefixes import hashing
+from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
+from jkv.state import Batch, Metadata
+
+
+class Chains(NamedTuple):
+    """What a commit does for each request of its batch."""
+
+    seq_ids: jax.Array  # i32[B]
+    continues: jax.Array  # bool[B], whether the step may become visible
+    first: jax.Array  # i32[B], the first column to make visible
+    num_columns: jax.Array  # i32[B]
+    salts: jax.Array  # i32[B]
+
+
+class Lanes(NamedTuple):
+    """The columns one trip of a commit makes visible, request after request."""
+
+    request: jax.Array | None  # i32[P]; None: lane i is the only one of request i
+    rank: jax.Array  # i32[P], columns from the request's first one
+    valid: jax.Array  # bool[P]
+    unbroken: jax.Array  # bool[P], the columns of earlier trips are visible
+
+    def spread(self, values: jax.Array) -> jax.Array:
+        """Give each lane the value of its request: [B] to [P]."""
+        return values if self.request is None else values[self.request]
+
+
+class Columns(NamedTuple):
+    """The full block of each lane, and the prefix that it ends."""
+
+    row: jax.Array  # i32[P], of the tables; S where the lane is not valid
+    column: jax.Array  # i32[P]
+    block: jax.Array  # i32[P]
+    tokens: jax.Array  # i32[P, T]
+    salts: jax.Array  # i32[P]
+    owners: jax.Array  # i32[P], table entries that name the block
+    hashes: jax.Array  # u32[P], of the prefix up to the block's end
+    hashes_above: jax.Array  # u32[P], up to its beginning
+    is_first: jax.Array  # bool[P], the first lane of its request in this trip
+    before: jax.Array  # i32[P], the block before the first lane's, N for none
+
+
+def find_chains(metadata: Metadata, batch: Batch) -> Chains:
+    """Find which sequences go on with what is visible of them, and where.
+
+    The step must continue what is visible, of the sequence that it was planned for.
+    """
+    prefix, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
+    assert batch.epochs is not None, "append stamps its batch if there is an index"
+    committed = prefix.committed.at[seq_ids].get(mode="clip")
+    current = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    continues = (
+        (batch.query_lengths > 0)
+        & requests.is_live(metadata, seq_ids)
+        & (prefix.epochs.at[seq_ids].get(mode="clip") == batch.epochs)
+        & (committed == batch.context_lengths - batch.query_lengths)
+        & (batch.context_lengths <= current)
+    )
+    first = jnp.where(continues, committed // size, 0)
+    return Chains(
+        seq_ids=seq_ids,
+        continues=continues,
+        first=first,
+        num_columns=jnp.where(continues, batch.context_lengths // size - first, 0),
+        salts=prefix.sequence_salts.at[seq_ids].get(mode="clip"),
+    )
+
+
+def describe(metadata: Metadata, chains: Chains, lanes: Lanes) -> Columns:
+    """Look up the lanes' blocks, and hash the prefixes that they end."""
+    nothing = metadata.num_blocks
+    salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank
+    row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), metadata.max_sequences)
+
+    def mapped(column: jax.Array) -> jax.Array:
+        column = jnp.where(column < 0, metadata.max_blocks_per_sequence, column)
+        return metadata.block_tables.at[row, column].get(
+            mode="fill", fill_value=nothing
+        )
+
+    block, before = mapped(column), mapped(column - 1)
+    tokens = tokens_of(metadata).at[block].get(mode="clip")
+    # What precedes the first lane of a request is visible; from there hashes are sums.
+    terms = hashing.column_hash(tokens, column)
+    hashes_before = index_of(metadata).hashes.at[before].get(mode="clip")
+    above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
+    hashes, is_first = above + terms, jnp.ones_like(lanes.valid)
+    if lanes.request is not None:
+        first_lane = first_lanes(lanes.rank)
+        is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
+        sums = jnp.cumsum(terms, dtype=jnp.uint32)
+        hashes = (hashes - sums)[first_lane] + sums
+        above = jnp.where(is_first, above, jnp.roll(hashes, 1))
+    return Columns(
+        row=row,
+        column=column,
+        block=block,
+        tokens=tokens,
+        salts=salts,
+        owners=metadata.reference_counts.at[block].get(mode="fill", fill_value=0),
+        hashes=hashes,
+        hashes_above=above,
+        is_first=is_first,
+        before=before,
+    )
+
+
+def first_lanes(rank: jax.Array) -> jax.Array:
+    """Return the lane where the request of each lane begins in this trip, i32[P]."""
+    return jnp.maximum(jnp.arange(rank.shape[0], dtype=jnp.int32) - rank, 0)
