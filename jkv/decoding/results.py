@@ -56,7 +56,7 @@ class Generation(NamedTuple):
     lengths: jax.Array  # i32[B], new tokens of each sequence
     reasons: jax.Array  # i32[B], `FinishReason`
     logprobs: jax.Array  # f32[B, G], of each token under the model, 0 past the end
-    statistics: Statistics
+    statistics: Statistics  # what it took to make them
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +67,7 @@ class GenerationState:
     The last token of each running sequence has been chosen but is not in the cache.
     """
 
-    result: Generation
+    result: Generation  # what there is so far
     seq_ids: jax.Array  # i32[B], rows of the cache, -1 once a sequence has ended
     limits: jax.Array  # i32[B], new tokens each may have, at most G
     stop_tokens: jax.Array  # i32[E]

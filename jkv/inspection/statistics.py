@@ -29,7 +29,7 @@ class Stats:
     live_blocks: int  # named by an open sequence's table
     shared_blocks: int  # of the live ones, those with several owners
     pinned_blocks: int  # of the live ones, those indexed: cached, were they let go
-    live_sequences: int
+    live_sequences: int  # open rows of the block tables
     max_sequences: int  # S
     tokens: int  # sum of the context lengths; a shared token counts for each owner
 
@@ -37,12 +37,12 @@ class Stats:
     frees: int  # live blocks that became free
     peak_blocks: int  # most blocks live at one time; after a `resize`, that still fit
     refusals: dict[Status, int]  # requests refused, by cause
-    evicted_sequences: int
+    evicted_sequences: int  # closed by `evict`
     evicted_blocks: int  # cached blocks that lost their contents
     prefix_queries: int  # prompts looked up
     prefix_tokens: int  # their tokens
     prefix_hits: int  # of these tokens, those found
-    compactions: int
+    compactions: int  # calls of `compact`, and resizes that renumber
     last_compaction: int | None  # clock of the last one; None: there was none
     clock: int  # calls that served a request
 

@@ -75,7 +75,11 @@ RAISE_NOTHING = {
     "clock",
     "commit",
     "compact",
+    "fragmentation",
+    "init",
+    "memory_profile",
     "num_free_blocks",
+    "stats",
 }
 
 

@@ -62,7 +62,7 @@ def test_pickled_sequences_come_back() -> None:
 
 def test_a_process_that_imports_only_pickle_reads_them(tmp_path: pathlib.Path) -> None:
     """What version 0.1 pickled, and what is pickled today."""
-    old = FIXTURES / "swapped.pickle"
+    old = WRITTEN / "swapped.pickle"
     new = tmp_path / "swapped.pickle"
     new.write_bytes(pickle.dumps(pickle.loads(old.read_bytes())))
     script = (
