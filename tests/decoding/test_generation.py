@@ -33,13 +33,13 @@ call = jax.jit(lambda model, *arguments: model(*arguments), static_argnums=0)
 
 @functools.cache
 def attention_params():
-    keys = iter(jax.random.split(jax.random.key(3), 6))
+    rng = np.random.default_rng(3)
     width = HEADS * DIM
 
     def draw(*shape):
-        return jax.random.normal(next(keys), shape, jnp.float32) / shape[-2] ** 0.5
+        return rng.standard_normal(shape, np.float32) / np.float32(shape[-2] ** 0.5)
 
-    return dict(
+    params = dict(
         embedding=4 * draw(VOCABULARY, width),
         positions=4 * draw(64, width),
         layers=dict(
@@ -49,6 +49,7 @@ def attention_params():
         ),
         head=2 * draw(width, VOCABULARY),
     )
+    return jax.device_put(params)
 
 
 def attention_model(params, tokens, cache, batch, *, all_rows=False):
@@ -113,6 +114,7 @@ def fresh_cache(free_blocks=64, free_rows=ROWS, **changes):
         block_size=4,
         max_sequences=ROWS + 8,
         max_context_length=CONTEXT,
+        record_tokens=True,
     )
     cache = small_cache(**(fields | changes))
     # One sequence holds eight blocks at most, and every other row is taken.
@@ -194,28 +196,23 @@ def eager_greedy(prompt):
     for _ in range(NEW_TOKENS):
         cache, batch = jkv.append(cache, opened.seq_ids, [len(rows)], capacity=9)
         jkv.raise_for_status(batch.status)
-        tokens = jnp.array(rows + [0] * (9 - len(rows)))
+        tokens = np.array(rows + [0] * (9 - len(rows)), np.int32)
         logits, cache = call(attention_model, attention_params(), tokens, cache, batch)
         cache = jkv.commit(cache, batch)
-        text.append(int(jnp.argmax(logits[0])))
+        text.append(int(np.argmax(np.asarray(logits)[0])))
         rows = text[-1:]
     return text
 
 
-@pytest.mark.parametrize("chunk_size", [5, decoding.generation.CHUNK_SIZE])
-def test_greedy_equals_eager_loop_and_dense_recomputation(chunk_size):
+def test_greedy_equals_eager_loop_and_dense_recomputation():
     before = fresh_cache()
     cache, result = generate(
-        attention_model,
-        attention_params(),
-        before,
-        **arguments(PROMPTS),
-        chunk_size=chunk_size,
+        attention_model, attention_params(), before, **arguments(PROMPTS)
     )
     assert_as_before(cache, before)
     assert reasons(result) == ["LENGTH"] * 4 + ["EMPTY_PROMPT"] * 4
-    # 21 prompt tokens in chunks, then a step for each token but the first.
-    assert result.statistics.num_steps == -(-21 // chunk_size) + NEW_TOKENS - 1
+    # All prompt tokens in one chunk, then a step for each token but the first.
+    assert result.statistics.num_steps == 1 + NEW_TOKENS - 1
     assert texts(result)[0] == eager_greedy(tuple(PROMPTS[0]))
     for i, prompt in enumerate(PROMPTS):
         text = texts(result)[i]
@@ -395,7 +392,9 @@ def test_any_pool_ends_every_sequence_with_a_reason():
 def test_other_sequences_of_the_cache_stay_as_they_are():
     cache, opened = jkv.allocate(fresh_cache(free_rows=9), [0])
     cache, batch = jkv.append(cache, opened.seq_ids, [6], capacity=9)
-    _, cache = call(attention_model, attention_params(), jnp.arange(9), cache, batch)
+    _, cache = call(
+        attention_model, attention_params(), np.arange(9, dtype=np.int32), cache, batch
+    )
     before = [np.asarray(a) for a in jkv.read(cache, 1, opened.seq_ids[0])]
     assert before[2] == 6 and np.isfinite(before[0][:6]).all()
     cache, _ = generate(
@@ -474,21 +473,31 @@ def test_steps_from_the_host_equal_the_whole():
 
 
 def test_a_generation_can_be_left_at_any_step():
-    before = fresh_cache(record_tokens=True)
-    cache, state = prefill(
-        counting_model, None, before, **arguments(PROMPTS, stops=(7, 99))
-    )
-    cache, state = decode(counting_model, None, cache, state, num_steps=2)
-    # The prompts that end in 6 have stopped already: their ids are padding now.
-    assert state.is_running.tolist() == [True, False, True] + [False] * 5
+    whole, *_ = run(attention_model, PROMPTS)
+    # Token 2 stops the third text at once, the second in its fifth token.
+    assert [(text + [2]).index(2) for text in whole] == [4, 4, 1, 8]
+    options, params = arguments(PROMPTS, stops=(2, 99)), attention_params()
+    sampling, before = options["sampling"], fresh_cache()
+
+    def two_steps(cache, state):
+        return decode(
+            attention_model, params, cache, state, sampling=sampling, num_steps=2
+        )
+
+    cache, state = two_steps(*prefill(attention_model, params, before, **options))
+    # What stopped is closed already: its id is padding now.
+    assert state.is_running.tolist() == [True, True, False, True] + [False] * 4
     # Where the cache records tokens, the ones fed to the model are there.
-    assert jkv.tokens(cache, state.seq_ids[2])[:6].tolist() == [5, 3, 5, 8, 9, 10]
-    # One is freed: the next step finds it gone, and the other goes on.
+    recorded = jkv.tokens(cache, state.seq_ids[1]).tolist()
+    assert recorded[:4] == [*PROMPTS[1], *whole[1][:2], -1]
+    # One is freed: the next step finds it gone, and the others go on.
     cache, status = jkv.free(cache, state.seq_ids[:1])
     jkv.raise_for_status(status)
-    cache, state = decode(counting_model, None, cache, state, num_steps=2)
-    assert reasons(state.result)[:3] == ["CANCELLED", "STOP", "RUNNING"]
-    assert texts(state.result)[::2][:2] == [[3, 4, 5], [9, 10, 11, 12, 13]]
+    cache, state = two_steps(cache, state)
+    assert reasons(state.result)[:4] == ["CANCELLED", "STOP", "STOP", "RUNNING"]
+    lengths = [3, 5, 2, 5]
+    expected = [text[:n] for text, n in zip(whole, lengths, strict=True)]
+    assert texts(state.result)[:4] == expected
     # Then all that are left.
     cache, status = jkv.free(cache, state.seq_ids)
     jkv.raise_for_status(status)
@@ -513,18 +522,15 @@ def test_one_trace_however_values_change():
     )
     cache = fresh_cache()
     for step in range(3):
-        cache, result = jitted(
-            counting_model,
+        jax.eval_shape(
+            functools.partial(jitted, counting_model, max_new_tokens=5),
             None,
             cache,
             padded([[step] * (step + 1), [10]], num_rows=2),
-            max_new_tokens=5,
-            limits=jnp.array([step, 5]),
+            limits=np.array([step, 5]),
             stop_tokens=(step + 12,),
             sampling=Sampling(temperature=0.1 * step, top_k=step, seeds=step),
         )
-        assert reasons(result) == ["LENGTH", "STOP"]
-        assert result.lengths.tolist() == [step, step + 2]
 
 
 def test_donated_and_in_place():
@@ -555,7 +561,7 @@ def test_donated_and_in_place():
 
 def test_wrong_arguments_are_named():
     start = functools.partial(decoding.generate, counting_model, None, fresh_cache())
-    one = padded([[1]], num_rows=1)
+    one = jnp.asarray(padded([[1]], num_rows=1))
     with pytest.raises(ValueError, match=r"i32\[B, P\].*got int32\[3\]"):
         start(jnp.arange(3, dtype=jnp.int32), max_new_tokens=1)
     with pytest.raises(ValueError, match="got float32"):
