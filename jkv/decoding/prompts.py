@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
                 "prompts must be i32[B, P], one prompt a row and -1 after its end, got "
                 f"{tokens.dtype}{list(tokens.shape)}"
             )
-        tokens = tokens.astype(jnp.int32)
+        tokens = jnp.asarray(tokens, jnp.int32)
         is_token = (tokens >= 0).astype(jnp.int32)
         is_token = jnp.cumprod(is_token, axis=1, dtype=jnp.int32)
         return cls(tokens, jnp.sum(is_token, axis=1, dtype=jnp.int32))
