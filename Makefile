@@ -88,6 +88,7 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/generate.py
 	$(VENV)/bin/python benchmarks/reuse.py
 	$(VENV)/bin/python benchmarks/accuracy.py
+	$(VENV)/bin/python benchmarks/compile.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
