@@ -21,7 +21,7 @@ class Chains(NamedTuple):
     salts: jax.Array  # i32[B]
 
 
-class Lanes(NamedTuple):
+class CommitLanes(NamedTuple):
     """The columns one trip of a commit makes visible, request after request."""
 
     request: jax.Array | None  # i32[P]; None: lane i is the only one of request i
@@ -75,7 +75,7 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
     )
 
 
-def describe(metadata: Metadata, chains: Chains, lanes: Lanes) -> Columns:
+def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> Columns:
     """Look up the lanes' blocks, and hash the prefixes that they end."""
     nothing = metadata.num_blocks
     salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank

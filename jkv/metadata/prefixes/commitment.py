@@ -11,8 +11,8 @@ from jkv.metadata.prefixes import hash_tables, holes
 from jkv.metadata.prefixes.columns import (
     Chains,
     Columns,
-    Lanes,
-    describe,
+    CommitLanes,
+    describe_blocks,
     find_chains,
     first_lanes,
 )
@@ -55,7 +55,7 @@ def _commit_one_each(
     nothing is done where no block is full.
     """
     fills = chains.num_columns > 0
-    lanes = Lanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
+    lanes = CommitLanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
     return jax.lax.fori_loop(
         jnp.int32(0),
         jnp.any(fills).astype(jnp.int32),
@@ -78,7 +78,7 @@ def _commit_runs(
     ) -> tuple[Metadata, jax.Array]:
         metadata, lengths = carry
         unbroken = lengths[request] == rank[first_lanes(rank)]
-        lanes = Lanes(request, rank, valid, unbroken)
+        lanes = CommitLanes(request, rank, valid, unbroken)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
     # No batch fills more blocks than its rows have room for, and one each.
@@ -87,7 +87,7 @@ def _commit_runs(
 
 
 def _commit_lanes(
-    metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: Lanes
+    metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
 ) -> tuple[Metadata, jax.Array]:
     """Make one full block per lane visible.
 
@@ -101,7 +101,7 @@ def _commit_lanes(
       The metadata and the new lengths.
     """
     nothing = metadata.num_blocks
-    columns = describe(metadata, chains, lanes)
+    columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
     metadata, answer = hash_tables.insert(
         metadata,
@@ -129,7 +129,7 @@ def _commit_lanes(
 
 
 def _find_fit(
-    metadata: Metadata, lengths: jax.Array, lanes: Lanes, columns: Columns
+    metadata: Metadata, lengths: jax.Array, lanes: CommitLanes, columns: Columns
 ) -> jax.Array:
     """Return which lanes' blocks may be looked for or entered, bool[P].
 
@@ -162,7 +162,7 @@ def _replace_equal(
 
 def _prove(
     prefix: PrefixIndex,
-    lanes: Lanes,
+    lanes: CommitLanes,
     lengths: jax.Array,
     answer: jax.Array,
     parent: jax.Array,
