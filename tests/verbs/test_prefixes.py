@@ -186,6 +186,20 @@ def test_equal_prefixes_of_one_step_are_stored_once(count, length, expected):
     assert free_count(cache) == 8 - len(set(sum(expected, [])))
 
 
+def test_a_decoding_step_is_committed_like_any_other():
+    """A lane for each request, which is known of it, does what runs of blocks do."""
+    cache = started(PROMPT[:3], PROMPT[:7], [*PROMPT[:2], 99], PROMPT[:3])
+    last = [PROMPT[3], PROMPT[7], 5, PROMPT[3]]
+    cache, batch = jkv.append(cache, list(range(4)), tokens=jnp.asarray(last))
+    assert batch.is_decoding
+    as_any = dataclasses.replace(batch, is_decoding=False)
+    one_each = jkv.commit(cache, batch).metadata
+    chex.assert_trees_all_equal(one_each, jkv.commit(cache, as_any).metadata)
+    # Sequences 0 and 3 now have the block that sequence 1 began with; 2 has its own.
+    shared, own = table(cache, 1)[0], table(cache, 2)[0]
+    assert one_each.block_tables[:4, 0].tolist() == [shared, shared, own, shared]
+
+
 def test_a_write_never_reaches_a_cached_block():
     cache = started(PROMPT)
     cache, status = truncate(cache, 0, 6)
