@@ -4,9 +4,11 @@ import jax
 
 from jkv.attention import paged_attention
 from jkv.state import Batch, Cache
-from jkv.verbs.writing import any_layer, check_layer
+from jkv.state.entry import takes_cache
+from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
 
 
+@takes_cache
 def attend(
     cache: Cache,
     layer: jax.Array | int,
@@ -41,7 +43,8 @@ def attend(
       [R, H, Dv] in the queries' dtype; rows that no request owns are zero.
 
     Raises:
-      ValueError: for queries of the wrong shape, or a cache without storage.
+      ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
+        layer known not to exist, or a cache without storage.
       NotImplementedError: if the implementation named cannot do what is asked.
 
     Example:
@@ -56,11 +59,8 @@ def attend(
       (1, 2, 8)
     """
     check_layer(cache, layer)
-    if queries.ndim != 3 or queries.shape[0] != batch.num_rows:
-        raise ValueError(
-            f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
-            f"the batch, got {list(queries.shape)}"
-        )
+    check_batch(cache, batch)
+    check_queries(batch, queries)
     return paged_attention(
         queries,
         cache.keys,

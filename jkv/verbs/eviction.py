@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Counter, Status
 
 
+@takes_cache
 def clock(cache: Cache) -> jax.Array:
     """Return the time by the cache's logical clock.
 
@@ -34,6 +36,7 @@ def clock(cache: Cache) -> jax.Array:
     return counters.now(cache.metadata)
 
 
+@takes_cache
 def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Mark sequences as used now.
 
@@ -64,6 +67,7 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     return cache.with_metadata(metadata), status
 
 
+@takes_cache
 def least_recently_used(
     cache: Cache, num_sequences: int, *, exclude: Integers = NO_SEQUENCE
 ) -> jax.Array:
@@ -99,6 +103,7 @@ def least_recently_used(
     return _oldest_first(cache.metadata, exclude)[0][:num_sequences]
 
 
+@takes_cache
 def evict(
     cache: Cache, num_blocks: jax.Array | int, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
@@ -138,6 +143,7 @@ def evict(
     return cache.with_metadata(metadata), evicted
 
 
+@takes_cache
 def evict_older_than(
     cache: Cache, age: jax.Array | int, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:

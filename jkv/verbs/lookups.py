@@ -9,6 +9,7 @@ from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata, Slots
+from jkv.state.entry import takes_cache
 
 
 class BlockInfo(NamedTuple):
@@ -19,6 +20,7 @@ class BlockInfo(NamedTuple):
     is_cached: jax.Array  # bool[], whether it is free and still found by its prefix
 
 
+@takes_cache
 def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     """Return the blocks of a sequence in order.
 
@@ -42,6 +44,7 @@ def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     return table_of(cache.metadata, requests.as_index(seq_id))
 
 
+@takes_cache
 def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
     """Return the slots of token positions, one position per sequence id.
 
@@ -71,6 +74,7 @@ dtype=int32))
     )
 
 
+@takes_cache
 def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     """Return the token ids recorded for a sequence.
 
@@ -103,6 +107,7 @@ def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     return _tokens(cache.metadata, cache.metadata.tokens, requests.as_index(seq_id))
 
 
+@takes_cache
 def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
     """Return the state of one block.
 
@@ -126,6 +131,7 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
     return _block_info(cache.metadata, requests.as_index(block_id))
 
 
+@takes_cache
 def num_free_blocks(cache: Cache) -> jax.Array:
     """Return the number of blocks that can be handed out.
 

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import requests
 from jkv.state import Cache
+from jkv.state.entry import takes_cache
 from jkv.storage import quantization
+from jkv.verbs.arguments import check_layer
 from jkv.verbs.lookups import length_of, table_of
-from jkv.verbs.writing import check_layer
 
 
+@takes_cache
 def read(
     cache: Cache, layer: jax.Array | int, seq_id: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -43,6 +45,7 @@ def read(
     return _read(cache, requests.as_index(layer), requests.as_index(seq_id))
 
 
+@takes_cache
 def read_slot(
     cache: Cache,
     layer: jax.Array | int,

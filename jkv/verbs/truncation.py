@@ -10,10 +10,12 @@ from jkv.metadata.prefixes import prefix_index, sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
+@takes_cache
 def truncate(
     cache: Cache, seq_ids: Integers, lengths: Integers
 ) -> tuple[Cache, jax.Array]:

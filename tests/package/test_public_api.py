@@ -73,7 +73,6 @@ RAISE_NOTHING = {
     "block_ids",
     "block_info",
     "clock",
-    "commit",
     "compact",
     "fragmentation",
     "init",
