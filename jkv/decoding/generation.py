@@ -30,7 +30,7 @@ from jkv.decoding.prompts import (
 from jkv.decoding.results import Generation, GenerationState
 from jkv.decoding.sampling import GREEDY, Sampling
 from jkv.decoding.step import choose_tokens, decode_step
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
@@ -198,7 +198,7 @@ def decode(
     state: GenerationState,
     *,
     sampling: Sampling = GREEDY,
-    num_steps: jax.Array | int | None = None,
+    num_steps: Integer | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Generate on, one token a step for each running sequence.
 
@@ -236,7 +236,7 @@ def decode(
     """
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max
-    steps_left = jnp.asarray(num_steps, jnp.int32)
+    steps_left = jnp.asarray(as_index(num_steps))
 
     def goes_on(carry: tuple[jax.Array, Cache, GenerationState]) -> jax.Array:
         steps_left, _, state = carry

@@ -4,6 +4,7 @@ A verb first finds a `Status` for every request from the state before the call, 
 applies what was served.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,10 @@ from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.state import NO_SEQUENCE, Metadata
 from jkv.status import Status, UsageError
 
-# Of any integer type: an array, a number, or a list, tuple or range of numbers.
+# One number, and several, of any integer type.
+Integer = jax.Array | np.ndarray | np.integer[Any] | int
+
+# An array, a number, or a list, tuple or range of numbers.
 Integers = jax.typing.ArrayLike | Sequence[int] | Sequence[np.integer[Any]]
 
 # Token ids, a row for each prompt: an array, or one list of numbers for each.
@@ -50,11 +54,42 @@ def broadcast(
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
-def as_index(value: jax.Array | int) -> jax.Array:
-    """Return one index as i32[]; an int stays on the host, where jit takes it."""
+def as_index(value: Integer) -> jax.Array:
+    """Return one index or count as i32[]; an int stays on the host for jit to take.
+
+    What lies outside 32 bits keeps its meaning by saturating.
+    """
     if isinstance(value, jax.Array):
-        return value.astype(jnp.int32)
-    return np.int32(np.clip(value, I32.min, I32.max))  # type: ignore[return-value]
+        return value if value.dtype == jnp.int32 else _saturated("a number", value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"expected an integer, got {value!r}") from None
+    return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
+
+
+def as_domains(name: str, salts: Integers) -> Integers:
+    """Return salts for `broadcast`; unsigned ones keep their 32 bits as signed.
+
+    They must not saturate, as two domains would then be one.
+
+    Raises:
+      ValueError: for numbers that do not fit in 32 bits.
+    """
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(salts)):
+        if isinstance(salts, jax.Array) and salts.dtype == jnp.uint32:
+            return jax.lax.bitcast_convert_type(salts, jnp.int32)
+        return salts
+    numbers = np.asarray(salts)
+    if numbers.dtype == np.int32 or not np.issubdtype(numbers.dtype, np.integer):
+        return salts
+    lowest, highest = numbers.min(initial=0), numbers.max(initial=0)
+    if lowest < I32.min or highest >= 2**32:
+        raise ValueError(
+            f"{name} must fit in 32 bits, got numbers from {lowest} to {highest}; hash "
+            f"longer names to 32 bits"
+        )
+    return numbers.astype(np.int64).astype(np.uint32).view(np.int32)
 
 
 def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:

@@ -73,10 +73,12 @@ def allocate(
     """
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
-    num_tokens, salts = requests.broadcast(
-        num_prompts, num_tokens=num_tokens, salts=salts
+    counts, domains = requests.broadcast(
+        num_prompts,
+        num_tokens=num_tokens,
+        salts=requests.as_domains("salts", salts),
     )
-    metadata, result, copies = _allocate(cache.metadata, num_tokens, prompts, salts)
+    metadata, result, copies = _allocate(cache.metadata, counts, prompts, domains)
     return with_copies(cache, metadata, copies), result
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import requests
+from jkv.metadata.requests import Integer
 from jkv.metadata.xla_cpu import unknown
 from jkv.state import Batch, Cache
 from jkv.state.batch import StepSizes
@@ -20,7 +21,7 @@ from jkv.status import UsageError
 _PLANNED_BY = ("num_blocks", "block_size", "max_sequences", "max_context_length")
 
 
-def check_layer(cache: Cache, layer: jax.Array | int) -> None:
+def check_layer(cache: Cache, layer: Integer) -> None:
     """Reject a layer that is known not to exist; a traced one cannot be checked."""
     if cache.num_layers == 0:
         raise ValueError(
@@ -100,7 +101,7 @@ def check_queries(batch: Batch, queries: jax.Array) -> None:
         )
 
 
-def any_layer(layer: jax.Array | int, batch: Batch) -> jax.Array:
+def any_layer(layer: Integer, batch: Batch) -> jax.Array:
     """Return the layer, i32[], so that programs for different ones are alike."""
     number = requests.as_index(layer)
     is_traced = isinstance(batch.context_lengths, jax.core.Tracer)

@@ -3,6 +3,7 @@
 import jax
 
 from jkv.attention import paged_attention
+from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
@@ -11,7 +12,7 @@ from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queri
 @takes_cache
 def attend(
     cache: Cache,
-    layer: jax.Array | int,
+    layer: Integer,
     batch: Batch,
     queries: jax.Array,
     *,

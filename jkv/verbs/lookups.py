@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integer, Integers
 from jkv.state import Cache, Metadata, Slots
 from jkv.state.entry import takes_cache
 
@@ -21,7 +21,7 @@ class BlockInfo(NamedTuple):
 
 
 @takes_cache
-def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
+def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
     """Return the blocks of a sequence in order.
 
     Blocks reserved ahead of the tokens count as mapped.
@@ -75,7 +75,7 @@ dtype=int32))
 
 
 @takes_cache
-def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
+def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
     """Return the token ids recorded for a sequence.
 
     Args:
@@ -108,7 +108,7 @@ def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
 
 
 @takes_cache
-def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
+def block_info(cache: Cache, block_id: Integer) -> BlockInfo:
     """Return the state of one block.
 
     Args:
@@ -129,6 +129,29 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
       True
     """
     return _block_info(cache.metadata, requests.as_index(block_id))
+
+
+@takes_cache
+def context_lengths(cache: Cache) -> jax.Array:
+    """Return the number of tokens that each sequence has in the cache.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      i32[max_sequences] by sequence id, 0 for those that are not open.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=3, max_context_length=64)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, _ = jkv.append(cache, opened.seq_ids, [5, 2], capacity=8)
+      >>> jkv.context_lengths(cache).tolist()
+      [5, 2, 0]
+    """
+    # A copy: the cache may be donated while the lengths are in use.
+    return jnp.copy(cache.metadata.context_lengths)
 
 
 @takes_cache

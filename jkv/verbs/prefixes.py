@@ -18,7 +18,7 @@ from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.prefixes import holes, prefix_index, search
 from jkv.metadata.prefixes.commitment import commit_blocks
 from jkv.metadata.prefixes.prefix_index import if_indexed
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Batch, Cache, Metadata, PrefixIndex
 from jkv.state.entry import takes_cache
@@ -55,9 +55,10 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
       [8]
     """
     prompts = requests.as_prompts(tokens)
-    (salts,) = requests.broadcast(prompts.shape[0], salts=salts)
+    salts = requests.as_domains("salts", salts)
+    (domains,) = requests.broadcast(prompts.shape[0], salts=salts)
     prefix_index.index_of(cache.metadata)
-    return _match(cache.metadata, prompts, salts)
+    return _match(cache.metadata, prompts, domains)
 
 
 @takes_cache
@@ -115,11 +116,11 @@ def clear_prefixes(cache: Cache) -> Cache:
       >>> cache = jkv.clear_prefixes(jkv.init(config))
     """
     prefix_index.index_of(cache.metadata)
-    return dataclasses.replace(cache, metadata=_forget(cache.metadata, None))
+    return cache.with_metadata(_forget(cache.metadata, None))
 
 
 @takes_cache
-def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
+def invalidate(cache: Cache, salt: Integer) -> Cache:
     """Forget one domain, as when its adapter or weights change.
 
     Sequences of the domain stay as they are; what they hold and what they append is not
@@ -142,12 +143,12 @@ def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
       >>> cache = jkv.invalidate(jkv.init(config), salt=3)
     """
     prefix_index.index_of(cache.metadata)
-    salt = jnp.asarray(salt, jnp.int32)
-    return dataclasses.replace(cache, metadata=_forget(cache.metadata, salt))
+    (domain,) = requests.broadcast(salt=requests.as_domains("salt", salt))
+    return cache.with_metadata(_forget(cache.metadata, domain))
 
 
 @takes_cache
-def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
+def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
     """Forget the least recently used cached blocks.
 
     They were free and stay free; only their contents are not found any more. A block
@@ -170,10 +171,8 @@ def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
       >>> cache = jkv.evict_cached(jkv.init(config), 2)
     """
     prefix_index.index_of(cache.metadata)
-    num_blocks = jnp.asarray(num_blocks, jnp.int32)
-    return dataclasses.replace(
-        cache, metadata=_evict_cached(cache.metadata, num_blocks)
-    )
+    count = requests.as_index(num_blocks)
+    return cache.with_metadata(_evict_cached(cache.metadata, count))
 
 
 @jax.jit

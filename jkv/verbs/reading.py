@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import requests
+from jkv.metadata.requests import Integer
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -16,7 +17,7 @@ from jkv.verbs.lookups import length_of, table_of
 
 @takes_cache
 def read(
-    cache: Cache, layer: jax.Array | int, seq_id: jax.Array | int
+    cache: Cache, layer: Integer, seq_id: Integer
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return one sequence's keys and values of a layer in order, for tests and export.
 
@@ -48,9 +49,9 @@ def read(
 @takes_cache
 def read_slot(
     cache: Cache,
-    layer: jax.Array | int,
-    block_id: jax.Array | int,
-    offset: jax.Array | int,
+    layer: Integer,
+    block_id: Integer,
+    offset: Integer,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the key and value stored in one slot.
 

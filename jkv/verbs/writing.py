@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.dtypes import SCALE_NAMES
+from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -18,7 +19,7 @@ from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_rows
 @takes_cache
 def write(
     cache: Cache,
-    layer: jax.Array | int,
+    layer: Integer,
     batch: Batch,
     keys: jax.Array,
     values: jax.Array | None = None,

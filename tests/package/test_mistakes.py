@@ -433,3 +433,60 @@ def test_ids_and_counts_may_be_of_any_integer_type():
         _, batch = jkv.append(cache, ids, counts, capacity=ROWS)
         for found, wanted in zip(jax.tree.leaves(batch), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
+
+
+class TestCounts:
+    """All counts take Python ints up to 2**32 - 1; too many means all there are."""
+
+    most = 2**32 - 1
+
+    def test_of_tokens_blocks_and_ticks(self):
+        cache, many = opened(3, 3), np.full(WIDTH, self.most)
+        status = jkv.allocate(cache, many)[1].status
+        assert set(status.tolist()) == {jkv.Status.CONTEXT_FULL}
+        assert jkv.can_allocate(cache, [self.most]).tolist() == [False]
+        evicted = jkv.evict(cache, self.most)[1]
+        assert evicted.tolist() == [0, 1, -1, -1]
+        assert jkv.evict_older_than(cache, self.most)[1].tolist() == [-1] * 4
+        assert jkv.evict_older_than(cache, np.uint32(0))[1].tolist() == [0, -1, -1, -1]
+        assert jkv.block_ids(cache, self.most).tolist() == [8] * 4
+        assert not jkv.block_info(cache, np.uint32(self.most)).is_free
+
+    def test_of_steps_and_limits(self):
+        cache, state = prefill(
+            TestModels.last_rows,
+            None,
+            small_cache(),
+            [[1, 2, 3], [4]],
+            max_new_tokens=2,
+            limits=[self.most, 1],
+        )
+        _, state = decode(TestModels.last_rows, None, cache, state, num_steps=self.most)
+        assert state.result.lengths.tolist() == [2, 1]
+
+    def test_no_float_is_taken_for_a_count(self):
+        for verb in (jkv.evict, jkv.block_ids):
+            with pytest.raises(TypeError, match="integer, got 2.5"):
+                verb(small_cache(), 2.5)
+
+    def test_domains_are_32_bits_signed_or_not(self):
+        cache = small_cache(prefix_caching=True)
+        prompt = list(range(9))
+        cache, _ = jkv.allocate(cache, 0, salts=self.most)
+        cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
+        cache = jkv.commit(cache, batch)
+        for salts in (self.most, -1, np.uint32(self.most), jnp.uint32(self.most)):
+            assert jkv.match(cache, [prompt], salts).tolist() == [8]
+        assert jkv.match(cache, [prompt], 2**31 - 1).tolist() == [0]
+        assert jkv.match(cache, [prompt], self.most - 1).tolist() == [0]
+        with pytest.raises(ValueError, match="salts must fit in 32 bits"):
+            jkv.match(cache, [prompt], 2**32)
+        forgotten = jkv.invalidate(cache, self.most)
+        assert jkv.match(forgotten, [prompt], -1).tolist() == [0]
+
+
+def test_context_lengths_outlive_the_cache():
+    cache = copied(opened(3, 5))
+    lengths = jkv.context_lengths(cache)
+    jax.tree.map(lambda leaf: leaf.delete(), cache)
+    assert lengths.tolist() == [3, 5, 0, 0]
