@@ -19,17 +19,13 @@ class Model(Protocol):
     like the others and ignored.
 
     Any function or object with this signature will do: a plain function over a dict of
-    arrays, or one that calls a Flax NNX or Equinox module passed as `params`.
+    arrays, or one that calls a Flax NNX or Equinox module passed as `params`. It may
+    take more arguments that have defaults, such as `all_rows=False` in the examples,
+    which asks for the logits of every row, f32[R, V].
     """
 
     def __call__(
-        self,
-        params: Any,
-        tokens: jax.Array,
-        cache: Cache,
-        batch: Batch,
-        *,
-        all_rows: bool = False,
+        self, params: Any, tokens: jax.Array, cache: Cache, batch: Batch, /
     ) -> tuple[jax.Array, Cache]:
         """Run the model once.
 
@@ -38,12 +34,10 @@ class Model(Protocol):
           tokens: i32[R], a token id for each row of the batch.
           cache: after the `append` that returned `batch`.
           batch: the rows' sequences, positions and slots.
-          all_rows: static; True asks for the logits of every row.
 
         Returns:
-          logits: f32[B, V], of each sequence's last row (`batch.last_rows`), or
-            f32[R, V] with `all_rows`. Those of a sequence without rows, and of padding
-            rows, are arbitrary.
+          logits: f32[B, V], of each sequence's last row (`batch.last_rows`). Those of a
+            sequence without rows are arbitrary.
           cache: with the rows' keys and values written in every layer.
         """
         ...

@@ -6,7 +6,7 @@ Symbols in shape comments as in `jkv.state.ownership`.
 import contextlib
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -15,6 +15,24 @@ from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
 from jkv.state.batch import StepSizes
 from jkv.state.ownership import Metadata, Ring
+
+
+class Device(Protocol):
+    """A `jax.Device`, which type checkers do not know: it is not written in Python."""
+
+    @property
+    def id(self) -> int:
+        """Number among the devices of its platform."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Such as "cpu" or "gpu"."""
+        ...
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Return the device's account of its memory, if it keeps one."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +150,7 @@ class Cache:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @property
-    def devices(self) -> set[jax.Device]:
+    def devices(self) -> set[Device]:
         """Devices that hold the K/V arrays."""
         return self.keys.devices()
 

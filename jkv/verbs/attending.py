@@ -1,5 +1,7 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
+from typing import Literal, overload
+
 import jax
 
 from jkv.attention import paged_attention
@@ -7,6 +9,54 @@ from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
+
+
+@overload
+def attend(
+    cache: Cache,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def attend(
+    cache: Cache,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attend(
+    cache: Cache,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: bool,
+    implementation: str | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 @takes_cache
