@@ -285,6 +285,14 @@ class TestTheFile:
         assert (tmp_path / "link").is_symlink()
         assert_same(jkv.load(tmp_path / "b"), jkv.load(tmp_path / "a"))
 
+    @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+    def test_keeps_the_permissions_of_the_file_that_it_replaces(self, path, mode):
+        path.write_bytes(b"")
+        path.chmod(mode)
+        jkv.save(path, opened(5))
+        assert os.stat(path).st_mode & 0o777 == mode
+        assert_same(jkv.load(path), opened(5))
+
     def test_progress_is_logged(self, path, monkeypatch, caplog):
         monkeypatch.setattr(files, "PROGRESS_SECONDS", 0.0)
         with caplog.at_level(logging.INFO, logger="jkv"):

@@ -200,14 +200,46 @@ def test_a_decoding_step_is_committed_like_any_other():
     assert one_each.block_tables[:4, 0].tolist() == [shared, shared, own, shared]
 
 
-def test_a_write_never_reaches_a_cached_block():
-    cache = started(PROMPT)
+def test_a_write_never_reaches_a_cached_block_that_others_have():
+    cache, _ = fork(started(PROMPT), 0)
     cache, status = truncate(cache, 0, 6)
-    assert status.tolist() == [0] and table(cache, 0) == [0, 3]
+    assert status.tolist() == [0] and table(cache, 0) == [0, 4]
     cache, _ = told(cache, 0, [70, 71, 72])
     assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71, 72]
     cache, result = allocate(cache, 0, tokens=[PROMPT])
     assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
+    jkv.check(cache)
+
+
+def test_a_cut_into_a_cached_block_that_nobody_shares_needs_no_other():
+    """In a full pool roll-back works; what was cached past the cut is forgotten."""
+    cache = started(PROMPT)
+    cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # and another end, cached
+    cache, _ = told(cache, int(result.seq_ids[0]), [77, 78, 79, 80])
+    cache, _ = free(cache, result.seq_ids)
+    cache = with_free_blocks(cache, 0)
+    cache, status = truncate(cache, 0, 6)
+    assert status.tolist() == [0] and table(cache, 0) == [0, 1]
+    jkv.check(cache)
+    assert match(cache, [PROMPT]) == [4]
+    cache, _ = told(cache, 0, [70, 71])
+    assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71]
+    assert match(cache, [[*PROMPT[:6], 70, 71, 72]]) == [8]
+    jkv.check(cache)
+
+
+def test_a_cut_forgets_all_that_followed_it():
+    """Branches of others, cached behind the block that is cut, go with it."""
+    text = [*range(12), 12]
+    cache = started(text)
+    cache, result = allocate(cache, 0, tokens=[[*text[:8], 90]])
+    cache, _ = told(cache, int(result.seq_ids[0]), [90, 91, 92, 93])
+    cache, _ = free(cache, result.seq_ids)
+    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [12, 12]
+    assert jkv.stats(cache).cached_blocks == 1
+    cache, _ = truncate(cache, 0, 7)
+    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [4, 4]
+    assert jkv.stats(cache).cached_blocks == 0
     jkv.check(cache)
 
 
