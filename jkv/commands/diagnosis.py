@@ -17,6 +17,7 @@ import sys
 
 from jkv.commands.bandwidth import measure_bandwidth
 from jkv.commands.bookkeeping import check_bookkeeping
+from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import check_attention
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.report import Report
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="skip the measurements of bandwidth"
     )
     options = parser.parse_args(arguments)
+    keep_compiled_programs()
     report = Report()
     print("machine")
     describe_machine(report)
