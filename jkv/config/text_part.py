@@ -47,7 +47,8 @@ class TextPart(NamedTuple):
 
 def find_text_part(raw: dict[str, Any]) -> TextPart:
     """Return the language model's settings; of a plain model, all there are."""
-    model, around, name = raw, [], ""
+    model, name = raw, ""
+    around: list[dict[str, Any]] = []
     while inner := next((p for p in PARTS if isinstance(model.get(p), dict)), None):
         around.insert(0, model)
         model, name = model[inner], inner
