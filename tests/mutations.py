@@ -186,10 +186,10 @@ MUTATIONS = (
     Mutation(
         "truncate-writes-to-an-indexed-tail",
         "verbs",
-        "A sequence cut back into a block that the prefix index can find keeps that "
-        "block and overwrites it.",
-        "return (owners > 1) | prefix_index.is_indexed(metadata, block)",
-        "return owners > 1",
+        "A sequence cut back into a block that the prefix index can find overwrites "
+        "it, and the index goes on finding it.",
+        "rewritten = served & (tail > 0) & ~copied",
+        "rewritten = jnp.zeros_like(served)",
     ),
     Mutation(
         "append-refuses-the-last-token",
