@@ -35,6 +35,7 @@ def allocate(
     *,
     tokens: jax.Array | None = None,
     salts: Integers = 0,
+    keep_free: jax.Array | int = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
@@ -52,6 +53,8 @@ def allocate(
         prefix index. Without prefix caching nothing can match.
       salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
         the weights); 0 unless given.
+      keep_free: i32[] or int, blocks to leave free: requests that would need them are
+        OUT_OF_BLOCKS. For a scheduler that has promised blocks to others.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -74,7 +77,10 @@ def allocate(
     num_tokens, salts = requests.broadcast(
         num_prompts, num_tokens=num_tokens, salts=salts
     )
-    metadata, result, copies = _allocate(cache.metadata, num_tokens, tokens, salts)
+    keep_free = requests.as_index(keep_free)
+    metadata, result, copies = _allocate(
+        cache.metadata, num_tokens, tokens, salts, keep_free
+    )
     return with_copies(cache, metadata, copies), result
 
 
@@ -136,9 +142,10 @@ def _allocate(
     num_tokens: jax.Array,
     tokens: jax.Array | None,
     salts: jax.Array,
+    keep_free: jax.Array,
 ) -> tuple[Metadata, Allocation, BlockCopies | None]:
     found = search.find(metadata, tokens, salts)
-    decision = _decide(metadata, num_tokens, found)
+    decision = _decide(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
@@ -178,9 +185,12 @@ class _Decision(NamedTuple):
 
 
 def _decide(
-    metadata: Metadata, num_tokens: jax.Array, found: search.Found
+    metadata: Metadata,
+    num_tokens: jax.Array,
+    found: search.Found,
+    keep_free: jax.Array | int = 0,
 ) -> _Decision:
-    """Judge requests, i32[B], by the blocks free before the call."""
+    """Judge requests, i32[B], by the blocks free before the call, less some, i32[]."""
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
@@ -193,7 +203,11 @@ def _decide(
     blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
     revivals = holes.find_revivals(metadata, blocks)
     no_row, no_block = tables.lacks_room(
-        metadata, eligible, fresh + revivals.costs, (fresh > 0) | revivals.wants
+        metadata,
+        eligible,
+        fresh + revivals.costs,
+        (fresh > 0) | revivals.wants,
+        keep_free,
     )
     status = requests.find_status(
         padding,
