@@ -3,12 +3,8 @@
 from jkv.decoding.generation import decode, generate, prefill
 from jkv.decoding.model import Model
 from jkv.decoding.options import Sampling
-from jkv.decoding.results import (
-    FinishReason,
-    Generation,
-    GenerationState,
-    Statistics,
-)
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
 
 __all__ = [

@@ -75,7 +75,7 @@ def _reorder(
     metadata = _exchange(metadata, seq_ids, past, served)
     metadata, copies = sharing.adopt(metadata, past, served, seq_ids)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, before, row, parents)
+    metadata = sequences.inherit(metadata, before, row, parents, past.length)
     metadata = counters.mark_used(metadata, row)
     copied = (served & needs).astype(jnp.int32)
     metadata, _ = counters.settle(metadata, status, served, copied)

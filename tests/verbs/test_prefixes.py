@@ -296,7 +296,7 @@ def test_ten_thousand_prompts_end_with_the_full_pool(num_tokens, change, cached)
     assert found.tolist() == [cached, 80_000] and free_count(cache) == NUM_TURNING
 
 
-NUM_TURNING = 24  # more blocks than places in a bucket
+NUM_TURNING = 22  # more blocks than places in a bucket
 
 
 @jax.jit
