@@ -18,6 +18,7 @@ import numpy as np
 
 import jkv
 from jkv import decoding
+from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPT = """The with statement
@@ -48,6 +49,7 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.8)
     options = parser.parse_args()
     num_samples, num_new = options.samples, options.max_new_tokens
+    keep_compiled_programs()
 
     try:
         model, params = llama.load(options.model)

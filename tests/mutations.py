@@ -99,8 +99,8 @@ MUTATIONS = (
         "metadata",
         "A block given up by several owners in one call enters the ring at the turn of "
         "its first mention, not of its last.",
-        "mentions.mark_lowest(counts, zeroed, -1 - lane)",
-        "mentions.mark_lowest(counts, zeroed, lane - block.shape[0])",
+        "mentions.find_one(counts, zeroed, last=True)",
+        "mentions.find_one(counts, zeroed, last=False)",
     ),
     Mutation(
         "holes-never-squeezed-out",
@@ -186,10 +186,10 @@ MUTATIONS = (
     Mutation(
         "truncate-writes-to-an-indexed-tail",
         "verbs",
-        "A sequence cut back into a block that the prefix index can find keeps that "
-        "block and overwrites it.",
-        "return (owners > 1) | prefix_index.is_indexed(metadata, block)",
-        "return owners > 1",
+        "A sequence cut back into a block that the prefix index can find overwrites "
+        "it, and the index goes on finding it.",
+        "rewritten = served & (tail > 0) & ~copied",
+        "rewritten = jnp.zeros_like(served)",
     ),
     Mutation(
         "append-refuses-the-last-token",

@@ -8,18 +8,20 @@
 is read as it is: config.json, one or many safetensors files, tokenizer.json.
 
 Files in reading order: ``config.py`` (what a config.json says), ``rope.py`` (rotary
-positions), ``checkpoint.py`` (weights), ``model.py`` (the forward pass).
+positions), ``checkpoint.py`` (weights), ``model.py`` (the forward pass),
+``tokenizer.py`` (texts and chats), ``sampling.py`` (generation_config.json).
 """
 
 from pathlib import Path
 
 import jax.numpy as jnp
-from tokenizers import Tokenizer
 
 from .checkpoint import Params, random_params, read_params
 from .config import LlamaConfig, parse_config, read_config
 from .model import Llama
 from .rope import Rope
+from .sampling import read_sampling
+from .tokenizer import load_tokenizer, render_chat
 
 __all__ = [
     "Llama",
@@ -32,6 +34,8 @@ __all__ = [
     "random_params",
     "read_config",
     "read_params",
+    "read_sampling",
+    "render_chat",
 ]
 
 
@@ -52,22 +56,3 @@ def load(folder: str | Path, dtype: jnp.dtype | None = None) -> tuple[Llama, Par
     """
     config = read_config(folder)
     return Llama(config), read_params(folder, config, dtype)
-
-
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer.json of a checkpoint folder.
-
-    Raises:
-        FileNotFoundError: when there is none.
-        ValueError: when it cannot be read.
-    """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing; older formats (tokenizer.model, vocab.json) must be "
-            "converted to it first"
-        )
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} is not a readable tokenizer: {error}") from error

@@ -80,13 +80,13 @@ def read_config(folder: str | Path) -> LlamaConfig:
             f"{path} is missing: a checkpoint is a folder with config.json, "
             "*.safetensors and tokenizer.json"
         )
-    raw = _read_json(path)
+    raw = read_json(path)
     config = parse_config(raw)
 
     # Chat models name further stop tokens beside their config.
     generation = path.with_name("generation_config.json")
     if generation.is_file():
-        stop = _token_ids(_read_json(generation).get("eos_token_id"))
+        stop = _token_ids(read_json(generation).get("eos_token_id"))
         config = dataclasses.replace(config, stop_tokens=stop or config.stop_tokens)
     return config
 
@@ -107,6 +107,12 @@ def parse_config(raw: Mapping[str, Any]) -> LlamaConfig:
             raise ValueError(f"config.json: {key!r} must be an int >= 1, got {value!r}")
         return value
 
+    def flag(key: str) -> bool:
+        value = settings.get(key)
+        if value not in (None, True, False):
+            raise ValueError(f"config.json: {key!r} must be true or false: {value!r}")
+        return bool(value)
+
     num_heads, hidden_size = count("num_attention_heads"), count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -118,7 +124,7 @@ def parse_config(raw: Mapping[str, Any]) -> LlamaConfig:
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim must be even, got {head_dim}")
     num_layers = count("num_hidden_layers")
-    has_bias = model_type != "mistral" and bool(settings.get("attention_bias"))
+    has_bias = model_type != "mistral" and flag("attention_bias")
     return LlamaConfig(
         vocab_size=count("vocab_size"),
         hidden_size=hidden_size,
@@ -128,28 +134,48 @@ def parse_config(raw: Mapping[str, Any]) -> LlamaConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_context_length=count("max_position_embeddings"),
-        norm_epsilon=float(settings.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=_read_epsilon(settings),
         rope=read_rope(settings),
         windows=_windows(model_type, settings, num_layers),
-        tied=bool(settings.get("tie_word_embeddings", False)),
+        tied=flag("tie_word_embeddings"),
         has_qkv_bias=model_type == "qwen2" or has_bias,
         has_output_bias=model_type != "qwen2" and has_bias,
         has_qk_norm=model_type == "qwen3",
         stop_tokens=_token_ids(settings.get("eos_token_id")),
-        dtype_name=str(settings.get("dtype") or settings.get("torch_dtype")),
+        dtype_name=_read_dtype(settings),
     )
+
+
+def _read_epsilon(settings: Mapping[str, Any]) -> float:
+    value = settings.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(
+            f"config.json: 'rms_norm_eps' must be a number above 0, got {value!r}"
+        )
+    return float(value)
+
+
+def _read_dtype(settings: Mapping[str, Any]) -> str:
+    """Return the name of the weights' type; float32 when none is named."""
+    value = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    if not isinstance(value, str):
+        raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
+    return value
 
 
 def _supported_model_type(raw: Mapping[str, Any]) -> str:
     """Return the model type, or refuse what this model does not compute."""
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"config.json names the architecture {model_type!r}; supported are "
             + ", ".join(ARCHITECTURES)
         )
-    for name in raw.get("architectures") or ():
-        if not str(name).endswith("ForCausalLM"):
+    names = raw.get("architectures") or ()
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: 'architectures' must be names, got {names!r}")
+    for name in names:
+        if not name.endswith("ForCausalLM"):
             raise ValueError(
                 f"config.json says the checkpoint is a {name}, which does not predict "
                 "tokens; a ...ForCausalLM checkpoint is needed"
@@ -176,7 +202,12 @@ def _windows(
     if model_type.startswith("qwen"):
         # transformers' default, for a config.json that only switches windows on.
         window = settings.get("sliding_window", 4096)
-        window = window if settings.get("use_sliding_window") else None
+        is_used = settings.get("use_sliding_window")
+        if is_used not in (None, True, False):
+            raise ValueError(
+                f"config.json: 'use_sliding_window' must be true or false: {is_used!r}"
+            )
+        window = window if is_used else None
     if model_type == "llama" or window is None:
         return (None,) * num_layers
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
@@ -189,8 +220,14 @@ def _windows(
     kinds = settings.get("layer_types")
     if kinds is None:
         first = 0 if model_type == "mistral" else settings["max_window_layers"]
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(
+                f"config.json: 'max_window_layers' must be an int >= 0, got {first!r}"
+            )
         return tuple(None if i < first else window for i in range(num_layers))
     by_kind = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list):
+        raise ValueError(f"config.json: 'layer_types' must be a list, got {kinds!r}")
     unknown = sorted({str(kind) for kind in kinds} - set(by_kind))
     if unknown or len(kinds) != num_layers:
         raise ValueError(
@@ -204,12 +241,21 @@ def _windows(
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     """Return token ids given as null, an int, or a list of ints."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    ids = () if value is None else value if isinstance(value, list) else (value,)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(
+                f"config.json: 'eos_token_id' must be ids >= 0, got {value!r}"
+            )
+    return tuple(ids)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of settings.
+
+    Raises:
+        ValueError: when it holds no JSON object.
+    """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -29,12 +29,6 @@ SIZES = CacheConfig(
 )
 
 
-def check_bookkeeping(report: Report) -> None:
-    """Check what the verbs do to blocks, and to memory."""
-    check_cycles(report)
-    check_in_place(report)
-
-
 def check_cycles(report: Report) -> None:
     """Play the verbs in one donated jit, then recount everything."""
 

@@ -7,6 +7,7 @@ memory of each device, and says what the rest holds as a cache. Nothing is alloc
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
 from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
+from jkv.config.windows import Windows
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+# Less than this, written without a unit, was most likely meant in gigabytes.
+LEAST_MEMORY = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class Plan:
     bytes_per_token: int  # on all devices together
     config: CacheConfig  # of one device's part
     sequences: dict[int, int]  # by context length: most sequences of it at once
+    windows: Windows | None  # of the model's layers; the cache keeps all tokens
     notes: list[str]
 
     def report(self) -> str:
@@ -48,11 +54,30 @@ class Plan:
             *(f"{head:12}{line}" for head, line in self._described()),
             f"per token   {human_bytes(self.bytes_per_token)}{here}",
             "",
-            "context length   sequences at once",
+            *self._table(),
         ]
-        for length, number in self.sequences.items():
-            lines.append(f"{length:14,}   {number:17,}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _table(self) -> Iterator[str]:
+        """Yield a line for each context length; with windows, what those would need."""
+        head = "context length   sequences at once"
+        if self.windows:
+            head += "   bytes of each   its windows need"
+        yield head
+        for length, number in self.sequences.items():
+            line = f"{length:14,}   {number:17,}"
+            if self.windows:
+                line += f"   {human_bytes(length * self.bytes_per_token):>13}"
+                line += f"   {human_bytes(self.bytes_needed(length)):>16}"
+            yield line
+
+    def bytes_needed(self, context_length: int) -> int:
+        """Return what a sequence would take if layers with a window kept no more."""
+        num_layers = self.config.num_layers
+        tokens = num_layers * context_length
+        if self.windows:
+            tokens = self.windows.count_needed(num_layers, context_length)
+        return tokens * self.bytes_per_token // num_layers
 
     def _described(self) -> list[tuple[str, str]]:
         """Name the lines of the configuration's own description."""
@@ -72,7 +97,8 @@ def make_plan(
     """Find out what fits beside a model.
 
     Args:
-      folder: a Hugging Face checkpoint, or its config.json alone.
+      folder: a Hugging Face checkpoint, a folder with its config.json alone, or the
+        path of that file.
       memory: of each device, bytes or text such as "192GiB".
       tensor_parallel: devices that share the kv heads of each layer. If there are more
         devices than heads, each head is kept by several.
@@ -91,14 +117,15 @@ def make_plan(
         raise ValueError(
             f"the reserve must be a share from 0 to below 1, got {reserve}"
         )
-    fields, notes = read_sizes(folder, overrides)
+    total = _read_memory(memory)
+    fields, notes, windows = read_sizes(folder, overrides)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
     whole = CacheConfig(num_blocks=1, **fields)
     fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
     if tensor_parallel > whole.num_kv_heads:
         copies = tensor_parallel // whole.num_kv_heads
         notes.append(f"each kv head is kept by {copies} devices")
-    total, weighed = parse_bytes(memory), _weights(folder, weights)
+    weighed = _weights(folder, weights)
     if weights is None and not weighed:
         notes.append("no weight files found, none taken off; give --weights")
     kept_back = int(total * reserve)
@@ -120,6 +147,7 @@ def make_plan(
         bytes_per_token=whole.bytes_per_token,
         config=config,
         sequences={n: _most_sequences(n, budget, fields) for n in lengths},
+        windows=windows,
         notes=notes,
     )
 
@@ -129,7 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jkv.plan", description="Say what cache fits beside a model."
     )
-    parser.add_argument("--model", required=True, help="a folder with a config.json")
+    parser.add_argument(
+        "--model", required=True, help="a checkpoint's folder, or its config.json"
+    )
     parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="DEVICES")
     parser.add_argument("--weights", help="default: the weight files in the folder")
@@ -148,6 +178,17 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
+def _read_memory(memory: int | str) -> int:
+    """Return the bytes of a device; ask what was meant by a number without a unit."""
+    count = parse_bytes(memory)
+    if count < LEAST_MEMORY and str(memory).strip().isdigit():
+        raise ValueError(
+            f"a memory of {memory} is {memory} bytes; were {memory}GB meant, or "
+            f"{memory}GiB? Write the unit"
+        )
+    return count
+
+
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:
     """Return the kv heads that each device stores."""
     if num_devices < 1:
@@ -164,8 +205,10 @@ def _weights(folder: str | Path, given: int | str | None) -> int:
     """Return the bytes of a model's weights, 0 if the folder has none."""
     if given is not None:
         return parse_bytes(given)
+    path = Path(folder)
+    path = path.parent if path.is_file() else path
     for pattern in WEIGHT_FILES:
-        sizes = [path.stat().st_size for path in Path(folder).glob(pattern)]
+        sizes = [file.stat().st_size for file in path.glob(pattern)]
         if sizes:
             return sum(sizes)
     return 0

@@ -6,20 +6,29 @@ device against their specifications, measures how much of the memory's bandwidth
 and a decode step reach, and writes all of it to a file to attach to a report. On a CPU
 it checks what can be checked there and says what could not be.
 
-The exit status is 0 if nothing is wrong, 1 if a check failed.
+`--quick` compares a few features in one dtype and measures nothing: it takes less than
+half a minute on two cores. Ctrl-C ends the examination with a report of what was found.
+
+The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C.
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import sys
 
+from jkv.commands import correctness
 from jkv.commands.bandwidth import measure_bandwidth
-from jkv.commands.bookkeeping import check_bookkeeping
-from jkv.commands.correctness import check_attention
+from jkv.commands.bookkeeping import check_cycles, check_in_place
+from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.commands.correctness import check_implementation, note_missing_kernel
 from jkv.commands.facts import collect_facts, list_known_faults
-from jkv.commands.report import Report
+from jkv.commands.report import Report, Step, run_steps
+
+INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,27 +43,49 @@ def main(arguments: list[str] | None = None) -> int:
         help="file to write (default: %(default)s)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="skip the measurements of bandwidth"
+        "--quick", action="store_true", help="a few features, no measurements"
     )
     options = parser.parse_args(arguments)
+    keep_compiled_programs()
     report = Report()
-    print("machine")
-    describe_machine(report)
-    print("known combinations")
-    check_combinations(report)
-    print("bookkeeping on the device")
-    check_bookkeeping(report)
-    print("attention against the reference")
-    check_attention(report)
-    print("bandwidth")
-    if options.quick:
-        report.add("not checked", "bandwidth", "--quick")
-    else:
-        measure_bandwidth(report)
+    run_steps(report, plan_steps(is_quick=options.quick))
     options.report.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
     print(f"written to {options.report}")
     print("SOMETHING FAILED" if report.has_failed else "nothing failed")
+    if report.was_interrupted:
+        return INTERRUPTED
     return int(report.has_failed)
+
+
+def plan_steps(*, is_quick: bool) -> list[Step]:
+    """Return what is to be done; costs are programs to compile, weighed by size."""
+    steps = [
+        Step("machine", 1, describe_machine),
+        Step("known combinations", 0, check_combinations),
+        Step("bookkeeping on the device", 8, check_cycles),
+        Step("memory of a donated write", 2, check_in_place),
+    ]
+    for name, dtype in itertools.product(
+        correctness.IMPLEMENTATIONS, correctness.TOLERANCES
+    ):
+        if is_quick and dtype != correctness.QUICK_DTYPE:
+            continue
+        cases = correctness.select_cases(name, is_quick=is_quick)
+        check = functools.partial(
+            check_implementation, implementation=name, dtype=dtype, cases=cases
+        )
+        steps.append(Step(f"attention: {name}, {dtype}", 2 * len(cases), check))
+    steps.append(Step("the compiled kernel", 0, note_missing_kernel))
+    if is_quick:
+        steps.append(Step("bandwidth", 0, skip_bandwidth))
+    else:
+        steps.append(Step("bandwidth", 6, measure_bandwidth))
+    return steps
+
+
+def skip_bandwidth(report: Report) -> None:
+    """Note that bandwidth was not asked for."""
+    report.add("not checked", "bandwidth", "--quick")
 
 
 def describe_machine(report: Report) -> None:

@@ -1,7 +1,10 @@
-"""What the doctor found, printed as it comes."""
+"""What the doctor found, printed as it comes, and how much is still to be done."""
 
 import dataclasses
-from typing import Any
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
 
 
 @dataclasses.dataclass
@@ -10,6 +13,7 @@ class Report:
 
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     findings: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    was_interrupted: bool = False
 
     def add(self, verdict: str, what: str, detail: str = "") -> None:
         """Note a finding: "ok", "FAILED", "warning" or "not checked"."""
@@ -20,3 +24,43 @@ class Report:
     def has_failed(self) -> bool:
         """Whether any check failed."""
         return any(each["verdict"] == "FAILED" for each in self.findings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A part of the examination; its cost is in programs to compile, roughly."""
+
+    title: str
+    cost: int
+    run: Callable[[Report], None]
+
+
+def run_steps(report: Report, steps: list[Step], out: TextIO | None = None) -> None:
+    """Run all steps, each under its title with the time that is left, roughly.
+
+    Ctrl-C ends them early: what was not reached is noted as not checked.
+    """
+    began, done = time.monotonic(), 0
+    total = sum(step.cost for step in steps)
+    for number, step in enumerate(steps, 1):
+        left = ""
+        if done:
+            seconds = (time.monotonic() - began) * (total - done) / done
+            left = f", about {say_duration(seconds)} left"
+        title = f"{step.title} ({number} of {len(steps)}{left})"
+        print(title, file=out or sys.stdout, flush=True)
+        try:
+            step.run(report)
+        except KeyboardInterrupt:
+            report.was_interrupted = True
+            for missed in steps[number - 1 :]:
+                report.add("not checked", missed.title, "interrupted")
+            return
+        done += step.cost
+
+
+def say_duration(seconds: float) -> str:
+    """Say how long something takes, no more exactly than one can know."""
+    if seconds < 90:
+        return f"{max(5 * round(seconds / 5), 5)} s"
+    return f"{round(seconds / 60)} min"

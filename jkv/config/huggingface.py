@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.config.text_part import find_text_part
+from jkv.config.windows import Windows, find_windows
+
 # What transformers assumes when a config.json of this model type leaves a key out.
 DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
@@ -53,24 +57,27 @@ class ModelSizes(NamedTuple):
 
     fields: dict[str, Any]
     notes: list[str]
+    windows: Windows | None  # of layers that look back only so far
 
 
 def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
-    """Read the sizes of a model's cache from the config.json in a folder.
+    """Read the sizes of a model's cache from its config.json.
 
     Args:
-      folder: a checkpoint's folder.
+      folder: a checkpoint's folder, or the file itself.
       given: fields of `CacheConfig` that are known already; what they stand for is not
         looked at.
 
     Returns:
-      The fields, those given among them, and notes on what the cache does not mirror.
+      The fields, those given among them, notes on what the cache does not mirror, and
+      the windows of the model's layers.
 
     Raises:
       FileNotFoundError: without a config.json.
       ValueError: for a model whose cache has no such sizes, saying what to give.
     """
-    path = Path(folder) / "config.json"
+    path = Path(folder)
+    path = path if path.is_file() else path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing; give the folder of a checkpoint in the format of "
@@ -89,12 +96,9 @@ def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
 
 
 def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
-    # Models that also see or hear keep their language model's settings apart.
-    text = raw.get("text_config")
-    model = raw | text if isinstance(text, dict) else raw
+    model, around, notes = find_text_part(raw)
     model = DEFAULTS.get(str(model.get("model_type")), {}) | model
-    notes: list[str] = []
-    if model.get("is_encoder_decoder"):
+    if model.get("is_encoder_decoder") or raw.get("is_encoder_decoder"):
         raise ValueError(
             "encoders with decoders keep a second cache, which jkv has not"
         )
@@ -105,7 +109,7 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         "max_context_length": lambda: _read_count(
             model, CONTEXT_LENGTH, "max_context_length"
         ),
-        "dtype": lambda: _dtype(model, raw),
+        "dtype": lambda: _dtype([model, *around], notes),
     }
     latent: dict[str, Any] = {}
     if given.keys().isdisjoint(("num_kv_heads", "head_dim", "value_head_dim")):
@@ -114,12 +118,13 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
     fields = latent | {
         name: known[name] if name in known else read() for name, read in readers.items()
     }
-    window = model.get("sliding_window")
-    if window and model.get("use_sliding_window", True):
+    windows = find_windows(model, fields["num_layers"])
+    if windows:
         notes.append(
-            f"a sliding window of {window} tokens is ignored: all tokens are kept"
+            f"a sliding window of {windows.length} tokens is ignored: all tokens are "
+            f"kept ({windows.num_layers} of {fields['num_layers']} layers have it)"
         )
-    return ModelSizes(fields, notes)
+    return ModelSizes(fields, notes, windows)
 
 
 def _num_layers(model: dict[str, Any], notes: list[str]) -> int:
@@ -168,9 +173,9 @@ def _head_dim(model: dict[str, Any]) -> int:
     return hidden // heads
 
 
-def _dtype(model: dict[str, Any], raw: dict[str, Any]) -> str:
+def _dtype(parts: list[dict[str, Any]], notes: list[str]) -> str:
     """Return the dtype's name, float32 if none is named, as transformers does."""
-    for settings in (model, raw):
+    for settings in parts:
         for key in ("dtype", "torch_dtype"):
             if isinstance(settings.get(key), str):
                 name = str(settings[key]).removeprefix("torch.")
@@ -180,6 +185,7 @@ def _dtype(model: dict[str, Any], raw: dict[str, Any]) -> str:
                         f"values; give dtype"
                     )
                 return name
+    notes.append("config.json names no dtype, float32 is assumed; give dtype")
     return "float32"
 
 

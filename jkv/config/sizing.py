@@ -122,7 +122,7 @@ def fit_model(
     check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
-    fields, notes = read_sizes(folder, overrides)
+    fields, notes, _ = read_sizes(folder, overrides)
     for note in notes:
         logger.info("%s: %s", folder, note)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides

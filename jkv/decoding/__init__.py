@@ -2,13 +2,14 @@
 
 from jkv.decoding.generation import decode, generate, prefill
 from jkv.decoding.model import Model
+from jkv.decoding.options import Sampling
 from jkv.decoding.results import (
     FinishReason,
     Generation,
     GenerationState,
     Statistics,
 )
-from jkv.decoding.sampling import Sampling, filter_logits, sample
+from jkv.decoding.sampling import filter_logits, sample
 
 __all__ = [
     "FinishReason",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.model import Model
+from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.prompts import (
     Progress,
     Prompts,
@@ -28,7 +29,6 @@ from jkv.decoding.prompts import (
     run_prompts,
 )
 from jkv.decoding.results import Generation, GenerationState
-from jkv.decoding.sampling import GREEDY, Sampling
 from jkv.decoding.step import choose_tokens, decode_step
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache

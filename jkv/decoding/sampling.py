@@ -14,12 +14,13 @@ so a sequence's text does not depend on its neighbours or on the batch's size.
     B  sequences in a call
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jkv.decoding.options import Sampling
 
 # A draw picks one of V / _TILE tiles, then one token of it: two short cumulative
 # sums in place of one of length V.
@@ -27,46 +28,6 @@ _TILE = 128
 
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Sampling:
-    """How tokens are chosen from logits; the default is greedy.
-
-    Every field is one number for all sequences or an array with one for each, and
-    may be traced: changing a value never retraces. The filters have the meaning and
-    the order of Hugging Face's logits processors: repetition penalty, temperature,
-    top-k, top-p, min-p. One difference: tokens with exactly equal logits are kept or
-    removed together, by top-p too. The most likely token is always kept.
-
-    Attributes:
-      temperature: f32 [] or [B]. Logits are divided by it; 0 is greedy.
-      top_k: i32 [] or [B]. Keep the `top_k` most likely tokens; 0 keeps all.
-      top_p: f32 [] or [B]. Keep the most likely tokens up to this much probability,
-        the one that crosses it included; 1 keeps all.
-      min_p: f32 [] or [B]. Keep tokens at least `min_p` times as likely as the most
-        likely one; 0 keeps all.
-      repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or
-        generated are divided by it when positive, multiplied when negative; 1 is off.
-      seeds: i32 [] or [B]. A single number is the first of consecutive seeds:
-        sequence i draws with `seeds + i`.
-
-    Example:
-      >>> import jkv
-      >>> jkv.Sampling(temperature=0.8, top_p=0.95, seeds=7).top_p
-      0.95
-    """
-
-    temperature: jax.Array | float = 0.0
-    top_k: jax.Array | int = 0
-    top_p: jax.Array | float = 1.0
-    min_p: jax.Array | float = 0.0
-    repetition_penalty: jax.Array | float = 1.0
-    seeds: jax.Array | int = 0
-
-
-GREEDY = Sampling()
 
 
 def sample(

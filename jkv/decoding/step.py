@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from jkv.decoding.ending import add_reasons, free_ended, keep_last
 from jkv.decoding.model import Model, call_model
+from jkv.decoding.options import Sampling
 from jkv.decoding.results import FinishReason, GenerationState, Statistics
-from jkv.decoding.sampling import Sampling, sample
+from jkv.decoding.sampling import sample
 from jkv.state import Cache
 from jkv.status import Status
 from jkv.verbs.appending import append

@@ -247,9 +247,7 @@ def _map_cells(
         cells.column,
         ring.peek(metadata.free_blocks, rank),
     )
-    return metadata, metadata.block_tables.at[cells.table_row, cells.column].get(
-        mode="fill", fill_value=metadata.num_blocks
-    )
+    return metadata, tables.blocks_at(metadata, cells.table_row, cells.column)
 
 
 def _grow(metadata: Metadata, seq_ids: jax.Array, growth: _Growth) -> Metadata:

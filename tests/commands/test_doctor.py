@@ -1,14 +1,16 @@
 """python -m jkv.doctor: a report of what was found, and an exit status."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
 
-from jkv.commands import bookkeeping, correctness
+from jkv.commands import bookkeeping, correctness, diagnosis
 from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
 from jkv.commands.facts import list_known_faults
+from jkv.commands.report import say_duration
 
 
 @pytest.fixture
@@ -19,6 +21,8 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(correctness, "CASES", cases)
     monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
+    monkeypatch.setattr(correctness, "QUICK_CASES", wanted)
+    monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
 
 
 def findings(path, verdict):
@@ -39,7 +43,11 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert "the compiled kernel" in unchecked
     facts = json.loads(path.read_text())["facts"]
     assert facts["versions"]["jax"] and facts["devices"]
-    assert "nothing failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing failed" in said
+    titles = re.findall(r"^(\w.*) \((\d) of 7.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [1, 2, 3, 4, 5, 6, 7]
+    assert re.search(r"^bandwidth \(7 of 7, about \d+ (s|min) left\)$", said, re.M)
 
 
 @pytest.mark.one_end
@@ -85,3 +93,38 @@ def test_known_bad_combinations(changes, words):
     assert not list(list_known_faults(facts))
     (warning,) = list_known_faults(facts | changes)
     assert words in warning
+
+
+@pytest.mark.one_end
+def test_a_quick_look_is_a_small_part():
+    """Less than a tenth of the programs; every room of the examination still there."""
+    quick, whole = (
+        diagnosis.plan_steps(is_quick=is_quick) for is_quick in (True, False)
+    )
+    assert sum(step.cost for step in quick) < sum(step.cost for step in whole) / 10
+    assert {"attention: xla, float32", "attention: pallas, float32"} <= {
+        step.title for step in quick
+    }
+
+
+@pytest.mark.one_end
+def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch):
+    def stop(report):
+        report.add("ok", "the first half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
+    monkeypatch.setattr(diagnosis, "check_cycles", stop)
+    path = tmp_path / "report.json"
+    assert main(["--quick", "--report", str(path)]) == 130
+    found = json.loads(path.read_text())
+    assert found["was_interrupted"] and found["facts"]["versions"]
+    assert "the first half" in [each["what"] for each in findings(path, "ok")]
+    missed = [each["what"] for each in findings(path, "not checked")]
+    assert missed[0] == "bookkeeping on the device" and missed[-1] == "bandwidth"
+
+
+@pytest.mark.one_end
+def test_what_is_left_is_said_roughly():
+    said = [say_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
+    assert said == ["5 s", "45 s", "90 s", "2 min", "10 min"]

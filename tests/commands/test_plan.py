@@ -68,12 +68,42 @@ def test_more_devices_than_heads(tmp_path):
         (dict(reserve=1.5), "share"),
         (dict(memory="lots"), "no number of bytes"),
         (dict(memory="1MB"), "a single block takes"),
+        (dict(memory="80"), "is 80 bytes; were 80GB meant, or 80GiB"),
+        (dict(memory=192), "were 192GB meant"),
     ],
 )
 def test_plans_that_fail_say_why(tmp_path, arguments, says):
     path = folder(tmp_path, **LLAMA)
     with pytest.raises(ValueError, match=says):
         make_plan(path, **dict(memory="80GB") | arguments)
+
+
+def test_a_path_to_the_settings_works():
+    found = make_plan(PYDOC / "config.json", "1GiB", reserve=0.0)
+    assert found == make_plan(PYDOC, "1GiB", reserve=0.0)
+    assert found.weights > 0
+
+
+def test_without_a_dtype_it_says_what_it_took(tmp_path):
+    path = folder(tmp_path, **LLAMA | dict(torch_dtype=None))
+    found = make_plan(path, "80GB", weights="1GB")
+    assert found.config.dtype.name == "float32"
+    assert found.notes == ["config.json names no dtype, float32 is assumed; give dtype"]
+    assert not make_plan(path, "80GB", weights="1GB", dtype="bfloat16").notes
+
+
+def test_windows_are_shown_beside_what_is_kept(tmp_path):
+    """Gemma 3's layout: of six layers five look back over 1024 tokens."""
+    settings = LLAMA | dict(
+        model_type="gemma3_text", num_hidden_layers=6, sliding_window=1024
+    )
+    found = make_plan(folder(tmp_path, **settings), "80GB", weights="1GB")
+    a_layer = found.bytes_per_token // 6
+    assert found.windows == (5, 1024)
+    assert found.bytes_needed(1000) == 6 * 1000 * a_layer
+    assert found.bytes_needed(10_000) == (10_000 + 5 * 1024) * a_layer
+    assert "bytes of each   its windows need" in found.report()
+    assert any("(5 of 6 layers have it)" in note for note in found.notes)
 
 
 def run(*arguments):
@@ -101,8 +131,10 @@ def test_the_command_prints_what_fits(tmp_path):
     assert " blocks of 32 = " in lines[3]
     assert "per token   128.0 KiB, 16.0 KiB on each" in lines
     rows = [line.split() for line in lines if line[:14].strip("0123456789, ") == ""]
-    lengths = [int(row[0].replace(",", "")) for row in rows if len(row) == 2]
+    lengths = [int(row[0].replace(",", "")) for row in rows if len(row) == 6]
     assert lengths == [1024, 4096, 16_384, 65_536, 131_072]
+    # 128 KiB a token, of which all layers need the last 4096.
+    assert rows[-1][2:] == ["16.0", "GiB", "512.0", "MiB"]
     assert lines[-1].startswith("note: a sliding window of 4096 tokens is ignored")
 
 

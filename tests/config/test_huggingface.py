@@ -8,6 +8,7 @@ from places import EXAMPLES
 from settings import LLAMA, folder
 
 import jkv
+from jkv.config.huggingface import read_sizes
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -94,6 +95,30 @@ def test_the_bundled_model_and_its_cache():
             ),
             (34, 4, 256, 131_072, "bfloat16"),
         ),
+        # Its sizes left out, as they are a Llama's: LLaVA 1.5 7B.
+        (
+            dict(
+                model_type="llava",
+                torch_dtype="float16",
+                hidden_size=1,
+                text_config=dict(model_type="llama", max_position_embeddings=4096),
+            ),
+            (32, 32, 128, 4096, "float16"),
+        ),
+        # Two levels down, the dtype at the top: Qwen2.5-Omni.
+        (
+            dict(
+                model_type="qwen2_5_omni",
+                dtype="bfloat16",
+                thinker_config=dict(
+                    num_hidden_layers=99,
+                    text_config=dict(LLAMA, torch_dtype=None),
+                ),
+            ),
+            (32, 8, 128, 131_072, "bfloat16"),
+        ),
+        # By another name: InternVL.
+        (dict(llm_config=LLAMA), (32, 8, 128, 131_072, "bfloat16")),
         # Left out in config.json, as transformers fills in: Mistral 7B.
         (
             dict(
@@ -126,6 +151,38 @@ def test_settings_by_many_names(tmp_path, settings, expected):
         config.max_context_length,
         config.dtype.name,
     )
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(sliding_window=4096), (32, 4096)),
+        (dict(sliding_window=4096, use_sliding_window=False), None),
+        (dict(sliding_window=4096, max_window_layers=28), (4, 4096)),
+        (dict(sliding_window=512, sliding_window_pattern=6), (27, 512)),
+        (dict(sliding_window=512, model_type="gemma2", head_dim=128), (16, 512)),
+        (dict(sliding_window=8, layer_types=["full_attention"] * 32), None),
+        (
+            dict(
+                attention_chunk_size=8192,
+                layer_types=(["chunked_attention"] * 3 + ["full_attention"]) * 8,
+            ),
+            (24, 8192),
+        ),
+        # The last layers keep nothing of their own.
+        (
+            dict(
+                sliding_window=512,
+                num_kv_shared_layers=16,
+                layer_types=["sliding_attention", "full_attention"] * 16,
+            ),
+            (8, 512),
+        ),
+    ],
+)
+def test_windows_by_many_names(tmp_path, settings, expected):
+    found = read_sizes(folder(tmp_path, **LLAMA | settings), {}).windows
+    assert found == expected
 
 
 def test_a_sliding_window_is_noted(tmp_path, caplog):

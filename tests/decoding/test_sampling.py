@@ -351,3 +351,32 @@ def test_wrong_shapes_are_named():
         sample(random_logits(), Sampling(top_p=np.ones(3, np.float32)))
     with pytest.raises(ValueError, match=r"Sampling.seeds .* shape \(4,\)"):
         sample(random_logits(), Sampling(seeds=np.ones((4, 1), np.int32)))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", np.array([1.0, np.inf])),
+        ("top_k", -1),
+        ("top_k", 0.5),
+        ("top_p", 1.01),
+        ("top_p", np.array([0.5, -0.5])),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("seeds", 2**31),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"Sampling.{field} must be"):
+        Sampling(**{field: value})
+
+
+def test_what_jax_puts_into_the_tree_is_not_checked():
+    """Axes, shapes and None stand where numbers stood; leaves keep their names."""
+    sampling = Sampling(temperature=np.ones(2, np.float32))
+    axes = jax.tree.map(lambda _: 0, sampling)
+    assert axes.repetition_penalty == 0
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(sampling)]
+    assert jax.tree_util.keystr(paths[0]) == ".temperature"

@@ -66,7 +66,7 @@ def test_every_script_is_run_by_some_test():
     "script, limit",
     [
         ("quickstart.py", 60),
-        ("generate.py", 120),
+        ("generate.py", 40),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
     ],
@@ -90,13 +90,14 @@ def test_generate_streams_one_prompt():
     assert done.stdout.startswith("The with statement is used to")
     assert len(done.stdout.split()) > 10
     assert re.search(
-        r"24 tokens, \d+ tokens/s after [\d.]+ s; 0 of 2 blocks in use, 2 at the peak, "
-        r"\d+% of their slots empty; ended by LENGTH",
+        r"24 tokens, \d+ tokens/s after [\d.]+ s; 0 of 6 blocks in use, 2 at the peak, "
+        r"\d+% of their slots empty when it was reached; ended by LENGTH",
         done.stderr,
     )
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_generate_reads_prompts_from_arguments_and_standard_input():
     done = run_example(
         "generate.py",
@@ -109,10 +110,11 @@ def test_generate_reads_prompts_from_arguments_and_standard_input():
     starts = ["class Path", "The import statement", "Raise an error if"]
     assert [t[: len(s)] for t, s in zip(texts, starts, strict=True)] == starts
     assert all(len(t) > len(s) for t, s in zip(texts, starts, strict=True))
-    assert "27 tokens" in done.stderr and "0 of 3 blocks" in done.stderr
+    assert "27 tokens" in done.stderr and "0 of 15 blocks" in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_parallel_samples_share_blocks():
     output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
     tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
@@ -131,20 +133,24 @@ def test_parallel_samples_share_blocks():
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_block_map_draws_the_pool(tmp_path):
     """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
     pytest.importorskip("matplotlib")
     from PIL import Image
+    from pool_map import drawing
 
     path, steps = tmp_path / "pool.gif", 26
     output = run_example(
         "block_map.py", "--delay", "0", "--steps", str(steps), "--save", str(path)
     ).stdout
     lines = output.splitlines()
-    assert lines[0].split()[0] == str(steps)
-    assert [line for line in lines if "█" in line] == ["██" * 20] * 8
-    hits, tokens = re.search(r"(\d+) of (\d+) tokens found", output).groups()
-    assert 0 < int(hits) < int(tokens)
+    assert re.match(rf"Step {steps}: \w.*; \d+ sequences are open$", lines[0])
+    assert "+ shared" in lines[1]
+    # Without colours each block is still told by its sign.
+    rows = [line.split() for line in lines[2:10]]
+    assert {len(row) for row in rows} == {20}
+    assert {"o", "+"} < set(sum(rows, [])) <= set(drawing.SIGNS)
     assert "compacted   1 times" in output
     with Image.open(path) as picture:
         assert picture.format == "GIF" and picture.n_frames == steps
@@ -152,19 +158,19 @@ def test_block_map_draws_the_pool(tmp_path):
         assert len(colours) > 5
 
 
-def test_block_map_tells_the_states_apart(monkeypatch, tmp_path):
+@pytest.mark.one_end
+def test_block_map_tells_the_states_apart(tmp_path):
     """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
     pytest.importorskip("matplotlib")
     from PIL import Image
+    from pool_map import drawing, game
 
-    monkeypatch.syspath_prepend(EXAMPLES)
-    block_map = __import__("block_map")
     cache = jkv.init(
         jkv.CacheConfig(
             num_layers=1,
             num_kv_heads=1,
             head_dim=8,
-            num_blocks=block_map.HEIGHT * block_map.WIDTH,
+            num_blocks=drawing.HEIGHT * drawing.WIDTH,
             block_size=4,
             max_sequences=4,
             max_context_length=16,
@@ -176,24 +182,48 @@ def test_block_map_tells_the_states_apart(monkeypatch, tmp_path):
     for seq_id, prompt in enumerate(prompts):
         cache, opened = jkv.allocate(cache, 0, tokens=prompt[None])
         rest = prompt[int(opened.num_cached[0]) :]
-        cache = block_map.append(cache, [seq_id], rest[None])
-    first = block_map.FIRST_COLOUR
-    cells = block_map.draw_map(cache).flat[:5].tolist()
-    shared, free = block_map.SHARED, block_map.FREE
+        cache = game.append(cache, [seq_id], rest[None])
+    first = drawing.FIRST_COLOUR
+    cells = drawing.draw_map(cache).flat[:5].tolist()
+    shared, free = drawing.SHARED, drawing.FREE
     assert cells == [shared, shared, first, first + 1, free]
     cache, _ = jkv.free(cache, [0, 1])
-    cells = block_map.draw_map(cache).flat[:5].tolist()
-    assert cells == [block_map.CACHED] * 2 + [free] * 3
+    cells = drawing.draw_map(cache).flat[:5].tolist()
+    assert cells == [drawing.CACHED] * 2 + [free] * 3
 
     path = tmp_path / "pool.png"
-    block_map.save_picture(str(path), [(block_map.draw_map(cache), "the last step")])
+    drawing.save_picture(str(path), [(drawing.draw_map(cache), "the last step")])
     with Image.open(path) as picture:
         assert picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
         colours = picture.convert("RGB").getcolors(maxcolors=2**20)
         assert {colour for _, colour in colours} > {
-            tuple(round(255 * part) for part in block_map.COLOURS[state])
-            for state in (block_map.CACHED, free)
+            tuple(round(255 * part) for part in drawing.COLOURS[state])
+            for state in (drawing.CACHED, free)
         }
+
+
+@pytest.mark.one_end
+def test_the_steps_of_the_map_are_told_in_words():
+    pytest.importorskip("matplotlib")
+    from pool_map import game
+
+    said = [
+        words for _, words in game.play(jkv.init(game.CONFIG, storage=False), 12, 0)
+    ]
+    assert all(re.fullmatch(r"Step \d+: .*; \d+ sequences are open", s) for s in said)
+    assert any(re.search(r"B opens, \d+ of its 56 tokens were found;", s) for s in said)
+    assert any(re.search(r"\d+ sequences grow by 8 tokens", s) for s in said)
+
+
+@pytest.mark.one_end
+def test_the_colours_of_the_map_differ():
+    pytest.importorskip("matplotlib")
+    from pool_map import drawing
+
+    colours = drawing.COLOURS
+    assert len(colours) == len(drawing.SIGNS) == len(set(drawing.SIGNS))
+    apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1)
+    assert np.min(apart + 9 * np.eye(len(colours))) > 0.2
 
 
 @pytest.mark.one_end
@@ -202,12 +232,12 @@ def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):
         return complaint("generate.py", *arguments, monkeypatch=monkeypatch)
 
     assert "config.json is missing" in says("x", "--model", str(tmp_path / "none"))
-    assert "a prompt is empty" in says("  ")
-    assert "a prompt is empty" in says("one", "")
-    assert "--max-new-tokens below 1" in says("x", "--max-new-tokens", "0")
+    assert "prompt 1 is empty" in says("  ")
+    assert "prompt 2 is empty" in says("one", "")
+    assert "--max-new-tokens must be at least 1" in says("x", "--max-new-tokens", "0")
     assert "No such file" in says("--file", str(tmp_path / "none"))
     long = "a b c d e f g h " * 400
-    assert re.search(r"a prompt has \d{4} tokens, the context is 2048", says(long))
+    assert re.search(r"prompt 1 has \d{4} tokens, the context is 2048", says(long))
     answer = complaint(
         "parallel_sampling.py", "x", "--samples", "0", monkeypatch=monkeypatch
     )

@@ -36,6 +36,8 @@ import jkv
 from jkv.storage import contents, files
 from jkv.storage.fields import list_leaves
 
+pytestmark = pytest.mark.one_end
+
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -219,7 +221,6 @@ class TestSequences:
         assert not path.exists() and os.listdir(path.parent) == []
 
 
-@pytest.mark.one_end
 class TestTheFile:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
     def test_is_what_others_read_as_safetensors(self, path, dtype):
@@ -331,7 +332,6 @@ def resealed(raw, change):
     return len(text).to_bytes(8, "little") + text + data
 
 
-@pytest.mark.one_end
 class TestRefusedFiles:
     """Each says which; the cache given stays as it was, as it is a value."""
 

@@ -1,0 +1,143 @@
+"""Continue prompts: read them, generate some steps at a time, and show the texts."""
+
+import argparse
+import functools
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+import jkv
+from jkv import decoding
+from jkv.commands.compiled_programs import keep_compiled_programs
+
+from . import output, prompts
+from .options import SAMPLING
+
+# The two halves of `jkv.generate`, so that the host sees the tokens between steps.
+static = ("model", "max_new_tokens", "num_samples")
+donated = ("cache", "state")
+prefill = jax.jit(decoding.prefill, static_argnames=static, donate_argnames="cache")
+decode = jax.jit(decoding.decode, static_argnames="model", donate_argnames=donated)
+
+# Fewer steps a call show text sooner, more spend less time between calls.
+STEPS_A_CALL = 4
+
+
+class Task(NamedTuple):
+    """What is to be done."""
+
+    model: llama.Llama
+    params: llama.Params
+    tokenizer: Tokenizer
+    prompts: list[list[int]]  # token ids, B of them
+    padded: np.ndarray  # i32[B, P], the same as an array
+    max_new_tokens: int
+    sampling: jkv.Sampling
+    config: jkv.CacheConfig
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Do what the command line says."""
+    keep_compiled_programs()
+    console = Console(stderr=True)
+    try:
+        task = prepare(options)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    ends = dict(
+        max_new_tokens=task.max_new_tokens,
+        num_samples=options.num_samples,
+        stop_tokens=jnp.array(task.model.config.stop_tokens, jnp.int32),
+        sampling=task.sampling,
+    )
+    advance = functools.partial(decode, task.model, task.params, sampling=task.sampling)
+    began = time.perf_counter()
+    with console.status("compiling, and reading the prompts"):
+        cache = jkv.init(task.config)
+        cache, state = prefill(task.model, task.params, cache, task.padded, **ends)
+        cache, state = advance(cache, state, num_steps=1)
+        num_first, started = int(state.result.lengths.sum()), time.perf_counter()
+
+    total = len(task.prompts) * options.num_samples
+    streams = total == 1 and not options.json
+    stream = output.TextStream(task.tokenizer, task.prompts[0], is_chat=options.chat)
+    with Progress(console=console, transient=True, disable=streams) as bar:
+        progress = bar.add_task("tokens", total=total * task.max_new_tokens)
+        while True:
+            if streams:
+                has_ended = not state.is_running.any()
+                row = np.asarray(state.result.tokens[0])
+                fresh = stream.advance(row[row >= 0].tolist(), has_ended=has_ended)
+                print(fresh, end="", flush=True)
+            bar.update(progress, completed=int(state.result.lengths.sum()))
+            if not state.is_running.any():
+                break
+            cache, state = advance(cache, state, num_steps=STEPS_A_CALL)
+    seconds = time.perf_counter() - started
+
+    if not streams:
+        texts = output.describe(
+            task.tokenizer, task.prompts, state.result, is_chat=options.chat
+        )
+        output.show_all(texts, as_json=options.json)
+    sys.stdout.flush()
+    num_later = int(state.result.lengths.sum()) - num_first
+    output.show_closing_line(
+        cache,
+        state.result,
+        seconds_before=started - began,
+        tokens_per_second=num_later / seconds,
+    )
+
+
+def prepare(options: argparse.Namespace) -> Task:
+    """Read prompts and model, and size the cache.
+
+    Raises:
+        OSError: when a file cannot be read.
+        ValueError: for anything else that is wrong with prompts, model or options.
+    """
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    texts = prompts.read_texts(options.prompts, options.file)
+    sampling = choose_sampling(options)
+    model, params = llama.load(options.model)
+    tokenizer = llama.load_tokenizer(options.model)
+    if options.chat:
+        texts = [llama.render_chat(options.model, text) for text in texts]
+    context = model.config.max_context_length
+    ids = prompts.encode(
+        tokenizer,
+        texts,
+        vocabulary=model.config.vocab_size,
+        context=context,
+        has_special_tokens=options.chat,
+    )
+    padded = prompts.pad(ids, context)
+    # One token more than the context takes: then that is given as the reason.
+    room = context - min(map(len, ids)) + 2
+    max_new_tokens = min(options.max_new_tokens, room)
+    config = jkv.CacheConfig.for_context_length(
+        min(context, padded.shape[1] + max_new_tokens),
+        max_sequences=len(ids) * options.num_samples,
+        dtype=options.kv_dtype or params["embedding"].dtype,
+        **model.cache_fields,
+    )
+    return Task(model, params, tokenizer, ids, padded, max_new_tokens, sampling, config)
+
+
+def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:
+    """Take the command line's values, else the checkpoint's, else our own."""
+    chosen: dict[str, Any] = SAMPLING | llama.read_sampling(options.model)
+    given = {name: getattr(options, name) for name in SAMPLING}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    return jkv.Sampling(**chosen)

@@ -1,0 +1,29 @@
+"""The command line of `generate.py`."""
+
+import argparse
+from pathlib import Path
+
+BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
+
+# Of the fields of `jkv.Sampling`, unless the checkpoint or the command line says more.
+SAMPLING = dict(
+    temperature=0.7, top_k=0, top_p=0.95, min_p=0.0, repetition_penalty=1.1, seeds=0
+)
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Return the options; those of `SAMPLING` are None unless given."""
+    parser = argparse.ArgumentParser(prog="generate.py", description=description)
+    add = parser.add_argument
+    add("prompts", nargs="*", help="texts to continue; without any, an example")
+    add("--file", help="read prompts from here, one a line; - is standard input")
+    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add("--chat", action="store_true", help="prompts are questions in a chat")
+    add("--max-new-tokens", type=int, default=120, help="of each text; %(default)s")
+    add("--num-samples", type=int, default=1, help="of each prompt; %(default)s")
+    add("--json", action="store_true", help="print a line of JSON for each text")
+    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    for name, value in SAMPLING.items():
+        text = f"as in jkv.Sampling; generation_config.json's, else {value}"
+        add(f"--{name.replace('_', '-')}", type=type(value), help=text)
+    return parser.parse_args()

@@ -1,0 +1,69 @@
+"""Sequences that come, branch, reuse prefixes, grow and go, at random."""
+
+import numpy as np
+
+import jkv
+
+from .drawing import FIRST_COLOUR, HEIGHT, SIGNS, WIDTH
+
+NUM_SEQUENCES, LONGEST, PROMPT, GROWTH = 24, 96, 56, 8  # the last three in tokens
+
+# Metadata is all that is drawn: the storage stays empty.
+CONFIG = jkv.CacheConfig(
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+    num_blocks=HEIGHT * WIDTH,
+    block_size=4,
+    max_sequences=NUM_SEQUENCES,
+    max_context_length=LONGEST,
+    prefix_caching=True,
+)
+
+
+def append(cache, seq_ids, tokens):
+    """Grow sequences by rows of tokens, [B, Q], -1 after each row's end."""
+    counts, width = np.sum(tokens >= 0, axis=1), tokens.shape[1]
+    cache, batch = jkv.append(
+        cache, seq_ids, counts, max_query_length=width, tokens=tokens.reshape(-1)
+    )
+    return jkv.commit(cache, batch)  # a model would write and attend before
+
+
+def open_one(cache, prompt):
+    """Open a sequence on a prompt, or make room for the next one."""
+    cache, opened = jkv.allocate(cache, PROMPT, tokens=prompt[None])
+    seq_id, found = int(opened.seq_ids[0]), int(opened.num_cached[0])
+    cache = append(cache, [seq_id], np.append(prompt[found:], [-1] * found)[None])
+    if seq_id != jkv.NO_SEQUENCE:
+        name = SIGNS[FIRST_COLOUR + seq_id]
+        return cache, f"{name} opens, {found} of its {PROMPT} tokens were found"
+    cache, gone = jkv.evict(cache, cache.num_blocks // 2)
+    return cache, f"there is no room, {np.sum(np.asarray(gone) >= 0)} are evicted"
+
+
+def play(cache, num_steps, seed):
+    """Yield the cache after each step, and what was done."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(1000, size=(3, PROMPT - 8))  # prompts begin like one of them
+    for step in range(1, num_steps + 1):
+        is_open = np.asarray(cache.metadata.is_open)
+        kind = rng.choice(["open", "grow", "fork", "free"], p=[0.4, 0.3, 0.15, 0.15])
+        if step % 25 == 0:
+            cache, said = jkv.compact(cache), "the pool is compacted"
+        elif kind == "open" or not is_open.any():
+            prompt = np.append(starts[rng.integers(3)], rng.integers(1000, size=8))
+            cache, said = open_one(cache, prompt)
+        elif kind == "grow":
+            grows = is_open & (np.asarray(cache.metadata.context_lengths) < LONGEST)
+            seq_ids = np.where(grows, np.arange(NUM_SEQUENCES), jkv.NO_SEQUENCE)
+            tokens = rng.integers(1000, size=(NUM_SEQUENCES, GROWTH))
+            cache = append(cache, seq_ids, tokens)
+            said = f"{grows.sum()} sequences grow by {GROWTH} tokens"
+        else:
+            seq_id = int(rng.choice(np.flatnonzero(is_open)))
+            name = SIGNS[FIRST_COLOUR + seq_id]
+            cache = getattr(jkv, kind)(cache, seq_id)[0]
+            said = f"{name} is {'forked' if kind == 'fork' else 'freed'}"
+        num_open = int(np.sum(np.asarray(cache.metadata.is_open)))
+        yield cache, f"Step {step}: {said}; {num_open} sequences are open"

@@ -1,0 +1,69 @@
+"""Programs that were compiled once are kept in the user's cache folder.
+
+Most of the time to a first answer is XLA's compiler, and its programs are the same in
+the next run. JAX keeps them where it is told to; libraries leave that to the user, but
+a command may choose.
+"""
+
+import os
+import pathlib
+import sys
+
+import jax
+
+# The oldest programs are removed beyond this.
+MOST_BYTES = 2**29
+
+
+def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path | None:
+    """Let JAX keep what it compiles from now on, and use what is there.
+
+    Args:
+      folder: where; None is `jkv/programs` in the user's cache folder. Whoever has set
+        JAX_COMPILATION_CACHE_DIR has chosen already: nothing changes.
+
+    Returns:
+      The folder, or None where JAX has been told otherwise or nothing can be written.
+    """
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] is not None:
+        return None
+    if not settings["jax_enable_compilation_cache"]:
+        return None
+    folder = folder or find_user_cache() / "jkv" / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_oldest(folder)
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Many small programs take as long as a large one.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def find_user_cache() -> pathlib.Path:
+    """Return the folder in which this system's programs cache for a user."""
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return pathlib.Path(os.environ["LOCALAPPDATA"])
+    if sys.platform == "darwin":
+        return pathlib.Path.home() / "Library" / "Caches"
+    # An empty or relative XDG_CACHE_HOME is to be ignored, says its specification.
+    named = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else pathlib.Path.home() / ".cache"
+
+
+def remove_oldest(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
+    """Remove the oldest files until the rest is half of the limit, if it is passed."""
+    files = [(path, path.stat()) for path in folder.iterdir() if path.is_file()]
+    total = sum(stat.st_size for _, stat in files)
+    if total <= most_bytes:
+        return
+    for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
+        if total <= most_bytes // 2:
+            break
+        path.unlink(missing_ok=True)
+        total -= stat.st_size

@@ -1,0 +1,69 @@
+"""The part of a config.json that describes the language model.
+
+Models that also see or hear keep it apart. What is written there is only what differs
+from the class that reads it: a part that says "llama" and nothing else means the sizes
+that transformers gives a Llama.
+"""
+
+from typing import Any, NamedTuple
+
+# Where the language model's settings lie, by the habits of those who write them.
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "max_position_embeddings",
+)
+
+# Of transformers 5.23, in the order of SIZES.
+LEFT_OUT: dict[str, tuple[int, ...]] = {
+    "gemma": (28, 16, 16, 3072, 8192),
+    "gemma2": (26, 8, 4, 2304, 8192),
+    "gemma3_text": (26, 8, 4, 2304, 131_072),
+    "llama": (32, 32, 32, 4096, 2048),
+    "llama4_text": (48, 40, 8, 5120, 131_072),
+    "mistral": (32, 32, 8, 4096, 131_072),
+    "mixtral": (32, 32, 8, 4096, 131_072),
+    "phi": (24, 32, 32, 2048, 2048),
+    "phi3": (32, 32, 32, 3072, 4096),
+    "qwen2": (32, 32, 32, 4096, 32_768),
+    "qwen2_5_vl_text": (80, 64, 8, 8192, 32_768),
+    "qwen2_vl_text": (80, 64, 8, 8192, 32_768),
+    "qwen3": (32, 32, 32, 4096, 32_768),
+    "qwen3_vl_text": (32, 32, 32, 4096, 128_000),
+}
+
+
+class TextPart(NamedTuple):
+    """The settings of a language model, and those of what it is a part of."""
+
+    model: dict[str, Any]
+    around: list[dict[str, Any]]  # the parts that hold it, innermost first
+    notes: list[str]
+
+
+def find_text_part(raw: dict[str, Any]) -> TextPart:
+    """Return the language model's settings; of a plain model, all there are."""
+    model, name = raw, ""
+    around: list[dict[str, Any]] = []
+    while inner := next((p for p in PARTS if isinstance(model.get(p), dict)), None):
+        around.insert(0, model)
+        model, name = model[inner], inner
+    if not around:
+        return TextPart(model, around, [])
+    defaults = LEFT_OUT.get(str(model.get("model_type")), ())
+    # Heads that are not named are as many as the queries', if those are.
+    has_heads = "num_attention_heads" in model
+    filled = {
+        size: value
+        for size, value in zip(SIZES, defaults, strict=False)
+        if size not in model and not (has_heads and size == "num_key_value_heads")
+    }
+    notes = [f"the cache is that of the language model, {name} in config.json"]
+    if filled:
+        said = ", ".join(f"{size} {value}" for size, value in filled.items())
+        notes.append(f"{name} leaves out {said}: taken from transformers")
+    return TextPart(filled | model, around, notes)

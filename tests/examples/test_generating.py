@@ -1,0 +1,306 @@
+"""What `generate.py` takes, refuses and shows: prompts, options, texts and endings."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from places import EXAMPLES, FIXTURES
+
+import jkv
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("rich")
+
+import llama
+from generating import command, ending, output, prompts
+from generating.options import BUNDLED, SAMPLING, parse_arguments
+from tokenizers import Tokenizer, decoders, models
+
+pytestmark = pytest.mark.one_end
+
+# Llama 2's way: text that the vocabulary lacks is spelt in bytes.
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    model = models.BPE(BYTES | {"a": 256, "▁b": 257}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def pieces(tokenizer, prompt, tokens, **options):
+    """What is shown after each token, and at the end."""
+    stream = output.TextStream(tokenizer, prompt, is_chat=False, **options)
+    shown = [stream.advance(tokens[:count]) for count in range(len(tokens) + 1)]
+    return [*shown, stream.advance(tokens, has_ended=True)]
+
+
+def test_characters_in_bytes_are_shown_once(byte_tokenizer):
+    tokens = [*"日本".encode(), 256, 257, *"é".encode()]
+    shown = pieces(byte_tokenizer, [256], tokens)
+    assert "".join(shown) == "a日本a bé"
+    assert shown[0] == "a" and "日本a" in shown and shown[-1] == "é"
+
+
+@pytest.mark.parametrize("left_over", [1, 2])
+def test_half_a_character_at_the_end_is_left_out(byte_tokenizer, left_over):
+    tokens = [*"日".encode(), *"日".encode()[:left_over]]
+    assert "".join(pieces(byte_tokenizer, [256], tokens)) == "a日"
+
+
+def test_bytes_that_are_no_text_do_not_repeat_what_was_shown(byte_tokenizer):
+    tokens = [256, *"日".encode(), 0xE6, 257, 256]
+    shown = "".join(pieces(byte_tokenizer, [256], tokens))
+    assert shown == byte_tokenizer.decode([256, *tokens]) == "aa" + "\ufffd" * 4 + " ba"
+
+
+def test_characters_in_parts_wait_for_the_rest():
+    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokens = tokenizer.encode("東京 is 🐍").ids
+    shown = pieces(tokenizer, tokens[:1], tokens[1:])
+    assert "".join(shown) == "東京 is 🐍" and "\ufffd" not in "".join(shown)
+
+
+def test_of_a_chat_the_answer_alone_is_shown():
+    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokens = tokenizer.encode("Question Answer").ids
+    num_asked = len(tokenizer.encode("Question").ids)
+    stream = output.TextStream(tokenizer, tokens[:num_asked], is_chat=True)
+    assert stream.advance(tokens[num_asked:], has_ended=True) == " Answer"
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path):
+    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer.enable_padding(length=32)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = llama.load_tokenizer(tmp_path).encode_batch(["one two three", "four"])
+    expected = llama.load_tokenizer(BUNDLED).encode_batch(["one two three", "four"])
+    assert [each.ids for each in found] == [each.ids for each in expected]
+
+
+def test_prompts_of_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone\r\n\n  \nzwölf\n".encode())
+    assert prompts.read_texts(["zero"], str(path)) == ["zero", "one", "zwölf"]
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="prompts.txt has no prompt"):
+        prompts.read_texts([], str(path))
+    path.write_bytes(b"one\nzw\xf6lf\n")
+    with pytest.raises(ValueError, match="line 2 of .*prompts.txt is not UTF-8"):
+        prompts.read_texts([], str(path))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    with pytest.raises(ValueError, match="standard input has no prompt"):
+        prompts.read_texts([], "-")
+    with pytest.raises(ValueError, match="prompt 1 is not UTF-8"):
+        prompts.read_texts([os.fsdecode(b"\xff")], None)
+
+
+def test_tokens_that_the_model_has_not_are_refused():
+    tokenizer = llama.load_tokenizer(BUNDLED)
+    options = dict(context=64, has_special_tokens=False)
+    ids = prompts.encode(tokenizer, ["The with"], vocabulary=3072, **options)
+    with pytest.raises(ValueError, match=rf"prompt 1 has token {max(ids[0])} .* of 5:"):
+        prompts.encode(tokenizer, ["The with"], vocabulary=5, **options)
+
+
+def test_prompts_of_about_a_length_have_one_shape():
+    assert prompts.pad([[1] * 3], 2048).shape == prompts.pad([[1] * 64], 2048).shape
+    padded = prompts.pad([[1, 2], [3]], 100)
+    assert padded.shape == (2, 64) and padded[1].tolist() == [3] + [-1] * 63
+    assert prompts.pad([[1] * 65], 100).shape == (1, 100)  # never past the context
+
+
+def parsed(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    return parse_arguments("a test")
+
+
+def test_new_tokens_are_bounded_by_the_context(monkeypatch):
+    options = parsed(monkeypatch, "The with", "--max-new-tokens", str(10**12))
+    task = command.prepare(options)
+    context = task.model.config.max_context_length
+    assert task.max_new_tokens == context - len(task.prompts[0]) + 2
+    assert task.config.max_context_length == context
+
+
+@pytest.mark.parametrize(
+    "settings, arguments, expected",
+    [
+        ({}, [], {}),
+        ({"eos_token_id": 2}, [], {}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            ["--top-p", "0.5"],
+            dict(temperature=0.6, top_p=0.5, top_k=50, repetition_penalty=1.0),
+        ),
+        (
+            {"do_sample": False, "temperature": 0.6},
+            [],
+            dict(temperature=0.0, top_k=50, top_p=1.0, repetition_penalty=1.0),
+        ),
+        ({"do_sample": False}, ["--temperature", "0.3"], dict(temperature=0.3)),
+    ],
+)
+def test_the_checkpoint_says_how_to_sample(
+    monkeypatch, tmp_path, settings, arguments, expected
+):
+    """The command line comes first, then generation_config.json, then our defaults."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    options = parsed(monkeypatch, "--model", str(tmp_path), *arguments)
+    sampling = command.choose_sampling(options)
+    found = {name: getattr(sampling, name) for name in SAMPLING}
+    defaults = SAMPLING if not expected else found
+    assert found == defaults | expected
+
+
+def test_settings_of_sampling_are_checked(monkeypatch, tmp_path):
+    path = tmp_path / "generation_config.json"
+    for settings in ({"top_k": "many"}, {"top_k": 1.5}, {"do_sample": "yes"}):
+        path.write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            llama.read_sampling(tmp_path)
+    options = parsed(monkeypatch, "--top-p", "2")
+    with pytest.raises(ValueError, match="Sampling.top_p must be from 0 to 1"):
+        command.choose_sampling(options)
+
+
+CHATML = (
+    "{% for m in messages %}\n"
+    "    {%- if m.role == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}\n"
+    "{{ bos_token }}<{{ m.role }}>{{ m.content | tojson }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("place", ["text", "list", "file"])
+def test_a_chat_is_written_as_the_checkpoint_has_it(tmp_path, place):
+    settings = {"bos_token": {"content": "<s>"}}
+    if place == "text":
+        settings["chat_template"] = CHATML
+    elif place == "list":
+        named = [("tool_use", "no"), ("default", CHATML)]
+        settings["chat_template"] = [dict(name=n, template=t) for n, t in named]
+    else:
+        (tmp_path / "chat_template.jinja").write_text(CHATML)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert llama.render_chat(tmp_path, "it's <é>") == (
+        '<s><user>"it\'s <é>"\n<assistant>'
+    )
+    with pytest.raises(ValueError, match="no aliens"):
+        llama.render_chat(tmp_path, [{"role": "alien", "content": ""}])
+
+
+def test_a_model_that_cannot_chat_is_named():
+    with pytest.raises(ValueError, match="pydoc has no chat template"):
+        llama.render_chat(BUNDLED, "hello")
+
+
+def test_samples_as_json(capsys):
+    result = jkv.Generation(
+        tokens=np.array([[5, 6, -1], [7, -1, -1]]),
+        lengths=np.array([2, 1]),
+        reasons=np.array([1, 2]),
+        logprobs=np.array([[-1.0, -0.5, 0.0], [-2.0, 0.0, 0.0]]),
+        statistics=None,
+    )
+    tokenizer = llama.load_tokenizer(BUNDLED)
+    described = output.describe(tokenizer, [[4]], result, is_chat=False)
+    output.show_all(described, as_json=True)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {
+        "prompt": tokenizer.decode([4]),
+        "sample": 0,
+        "text": tokenizer.decode([5, 6]),
+        "tokens": [5, 6],
+        "logprob": -1.5,
+        "finish_reason": "STOP",
+    }
+    assert (second["sample"], second["finish_reason"]) == (1, "LENGTH")
+
+
+@pytest.mark.parametrize(
+    "error, status, says",
+    [(KeyboardInterrupt, 130, "interrupted"), (BrokenPipeError, 141, "was closed")],
+)
+def test_interruptions_end_in_one_line(tmp_path, monkeypatch, error, status, says):
+    said = io.StringIO()
+    with open(tmp_path / "out", "w") as out, contextlib.redirect_stderr(said):
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+            raise error
+    assert ended.value.code == status
+    assert len(said.getvalue().split("\n")) == 3 and says in said.getvalue()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_ctrl_c_is_answered_while_jax_starts():
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "generate.py"), "--file", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(1)  # it starts, or waits for prompts
+    process.send_signal(signal.SIGINT)
+    written, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and not written
+    assert said.strip() == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 0),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", []),
+        ("eos_token_id", "2"),
+        ("eos_token_id", [1, True]),
+        ("eos_token_id", -1),
+        ("architectures", "LlamaForCausalLM"),
+        ("architectures", [None]),
+        ("model_type", ["llama"]),
+        ("dtype", 16),
+        ("vocab_size", "many"),
+        ("vocab_size", True),
+        ("mlp_bias", "no"),
+        ("hidden_act", 3),
+        ("rope_scaling", {"rope_theta": "10000"}),
+        ("rope_scaling", [1]),
+        ("use_sliding_window", "true"),
+        ("max_window_layers", None),
+        ("layer_types", "full_attention"),
+        ("sliding_window", 0.5),
+    ],
+)
+def test_every_key_of_a_config_is_checked_by_type(key, value):
+    kind = "qwen2" if "window" in key or key == "layer_types" else "llama3"
+    raw = json.loads((FIXTURES / "llama" / kind / "config.json").read_text())
+    if kind == "qwen2":
+        raw |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+    llama.parse_config(raw)
+    with pytest.raises(ValueError, match="config.json"):
+        llama.parse_config(raw | {key: value})
+
+
+def test_options_that_count_start_at_one():
+    for name in ("max_new_tokens", "num_samples"):
+        options = argparse.Namespace(**{"max_new_tokens": 1, "num_samples": 1, name: 0})
+        flag = f"--{name.replace('_', '-')} must be at least 1"
+        with pytest.raises(ValueError, match=flag):
+            command.prepare(options)
