@@ -50,7 +50,8 @@ def allocate(
     Args:
       cache: the cache.
       num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. What is found of a
-        prompt counts as part of it.
+        prompt counts as part of it; where more is found than that, the sequence has all
+        that is found, and nothing is reserved beyond it.
       tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
         for each, matched against the prefix index. Without prefix caching nothing can
         match.

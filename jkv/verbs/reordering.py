@@ -21,11 +21,11 @@ def reorder(
     """Let sequence i continue from what its parent was before the call (beam search).
 
     All requests happen at once: sequences may swap. One that is its own parent stays as
-    it is, reservation included; any other gives up all its blocks and shares the
-    parent's full ones, with a copy of a partly filled last block. Blocks that the
-    sequences of the call give up can be taken in the same call. Outside jit this looks
-    on the host whether a block must be copied, and copies the storage if so: jit and
-    donate.
+    it is, reservation, last use and prefix included, and needs no block; any other
+    gives up all its blocks and shares the parent's full ones, with a copy of a partly
+    filled last block. Blocks that the sequences of the call give up can be taken in the
+    same call. Outside jit this looks on the host whether a block must be copied, and
+    copies the storage if so: jit and donate.
 
     Args:
       cache: the cache.
