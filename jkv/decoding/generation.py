@@ -144,8 +144,17 @@ def prefill(
     CANCELLED. All of them at once: `jkv.free(cache, state.seq_ids)`.
 
     Args:
-      model, params, cache, prompts, max_new_tokens, limits, stop_tokens, sampling,
-        num_samples, chunk_size, salts: as for `generate`.
+      model: as for `generate`.
+      params: as for `generate`.
+      cache: as for `generate`.
+      prompts: as for `generate`.
+      max_new_tokens: as for `generate`.
+      limits: as for `generate`.
+      stop_tokens: as for `generate`.
+      sampling: as for `generate`.
+      num_samples: as for `generate`.
+      chunk_size: as for `generate`.
+      salts: as for `generate`.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -199,8 +208,10 @@ def decode(
     """Generate on, one token a step for each running sequence.
 
     Args:
-      model, params: as for `prefill`.
-      cache, state: from `prefill`, or from an earlier `decode`; jit may donate both.
+      model: as for `prefill`.
+      params: as for `prefill`.
+      cache: from `prefill`, or from an earlier `decode`; jit may donate it.
+      state: what came with the cache; jit may donate it, too.
       sampling: as for `prefill`.
       num_steps: steps to do at most, may be traced; None goes on until all have ended.
 
