@@ -3,8 +3,6 @@
 python examples/quickstart.py
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -24,8 +22,10 @@ print(cache)
 
 
 # Donated, the cache is updated in place; whatever its values, there is one compilation.
-@functools.partial(jax.jit, donate_argnames="cache")
-def step(cache, seq_ids, hidden):
+@jax.jit(donate_argnames="cache")
+def step(
+    cache: jkv.Cache, seq_ids: jax.Array, hidden: jax.Array
+) -> tuple[jkv.Cache, jax.Array, jax.Array]:
     """One more token for each sequence. A model has weights where this slices."""
     cache, batch = jkv.append(cache, seq_ids)
     for layer in range(config.num_layers):
@@ -38,7 +38,8 @@ def step(cache, seq_ids, hidden):
 
 # Two sequences of five tokens: blocks are taken when a token needs one.
 cache, opened = jkv.allocate(cache, [0, 0])
-for key in jax.random.split(jax.random.key(0), 5):
+keys = jax.random.split(jax.random.key(0), 6)
+for key in keys[:5]:
     cache, hidden, status = step(cache, opened.seq_ids, jax.random.normal(key, (2, 64)))
     jkv.raise_for_status(status)
 print("blocks of 0:", jkv.block_ids(cache, 0)[:2], "of 1:", jkv.block_ids(cache, 1)[:2])
@@ -49,7 +50,7 @@ print("blocks of its fork:", jkv.block_ids(cache, forked.seq_ids[0])[:2])
 
 # All three go on; what they attend to differs as soon as their tokens do.
 seq_ids = jnp.concatenate([opened.seq_ids, forked.seq_ids])
-cache, hidden, _ = step(cache, seq_ids, jax.random.normal(key, (3, 64)))
+cache, hidden, _ = step(cache, seq_ids, jax.random.normal(keys[5], (3, 64)))
 print("free blocks:", jkv.num_free_blocks(cache))
 
 cache, status = jkv.free(cache, seq_ids)

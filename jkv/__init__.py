@@ -48,6 +48,7 @@ from jkv.verbs.lookups import (
     BlockInfo,
     block_ids,
     block_info,
+    context_lengths,
     num_free_blocks,
     slots,
     tokens,
@@ -62,6 +63,12 @@ from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """Show the public names; rooms and modules are found by their own."""
+    return sorted([*__all__, "__version__"])
+
 
 __all__ = [
     "NO_SEQUENCE",
@@ -105,6 +112,7 @@ __all__ = [
     "clock",
     "commit",
     "compact",
+    "context_lengths",
     "evict",
     "evict_cached",
     "evict_older_than",

@@ -7,6 +7,7 @@ on the host `raise_for_status` turns the first refusal into the exception of its
 import enum
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 
@@ -73,6 +74,14 @@ class CacheError(Exception):
         self.num_refused = num_refused
 
 
+class UsageError(TypeError, ValueError):
+    """A function was given what it cannot take; the message says what to give.
+
+    Both kinds of error that Python has for this: an argument of the wrong type, and one
+    whose value does not fit.
+    """
+
+
 class InvariantError(CacheError):
     """`check` found a broken invariant; the message begins with its name."""
 
@@ -96,7 +105,8 @@ class ContextFull(CacheError):
 
 
 class BatchFull(CacheError):
-    """The call's rows do not hold the tokens; raise `capacity` or append fewer."""
+    """The call's rows do not hold the tokens: `append` has one row for each request
+    unless `capacity=` names another number; pass a larger one, or append fewer."""
 
     status = Status.BATCH_FULL
 
@@ -141,11 +151,13 @@ def raise_for_status(status: Any, cache: Occupied | None = None) -> None:
 
     Args:
       status: i32[B] of `Status` values, or a result that has a `status` of that shape
-        (what `allocate`, `append` or `fork` returned).
+        (what `allocate`, `append` or `fork` returned), or a verb's whole answer, the
+        pair of a cache and either of these.
       cache: the cache after the call; with it the message tells how full it is.
 
     Raises:
       CacheError: the subclass named like the status, with `index` and `num_refused`.
+      UsageError: inside jit, or for what holds no status.
 
     Example:
       >>> import jkv
@@ -156,8 +168,10 @@ def raise_for_status(status: Any, cache: Occupied | None = None) -> None:
       jkv.status.InvalidSequence: request 1 of 3 was refused, INVALID_SEQUENCE: The \
 sequence id is not open, or was already named in the same call. (2 refused in all)
     """
+    if isinstance(status, tuple) and status and hasattr(status[0], "occupancy"):
+        cache, status = status
     result = status
-    codes = np.atleast_1d(np.asarray(getattr(status, "status", status)))
+    codes = _codes(getattr(status, "status", status))
     refused = np.flatnonzero(codes != Status.OK)
     if refused.size == 0:
         return
@@ -166,10 +180,26 @@ sequence id is not open, or was already named in the same call. (2 refused in al
     assert error.status is not None
     message = (
         f"request {index} of {codes.size} was refused, {error.status.name}: "
-        f"{error.__doc__} ({refused.size} refused in all"
+        f"{' '.join(str(error.__doc__).split())} ({refused.size} refused in all"
     )
     if hasattr(result, "seq_ids"):
         message += f"; sequence id {int(np.atleast_1d(result.seq_ids)[index])}"
     if cache is not None:
         message += f"; now {cache.occupancy()}"
     raise error(message + ")", index=index, num_refused=int(refused.size))
+
+
+def _codes(status: Any) -> np.ndarray:
+    """Return statuses as integers on the host, [B]."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(status)):
+        raise UsageError(
+            "raise_for_status looks at values on the host: call it outside jit; "
+            "inside, compare batch.status, as in `batch.status == jkv.Status.OK`"
+        )
+    codes = np.asarray(status) if np.ndim(status) else np.asarray([status])
+    if codes.size and not np.issubdtype(codes.dtype, np.integer):
+        raise UsageError(
+            f"raise_for_status takes a status, a result that has one, or the pair that "
+            f"a verb returns, got {type(status).__name__}"
+        )
+    return codes.ravel()

@@ -99,8 +99,8 @@ MUTATIONS = (
         "metadata",
         "A block given up by several owners in one call enters the ring at the turn of "
         "its first mention, not of its last.",
-        "mentions.mark_lowest(counts, zeroed, -1 - lane)",
-        "mentions.mark_lowest(counts, zeroed, lane - block.shape[0])",
+        "mentions.find_one(counts, zeroed, last=True)",
+        "mentions.find_one(counts, zeroed, last=False)",
     ),
     Mutation(
         "holes-never-squeezed-out",

@@ -5,6 +5,7 @@ ids in tables can call `paged_attention`.
 """
 
 import math
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,84 @@ from jkv.attention.validation import (
 )
 
 __all__ = ["paged_attention"]
+
+
+@overload
+def paged_attention(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    layer: jax.typing.ArrayLike | None,
+    block_tables: jax.Array,
+    seq_ids: jax.Array | None,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    context_lengths: jax.Array,
+    *,
+    scale: jax.typing.ArrayLike | None = ...,
+    window: jax.typing.ArrayLike | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[False] = ...,
+    key_scales: jax.Array | None = ...,
+    value_scales: jax.Array | None = ...,
+    kv_dtype: jax.typing.DTypeLike | None = ...,
+    value_head_dim: int | None = ...,
+    max_query_length: int | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    layer: jax.typing.ArrayLike | None,
+    block_tables: jax.Array,
+    seq_ids: jax.Array | None,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    context_lengths: jax.Array,
+    *,
+    scale: jax.typing.ArrayLike | None = ...,
+    window: jax.typing.ArrayLike | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[True],
+    key_scales: jax.Array | None = ...,
+    value_scales: jax.Array | None = ...,
+    kv_dtype: jax.typing.DTypeLike | None = ...,
+    value_head_dim: int | None = ...,
+    max_query_length: int | None = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def paged_attention(
+    queries: jax.Array,
+    key_pool: jax.Array,
+    value_pool: jax.Array | None,
+    layer: jax.typing.ArrayLike | None,
+    block_tables: jax.Array,
+    seq_ids: jax.Array | None,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    context_lengths: jax.Array,
+    *,
+    scale: jax.typing.ArrayLike | None = ...,
+    window: jax.typing.ArrayLike | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: bool,
+    key_scales: jax.Array | None = ...,
+    value_scales: jax.Array | None = ...,
+    kv_dtype: jax.typing.DTypeLike | None = ...,
+    value_head_dim: int | None = ...,
+    max_query_length: int | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def paged_attention(

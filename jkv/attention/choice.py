@@ -16,7 +16,7 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.platforms import find_kernel, interpret_kernel, why_refused
 from jkv.attention.reference import attend_reference
 from jkv.attention.xla.gradients import attend_differentiably
-from jkv.attention.xla.loops import attend_xla
+from jkv.attention.xla.loops import attend_plainly, attend_xla
 
 # Platforms with a kernel, as JAX names what it lowers for, and who finds the one for a
 # call: None where the kernel does not take it.
@@ -46,7 +46,7 @@ def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
     A program for one platform carries one of them, one that was exported for several
     platforms carries several.
     """
-    return lax.platform_dependent(call, default=attend_xla, **_find_kernels(call))
+    return lax.platform_dependent(call, default=attend_plainly, **_find_kernels(call))
 
 
 def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:

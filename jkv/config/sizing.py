@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jkv.config.huggingface import read_sizes
 from jkv.config.layout import Sizes
+from jkv.config.names import check_names
 from jkv.config.units import parse_bytes
 
 logger = logging.getLogger("jkv.config")
@@ -59,6 +60,7 @@ Config = TypeVar("Config", bound=Sized)
 
 def fit_memory(make: Callable[..., Config], budget: int | str, **sizes: Any) -> Config:
     """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
+    check_names("for_memory", make, sizes, "budget_bytes")
     # Bytes are linear in the number of blocks: two points give the line.
     limit = parse_bytes(budget)
     one = make(num_blocks=1, **sizes).bytes
@@ -79,6 +81,7 @@ def fit_context_length(
     **sizes: Any,
 ) -> Config:
     """Return one that never lacks blocks: `CacheConfig.for_context_length`."""
+    check_names("for_context_length", make, sizes, "max_sequences", "budget")
     if (max_sequences is None) == (budget is None):
         raise ValueError("give max_sequences or budget, and not both")
 
@@ -116,6 +119,7 @@ def fit_model(
     **overrides: Any,
 ) -> Config:
     """Return the configuration for a checkpoint: `CacheConfig.from_model`."""
+    check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
     fields, notes, _ = read_sizes(folder, overrides)

@@ -12,7 +12,6 @@ Symbols: B sequences, P most prompt tokens, R rows of a prompt chunk, G most new
 V tokens in the vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,23 +30,25 @@ from jkv.decoding.prompts import (
 )
 from jkv.decoding.results import Generation, GenerationState
 from jkv.decoding.step import choose_tokens, decode_step
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache
+from jkv.state.entry import takes_cache
 
 # Rows of a prompt chunk when the caller does not say: enough to keep a processor busy,
 # few enough that the chunk's activations stay small.
 CHUNK_SIZE = 512
 
 
+@takes_cache
 def generate(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: jax.Array,  # i32[B, P]
+    prompts: Texts,  # i32[B, P]
     *,
     max_new_tokens: int,
-    limits: jax.Array | None = None,  # i32[B]
-    stop_tokens: jax.Array | Sequence[int] = (),  # i32[E]
+    limits: Integers | None = None,  # i32[B]
+    stop_tokens: Integers = (),  # i32[E]
     sampling: Sampling = GREEDY,
     num_samples: int = 1,
     chunk_size: int = CHUNK_SIZE,
@@ -73,7 +74,8 @@ def generate(
       model: see `Model`; hashable, as it is static under jit.
       params: the model's weights.
       cache: may hold other sequences, which stay as they are.
-      prompts: i32[B, P], -1 after each prompt's end; one that is empty is not begun.
+      prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
+        one that is empty is not begun. Lists of other lengths compile anew.
       max_new_tokens: most new tokens of any sequence, G; static.
       limits: i32[B], most new tokens of each, at most G; None is G for all.
       stop_tokens: i32[E], tokens that end a sequence; they are kept in the result.
@@ -122,15 +124,16 @@ def generate(
     return cache, state.result
 
 
+@takes_cache
 def prefill(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: jax.Array,  # i32[B, P]
+    prompts: Texts,  # i32[B, P]
     *,
     max_new_tokens: int,
-    limits: jax.Array | None = None,  # i32[B]
-    stop_tokens: jax.Array | Sequence[int] = (),  # i32[E]
+    limits: Integers | None = None,  # i32[B]
+    stop_tokens: Integers = (),  # i32[E]
     sampling: Sampling = GREEDY,
     num_samples: int = 1,
     chunk_size: int = CHUNK_SIZE,
@@ -196,6 +199,7 @@ def prefill(
     return choose_tokens(cache, state, logits, state.is_running, sampling)
 
 
+@takes_cache
 def decode(
     model: Model,
     params: Any,
@@ -203,7 +207,7 @@ def decode(
     state: GenerationState,
     *,
     sampling: Sampling = GREEDY,
-    num_steps: jax.Array | int | None = None,
+    num_steps: Integer | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Generate on, one token a step for each running sequence.
 
@@ -243,7 +247,7 @@ def decode(
     """
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max
-    steps_left = jnp.asarray(num_steps, jnp.int32)
+    steps_left = jnp.asarray(as_index(num_steps))
 
     def goes_on(carry: tuple[jax.Array, Cache, GenerationState]) -> jax.Array:
         steps_left, _, state = carry

@@ -3,8 +3,10 @@
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jkv.state import Batch, Cache
+from jkv.status import UsageError
 
 
 class Model(Protocol):
@@ -17,17 +19,13 @@ class Model(Protocol):
     like the others and ignored.
 
     Any function or object with this signature will do: a plain function over a dict of
-    arrays, or one that calls a Flax NNX or Equinox module passed as `params`.
+    arrays, or one that calls a Flax NNX or Equinox module passed as `params`. It may
+    take more arguments that have defaults, such as `all_rows=False` in the examples,
+    which asks for the logits of every row, f32[R, V].
     """
 
     def __call__(
-        self,
-        params: Any,
-        tokens: jax.Array,
-        cache: Cache,
-        batch: Batch,
-        *,
-        all_rows: bool = False,
+        self, params: Any, tokens: jax.Array, cache: Cache, batch: Batch, /
     ) -> tuple[jax.Array, Cache]:
         """Run the model once.
 
@@ -36,12 +34,55 @@ class Model(Protocol):
           tokens: i32[R], a token id for each row of the batch.
           cache: after the `append` that returned `batch`.
           batch: the rows' sequences, positions and slots.
-          all_rows: static; True asks for the logits of every row.
 
         Returns:
-          logits: f32[B, V], of each sequence's last row (`batch.last_rows`), or
-            f32[R, V] with `all_rows`. Those of a sequence without rows, and of padding
-            rows, are arbitrary.
+          logits: f32[B, V], of each sequence's last row (`batch.last_rows`). Those of a
+            sequence without rows are arbitrary.
           cache: with the rows' keys and values written in every layer.
         """
         ...
+
+
+def call_model(
+    model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
+) -> tuple[jax.Array, Cache]:
+    """Run a model for the logits of last rows; refuse what is not what they look like.
+
+    All of it is known when the model is traced.
+
+    Args:
+      model, params: as the caller of the loop gave them.
+      tokens: i32[R].
+      cache: after the `append` that returned `batch`.
+      batch: the step.
+
+    Returns:
+      float[B, V] and the cache, as `Model`.
+
+    Raises:
+      UsageError: for logits of another shape or dtype, or what is no pair of these.
+    """
+    answer = model(params, tokens, cache, batch)
+    if not (
+        isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Cache)
+    ):
+        said = type(answer).__name__
+        if isinstance(answer, tuple):
+            said = f"({', '.join(type(part).__name__ for part in answer)})"
+        raise UsageError(
+            f"the model must return (logits, cache), the cache as its last write "
+            f"returned it, got {said}"
+        )
+    logits, cache = answer
+    num_sequences = batch.seq_ids.shape[0]
+    shape, dtype = jnp.shape(logits), jnp.result_type(logits)
+    if len(shape) != 2 or shape[0] != num_sequences:
+        raise UsageError(
+            f"the model returned logits of shape {list(shape)} for a step of "
+            f"{num_sequences} sequences and {batch.num_rows} rows; it must return "
+            f"[B, V] = [{num_sequences}, V], a row for each sequence: "
+            f"logits[batch.last_rows]"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UsageError(f"the model must return logits as floats, got {dtype}")
+    return logits, cache

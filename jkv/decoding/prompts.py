@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jkv.decoding.ending import add_reasons, free_ended, keep_first
-from jkv.decoding.model import Model
+from jkv.decoding.model import Model, call_model
 from jkv.decoding.results import FinishReason, Statistics
 from jkv.decoding.step import count_step
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate
@@ -32,14 +33,11 @@ class Prompts(NamedTuple):
     lengths: jax.Array  # i32[B]
 
     @classmethod
-    def of(cls, tokens: jax.Array) -> "Prompts":
-        """Take the tokens before each row's first negative entry, integer[B, P]."""
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(
-                "prompts must be i32[B, P], one prompt a row and -1 after its end, got "
-                f"{tokens.dtype}{list(tokens.shape)}"
-            )
-        tokens = jnp.asarray(tokens, jnp.int32)
+    def of(cls, prompts: Texts) -> "Prompts":
+        """Take the tokens before each row's first negative entry."""
+        tokens = as_prompts(prompts, "prompts")
+        if tokens.shape[0] == 0:
+            raise ValueError("prompts is empty; give at least one prompt")
         is_token = (tokens >= 0).astype(jnp.int32)
         is_token = jnp.cumprod(is_token, axis=1, dtype=jnp.int32)
         return cls(tokens, jnp.sum(is_token, axis=1, dtype=jnp.int32))
@@ -60,18 +58,20 @@ class Progress(NamedTuple):
 
 
 def fill_limits(
-    limits: jax.Array | None, num_prompts: int, max_new_tokens: int
+    limits: Integers | None, num_prompts: int, max_new_tokens: int
 ) -> jax.Array:
     """Return the most new tokens of each prompt's sequences, i32[B]."""
-    if limits is None:
-        limits = jnp.full((num_prompts,), max_new_tokens, jnp.int32)
-    limits = jnp.minimum(jnp.asarray(limits, jnp.int32), max_new_tokens)
-    if limits.shape != (num_prompts,):
+    limits = max_new_tokens if limits is None else limits
+    if np.ndim(limits) == 0:
+        (counts,) = broadcast(num_prompts, limits=limits)
+    else:
+        (counts,) = broadcast(limits=limits)
+    if counts.shape != (num_prompts,):
         raise ValueError(
             f"limits must be i32[{num_prompts}], one for each prompt, got "
-            f"i32{list(limits.shape)}"
+            f"i32{list(counts.shape)}"
         )
-    return limits
+    return jnp.minimum(counts, max_new_tokens)
 
 
 def open_prompts(
@@ -127,7 +127,7 @@ def run_prompts(
     def step(carry: Carry) -> Carry:
         cache, progress, logits = carry
         tokens, cache, batch = _append_chunk(cache, prompts, progress, num_rows)
-        found, cache = model(params, tokens, cache, batch)
+        found, cache = call_model(model, params, tokens, cache, batch)
         cache = commit(cache, batch)
         num_done = progress.num_done + batch.query_lengths
         is_done = (num_done == prompts.lengths) & (batch.query_lengths > 0)
@@ -135,10 +135,13 @@ def run_prompts(
         cache, progress = _end_step(cache, progress, batch, num_done)
         return cache, progress, logits
 
-    # The model's own shapes say how large the vocabulary is.
+    # The model's own shapes say how large the vocabulary is. It is asked with another
+    # number of rows than of prompts: then logits of all rows cannot look like theirs.
+    num_prompts = prompts.lengths.shape[0]
+    num_asked = num_rows + (num_rows == num_prompts)
     shape, _ = jax.eval_shape(
-        lambda cache, progress: model(
-            params, *_append_chunk(cache, prompts, progress, num_rows)
+        lambda cache, progress: call_model(
+            model, params, *_append_chunk(cache, prompts, progress, num_asked)
         ),
         cache,
         progress,

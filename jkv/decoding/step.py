@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.ending import add_reasons, free_ended, keep_last
-from jkv.decoding.model import Model
+from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import Sampling
 from jkv.decoding.results import FinishReason, GenerationState, Statistics
 from jkv.decoding.sampling import sample
@@ -31,7 +31,7 @@ def decode_step(
     """Put the last token of each sequence in the cache and choose the next."""
     tokens = state.last_tokens
     cache, batch = append(cache, state.seq_ids, tokens=tokens)
-    logits, cache = model(params, tokens, cache, batch)
+    logits, cache = call_model(model, params, tokens, cache, batch)
     cache = commit(cache, batch)
     # Those without a block wait while any other goes on. When none does, the last ends.
     refused = batch.status == Status.OUT_OF_BLOCKS

@@ -12,9 +12,11 @@ import numpy as np
 from jkv.config.layout import ArrayLayout, Sizes, lay_out
 from jkv.inspection.arrays import named_arrays
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
+from jkv.state.entry import for_host
 from jkv.status import InvariantError
 
 
+@for_host
 def check(cache: Cache) -> None:
     """Raise if an invariant of the cache is broken. For the host, outside jit.
 

@@ -7,6 +7,7 @@ from jkv.config.units import human_bytes
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
+from jkv.state.entry import for_host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class MemoryProfile:
         return dataclasses.asdict(self) | {"efficiency": self.efficiency}
 
 
+@for_host
 def memory_profile(cache: Cache) -> MemoryProfile:
     """Return what the cache costs in memory. For the host, outside jit.
 

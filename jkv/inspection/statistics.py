@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.state import Cache, Metadata
+from jkv.state.entry import for_host
 from jkv.status import Counter, Status
 
 
@@ -102,6 +103,7 @@ class Tally(NamedTuple):
     counters: list[int]
 
 
+@for_host
 def stats(cache: Cache) -> Stats:
     """Return what the cache holds and what happened to it. For the host, outside jit.
 

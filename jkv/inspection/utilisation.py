@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
+from jkv.state.entry import for_host
 
 
 class Fragmentation(NamedTuple):
@@ -14,6 +15,7 @@ class Fragmentation(NamedTuple):
     spread: float  # free blocks below the highest live one, over all blocks up to it
 
 
+@for_host
 def fragmentation(cache: Cache) -> Fragmentation:
     """Say how well the pool's blocks are used. For the host, outside jit.
 
@@ -61,6 +63,7 @@ def fragmentation(cache: Cache) -> Fragmentation:
     )
 
 
+@for_host
 def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
     """Return whether `compact` would help: whether `spread` is above a threshold.
 

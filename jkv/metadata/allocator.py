@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jkv.metadata import mentions, ring
 from jkv.metadata.prefixes import prefix_index
-from jkv.metadata.xla_cpu import written_after
 from jkv.state import Metadata
 
 
@@ -44,13 +43,9 @@ def drop_references(metadata: Metadata, block: jax.Array) -> Metadata:
     counts = metadata.reference_counts.at[block].add(-1, mode="drop")
     dropped = counts.at[block].get(mode="fill", fill_value=1) == 0
 
-    # Several lanes may have brought one block to zero: the last of them returns it. Its
-    # zero count serves as scratch for finding that lane, and is a zero again after.
-    lane = jnp.arange(block.shape[0], dtype=jnp.int32)
+    # Several lanes may have brought one block to zero: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
-    counts, returns = mentions.mark_lowest(counts, zeroed, -1 - lane)
-    counts = counts.at[written_after(returns, block, num_blocks)].set(0, mode="drop")
-
+    counts, returns = mentions.find_one(counts, zeroed, last=True)
     place, num = ring.places(metadata.free_blocks, returns)
     metadata = dataclasses.replace(
         metadata,

@@ -14,12 +14,16 @@ from jkv.metadata.xla_cpu import stage
 from jkv.state import Metadata
 from jkv.status import NUM_COUNTERS, Counter, Status
 
+# Rows that are counted by comparing: a scatter is cheaper for many, but not to compile.
+_MOST_COMPARED = 64
+
 
 def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
     """Add to some counters, each increment i32[] or u32[], at least 0."""
-    rows = jnp.zeros((len(metadata.counters),), jnp.uint32)
+    kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
+    rows = jnp.zeros((NUM_COUNTERS,), jnp.uint32)
     for counter, increment in increments.items():
-        rows = rows.at[int(counter)].set(increment.astype(jnp.uint32))
+        rows = jnp.where(kind == counter, increment.astype(jnp.uint32), rows)
     return _add_all(metadata, rows)
 
 
@@ -42,10 +46,10 @@ def settle(
     Returns:
       The new metadata and i32[], the blocks taken in all.
     """
-    # Each request adds one to its row; a scatter is cheaper here than sums of masks.
+    # Each request adds one to its row.
     row = jnp.where(served, jnp.int32(Counter.CLOCK), status)
     row = jnp.where(served | (status != Status.OK), row, NUM_COUNTERS)
-    counts = jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")
+    counts = _count(row)
     taken = jnp.int32(0)
     if num_blocks is not None:
         taken = jnp.sum(num_blocks, dtype=jnp.int32)
@@ -53,6 +57,14 @@ def settle(
     counts = jnp.where(kind == Counter.CLOCK, jnp.minimum(counts, 1), counts)
     counts = jnp.where(kind == Counter.BLOCKS_TAKEN, taken, counts)
     return _add_all(metadata, counts.astype(jnp.uint32)), taken
+
+
+def _count(row: jax.Array) -> jax.Array:
+    """Return how often each counter is among rows, i32[B], as i32[counters]."""
+    if row.shape[0] <= _MOST_COMPARED:
+        kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
+        return jnp.sum(row[:, None] == kind[None], axis=0, dtype=jnp.int32)
+    return jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")
 
 
 def now(metadata: Metadata) -> jax.Array:

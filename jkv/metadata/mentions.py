@@ -1,7 +1,17 @@
-"""Which lane is the first, or the last, to name an id: a scatter of minima tells."""
+"""Which of the lanes that name the same id is the first, or the last.
+
+Few lanes are compared with each other. For many a scatter of minima tells, whose cost
+follows their number; of a few it costs more, and more still to compile.
+"""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jkv.metadata.xla_cpu import written_after
+
+# Comparing costs the square of the lanes.
+MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
@@ -11,28 +21,42 @@ def is_first(ids: jax.Array, size: int) -> jax.Array:
       ids: i32[P], not negative; what is `size` or above counts as named once.
       size: how many ids there are.
     """
-    lane = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    earliest = jnp.full((size,), ids.shape[0], jnp.int32).at[ids].min(lane, mode="drop")
+    num_lanes = ids.shape[0]
+    if num_lanes <= MOST_COMPARED:
+        earlier = np.tri(num_lanes, k=-1, dtype=bool)
+        named_before = jnp.any((ids[:, None] == ids[None]) & earlier, axis=1)
+        return ~named_before | (ids >= size)
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    earliest = jnp.full((size,), num_lanes, jnp.int32).at[ids].min(lane, mode="drop")
     last = jnp.iinfo(jnp.int32).max
     return earliest.at[ids].get(mode="fill", fill_value=last) >= lane
 
 
-def mark_lowest(
-    marks: jax.Array, ids: jax.Array, key: jax.Array
+def find_one(
+    marks: jax.Array, ids: jax.Array, *, last: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return which lane has the lowest key of those that name the same id.
+    """Return one lane of those that name the same id: the first, or the last.
 
     The marks are zeros of an array that the caller has anyway, so that no scratch of
-    its size must be made; the caller puts the zeros back.
+    its size must be made.
 
     Args:
       marks: i32[N], 0 at all ids named.
       ids: i32[P], N for none.
-      key: i32[P], below 0, distinct.
+      last: which of them.
 
     Returns:
-      The marks, now the lowest key at each id named, and bool[P].
+      The marks, as they were, and bool[P].
     """
-    marks = marks.at[ids].min(key, mode="drop")
-    lowest = marks.at[ids].get(mode="fill", fill_value=0) == key
-    return marks, lowest & (ids < marks.shape[0])
+    nothing, num_lanes = marks.shape[0], ids.shape[0]
+    if num_lanes <= MOST_COMPARED:
+        others = np.tri(num_lanes, k=-1, dtype=bool)
+        others = others.T if last else others
+        is_named = jnp.any((ids[:, None] == ids[None]) & others, axis=1)
+        return marks, ~is_named & (ids < nothing)
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    key = -1 - lane if last else lane - num_lanes
+    marked = marks.at[ids].min(key, mode="drop")
+    lowest = marked.at[ids].get(mode="fill", fill_value=0) == key
+    lowest &= ids < nothing
+    return marked.at[written_after(lowest, ids, nothing)].set(0, mode="drop"), lowest

@@ -4,6 +4,8 @@ A verb first finds a `Status` for every request from the state before the call, 
 applies what was served.
 """
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,9 +15,16 @@ import numpy as np
 from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.state import NO_SEQUENCE, Metadata
-from jkv.status import Status
+from jkv.status import Status, UsageError
 
-Integers = jax.Array | np.ndarray | int | list[int] | tuple[int, ...]
+# One number, and several, of any integer type.
+Integer = jax.Array | np.ndarray | np.integer[Any] | int
+
+# An array, a number, or a list, tuple or range of numbers.
+Integers = jax.typing.ArrayLike | Sequence[int] | Sequence[np.integer[Any]]
+
+# Token ids, a row for each prompt: an array, or one list of numbers for each.
+Texts = jax.Array | np.ndarray | Sequence[Integers]
 
 I32 = np.iinfo(np.int32)
 
@@ -45,25 +54,104 @@ def broadcast(
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
-def as_index(value: jax.Array | int) -> jax.Array:
-    """Return one index as i32[]; an int stays on the host, where jit takes it."""
+def as_index(value: Integer) -> jax.Array:
+    """Return one index or count as i32[]; an int stays on the host for jit to take.
+
+    What lies outside 32 bits keeps its meaning by saturating.
+    """
     if isinstance(value, jax.Array):
-        return value.astype(jnp.int32)
-    return np.int32(np.clip(value, I32.min, I32.max))  # type: ignore[return-value]
+        return value if value.dtype == jnp.int32 else _saturated("a number", value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"expected an integer, got {value!r}") from None
+    return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
 
 
-def as_prompts(tokens: jax.Array) -> jax.Array:
-    """Return prompts as i32[B, P]; reject what is not a row of tokens per prompt."""
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+def as_domains(name: str, salts: Integers) -> Integers:
+    """Return salts for `broadcast`; unsigned ones keep their 32 bits as signed.
+
+    They must not saturate, as two domains would then be one.
+
+    Raises:
+      ValueError: for numbers that do not fit in 32 bits.
+    """
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(salts)):
+        if isinstance(salts, jax.Array) and salts.dtype == jnp.uint32:
+            return jax.lax.bitcast_convert_type(salts, jnp.int32)
+        return salts
+    numbers = np.asarray(salts)
+    if numbers.dtype == np.int32 or not np.issubdtype(numbers.dtype, np.integer):
+        return salts
+    lowest, highest = numbers.min(initial=0), numbers.max(initial=0)
+    if lowest < I32.min or highest >= 2**32:
         raise ValueError(
-            f"tokens must be i32[B, P], a prompt per request and -1 after each one's "
-            f"end, got {tokens.dtype}{list(tokens.shape)}"
+            f"{name} must fit in 32 bits, got numbers from {lowest} to {highest}; hash "
+            f"longer names to 32 bits"
         )
-    return jnp.asarray(tokens, jnp.int32)
+    return numbers.astype(np.int64).astype(np.uint32).view(np.int32)
+
+
+def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:
+    """Return prompts as i32[B, P], -1 after the end of each one.
+
+    Args:
+      prompts: integers [B, P], or B lists of integers, of different lengths too.
+      name: what the caller calls them.
+
+    Raises:
+      ValueError: for what is not a row of tokens for each prompt.
+    """
+    expected = (
+        f"{name} must be i32[B, P], one prompt a row and -1 after its end, or a list "
+        f"of lists of token ids (of one prompt, [[5, 6, 7]])"
+    )
+    if not isinstance(prompts, jax.Array | np.ndarray):
+        prompts = _padded(prompts, expected)
+    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        raise UsageError(f"{expected}, got {prompts.dtype}{list(prompts.shape)}")
+    return _as_ids(name, prompts)
+
+
+def _padded(prompts: Any, expected: str) -> np.ndarray | jax.Array:
+    """Return lists of token ids as an array, each row filled up with -1."""
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(prompts))
+    xp: Any = jnp if is_traced else np
+    try:
+        rows = [xp.asarray(row) for row in prompts]
+    except (TypeError, ValueError):
+        raise UsageError(f"{expected}, got {type(prompts).__name__}") from None
+    # An empty list has no integer dtype.
+    rows = [row if row.size else xp.zeros(row.shape, np.int32) for row in rows]
+    if any(row.ndim != 1 for row in rows):
+        raise UsageError(f"{expected}, got rows of {rows[0].dtype}{[*rows[0].shape]}")
+    longest = max((len(row) for row in rows), default=1)
+    padded = [
+        xp.pad(row, (0, max(longest, 1) - len(row)), constant_values=-1) for row in rows
+    ]
+    return xp.stack(padded) if rows else np.zeros((0, 1), np.int32)
+
+
+def as_tokens(tokens: Integers) -> jax.Array:
+    """Return the token of each row as i32[R]."""
+    (tokens,) = broadcast(tokens=tokens)
+    return tokens
+
+
+def _as_ids(name: str, ids: Any) -> jax.Array:
+    """Return token ids as i32; reject those known not to fit, which would wrap."""
+    if isinstance(ids, np.ndarray) and ids.size and ids.max() > I32.max:
+        raise ValueError(f"{name} must fit in 32 bits, got {ids.max()}")
+    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def _saturated(name: str, value: Integers) -> jax.Array:
     """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
+    if hasattr(value, "seq_ids"):
+        raise UsageError(
+            f"{name} must be integers, got a whole {type(value).__name__}; pass one of "
+            f"its fields, such as its seq_ids"
+        )
     on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     array: Any = np.asarray(value) if on_host else jnp.asarray(value)
     xp = _namespace(array)

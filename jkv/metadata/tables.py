@@ -23,6 +23,22 @@ def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
     return full + (rest > 0).astype(jnp.int32)
 
 
+def blocks_at(metadata: Metadata, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Return the block in each cell of the tables, i32[...]; N outside of them.
+
+    Args:
+      metadata: the state.
+      row: i32[...], not negative.
+      column: i32[...].
+    """
+    num_rows, num_columns = metadata.block_tables.shape
+    inside = (row < num_rows) & (column >= 0) & (column < num_columns)
+    block = metadata.block_tables.at[row, column].get(
+        mode="clip", wrap_negative_indices=False
+    )
+    return jnp.where(inside, block, metadata.num_blocks)
+
+
 def lacks_room(
     metadata: Metadata,
     eligible: jax.Array,
@@ -127,9 +143,7 @@ def _release_entries(
     num_blocks = metadata.num_blocks
     row = jnp.where(valid, seq_ids[request], metadata.max_sequences)
     column = last[request] - 1 - rank
-    block = metadata.block_tables.at[row, column].get(
-        mode="fill", fill_value=num_blocks
-    )
+    block = blocks_at(metadata, row, column)
     row = written_after(block < num_blocks, row, metadata.max_sequences)
     tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
     metadata = dataclasses.replace(metadata, block_tables=tables)

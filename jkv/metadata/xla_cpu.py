@@ -128,9 +128,10 @@ def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
     """
     if lengths.shape[0] == 0:
         return number
-    return jax.lax.platform_dependent(
-        jnp.asarray(number),
-        lengths[0],
-        cpu=lambda number, length: number + jnp.minimum(length, 0),
-        default=lambda number, _: number,
-    )
+    return _add_nothing(jnp.asarray(number), lengths[0])
+
+
+@stage
+def _add_nothing(number: jax.Array, length: jax.Array) -> jax.Array:
+    """Return the number; a stage, or its addition would be part of every fusion."""
+    return number + jnp.minimum(length, 0)

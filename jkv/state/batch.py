@@ -10,6 +10,19 @@ import jax
 import jax.numpy as jnp
 
 
+class StepSizes(NamedTuple):
+    """What a batch and the cache that it is used with agree in; letters as ever."""
+
+    num_layers: int  # L
+    num_blocks: int  # N
+    num_kv_heads: int  # K
+    block_size: int  # T
+    head_dim: int  # D
+    value_head_dim: int  # Dv
+    max_sequences: int  # S
+    max_context_length: int
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
@@ -33,6 +46,8 @@ class Batch:
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
+    # Static: those of the cache that planned it, to tell a batch of another cache.
+    sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
     @property
     def num_rows(self) -> int:

@@ -3,16 +3,36 @@
 Symbols in shape comments as in `jkv.state.ownership`.
 """
 
+import contextlib
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
+from jkv.state.batch import StepSizes
 from jkv.state.ownership import Metadata, Ring
+
+
+class Device(Protocol):
+    """A `jax.Device`, which type checkers do not know: it is not written in Python."""
+
+    @property
+    def id(self) -> int:
+        """Number among the devices of its platform."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Such as "cpu" or "gpu"."""
+        ...
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Return the device's account of its memory, if it keeps one."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -110,12 +130,27 @@ class Cache:
         return self.metadata.max_context_length
 
     @property
+    def sizes(self) -> StepSizes:
+        """The sizes in which the cache and the batches planned on it agree."""
+        num_layers, num_blocks, num_kv_heads, block_size, head_dim = self.keys.shape
+        return StepSizes(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            value_head_dim=self.value_head_dim,
+            max_sequences=self.max_sequences,
+            max_context_length=self.max_context_length,
+        )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @property
-    def devices(self) -> set[jax.Device]:
+    def devices(self) -> set[Device]:
         """Devices that hold the K/V arrays."""
         return self.keys.devices()
 
@@ -128,7 +163,29 @@ class Cache:
         )
 
     def __repr__(self) -> str:
-        """Fit one screen at any size; a traced or deleted cache shows no counts."""
+        """Fit one screen at any size; a traced or deleted cache shows no counts.
+
+        JAX puts anything in the place of arrays: shapes, specs, `None`, arrays with an
+        axis more. What then makes no sense as a cache is shown array by array.
+        """
+        with contextlib.suppress(Exception):
+            # An axis more, as stacked caches have, would shift the sizes.
+            if len(self.keys.shape) == 5 and len(self.metadata.block_tables.shape) == 2:
+                return self._describe()
+        return self._list_arrays()
+
+    def _list_arrays(self) -> str:
+        """Say of each array or what is in its place what it is, a line each."""
+        leaves = jax.tree_util.tree_leaves_with_path(self)
+        lines = [
+            f"  {jax.tree_util.keystr(path, simple=True, separator='.')}: "
+            f"{_describe_leaf(leaf)}"
+            for path, leaf in leaves
+        ]
+        return "\n".join([f"Cache({len(leaves)} leaves)", *lines])
+
+    def _describe(self) -> str:
+        """Say how large the cache is and, if its counts can be had, how full."""
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
         heads = f"{self.num_kv_heads} kv heads, head dim {self.head_dim}"
         size = human_bytes(self.nbytes)
@@ -149,6 +206,14 @@ class Cache:
         """Fetch the ring of free blocks, bool[S] open rows and i32[S] lengths."""
         meta = self.metadata
         return jax.device_get((meta.free_blocks, meta.is_open, meta.context_lengths))
+
+
+def _describe_leaf(leaf: Any) -> str:
+    """Say an array's dtype and shape; of anything else, what it says of itself."""
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}{list(shape)}"
+    return repr(leaf)
 
 
 def _is_concrete(array: Any) -> bool:

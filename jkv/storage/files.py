@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -245,6 +246,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with open(temporary, "xb") as file:
             yield file
+            _copy_permissions(target, temporary)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -258,6 +260,12 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(entry)  # else a loss of power could undo the renaming
         finally:
             os.close(entry)
+
+
+def _copy_permissions(source: str, target: str) -> None:
+    """Give a file the permissions of another, if that one exists."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode))
 
 
 def _chunks(parts: Iterable[np.ndarray]) -> Iterator[memoryview]:

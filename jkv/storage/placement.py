@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None  # None: JAX's choice
+from jkv.state.cache import Device
+
+Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
 
 Arrays = TypeVar("Arrays")
 

@@ -15,7 +15,8 @@ request 38378. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, wh
 needs groups of tokens that no longer change.)
 """
 
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import chex
 import jax
@@ -43,6 +44,8 @@ def quantise(
       dtype that needs none. A row with NaN or infinity in it reads as NaN.
     """
     chex.assert_type(rows, float)
+    if dtype not in (jnp.float32, jnp.float16):
+        rows = _without_derivative(rows, np.dtype(dtype).name)
     if not needs_scales(dtype):
         return _as_stored(rows.astype(dtype)), None
     rows = rows.astype(jnp.float32)
@@ -55,6 +58,22 @@ def quantise(
     if dtype == jnp.int8:
         rows = jnp.round(rows)
     return _as_stored(rows.astype(dtype)), _as_stored(scales)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _without_derivative(rows: jax.Array, dtype: str) -> jax.Array:
+    """Return rows of which no derivative can be had, as they are stored as bits."""
+    del dtype
+    return rows
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(dtype: str, _primals: Any, _tangents: Any) -> NoReturn:
+    raise ValueError(
+        f"there is no derivative with respect to keys and values stored as {dtype}: it "
+        f"would be zero without a word. Differentiate on a cache with "
+        f"CacheConfig(dtype='float32'), or cut them off with jax.lax.stop_gradient"
+    )
 
 
 def restore(

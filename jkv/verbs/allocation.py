@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.prefixes import holes, search
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integers, Texts
 from jkv.metadata.tails import BlockCopies
 from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
@@ -29,11 +30,12 @@ class Allocation(NamedTuple):
     num_cached: jax.Array  # i32[B], tokens of the prompt that need not be computed
 
 
+@takes_cache
 def allocate(
     cache: Cache,
     num_tokens: Integers,
     *,
-    tokens: jax.Array | None = None,
+    tokens: Texts | None = None,
     salts: Integers = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
@@ -48,8 +50,9 @@ def allocate(
       cache: the cache.
       num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. What is found of a
         prompt counts as part of it.
-      tokens: i32[B, P], the prompts, -1 after each one's end, matched against the
-        prefix index. Without prefix caching nothing can match.
+      tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
+        for each, matched against the prefix index. Without prefix caching nothing can
+        match.
       salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
         the weights); 0 unless given.
 
@@ -68,16 +71,18 @@ def allocate(
       >>> opened.seq_ids.tolist(), opened.status.tolist()
       ([0, -1, 1], [0, 1, 0])
     """
-    if tokens is not None:
-        tokens = requests.as_prompts(tokens)
-    num_prompts = None if tokens is None else tokens.shape[0]
-    num_tokens, salts = requests.broadcast(
-        num_prompts, num_tokens=num_tokens, salts=salts
+    prompts = None if tokens is None else requests.as_prompts(tokens)
+    num_prompts = None if prompts is None else prompts.shape[0]
+    counts, domains = requests.broadcast(
+        num_prompts,
+        num_tokens=num_tokens,
+        salts=requests.as_domains("salts", salts),
     )
-    metadata, result, copies = _allocate(cache.metadata, num_tokens, tokens, salts)
+    metadata, result, copies = _allocate(cache.metadata, counts, prompts, domains)
     return with_copies(cache, metadata, copies), result
 
 
+@takes_cache
 def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
     """Tell which requests `allocate` would serve if it were called with them now.
 
@@ -102,6 +107,7 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
     return _can_allocate(cache.metadata, num_tokens)
 
 
+@takes_cache
 def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Close sequences; blocks that no other sequence shares return to the pool.
 

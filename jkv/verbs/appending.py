@@ -18,9 +18,11 @@ from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 
 
+@takes_cache
 def append(
     cache: Cache,
     seq_ids: Integers,
@@ -28,7 +30,7 @@ def append(
     *,
     capacity: int | None = None,
     max_query_length: int | None = None,
-    tokens: jax.Array | None = None,
+    tokens: Integers | None = None,
 ) -> tuple[Cache, Batch]:
     """Grow sequences by `num_tokens` each and plan the rows of the step.
 
@@ -75,15 +77,17 @@ def append(
         capacity = num_requests if capacity is None else capacity
         max_query_length = 1 if one_each and capacity == num_requests else None
     num_rows = num_requests * max_query_length if max_query_length else capacity
-    num_rows = _checked_rows(num_rows, tokens)
-    metadata, batch = _append(
+    told = None if tokens is None else requests.as_tokens(tokens)
+    num_rows = _checked_rows(num_rows, told)
+    metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        None if cache.metadata.tokens is None else _as_rows(tokens, num_rows),
+        None if cache.metadata.tokens is None else _as_rows(told, num_rows),
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
+    batch = Batch(is_decoding=max_query_length == 1, sizes=cache.sizes, **plan)
     return cache.with_metadata(metadata), batch
 
 
@@ -96,7 +100,8 @@ def _append(
     *,
     num_rows: int,
     max_query_length: int | None,
-) -> tuple[Metadata, Batch]:
+) -> tuple[Metadata, dict[str, jax.Array | None]]:
+    """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _decide(metadata, seq_ids, num_tokens, rows)
     metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
@@ -104,7 +109,7 @@ def _append(
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)
     metadata = _grow(metadata, seq_ids, growth)
     metadata = _record(metadata, block_ids, cells.offset, tokens)
-    return metadata, Batch(
+    return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
         query_starts=rows.starts,
@@ -115,7 +120,6 @@ def _append(
         block_ids=block_ids,
         offsets=cells.offset,
         epochs=sequences.epochs(metadata, seq_ids),
-        is_decoding=max_query_length == 1,
     )
 
 
@@ -243,9 +247,7 @@ def _map_cells(
         cells.column,
         ring.peek(metadata.free_blocks, rank),
     )
-    return metadata, metadata.block_tables.at[cells.table_row, cells.column].get(
-        mode="fill", fill_value=metadata.num_blocks
-    )
+    return metadata, tables.blocks_at(metadata, cells.table_row, cells.column)
 
 
 def _grow(metadata: Metadata, seq_ids: jax.Array, growth: _Growth) -> Metadata:
@@ -278,7 +280,7 @@ def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
     """Return the token of each row, i32[R], -1 where none is told."""
     if tokens is None:
         return jnp.full((num_rows,), -1, jnp.int32)
-    return jnp.asarray(tokens, jnp.int32)
+    return tokens
 
 
 def _checked_rows(num_rows: int | None, tokens: jax.Array | None) -> int:

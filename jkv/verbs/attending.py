@@ -1,15 +1,68 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
+from typing import Literal, overload
+
 import jax
 
 from jkv.attention import paged_attention
+from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache
-from jkv.verbs.writing import any_layer, check_layer
+from jkv.state.entry import takes_cache
+from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
 
 
+@overload
 def attend(
     cache: Cache,
-    layer: jax.Array | int,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def attend(
+    cache: Cache,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attend(
+    cache: Cache,
+    layer: Integer,
+    batch: Batch,
+    queries: jax.Array,
+    *,
+    scale: float | jax.Array | None = ...,
+    window: int | jax.Array | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    return_lse: bool,
+    implementation: str | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@takes_cache
+def attend(
+    cache: Cache,
+    layer: Integer,
     batch: Batch,
     queries: jax.Array,
     *,
@@ -41,7 +94,8 @@ def attend(
       [R, H, Dv] in the queries' dtype; rows that no request owns are zero.
 
     Raises:
-      ValueError: for queries of the wrong shape, or a cache without storage.
+      ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
+        layer known not to exist, or a cache without storage.
       NotImplementedError: if the implementation named cannot do what is asked.
 
     Example:
@@ -56,11 +110,8 @@ def attend(
       (1, 2, 8)
     """
     check_layer(cache, layer)
-    if queries.ndim != 3 or queries.shape[0] != batch.num_rows:
-        raise ValueError(
-            f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
-            f"the batch, got {list(queries.shape)}"
-        )
+    check_batch(cache, batch)
+    check_queries(batch, queries)
     return paged_attention(
         queries,
         cache.keys,

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
+from jkv.state.entry import takes_cache
 
 
+@takes_cache
 def compact(cache: Cache) -> Cache:
     """Move live blocks to the front in sequence order, the free ones behind them.
 

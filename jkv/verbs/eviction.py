@@ -7,13 +7,16 @@ host that wants to forget by the hour notes what the clock said an hour ago.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integer, Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Counter, Status
 
 
+@takes_cache
 def clock(cache: Cache) -> jax.Array:
     """Return the time by the cache's logical clock.
 
@@ -34,6 +37,7 @@ def clock(cache: Cache) -> jax.Array:
     return counters.now(cache.metadata)
 
 
+@takes_cache
 def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Mark sequences as used now.
 
@@ -64,6 +68,7 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     return cache.with_metadata(metadata), status
 
 
+@takes_cache
 def least_recently_used(
     cache: Cache, num_sequences: int, *, exclude: Integers = NO_SEQUENCE
 ) -> jax.Array:
@@ -99,8 +104,9 @@ def least_recently_used(
     return _oldest_first(cache.metadata, exclude)[0][:num_sequences]
 
 
+@takes_cache
 def evict(
-    cache: Cache, num_blocks: jax.Array | int, *, protect: Integers = NO_SEQUENCE
+    cache: Cache, num_blocks: Integer, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
     """Free the least recently used sequences until enough blocks are free.
 
@@ -133,13 +139,14 @@ def evict(
       ([1], [0])
     """
     (protect,) = requests.broadcast(protect=protect)
-    num_blocks = jnp.asarray(num_blocks, jnp.int32)
-    metadata, evicted = _evict(cache.metadata, num_blocks, protect)
+    count = requests.as_index(num_blocks)
+    metadata, evicted = _evict(cache.metadata, count, protect)
     return cache.with_metadata(metadata), evicted
 
 
+@takes_cache
 def evict_older_than(
-    cache: Cache, age: jax.Array | int, *, protect: Integers = NO_SEQUENCE
+    cache: Cache, age: Integer, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
     """Free the sequences that have not been used for more than `age` ticks.
 
@@ -165,11 +172,13 @@ def evict_older_than(
       >>> evicted.tolist()
       [0, -1, -1]
     """
-    if isinstance(age, int) and not 0 <= age < 2**32:
-        raise ValueError(f"age must be in 0..{2**32 - 1} ticks, got {age}")
+    if isinstance(age, int | np.integer):
+        if not 0 <= age < 2**32:
+            raise ValueError(f"age must be in 0..{2**32 - 1} ticks, got {age}")
+        age = np.uint32(age)
     (protect,) = requests.broadcast(protect=protect)
-    age = jnp.asarray(age).astype(jnp.uint32)
-    metadata, evicted = _evict_older_than(cache.metadata, age, protect)
+    ticks = jnp.asarray(age).astype(jnp.uint32)
+    metadata, evicted = _evict_older_than(cache.metadata, ticks, protect)
     return cache.with_metadata(metadata), evicted
 
 

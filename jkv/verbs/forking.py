@@ -17,6 +17,7 @@ from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
@@ -28,6 +29,7 @@ class Fork(NamedTuple):
     status: jax.Array  # i32[B], `Status`
 
 
+@takes_cache
 def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
     """Open new sequences that share the past of existing ones.
 

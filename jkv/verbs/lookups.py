@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integer, Integers
 from jkv.state import Cache, Metadata, Slots
+from jkv.state.entry import takes_cache
 
 
 class BlockInfo(NamedTuple):
@@ -19,7 +20,8 @@ class BlockInfo(NamedTuple):
     is_cached: jax.Array  # bool[], whether it is free and still found by its prefix
 
 
-def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
+@takes_cache
+def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
     """Return the blocks of a sequence in order.
 
     Blocks reserved ahead of the tokens count as mapped.
@@ -42,6 +44,7 @@ def block_ids(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     return table_of(cache.metadata, requests.as_index(seq_id))
 
 
+@takes_cache
 def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
     """Return the slots of token positions, one position per sequence id.
 
@@ -71,7 +74,8 @@ dtype=int32))
     )
 
 
-def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
+@takes_cache
+def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
     """Return the token ids recorded for a sequence.
 
     Args:
@@ -103,7 +107,8 @@ def tokens(cache: Cache, seq_id: jax.Array | int) -> jax.Array:
     return _tokens(cache.metadata, cache.metadata.tokens, requests.as_index(seq_id))
 
 
-def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
+@takes_cache
+def block_info(cache: Cache, block_id: Integer) -> BlockInfo:
     """Return the state of one block.
 
     Args:
@@ -126,6 +131,30 @@ def block_info(cache: Cache, block_id: jax.Array | int) -> BlockInfo:
     return _block_info(cache.metadata, requests.as_index(block_id))
 
 
+@takes_cache
+def context_lengths(cache: Cache) -> jax.Array:
+    """Return the number of tokens that each sequence has in the cache.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      i32[max_sequences] by sequence id, 0 for those that are not open.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=3, max_context_length=64)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, _ = jkv.append(cache, opened.seq_ids, [5, 2], capacity=8)
+      >>> jkv.context_lengths(cache).tolist()
+      [5, 2, 0]
+    """
+    # A copy: the cache may be donated while the lengths are in use.
+    return jnp.copy(cache.metadata.context_lengths)
+
+
+@takes_cache
 def num_free_blocks(cache: Cache) -> jax.Array:
     """Return the number of blocks that can be handed out.
 

@@ -18,18 +18,22 @@ from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.prefixes import holes, prefix_index, search
 from jkv.metadata.prefixes.commitment import commit_blocks
 from jkv.metadata.prefixes.prefix_index import if_indexed
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Batch, Cache, Metadata, PrefixIndex
+from jkv.state.entry import takes_cache
 from jkv.status import Counter
+from jkv.verbs.arguments import check_batch
 
 
-def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
+@takes_cache
+def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     """Tell how many tokens of each prompt `allocate` would find now.
 
     Args:
       cache: a cache with `prefix_caching`.
-      tokens: i32[B, P], the prompts, -1 after each one's end.
+      tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
+        for each.
       salts: i32[B] or int, the domains to look in.
 
     Returns:
@@ -50,12 +54,14 @@ def match(cache: Cache, tokens: jax.Array, salts: Integers = 0) -> jax.Array:
       >>> jkv.match(cache, prompt[None]).tolist()
       [8]
     """
-    tokens = requests.as_prompts(tokens)
-    (salts,) = requests.broadcast(tokens.shape[0], salts=salts)
+    prompts = requests.as_prompts(tokens)
+    salts = requests.as_domains("salts", salts)
+    (domains,) = requests.broadcast(prompts.shape[0], salts=salts)
     prefix_index.index_of(cache.metadata)
-    return _match(cache.metadata, tokens, salts)
+    return _match(cache.metadata, prompts, domains)
 
 
+@takes_cache
 def commit(cache: Cache, batch: Batch) -> Cache:
     """Make the blocks that this step filled visible to prefix matching.
 
@@ -72,6 +78,10 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     Returns:
       The cache; itself without a prefix index.
 
+    Raises:
+      ValueError: for the batch of a cache of other sizes; it may have had another
+        number of blocks, before a `resize`.
+
     Example:
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -81,9 +91,12 @@ def commit(cache: Cache, batch: Batch) -> Cache:
       >>> jkv.commit(cache, batch) is cache
       True
     """
+    # A step that was planned before a `resize` may still be committed.
+    check_batch(cache, batch, ignored="num_blocks")
     return cache.with_metadata(_commit(cache.metadata, batch))
 
 
+@takes_cache
 def clear_prefixes(cache: Cache) -> Cache:
     """Forget all cached contents; sequences stay as they are, but add no more.
 
@@ -103,10 +116,11 @@ def clear_prefixes(cache: Cache) -> Cache:
       >>> cache = jkv.clear_prefixes(jkv.init(config))
     """
     prefix_index.index_of(cache.metadata)
-    return dataclasses.replace(cache, metadata=_forget(cache.metadata, None))
+    return cache.with_metadata(_forget(cache.metadata, None))
 
 
-def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
+@takes_cache
+def invalidate(cache: Cache, salt: Integer) -> Cache:
     """Forget one domain, as when its adapter or weights change.
 
     Sequences of the domain stay as they are; what they hold and what they append is not
@@ -129,11 +143,12 @@ def invalidate(cache: Cache, salt: jax.Array | int) -> Cache:
       >>> cache = jkv.invalidate(jkv.init(config), salt=3)
     """
     prefix_index.index_of(cache.metadata)
-    salt = jnp.asarray(salt, jnp.int32)
-    return dataclasses.replace(cache, metadata=_forget(cache.metadata, salt))
+    (domain,) = requests.broadcast(salt=requests.as_domains("salt", salt))
+    return cache.with_metadata(_forget(cache.metadata, domain))
 
 
-def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
+@takes_cache
+def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
     """Forget the least recently used cached blocks.
 
     They were free and stay free; only their contents are not found any more. A block
@@ -156,10 +171,8 @@ def evict_cached(cache: Cache, num_blocks: jax.Array | int) -> Cache:
       >>> cache = jkv.evict_cached(jkv.init(config), 2)
     """
     prefix_index.index_of(cache.metadata)
-    num_blocks = jnp.asarray(num_blocks, jnp.int32)
-    return dataclasses.replace(
-        cache, metadata=_evict_cached(cache.metadata, num_blocks)
-    )
+    count = requests.as_index(num_blocks)
+    return cache.with_metadata(_evict_cached(cache.metadata, count))
 
 
 @jax.jit

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import requests
+from jkv.metadata.requests import Integer
 from jkv.state import Cache
+from jkv.state.entry import takes_cache
 from jkv.storage import quantization
+from jkv.verbs.arguments import check_layer
 from jkv.verbs.lookups import length_of, table_of
-from jkv.verbs.writing import check_layer
 
 
+@takes_cache
 def read(
-    cache: Cache, layer: jax.Array | int, seq_id: jax.Array | int
+    cache: Cache, layer: Integer, seq_id: Integer
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return one sequence's keys and values of a layer in order, for tests and export.
 
@@ -43,11 +46,12 @@ def read(
     return _read(cache, requests.as_index(layer), requests.as_index(seq_id))
 
 
+@takes_cache
 def read_slot(
     cache: Cache,
-    layer: jax.Array | int,
-    block_id: jax.Array | int,
-    offset: jax.Array | int,
+    layer: Integer,
+    block_id: Integer,
+    offset: Integer,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the key and value stored in one slot.
 

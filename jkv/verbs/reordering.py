@@ -9,10 +9,12 @@ from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
+@takes_cache
 def reorder(
     cache: Cache, seq_ids: Integers, parents: Integers
 ) -> tuple[Cache, jax.Array]:

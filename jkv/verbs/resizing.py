@@ -17,11 +17,13 @@ from jkv.metadata import counters
 from jkv.metadata.prefixes.rebuilding import reenter
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
+from jkv.state.entry import for_host
 from jkv.status import Counter
 
 logger = logging.getLogger("jkv.resizing")
 
 
+@for_host
 def resize(cache: Cache, num_blocks: int) -> Cache:
     """Return the cache with another number of blocks. For the host, outside jit.
 

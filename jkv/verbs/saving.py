@@ -14,6 +14,7 @@ import numpy as np
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
 from jkv.state import Cache
+from jkv.state.entry import for_host
 from jkv.status import InvariantError
 from jkv.storage import saved
 from jkv.storage.files import FileError, Path
@@ -22,6 +23,7 @@ from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.swapping import SwapIn, swap_in
 
 
+@for_host
 def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     """Write a cache, or some of its sequences, to one file. For the host, outside jit.
 

@@ -15,6 +15,7 @@ from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
+from jkv.state.entry import for_host
 from jkv.status import Status
 from jkv.storage import contents
 from jkv.storage.swapped import Swapped, check_same_kind, copy_out
@@ -28,6 +29,7 @@ class SwapIn(NamedTuple):
     status: jax.Array  # i32[B], `Status`, the same for all
 
 
+@for_host
 def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
     """Move sequences to the host; they are freed here. For the host, outside jit.
 
@@ -62,6 +64,7 @@ def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
     return cache, swapped
 
 
+@for_host
 def swap_in(
     cache: Cache, swapped: Swapped, *, donate: bool = False
 ) -> tuple[Cache, SwapIn]:

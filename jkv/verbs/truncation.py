@@ -10,19 +10,22 @@ from jkv.metadata.prefixes import prefix_index, sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
+@takes_cache
 def truncate(
     cache: Cache, seq_ids: Integers, lengths: Integers
 ) -> tuple[Cache, jax.Array]:
     """Drop tokens from the end of sequences, and every block past the new length.
 
     Reserved blocks go too. If the new last block is partly filled and shared, the
-    sequence gets a copy of its own, which takes a block free before the call. Outside
-    jit this looks on the host whether a block must be copied, and copies the storage if
-    so: jit and donate.
+    sequence gets a copy of its own, which takes a block free before the call. One that
+    nobody shares is kept, and what the prefix index knew past the cut is forgotten.
+    Outside jit this looks on the host whether a block must be copied, and copies the
+    storage if so: jit and donate.
 
     Args:
       cache: the cache.
@@ -70,7 +73,8 @@ def _truncate(
     lengths = jnp.where(eligible, lengths, 0)
     column, tail = tables.locate(metadata, lengths)
     last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
-    copied = eligible & (tail > 0) & _may_not_be_written(metadata, last_block)
+    is_shared = metadata.reference_counts.at[last_block].get(mode="clip") > 1
+    copied = eligible & (tail > 0) & is_shared
     no_block, _ = requests.lacks_blocks(metadata, copied.astype(jnp.int32))
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
@@ -84,6 +88,10 @@ def _truncate(
         jnp.where(served, mapped, 0),
     )
     metadata, copies = sharing.take_tails(metadata, copied, seq_ids, column, last_block)
+    rewritten = served & (tail > 0) & ~copied
+    metadata = prefix_index.forget_from(
+        metadata, jnp.where(rewritten, last_block, metadata.num_blocks)
+    )
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     metadata = dataclasses.replace(
         metadata,
@@ -94,9 +102,3 @@ def _truncate(
     metadata = counters.mark_used(metadata, row)
     metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
     return metadata, status, copies
-
-
-def _may_not_be_written(metadata: Metadata, block: jax.Array) -> jax.Array:
-    """Return whether others share blocks, i32[B], or the index can find them."""
-    owners = metadata.reference_counts.at[block].get(mode="clip")
-    return (owners > 1) | prefix_index.is_indexed(metadata, block)

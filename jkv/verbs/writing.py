@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.dtypes import SCALE_NAMES
-from jkv.metadata import requests
-from jkv.metadata.xla_cpu import unknown
+from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache, Slots
+from jkv.state.entry import takes_cache
 from jkv.storage import quantization
+from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_rows
 
 
+@takes_cache
 def write(
     cache: Cache,
-    layer: jax.Array | int,
+    layer: Integer,
     batch: Batch,
     keys: jax.Array,
     values: jax.Array | None = None,
@@ -36,7 +38,8 @@ def write(
       The new cache. Under jit with donation the storage is updated in place.
 
     Raises:
-      ValueError: for rows of the wrong shape, or a cache without storage.
+      ValueError: for rows of the wrong shape or no floats, a batch of a cache of other
+        sizes, a layer known not to exist, or a cache without storage.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -51,6 +54,7 @@ def write(
       (8.0, 1)
     """
     check_layer(cache, layer)
+    check_batch(cache, batch)
     if (values is None) != (cache.values is None):
         raise ValueError(
             "this cache's values lie in its keys (values_in_keys): leave values out"
@@ -59,7 +63,7 @@ def write(
         )
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
     for name, array in rows.items():
-        _check_rows(cache, batch, name, array)
+        check_rows(cache, batch, name, array)
     storage = _write(
         cache.storage,
         any_layer(layer, batch),
@@ -97,36 +101,3 @@ def _write(
         )
         for name, pool in storage.items()
     }
-
-
-def _check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
-    """Reject rows of "keys" or "values" that are not one for each row of the batch."""
-    width = cache.storage[name].shape[4]
-    expected = (batch.num_rows, cache.num_kv_heads, width)
-    if rows.shape != expected:
-        raise ValueError(
-            f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
-            f"of the batch, got {list(rows.shape)}"
-        )
-
-
-def check_layer(cache: Cache, layer: jax.Array | int) -> None:
-    """Reject a layer that is known not to exist; a traced one cannot be checked."""
-    if cache.num_layers == 0:
-        raise ValueError(
-            "this cache has no storage (init(..., storage=False)); make one with "
-            "storage to write, read or attend"
-        )
-    if isinstance(layer, int | np.integer) and not 0 <= layer < cache.num_layers:
-        raise ValueError(
-            f"layer must be in 0..{cache.num_layers - 1}, got {int(layer)}"
-        )
-
-
-def any_layer(layer: jax.Array | int, batch: Batch) -> jax.Array:
-    """Return the layer, i32[], so that programs for different ones are alike."""
-    number = requests.as_index(layer)
-    is_traced = isinstance(batch.context_lengths, jax.core.Tracer)
-    if isinstance(layer, jax.Array) or not is_traced:
-        return number
-    return unknown(number, batch.context_lengths)

@@ -97,6 +97,7 @@ def test_generate_streams_one_prompt():
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_generate_reads_prompts_from_arguments_and_standard_input():
     done = run_example(
         "generate.py",
@@ -113,6 +114,7 @@ def test_generate_reads_prompts_from_arguments_and_standard_input():
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_parallel_samples_share_blocks():
     output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
     tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
@@ -131,6 +133,7 @@ def test_parallel_samples_share_blocks():
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_block_map_draws_the_pool(tmp_path):
     """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
     pytest.importorskip("matplotlib")
@@ -155,6 +158,7 @@ def test_block_map_draws_the_pool(tmp_path):
         assert len(colours) > 5
 
 
+@pytest.mark.one_end
 def test_block_map_tells_the_states_apart(tmp_path):
     """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
     pytest.importorskip("matplotlib")

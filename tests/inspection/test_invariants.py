@@ -10,6 +10,8 @@ from caches import fork, free, opened, with_metadata
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 
 def shared():
     """Sequence 1 of two full blocks, its fork 2; the two blocks of 0 are free again."""

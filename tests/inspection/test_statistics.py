@@ -24,6 +24,8 @@ from jkv.inspection.statistics import _sums, _wide_sum
 from jkv.metadata import counters
 from jkv.status import Counter, Status
 
+pytestmark = pytest.mark.one_end
+
 
 def churned(**changes):
     """Sequence 0 of 6 tokens, its fork 3, two more; one freed, two calls refused."""

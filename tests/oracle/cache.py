@@ -163,7 +163,7 @@ class Cache:
     def truncate(self, seq_ids, lengths):
         """Drop tokens and every block past the new end; copy a shared new tail."""
         self._begin()
-        shared = self._not_to_be_written()
+        shared = {b for b in range(self.num_blocks) if self.reference_count(b) > 1}
         status = []
         for i, (seq_id, length) in enumerate(zip(seq_ids, lengths, strict=True)):
             cause = self._why_not_first(seq_ids, i)
@@ -250,12 +250,11 @@ class Cache:
 
     # What an index of prefixes changes.
 
-    def _not_to_be_written(self):
-        """Blocks that are no sequence's own."""
-        return {b for b in range(self.num_blocks) if self.reference_count(b) > 1}
-
     def _forget(self, blocks):
         """What these blocks held is found no more."""
+
+    def _forget_from(self, block):
+        """Nor is what this block held, or what followed it."""
 
     # Why a request is refused.
 
@@ -314,6 +313,8 @@ class Cache:
         is_copied = blocks > full and mine.table[full] in shared
         if not self._fits(int(is_copied)):
             return OUT_OF_BLOCKS
+        if blocks > full and not is_copied:
+            self._forget_from(mine.table[full])
         self._shrink(mine, full if is_copied else blocks)
         mine.table += self._take(int(is_copied))
         del mine.tokens[length:]

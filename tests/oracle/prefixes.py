@@ -128,11 +128,8 @@ class PrefixOracle(Oracle):
         cached = [block for block in self.free_blocks if block in visible]
         self._forget(cached[: max(num_blocks, 0)])
 
-    # What the index changes elsewhere: visible blocks are not written, live ones stay
-    # longest, those taken are forgotten, and all have new numbers when blocks have.
-
-    def _not_to_be_written(self):
-        return super()._not_to_be_written() | set(self.index.values())
+    # What the index changes elsewhere: visible blocks stay longest, those taken or cut
+    # are forgotten, and all have new numbers when blocks have.
 
     def _not_to_be_lost(self):
         return super()._not_to_be_lost() | set(self.index.values())
@@ -143,6 +140,14 @@ class PrefixOracle(Oracle):
 
     def _forget(self, blocks):
         self.index = {k: b for k, b in self.index.items() if b not in blocks}
+
+    def _forget_from(self, block):
+        for salt, tokens in [k for k, b in self.index.items() if b == block]:
+            self.index = {
+                (domain, text): b
+                for (domain, text), b in self.index.items()
+                if (domain, text[: len(tokens)]) != (salt, tokens)
+            }
 
     def _rename(self, number):
         super()._rename(number)

@@ -36,6 +36,8 @@ import jkv
 from jkv.storage import contents, files
 from jkv.storage.fields import list_leaves
 
+pytestmark = pytest.mark.one_end
+
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -219,7 +221,6 @@ class TestSequences:
         assert not path.exists() and os.listdir(path.parent) == []
 
 
-@pytest.mark.one_end
 class TestTheFile:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
     def test_is_what_others_read_as_safetensors(self, path, dtype):
@@ -285,6 +286,14 @@ class TestTheFile:
         assert (tmp_path / "link").is_symlink()
         assert_same(jkv.load(tmp_path / "b"), jkv.load(tmp_path / "a"))
 
+    @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+    def test_keeps_the_permissions_of_the_file_that_it_replaces(self, path, mode):
+        path.write_bytes(b"")
+        path.chmod(mode)
+        jkv.save(path, opened(5))
+        assert os.stat(path).st_mode & 0o777 == mode
+        assert_same(jkv.load(path), opened(5))
+
     def test_progress_is_logged(self, path, monkeypatch, caplog):
         monkeypatch.setattr(files, "PROGRESS_SECONDS", 0.0)
         with caplog.at_level(logging.INFO, logger="jkv"):
@@ -323,7 +332,6 @@ def resealed(raw, change):
     return len(text).to_bytes(8, "little") + text + data
 
 
-@pytest.mark.one_end
 class TestRefusedFiles:
     """Each says which; the cache given stays as it was, as it is a value."""
 

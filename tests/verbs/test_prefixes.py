@@ -186,14 +186,60 @@ def test_equal_prefixes_of_one_step_are_stored_once(count, length, expected):
     assert free_count(cache) == 8 - len(set(sum(expected, [])))
 
 
-def test_a_write_never_reaches_a_cached_block():
-    cache = started(PROMPT)
+def test_a_decoding_step_is_committed_like_any_other():
+    """A lane for each request, which is known of it, does what runs of blocks do."""
+    cache = started(PROMPT[:3], PROMPT[:7], [*PROMPT[:2], 99], PROMPT[:3])
+    last = [PROMPT[3], PROMPT[7], 5, PROMPT[3]]
+    cache, batch = jkv.append(cache, list(range(4)), tokens=jnp.asarray(last))
+    assert batch.is_decoding
+    as_any = dataclasses.replace(batch, is_decoding=False)
+    one_each = jkv.commit(cache, batch).metadata
+    chex.assert_trees_all_equal(one_each, jkv.commit(cache, as_any).metadata)
+    # Sequences 0 and 3 now have the block that sequence 1 began with; 2 has its own.
+    shared, own = table(cache, 1)[0], table(cache, 2)[0]
+    assert one_each.block_tables[:4, 0].tolist() == [shared, shared, own, shared]
+
+
+def test_a_write_never_reaches_a_cached_block_that_others_have():
+    cache, _ = fork(started(PROMPT), 0)
     cache, status = truncate(cache, 0, 6)
-    assert status.tolist() == [0] and table(cache, 0) == [0, 3]
+    assert status.tolist() == [0] and table(cache, 0) == [0, 4]
     cache, _ = told(cache, 0, [70, 71, 72])
     assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71, 72]
     cache, result = allocate(cache, 0, tokens=[PROMPT])
     assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
+    jkv.check(cache)
+
+
+def test_a_cut_into_a_cached_block_that_nobody_shares_needs_no_other():
+    """In a full pool roll-back works; what was cached past the cut is forgotten."""
+    cache = started(PROMPT)
+    cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # and another end, cached
+    cache, _ = told(cache, int(result.seq_ids[0]), [77, 78, 79, 80])
+    cache, _ = free(cache, result.seq_ids)
+    cache = with_free_blocks(cache, 0)
+    cache, status = truncate(cache, 0, 6)
+    assert status.tolist() == [0] and table(cache, 0) == [0, 1]
+    jkv.check(cache)
+    assert match(cache, [PROMPT]) == [4]
+    cache, _ = told(cache, 0, [70, 71])
+    assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71]
+    assert match(cache, [[*PROMPT[:6], 70, 71, 72]]) == [8]
+    jkv.check(cache)
+
+
+def test_a_cut_forgets_all_that_followed_it():
+    """Branches of others, cached behind the block that is cut, go with it."""
+    text = [*range(12), 12]
+    cache = started(text)
+    cache, result = allocate(cache, 0, tokens=[[*text[:8], 90]])
+    cache, _ = told(cache, int(result.seq_ids[0]), [90, 91, 92, 93])
+    cache, _ = free(cache, result.seq_ids)
+    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [12, 12]
+    assert jkv.stats(cache).cached_blocks == 1
+    cache, _ = truncate(cache, 0, 7)
+    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [4, 4]
+    assert jkv.stats(cache).cached_blocks == 0
     jkv.check(cache)
 
 
@@ -234,25 +280,59 @@ def test_forks_and_reordered_sequences_go_on_being_committed():
     jkv.check(cache)
 
 
-def test_ten_thousand_hits_end_with_the_full_pool():
-    """Each leaves a hole in the ring, which has room for as many as blocks."""
-    cache = started(PROMPT)
+@pytest.mark.parametrize(
+    ("num_tokens", "change", "cached"),
+    [(2, 0, 80_000), (0, 0, 80_000), (10, 1, 0)],
+    ids=["hits that grow", "hits alone", "new prompts"],
+)
+def test_ten_thousand_prompts_end_with_the_full_pool(num_tokens, change, cached):
+    """Each hit leaves a hole in the ring, which has room for as many as blocks; each
+    new prompt enters two blocks in the index, which has room for all."""
+    cache = started(PROMPT, num_blocks=NUM_TURNING)
     cache, _ = free(cache, 0)
+    found = np.zeros(2, np.int32)
+    cache, found = take_turns((cache, found), np.int32(num_tokens), np.int32(change))
+    jkv.check(cache)
+    assert found.tolist() == [cached, 80_000] and free_count(cache) == NUM_TURNING
 
-    def hit(_, carry):
-        cache, num_cached = carry
-        cache, result = jkv.allocate(cache, 0, tokens=np.array([PROMPT]))
+
+NUM_TURNING = 24  # more blocks than places in a bucket
+
+
+@jax.jit
+def take_turns(carry, num_tokens, change):
+    """Prompts come, grow to ten tokens at most, are committed and go."""
+
+    def turn(index, carry):
+        cache, found = carry
+        prompt = jnp.asarray(PROMPT) + (index + 1) * change
+        cache, result = jkv.allocate(cache, 0, tokens=prompt[None])
+        start = result.num_cached[0]
+        tokens = jnp.roll(prompt, -start)
+        count = jnp.minimum(num_tokens, 10 - start)[None]
         cache, batch = jkv.append(
-            cache, result.seq_ids, 2, capacity=2, tokens=np.array(PROMPT[8:])
+            cache, result.seq_ids, count, capacity=10, tokens=tokens
         )
         cache = jkv.commit(cache, batch)
+        matched = jkv.match(cache, prompt[None])[0]
         cache, _ = jkv.free(cache, result.seq_ids)
-        return cache, num_cached + result.num_cached[0]
+        return cache, found + jnp.stack([start, matched])
 
-    run = jax.jit(lambda carry: jax.lax.fori_loop(0, 10_000, hit, carry))
-    cache, num_cached = run((cache, jnp.int32(0)))
-    jkv.check(cache)
-    assert int(num_cached) == 80_000 and free_count(cache) == 8
+    return jax.lax.fori_loop(0, 10_000, turn, carry)
+
+
+@pytest.mark.parametrize("name", ["salts", "parents", "tokens"])
+def test_a_hash_only_proposes(name):
+    """What an entry says of itself must be what the prompt asks for."""
+    cache = started(PROMPT)
+    assert found(cache, PROMPT) == [8]
+    metadata, second = cache.metadata, table(cache, 0)[1]
+    owner = metadata if name == "tokens" else metadata.prefix
+    changed = getattr(owner, name).at[second].set(5)
+    other = dataclasses.replace(owner, **{name: changed})
+    if name != "tokens":
+        other = dataclasses.replace(metadata, prefix=other)
+    assert found(cache.with_metadata(other), PROMPT) == [4]
 
 
 def test_one_trace_however_the_values_change():

@@ -19,7 +19,7 @@ EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
 # Each end of the range of JAX plays every second shape in one mode here, and the others
 # in test_random_reuse.py; with more effort all, in all modes.
-CASES = dealt((name, MODES[i % 3]) for i, name in enumerate(SHAPES))
+CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), share=4)
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 # Two of the shapes that are played eagerly: their programs are there already.
 EAGER = dealt(["blocks of 16", "roomy"])

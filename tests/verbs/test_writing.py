@@ -45,11 +45,13 @@ def test_the_layer_may_be_traced():
     cache = opened(0, num_layers=2)
     cache, step = append(cache, 0)
 
-    def write_layer(layer, cache):
+    def write_layer(index, cache):
+        layer = 2 - index
         rows = jnp.full((16, 1, 2), 1.0, jnp.float32) * layer.astype(jnp.float32)
         return jkv.write(cache, layer, step.batch, rows, -rows)
 
-    cache = jax.lax.fori_loop(0, 2, write_layer, cache)
+    # Layers 2 and -1 do not exist, and no other one is written in their place.
+    cache = jax.lax.fori_loop(0, 4, write_layer, cache)
     for layer in range(2):
         keys, values, _ = jax.device_get(jkv.read(cache, layer, 0))
         assert keys[0].tolist() == [[layer, layer]]

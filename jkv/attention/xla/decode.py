@@ -34,11 +34,11 @@ _PIECE_TOKENS = 32
 
 # Keys (or values) gathered in one trip, in float32. Smaller chunks stay in the cache
 # nearer to the core, larger ones share the cost of a trip.
-_TRIP_BYTES = 2 * 2**20
+TRIP_BYTES = 2 * 2**20
 
 
 # Joining costs lanes times requests; with tiny blocks it would outgrow the attention.
-_MAX_LANES = 64
+MAX_LANES = 64
 
 
 class Walk(NamedTuple):
@@ -75,7 +75,7 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
     head_dim = max(queries.shape[3], pools.value_dim)
     block_bytes = 4 * pools.num_kv_heads * pools.block_size * head_dim
     piece_blocks = max(1, _PIECE_TOKENS // pools.block_size)
-    num_lanes = min(_TRIP_BYTES // (block_bytes * piece_blocks), _MAX_LANES)
+    num_lanes = min(TRIP_BYTES // (block_bytes * piece_blocks), MAX_LANES)
     most_pieces = num_requests * -(-call.max_blocks // piece_blocks)
     num_lanes = max(1, min(num_lanes, most_pieces))
     work = list_work(
@@ -125,7 +125,8 @@ def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
     visible = is_edge[..., None] & (tokens < context)
     if call.window is not None:
         visible &= tokens >= context - call.window
-    return Lanes(request, columns, visible, never)
+    row = take(call.requests.query_starts, request)
+    return Lanes(row, request, columns, visible, never)
 
 
 def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
@@ -157,7 +158,8 @@ def _find_pieces(
     visible = (columns < last)[..., None]
     visible = jnp.broadcast_to(visible, (*columns.shape, walk.call.pools.block_size))
     request = take(work.request, rank)
-    return Lanes(request, jnp.minimum(columns, last - 1), visible, never)
+    row = take(walk.call.requests.query_starts, request)
+    return Lanes(row, request, jnp.minimum(columns, last - 1), visible, never)
 
 
 def _join_lanes(

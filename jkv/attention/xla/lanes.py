@@ -1,4 +1,4 @@
-"""One trip of decoding: pieces of several requests, gathered and summed side by side.
+"""One trip of a loop: pieces of several requests, gathered and summed side by side.
 
 Symbols: `P` lanes, one for each piece of `W` consecutive blocks that a trip takes.
 """
@@ -17,6 +17,7 @@ from jkv.attention.xla.operations import cap_scores, multiply, take
 class Lanes(NamedTuple):
     """What one trip takes: a piece of one request in each lane."""
 
+    row: jax.Array  # i32[P], whose query attends to it
     request: jax.Array  # i32[P]
     columns: jax.Array  # i32[P, W], of its block table
     visible: jax.Array  # bool[P, W, T]
@@ -109,8 +110,7 @@ def _score_blocks(
     gathered: Gathered,
 ) -> jax.Array:
     """Return the scores of each block's tokens, f32[P * W, K, G, T]."""
-    request = jnp.repeat(lanes.request, lanes.columns.shape[1])
-    rows = take(queries, take(call.requests.query_starts, request))
+    rows = take(queries, jnp.repeat(lanes.row, lanes.columns.shape[1]))
     scores = multiply("ckgd,cktd->ckgt", rows, gathered.keys)
     # A scale per token is a factor on its scores and weights: fewer than elements.
     if gathered.key_scales is not None:

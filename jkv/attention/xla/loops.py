@@ -1,6 +1,7 @@
 """The fast path without a custom kernel: loops over gathered chunks of blocks.
 
-Requests of one row go through `decode.py`, the others through `prefill.py`; each loop
+Calls whose contexts are all small go through `rows.py` as a whole. In others requests
+of one row go through `decode.py`, the others through `prefill.py`; each loop
 makes no trip when it has no work.
 
 Decoding is bound by reading the keys and values once. Without a kernel XLA cannot
@@ -12,21 +13,41 @@ many bytes takes 35 to 45% of the whole. With four query heads per kv head the p
 take about half of the time.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Call, check_call
 from jkv.attention.xla.decode import attend_decode
 from jkv.attention.xla.prefill import attend_prefill
+from jkv.attention.xla.rows import attend_rows, is_small
+
+
+def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Return what `attend_xla` does; small calls take the shorter way."""
+    return _attend(call, attend_rows) if is_small(call) else attend_xla(call)
 
 
 def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
-    check_call(call)
-    queries = scale_queries(call)
+    return _attend(call, _attend_requests)
+
+
+def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Take requests of one row piece by piece, others tile by tile."""
     output, lse = attend_decode(call, queries)
-    if not call.is_decoding:
-        output, lse = attend_prefill(call, queries, output, lse)
+    if call.is_decoding:
+        return output, lse
+    return attend_prefill(call, queries, output, lse)
+
+
+def _attend(
+    call: Call, attend: Callable[[Call, jax.Array], tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array]:
+    """Scale the queries, f32[R, K, G, D], and join the heads of what is found."""
+    check_call(call)
+    output, lse = attend(call, scale_queries(call))
     by_head = call.num_rows, call.num_heads
     output = output.reshape(*by_head, -1).astype(call.queries.dtype)
     return output, lse.reshape(by_head)

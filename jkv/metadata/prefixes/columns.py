@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import requests
+from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import hashing
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Batch, Metadata
@@ -77,17 +77,10 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
 
 def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> Columns:
     """Look up the lanes' blocks, and hash the prefixes that they end."""
-    nothing = metadata.num_blocks
     salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank
     row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), metadata.max_sequences)
-
-    def mapped(column: jax.Array) -> jax.Array:
-        column = jnp.where(column < 0, metadata.max_blocks_per_sequence, column)
-        return metadata.block_tables.at[row, column].get(
-            mode="fill", fill_value=nothing
-        )
-
-    block, before = mapped(column), mapped(column - 1)
+    block = tables.blocks_at(metadata, row, column)
+    before = tables.blocks_at(metadata, row, column - 1)
     tokens = tokens_of(metadata).at[block].get(mode="clip")
     # What precedes the first lane of a request is visible; from there hashes are sums.
     terms = hashing.column_hash(tokens, column)

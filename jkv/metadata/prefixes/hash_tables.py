@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata import mentions
 from jkv.metadata.prefixes import hashing
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata, PrefixIndex
@@ -146,13 +147,18 @@ def _claim(
     Returns:
       The table, and bool[P]: who got the place.
     """
-    lane = jnp.arange(block.shape[0], dtype=jnp.int32)
-    row = jnp.where(claims, row, table.shape[0])
-    # The places themselves tell who is first; nobody else needs them meanwhile.
-    table = table.at[row, column].set(block.shape[0], mode="drop")
-    table = table.at[row, column].min(lane, mode="drop")
-    wins = claims & (table.at[row, column].get(mode="fill", fill_value=-1) == lane)
-    row = jnp.where(wins, row, table.shape[0])
+    num_lanes, (num_rows, width) = block.shape[0], table.shape
+    row = jnp.where(claims, row, num_rows)
+    if num_lanes <= mentions.MOST_COMPARED:
+        place = row * width + column
+        wins = claims & mentions.is_first(place, table.size)
+    else:
+        # The places themselves tell who is first; nobody else needs them meanwhile.
+        lane = jnp.arange(num_lanes, dtype=jnp.int32)
+        table = table.at[row, column].set(num_lanes, mode="drop")
+        table = table.at[row, column].min(lane, mode="drop")
+        wins = claims & (table.at[row, column].get(mode="fill", fill_value=-1) == lane)
+    row = jnp.where(wins, row, num_rows)
     return table.at[row, column].set(block, mode="drop"), wins
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, mentions, ring
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
-from jkv.metadata.xla_cpu import running_sum, written_after
+from jkv.metadata.xla_cpu import running_sum, stage, written_after
 from jkv.state import Metadata, PrefixIndex, Ring
 from jkv.status import Counter
 
@@ -70,12 +70,9 @@ def add_references(metadata: Metadata, block: jax.Array) -> Metadata:
     num_blocks = metadata.num_blocks
     # The first lane of several that name a free block takes it from the ring.
     counts = metadata.reference_counts
-    is_free = counts.at[block].get(mode="fill", fill_value=1) == 0
-    lane = jnp.arange(block.shape[0], dtype=jnp.int32) - block.shape[0]
-    counts, revived = mentions.mark_lowest(
-        counts, jnp.where(is_free, block, num_blocks), lane
-    )
-    counts = counts.at[written_after(revived, block, num_blocks)].set(0, mode="drop")
+    owners = counts.at[block].get(mode="fill", fill_value=1)
+    named = jnp.where(owners == 0, block, num_blocks)
+    counts, revived = mentions.find_one(counts, named, last=False)
     num = jnp.sum(revived, dtype=jnp.int32)
     count = free.count - num
     free = Ring.of(
@@ -93,9 +90,10 @@ def add_references(metadata: Metadata, block: jax.Array) -> Metadata:
     full = free.span - free.count > num_blocks
     end = _reach(free, prefix, jnp.where(full, free.count, 0))
     free, prefix = _squeeze(free, prefix, end)
+    gains = written_after(owners >= 0, block, num_blocks)
     metadata = dataclasses.replace(
         metadata,
-        reference_counts=counts.at[block].add(1, mode="drop"),
+        reference_counts=counts.at[gains].add(1, mode="drop"),
         free_blocks=free,
         prefix=prefix,
     )
@@ -115,65 +113,71 @@ def entries(metadata: Metadata, index: jax.Array) -> tuple[jax.Array, jax.Array]
     free = metadata.free_blocks
     if metadata.prefix is None:
         return ring.peek(free, index), index < free.span
-    return _entries(free, metadata.prefix, index)
+    return _entries(free, metadata.prefix.positions, index)
 
 
 def _entries(
-    free: Ring, prefix: PrefixIndex, index: jax.Array
+    free: Ring, positions: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     place = ring.wrap(free, free.head + index)
     block = free.ids.at[place].get(mode="clip")
     inside = (index >= 0) & (index < free.span)
-    return block, inside & (prefix.positions.at[block].get(mode="clip") == place)
+    return block, inside & (positions.at[block].get(mode="clip") == place)
 
 
 def _reach(free: Ring, prefix: PrefixIndex, num: jax.Array) -> jax.Array:
     """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
-    lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
-
-    def chunk(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        end, found = state
-        more = jnp.sum(_entries(free, prefix, end + lanes)[1], dtype=jnp.int32)
-        return jnp.minimum(end + _CHUNK, free.span), found + more
-
     return jax.lax.while_loop(
-        lambda state: state[1] < num, chunk, (jnp.int32(0), jnp.int32(0))
+        lambda state: state[1] < num,
+        lambda state: _count_chunk(free, prefix.positions, *state),
+        (jnp.int32(0), jnp.int32(0)),
     )[0]
+
+
+@stage
+def _count_chunk(
+    free: Ring, positions: jax.Array, end: jax.Array, found: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Count the entries of one chunk; return where it ends, and how many there are."""
+    lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
+    more = jnp.sum(_entries(free, positions, end + lanes)[1], dtype=jnp.int32)
+    return jnp.minimum(end + _CHUNK, free.span), found + more
 
 
 def _squeeze(
     free: Ring, prefix: PrefixIndex, end: jax.Array
 ) -> tuple[Ring, PrefixIndex]:
     """Move the entries before `end` together, up to `end`; the head follows."""
-    lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
-    capacity = free.ids.shape[0]
-    num_blocks = prefix.positions.shape[0]
-    Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-
     # From the end towards the head: an entry only moves to places already read.
-    def chunk(state: Carry) -> Carry:
-        ids, positions, read_to, write_to = state
-        index = read_to - _CHUNK + lanes
-        block, entry = _entries(
-            dataclasses.replace(free, ids=ids),
-            dataclasses.replace(prefix, positions=positions),
-            index,
-        )
-        rank = running_sum(entry.astype(jnp.int32))
-        target = ring.wrap(free, free.head + write_to - rank[-1] + rank - 1)
-        ids = ids.at[jnp.where(entry, target, capacity)].set(block, mode="drop")
-        moved = jnp.where(entry, block, num_blocks)
-        positions = positions.at[moved].set(target, mode="drop")
-        return ids, positions, read_to - _CHUNK, write_to - rank[-1]
-
-    ids, positions, _, start = jax.lax.while_loop(
-        lambda state: state[2] > 0, chunk, (free.ids, prefix.positions, end, end)
+    free, positions, _, start = jax.lax.while_loop(
+        lambda state: state[2] > 0,
+        lambda state: _squeeze_chunk(*state),
+        (free, prefix.positions, end, end),
     )
     free = Ring.of(
-        ids,
+        free.ids,
         head=ring.wrap(free, free.head + start),
         span=free.span - start,
         count=free.count,
         fewest=free.fewest,
     )
     return free, dataclasses.replace(prefix, positions=positions)
+
+
+@stage
+def _squeeze_chunk(
+    free: Ring, positions: jax.Array, read_to: jax.Array, write_to: jax.Array
+) -> tuple[Ring, jax.Array, jax.Array, jax.Array]:
+    """Move the entries of the chunk that ends at `read_to`, up to `write_to`."""
+    index = read_to - _CHUNK + jnp.arange(_CHUNK, dtype=jnp.int32)
+    block, entry = _entries(free, positions, index)
+    rank = running_sum(entry.astype(jnp.int32))
+    target = ring.wrap(free, free.head + write_to - rank[-1] + rank - 1)
+    ids = free.ids.at[jnp.where(entry, target, free.ids.shape[0])]
+    moved = jnp.where(entry, block, positions.shape[0])
+    return (
+        dataclasses.replace(free, ids=ids.set(block, mode="drop")),
+        positions.at[moved].set(target, mode="drop"),
+        read_to - _CHUNK,
+        write_to - rank[-1],
+    )

@@ -75,6 +75,37 @@ def forget(prefix: PrefixIndex, block: jax.Array) -> PrefixIndex:
 
 
 @if_indexed
+def forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
+    """Forget blocks, i32[B], and all blocks that follow one of them; N is dropped.
+
+    A block that will be written again leaves the index, and with it whatever was found
+    by way of it: the blocks that its sequence has after it, and cached ones.
+    """
+    prefix = index_of(metadata)
+    nothing = metadata.num_blocks
+    indexed = jnp.where(is_indexed(metadata, block), block, nothing)
+
+    def forget_all(_trip: jax.Array, hashes: jax.Array) -> jax.Array:
+        gone = jnp.zeros((nothing,), bool).at[indexed].set(True, mode="drop")
+        above = jnp.where(hashes != 0, prefix.parents, nothing)
+
+        # Whom a block follows is asked of ever farther ancestors: 1, 2, 4, ... before.
+        # Few steps for the longest chain; a loop would copy what it reads and writes.
+        for _ in range(metadata.max_blocks_per_sequence.bit_length()):
+            gone |= gone.at[above].get(mode="fill", fill_value=False)
+            above = above.at[above].get(mode="fill", fill_value=nothing)
+        block = jnp.where(gone, jnp.arange(nothing, dtype=jnp.int32), nothing)
+        return hashes.at[block].set(jnp.uint32(0), mode="drop")
+
+    # A pass over the pool, so only where there is something to forget.
+    any_indexed = jnp.any(indexed < nothing).astype(jnp.int32)
+    hashes = jax.lax.fori_loop(jnp.int32(0), any_indexed, forget_all, prefix.hashes)
+    return dataclasses.replace(
+        metadata, prefix=dataclasses.replace(prefix, hashes=hashes)
+    )
+
+
+@if_indexed
 def forget_recycled(metadata: Metadata, block: jax.Array) -> Metadata:
     """Forget what blocks, i32[P], held, now that they are handed out; N is dropped."""
     prefix = index_of(metadata)

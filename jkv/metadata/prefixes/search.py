@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters
+from jkv.metadata import counters, tables
 from jkv.metadata.prefixes import hash_tables, hashing, holes, sequences
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
 from jkv.metadata.tails import BlockCopies, copy_tokens
@@ -167,9 +167,7 @@ def copy_part(
     """
     if metadata.prefix is None:
         return metadata, None
-    fresh = metadata.block_tables.at[row, found.num_blocks].get(
-        mode="fill", fill_value=metadata.num_blocks
-    )
+    fresh = tables.blocks_at(metadata, row, found.num_blocks)
     target = jnp.where(found.num_part > 0, fresh, metadata.num_blocks)
     copies = BlockCopies(jnp.minimum(found.part, metadata.num_blocks - 1), target)
     return copy_tokens(metadata, copies), copies

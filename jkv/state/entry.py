@@ -1,0 +1,114 @@
+"""What public functions do on entry: is the cache a cache, and what went wrong if not.
+
+A call that is as it should be pays one comparison of types. Everything else is found
+out afterwards: when a function fails, `_explain` looks at the cache that it was given.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import jax
+
+from jkv.state.cache import Cache
+from jkv.status import UsageError
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def takes_cache(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Make a public function with a parameter `cache` answer mistakes with it.
+
+    A value that is no cache is refused by name. If the function fails on a cache that
+    was donated before, the error says so.
+    """
+    place = list(inspect.signature(function).parameters).index("cache")
+
+    @functools.wraps(function)
+    def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        cache = args[place] if len(args) > place else kwargs.get("cache")
+        if type(cache) is not Cache:
+            return _enter_unusual(function, cache, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _explain(function, cache, error)
+            raise
+
+    return entered
+
+
+def for_host(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Make a public function that runs on the host refuse a cache inside jit."""
+    place = list(inspect.signature(function).parameters).index("cache")
+
+    @functools.wraps(function)
+    def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        cache = args[place] if len(args) > place else kwargs.get("cache")
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
+            raise UsageError(
+                f"{function.__name__} looks at values on the host: call it outside "
+                f"jit; inside, compare batch.status"
+            )
+        return function(*args, **kwargs)
+
+    return takes_cache(entered)
+
+
+def _enter_unusual(
+    function: Callable[..., Result],
+    cache: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Result:
+    """Call a function with what is no plain cache, or say what to give instead."""
+    if isinstance(cache, Cache):
+        return function(*args, **kwargs)
+    signature = inspect.signature(function)
+    # Raises Python's own error for arguments that are missing or too many.
+    given = signature.bind(*args, **kwargs).arguments
+    if "cache" not in given or cache is signature.parameters["cache"].default:
+        return function(*args, **kwargs)
+    _refuse_cache(function, signature, cache)
+
+
+def _refuse_cache(
+    function: Callable[..., Any], signature: inspect.Signature, cache: object
+) -> NoReturn:
+    """Say what was given in the place of a cache."""
+    name = function.__name__
+    if isinstance(cache, tuple) and cache and isinstance(cache[0], Cache):
+        raise UsageError(
+            f"{name} got a pair as its cache: verbs return a pair, so unpack it, as in "
+            f"`cache, result = jkv.allocate(cache, ...)`, and pass the cache alone"
+        )
+    advice = ""
+    if type(cache).__name__ == "CacheConfig":
+        advice = "; jkv.init(config) makes a cache of a configuration"
+    order = ", ".join(signature.parameters)
+    raise UsageError(
+        f"{name}: cache must be a jkv.Cache, got {type(cache).__name__}; the order is "
+        f"{name}({order}){advice}"
+    )
+
+
+def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> None:
+    """Raise a better error where the cache tells why a function failed."""
+    if not isinstance(error, UsageError) and _was_donated(cache):
+        raise UsageError(
+            f"{function.__name__}: this cache was donated to an earlier call, which "
+            f"took its arrays; go on with the cache that the call returned, as in "
+            f"`cache, ... = step(cache, ...)`"
+        ) from error
+
+
+def _was_donated(cache: Cache) -> bool:
+    """Return whether some array of the cache is gone."""
+    return any(
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and leaf.is_deleted()
+        for leaf in jax.tree.leaves(cache)
+    )

@@ -1,0 +1,38 @@
+"""First and last lanes of many that name the same ids, against a plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.metadata import mentions
+
+NUM_IDS = 9
+SIZES = [1, 7, mentions.MOST_COMPARED, mentions.MOST_COMPARED + 1, 300]
+
+
+def named(size):
+    """Ids of `size` lanes, some past the end."""
+    return np.random.default_rng(size).integers(0, NUM_IDS + 2, size).astype(np.int32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_mention_of_each_id(size):
+    ids = named(size).tolist()
+    found = mentions.is_first(jnp.asarray(ids, jnp.int32), NUM_IDS)
+    expected = [i >= NUM_IDS or ids.index(i) == lane for lane, i in enumerate(ids)]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("size", SIZES)
+def test_one_lane_of_each_id(size, last):
+    ids = named(size)
+    ids[ids > NUM_IDS] = NUM_IDS
+    find = jax.jit(mentions.find_one, static_argnames="last")
+    marks, found = find(jnp.zeros((NUM_IDS,), jnp.int32), ids, last=last)
+    lanes = {i: lane for lane, i in enumerate(ids.tolist()) if i < NUM_IDS}
+    if not last:
+        lanes = {i: ids.tolist().index(i) for i in lanes}
+    assert np.flatnonzero(found).tolist() == sorted(lanes.values())
+    assert not marks.any()

@@ -1,0 +1,492 @@
+"""What a newcomer gets wrong is answered when it is done, with what to change."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import ROWS, WIDTH, copied, opened, small_cache, small_config
+
+import jkv
+from jkv.decoding import decode, prefill
+
+VOCABULARY = 7
+
+
+@functools.cache
+def stepped(**changes):
+    """A cache with two sequences of three tokens, and the batch of one more each."""
+    cache = opened(3, 3, **changes)
+    return jkv.append(cache, np.array([0, 1], np.int32))
+
+
+def rows(cache, batch, dtype=np.float32, heads=1):
+    """Rows of keys, values or queries for a batch."""
+    return np.ones((batch.num_rows, heads, cache.head_dim), dtype)
+
+
+class TestModels:
+    """A model returns one row of logits for each sequence, and the cache."""
+
+    def generate(self, model, prompts=((1, 2, 3), (4,)), **options):
+        cache = small_cache()
+        shapes = jax.eval_shape(
+            lambda cache: jkv.generate(
+                model, None, cache, prompts, max_new_tokens=2, **options
+            ),
+            cache,
+        )
+        return shapes[1]
+
+    @staticmethod
+    def all_rows(_params, tokens, cache, _batch):
+        return jax.nn.one_hot(tokens, VOCABULARY), cache
+
+    @staticmethod
+    def last_rows(_params, tokens, cache, batch):
+        return jax.nn.one_hot(tokens, VOCABULARY)[batch.last_rows], cache
+
+    @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4]]])
+    def test_all_rows_in_place_of_the_last_ones(self, prompts):
+        with pytest.raises(ValueError, match=r"\[B, V\].*batch\.last_rows") as caught:
+            self.generate(self.all_rows, prompts)
+        assert f"[{len(prompts)}, V]" in str(caught.value)
+
+    def test_all_rows_where_a_chunk_has_as_many_rows_as_there_are_prompts(self):
+        with pytest.raises(ValueError, match=r"batch\.last_rows"):
+            self.generate(self.all_rows, chunk_size=2)
+
+    def test_logits_without_the_axis_of_sequences(self):
+        def one_row(_params, _tokens, cache, _batch):
+            return jnp.zeros((VOCABULARY,)), cache
+
+        with pytest.raises(ValueError, match=r"shape \[7\].*\[B, V\]"):
+            self.generate(one_row)
+
+    def test_tokens_in_place_of_logits(self):
+        def chosen(_params, _tokens, cache, _batch):
+            return jnp.zeros((2, VOCABULARY), jnp.int32), cache
+
+        with pytest.raises(ValueError, match="floats, got int32"):
+            self.generate(chosen)
+
+    @pytest.mark.parametrize(
+        "answer", [lambda cache, logits: (cache, logits), lambda _, logits: logits]
+    )
+    def test_an_answer_that_is_no_pair_of_logits_and_cache(self, answer):
+        def model(_params, _tokens, cache, _batch):
+            return answer(cache, jnp.zeros((2, VOCABULARY)))
+
+        with pytest.raises(ValueError, match=r"\(logits, cache\), .* got"):
+            self.generate(model)
+
+    def test_decode_looks_as_well(self):
+        cache, state = jax.eval_shape(
+            lambda cache: prefill(
+                self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2
+            ),
+            small_cache(),
+        )
+
+        def two_rows(_params, _tokens, cache, _batch):
+            return jnp.zeros((2, VOCABULARY)), cache
+
+        with pytest.raises(ValueError, match=r"\[1, V\]"):
+            jax.eval_shape(lambda *args: decode(two_rows, None, *args), cache, state)
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [
+            [[1, 2, 3], [4, 5, 6]],
+            [[1, 2, 3], [4]],
+            ((1, 2, 3), range(2)),
+            [np.array([1, 2, 3]), jnp.array([4])],
+            np.array([[1, 2, 3], [4, -1, -1]]),
+            np.array([[1, 2, 3], [4, 255, 255]], np.uint8),
+        ],
+    )
+    def test_prompts_may_be_lists_and_numpy_arrays_of_any_integers(self, prompts):
+        result = self.generate(self.last_rows, prompts)
+        assert result.tokens.shape == (2, 2)
+
+    def test_a_list_is_read_as_the_array_padded_with_minus_one(self):
+        generate = functools.partial(
+            jkv.generate, self.last_rows, None, small_cache(), max_new_tokens=2
+        )
+        padded = np.array([[1, 2, 3], [4, -1, -1]], np.int32)
+        (_, listed), (_, given) = generate([[1, 2, 3], [4]]), generate(padded)
+        assert jax.tree.all(jax.tree.map(np.array_equal, listed, given))
+
+    def test_ragged_lists_may_be_traced(self):
+        found = jax.eval_shape(
+            lambda prompts: (
+                jkv.generate(
+                    self.last_rows, None, small_cache(), prompts, max_new_tokens=2
+                )[1].tokens
+            ),
+            [[1, 2, 3], [4]],
+        )
+        assert found.shape == (2, 2)
+
+    @pytest.mark.parametrize("prompts", [[1, 2], [[1.0]], [[[1]]], "text", None, []])
+    def test_prompts_of_another_kind(self, prompts):
+        with pytest.raises(ValueError, match="prompts"):
+            self.generate(self.last_rows, prompts)
+
+
+class TestBatches:
+    """A batch is used with the cache that planned it."""
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            dict(num_blocks=9),
+            dict(block_size=2),
+            dict(max_sequences=5),
+            dict(max_context_length=13),
+            dict(num_layers=2),
+            dict(num_kv_heads=2),
+            dict(head_dim=4),
+            dict(value_head_dim=4),
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_the_batch_of_a_cache_of_other_sizes(self, changes):
+        (name,) = changes
+        _, batch = stepped()
+        other = jax.eval_shape(lambda: jkv.init(small_config(**changes)))
+        keys = np.ones((2, other.num_kv_heads, other.head_dim), np.float32)
+        values = np.ones((2, other.num_kv_heads, other.value_head_dim), np.float32)
+        calls = [
+            lambda cache: jkv.write(cache, 0, batch, keys, values),
+            lambda cache: jkv.attend(cache, 0, batch, keys),
+        ]
+        if name != "num_blocks":  # as after a `resize`
+            calls.append(lambda cache: jkv.commit(cache, batch))
+        for call in calls:
+            with pytest.raises(ValueError, match=f"another cache.*{name} .* here"):
+                jax.eval_shape(call, other)
+
+    def test_a_rank_inside_shard_map_may_have_a_part_of_the_heads(self):
+        cache, batch = stepped()
+        whole = batch.sizes._replace(num_kv_heads=2)
+        whole = dataclasses.replace(batch, sizes=whole)
+        queries = rows(cache, batch)
+        with pytest.raises(ValueError, match="num_kv_heads 2 there and 1 here"):
+            jkv.attend(cache, 0, whole, queries)
+        everywhere = jax.sharding.PartitionSpec()
+        attend = jax.shard_map(
+            lambda queries: jkv.attend(cache, 0, whole, queries),
+            mesh=jax.make_mesh((1,), ("tp",)),
+            in_specs=everywhere,
+            out_specs=everywhere,
+            check_vma=False,
+        )
+        assert jax.eval_shape(attend, queries).shape == queries.shape
+
+
+class TestRows:
+    """Keys, values and queries are floats."""
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
+    def test_keys_or_values_that_are_integers(self, dtype):
+        cache, batch = stepped()
+        floats, others = rows(cache, batch), rows(cache, batch, dtype)
+        with pytest.raises(ValueError, match="keys must be floating point"):
+            jkv.write(cache, 0, batch, others, floats)
+        with pytest.raises(ValueError, match="values must be floating point"):
+            jkv.write(cache, 0, batch, floats, others)
+        with pytest.raises(ValueError, match="queries must be floating point"):
+            jkv.attend(cache, 0, batch, others)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+    def test_a_derivative_of_what_is_stored_as_bits(self, dtype):
+        cache, batch = stepped(dtype=dtype)
+        queries = rows(cache, batch)
+
+        def loss(keys, stored):
+            after = jkv.write(cache, 0, batch, stored, stored)
+            return jkv.attend(after, 0, batch, queries * keys.sum()).sum()
+
+        def stopped(keys):
+            return loss(keys, jax.lax.stop_gradient(keys))
+
+        for function in (loss, jax.jit(loss)):
+            with pytest.raises(ValueError, match=f"{dtype}.*dtype='float32'"):
+                jax.eval_shape(jax.grad(lambda k, f=function: f(k, k)), queries)
+        # What is cut off, and the queries, are no matter of the storage.
+        for function in (stopped, jax.jit(stopped)):
+            found = jax.eval_shape(jax.grad(function), queries)
+            assert found.shape == queries.shape
+
+
+class TestCalls:
+    """Arguments in another order, pairs that were not unpacked, values in jit."""
+
+    def calls(self):
+        cache, batch = stepped()
+        keys = rows(cache, batch)
+        return {
+            "allocate": (0,),
+            "append": (0,),
+            "write": (0, batch, keys, keys),
+            "attend": (0, batch, keys),
+            "commit": (batch,),
+            "fork": (0,),
+            "free": (0,),
+            "truncate": (0, 0),
+            "reorder": (0, 0),
+            "read": (0, 0),
+            "touch": (0,),
+            "match": ([[1]],),
+            "block_ids": (0,),
+            "num_free_blocks": (),
+            "can_allocate": (0,),
+            "stats": (),
+            "check": (),
+            "memory_profile": (),
+            "fragmentation": (),
+            "swap_out": (0,),
+            "compact": (),
+            "evict": (0,),
+        }
+
+    def test_the_pair_in_place_of_the_cache(self):
+        pair = stepped()
+        for name, others in self.calls().items():
+            verb = getattr(jkv, name)
+            with pytest.raises(TypeError, match=f"{name}.*verbs return a pair"):
+                verb(pair, *others)
+            with pytest.raises(ValueError, match=f"{name}.*verbs return a pair"):
+                jax.eval_shape(lambda pair, verb=verb, o=others: verb(pair, *o), pair)
+
+    def test_the_pair_in_place_of_the_cache_in_generate(self):
+        model = TestModels.last_rows
+        with pytest.raises(TypeError, match=r"generate.*verbs return a pair"):
+            jkv.generate(model, None, stepped(), [[1]], max_new_tokens=1)
+
+    def test_something_else_in_place_of_the_cache(self):
+        for name, others in self.calls().items():
+            for wrong in ([0, 1], None, 3):
+                with pytest.raises(TypeError, match=f"{name}.*cache must be a jkv.Cac"):
+                    getattr(jkv, name)(wrong, *others)
+
+    def test_a_configuration_in_place_of_the_cache(self):
+        with pytest.raises(TypeError, match=r"jkv\.init\(config\)"):
+            jkv.allocate(small_config(), 0)
+
+    def test_an_argument_that_is_missing_is_named_by_python(self):
+        with pytest.raises(TypeError, match="missing.*'cache'"):
+            jkv.stats()
+        with pytest.raises(TypeError, match="missing.*'batch'"):
+            jkv.commit(small_cache())
+
+    def test_layer_and_batch_in_the_other_order(self):
+        cache, batch = stepped()
+        keys = rows(cache, batch)
+        for call in (
+            lambda: jkv.write(cache, batch, 0, keys, keys),
+            lambda: jkv.attend(cache, batch, 0, keys),
+        ):
+            with pytest.raises(TypeError, match=r"layer must be .* got Batch"):
+                call()
+
+    def test_what_is_no_batch_and_what_are_no_rows(self):
+        cache, batch = stepped()
+        keys = rows(cache, batch)
+        with pytest.raises(TypeError, match=r"batch must be .* got float32\[2, 1, 2\]"):
+            jkv.write(cache, 0, keys, batch, keys)
+        with pytest.raises(TypeError, match="batch must be .* got int"):
+            jkv.commit(cache, 0)
+        with pytest.raises(TypeError, match="keys must have .* got Batch"):
+            jkv.write(cache, 0, batch, batch, keys)
+        with pytest.raises(TypeError, match="queries must have .* got list"):
+            jkv.attend(cache, 0, batch, [1.0])
+        with pytest.raises(TypeError, match="layer must be .* got float32"):
+            jkv.write(cache, jnp.float32(0), batch, keys, keys)
+
+    def test_a_whole_result_in_place_of_its_ids(self):
+        cache, result = jkv.allocate(small_cache(), np.zeros(WIDTH, np.int32))
+        for name in ("append", "free", "fork"):
+            with pytest.raises(TypeError, match=r"Allocation.*its seq_ids"):
+                getattr(jkv, name)(cache, result)
+
+    def test_raise_for_status_takes_the_pair(self):
+        pair = jkv.free(small_cache(), np.full(WIDTH, 9, np.int32))
+        with pytest.raises(jkv.InvalidSequence, match="8 of 8 blocks free"):
+            jkv.raise_for_status(pair)
+        with pytest.raises(jkv.OutOfSequences):
+            jkv.raise_for_status(jkv.allocate(small_cache(), [0] * 5))
+        jkv.raise_for_status(stepped())
+
+    def test_raise_for_status_of_what_has_none(self):
+        for wrong in (small_cache(), "OK", 0.5, np.zeros(2), None):
+            with pytest.raises(TypeError, match="takes a status"):
+                jkv.raise_for_status(wrong)
+
+    @pytest.mark.parametrize(
+        "name", ["stats", "check", "memory_profile", "fragmentation", "should_compact"]
+    )
+    def test_what_runs_on_the_host_inside_jit(self, name):
+        with pytest.raises(TypeError, match=rf"{name}.*outside jit; .*batch\.status"):
+            jax.eval_shape(getattr(jkv, name), small_cache())
+
+    def test_raise_for_status_inside_jit(self):
+        with pytest.raises(TypeError, match=r"outside jit; .*batch\.status"):
+            jax.eval_shape(jkv.raise_for_status, np.zeros(2, np.int32))
+        with pytest.raises(TypeError, match=r"outside jit; .*batch\.status"):
+            jax.eval_shape(jkv.raise_for_status, stepped()[1])
+
+    def test_a_cache_that_was_donated(self):
+        cache, batch = stepped()
+        gone = copied(cache)
+        kept = jax.jit(lambda cache: cache, donate_argnums=0)(gone)
+        calls = self.calls()
+        for name in ("append", "write", "free", "num_free_blocks", "read", "stats"):
+            with pytest.raises(ValueError, match=f"{name}.*was donated") as caught:
+                getattr(jkv, name)(gone, *calls[name])
+            assert caught.value.__cause__ is not None, "the cause is shown"
+        jkv.check(kept)
+
+    def test_what_else_fails_is_not_taken_for_a_donation(self):
+        cache, batch = stepped()
+        gone = jnp.ones((2, 1, 2))
+        gone.delete()
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            jkv.write(cache, 0, batch, gone, gone)
+        assert "donated to an earlier call" not in str(caught.value)
+
+    def test_more_tokens_than_rows_names_the_capacity(self):
+        cache, batch = jkv.append(small_cache(), np.zeros(1, np.int32), 2)
+        opened_cache = opened(3, 3)
+        _, batch = jkv.append(opened_cache, [0, 1], [3, 3])
+        with pytest.raises(jkv.BatchFull, match="capacity="):
+            jkv.raise_for_status(batch)
+
+    @pytest.mark.parametrize(
+        ("wrong", "meant"),
+        [("memory", "budget"), ("num_kv_head", "num_kv_heads"), ("page_size", "block")],
+    )
+    def test_a_field_that_does_not_exist(self, tmp_path, wrong, meant):
+        with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
+            jkv.CacheConfig.from_model(tmp_path, **{wrong: 1})
+        with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
+            jkv.CacheConfig.for_memory(2**20, **{wrong: 1})
+        with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
+            jkv.CacheConfig.for_context_length(16, **{wrong: 1})
+
+
+class TestRepresentation:
+    """`repr(cache)` never raises, whatever JAX put in the place of the arrays."""
+
+    def fields(self, text):
+        """The arrays named, a line each."""
+        return dict(re.findall(r"^  ([\w.]+): (.*)$", text, re.MULTILINE))
+
+    def test_of_shapes(self):
+        text = repr(jax.eval_shape(lambda: jkv.init(small_config())))
+        assert text.startswith("Cache(1 layers, 1 kv heads") and "\n" not in text
+
+    def test_inside_vmap_and_of_a_stack(self):
+        stack = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), small_cache())
+        found = self.fields(repr(stack))
+        assert found["keys"] == "float32[2, 1, 8, 1, 4, 2]"
+        assert found["metadata.is_open"] == "bool[2, 4]"
+
+        texts = []
+        jax.eval_shape(jax.vmap(lambda cache: texts.append(repr(cache))), stack)
+        assert texts[0].startswith("Cache(1 layers, 1 kv heads")
+
+    @pytest.mark.parametrize("leaf", [jax.sharding.PartitionSpec("tp"), 3, "x"])
+    def test_of_a_tree_of_anything(self, leaf):
+        text = repr(jax.tree.map(lambda _: leaf, small_cache()))
+        assert self.fields(text)["keys"] == repr(leaf)
+
+    def test_of_nothing(self):
+        for nothing in (None, 3):
+            cache = jax.tree.map(
+                lambda _, nothing=nothing: nothing,
+                small_cache(),
+                is_leaf=lambda part: isinstance(part, jkv.Metadata),
+            )
+            assert repr(cache).startswith("Cache(")
+
+    def test_of_a_cache_that_was_donated(self):
+        gone = copied(small_cache())
+        jax.tree.map(lambda leaf: leaf.delete(), gone)
+        assert "1 layers" in repr(gone)
+
+
+def test_ids_and_counts_may_be_of_any_integer_type():
+    cache = opened(3, 3)
+    expected = jax.tree.leaves(jkv.append(cache, [0, 1], [1, 1], capacity=ROWS)[1])
+    for ids, counts in (
+        (range(2), (1, 1)),
+        ((0, 1), np.array([1, 1], np.uint8)),
+        (np.array([0, 1], np.int64), [np.int64(1), np.uint16(1)]),
+        (jnp.array([0, 1], jnp.uint32), np.int16(1)),
+        ([np.int32(0), np.int32(1)], jnp.int8(1)),
+    ):
+        _, batch = jkv.append(cache, ids, counts, capacity=ROWS)
+        for found, wanted in zip(jax.tree.leaves(batch), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+class TestCounts:
+    """All counts take Python ints up to 2**32 - 1; too many means all there are."""
+
+    most = 2**32 - 1
+
+    def test_of_tokens_blocks_and_ticks(self):
+        cache, many = opened(3, 3), np.full(WIDTH, self.most)
+        status = jkv.allocate(cache, many)[1].status
+        assert set(status.tolist()) == {jkv.Status.CONTEXT_FULL}
+        assert jkv.can_allocate(cache, [self.most]).tolist() == [False]
+        evicted = jkv.evict(cache, self.most)[1]
+        assert evicted.tolist() == [0, 1, -1, -1]
+        assert jkv.evict_older_than(cache, self.most)[1].tolist() == [-1] * 4
+        assert jkv.evict_older_than(cache, np.uint32(0))[1].tolist() == [0, -1, -1, -1]
+        assert jkv.block_ids(cache, self.most).tolist() == [8] * 4
+        assert not jkv.block_info(cache, np.uint32(self.most)).is_free
+
+    def test_of_steps_and_limits(self):
+        cache, state = prefill(
+            TestModels.last_rows,
+            None,
+            small_cache(),
+            [[1, 2, 3], [4]],
+            max_new_tokens=2,
+            limits=[self.most, 1],
+        )
+        _, state = decode(TestModels.last_rows, None, cache, state, num_steps=self.most)
+        assert state.result.lengths.tolist() == [2, 1]
+
+    def test_no_float_is_taken_for_a_count(self):
+        for verb in (jkv.evict, jkv.block_ids):
+            with pytest.raises(TypeError, match="integer, got 2.5"):
+                verb(small_cache(), 2.5)
+
+    def test_domains_are_32_bits_signed_or_not(self):
+        cache = small_cache(prefix_caching=True)
+        prompt = list(range(9))
+        cache, _ = jkv.allocate(cache, 0, salts=self.most)
+        cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
+        cache = jkv.commit(cache, batch)
+        for salts in (self.most, -1, np.uint32(self.most), jnp.uint32(self.most)):
+            assert jkv.match(cache, [prompt], salts).tolist() == [8]
+        assert jkv.match(cache, [prompt], 2**31 - 1).tolist() == [0]
+        assert jkv.match(cache, [prompt], self.most - 1).tolist() == [0]
+        with pytest.raises(ValueError, match="salts must fit in 32 bits"):
+            jkv.match(cache, [prompt], 2**32)
+        forgotten = jkv.invalidate(cache, self.most)
+        assert jkv.match(forgotten, [prompt], -1).tolist() == [0]
+
+
+def test_context_lengths_outlive_the_cache():
+    cache = copied(opened(3, 5))
+    lengths = jkv.context_lengths(cache)
+    jax.tree.map(lambda leaf: leaf.delete(), cache)
+    assert lengths.tolist() == [3, 5, 0, 0]

@@ -1,0 +1,102 @@
+"""A user's script passes mypy and pyright in strict mode."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+import typed_port
+
+pytestmark = pytest.mark.one_end
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+SCRIPTS = [ROOT / "examples" / "quickstart.py", HERE / "typed_port.py"]
+
+# What `jax.jit` returns has no type for pyright, nor have its own arguments: parts of
+# JAX are not written in Python. That nothing of jkv is unknown is asked of itself.
+PYRIGHT = {
+    "include": [str(script) for script in SCRIPTS],
+    "typeCheckingMode": "strict",
+    "extraPaths": [str(ROOT)],
+    "reportUnknownMemberType": False,
+    "reportUnknownVariableType": False,
+    "reportUnknownArgumentType": False,
+}
+# What the settings of the package leave out of mypy's strict mode.
+STRICTER = "disallow-untyped-calls, warn-return-any, warn-unused-ignores"
+
+WRONG = """
+import jax
+import jkv
+
+
+def wrong(cache: jkv.Cache, batch: jkv.Batch, queries: jax.Array) -> jax.Array:
+    return jkv.attend(cache, 0, batch, queries, return_lse=True)
+
+
+jkv.append(jkv.init, 0)
+"""
+
+
+def run(tool, *arguments):
+    """Run a type checker of this environment; its exit code and what it says."""
+    command = [pathlib.Path(sys.executable).with_name(tool), *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_the_port_does_what_it_is_typed_to_do():
+    cache = jax.eval_shape(typed_port.make_cache)
+    _, tokens = jax.eval_shape(lambda c: typed_port.continue_prompts(c, 1), cache)
+    assert tokens.shape == (2, 4)
+    assert jax.eval_shape(typed_port.play_with, cache).shape == (7,)
+    assert "0 tokens" in typed_port.look_at(typed_port.make_cache())
+
+
+@pytest.mark.slow
+def test_mypy_in_strict_mode(tmp_path):
+    """With the settings of the package, whose results mypy keeps, made stricter."""
+    scripts = {script.name: script.read_text() for script in SCRIPTS}
+    for name, text in (scripts | {"wrong.py": WRONG}).items():
+        (tmp_path / name).write_text(f"# mypy: {STRICTER}\n{text}")
+    files = [tmp_path / name for name in (*scripts, "wrong.py")]
+    code, said = run("mypy", f"--config-file={ROOT / 'pyproject.toml'}", *files)
+    faults = [line for line in said.splitlines() if ": error:" in line]
+    assert code == 1 and len(faults) == 2, said
+    assert all("wrong.py" in fault for fault in faults), said
+
+
+@pytest.mark.slow
+def test_pyright_in_strict_mode(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(WRONG)
+    project = tmp_path / "pyrightconfig.json"
+    project.write_text(
+        json.dumps(PYRIGHT | {"include": [*PYRIGHT["include"], str(wrong)]})
+    )
+    code, said = run(
+        "basedpyright",
+        "--outputjson",
+        f"--pythonpath={sys.executable}",
+        f"--project={project}",
+    )
+    report = json.loads(said)
+    faults = report["generalDiagnostics"]
+    assert report["summary"]["filesAnalyzed"] == 3
+    assert {fault["file"] for fault in faults} == {str(wrong)}, faults
+    assert code == 1 and len(faults) >= 2
+
+
+@pytest.mark.slow
+def test_no_type_of_the_package_is_unknown():
+    code, said = run(
+        "basedpyright",
+        "--outputjson",
+        f"--pythonpath={sys.executable}",
+        "--verifytypes=jkv",
+        "--ignoreexternal",
+    )
+    counts = json.loads(said)["typeCompleteness"]["exportedSymbolCounts"]
+    assert counts["withKnownType"] > 1000 and counts["withUnknownType"] == 0, said
