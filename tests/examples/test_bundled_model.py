@@ -167,7 +167,6 @@ if HAS_TRANSFORMERS:
         losses = jax.jit(pydoc_model.token_losses)(loaded[0], windows[:4])
         np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
 
-
     @pytest.mark.one_end
     def test_chats_are_written_as_transformers_writes_them(tmp_path):
         import transformers
