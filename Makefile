@@ -36,12 +36,13 @@ NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
 FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/python,$p)); \
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
-.PHONY: help generate test lint types newest test-oldest test-newest bench clean
+.PHONY: help generate test lint types docs newest test-oldest test-newest bench clean
 
 help:
 	@echo "make generate   set up, then continue a prompt with the bundled model"
 	@echo "make test       set up, then lint, types and all tests on both ends of JAX"
 	@echo "make bench      set up, then all benchmarks"
+	@echo "make docs       set up, then the documentation, in site/"
 	@echo "make lint, make types, make test-oldest, make test-newest: parts of make test"
 
 generate: $(VENV)/.examples
@@ -50,7 +51,7 @@ generate: $(VENV)/.examples
 # Both environments are set up side by side; then one thing at a time.
 test:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test newest
-	@$(MAKE) --no-print-directory -j1 lint types test-newest test-oldest
+	@$(MAKE) --no-print-directory -j1 lint types docs test-newest test-oldest
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -58,6 +59,10 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(VENV)/bin/mypy
+
+# Strict: a link that leads nowhere, or a name without documentation, is an error.
+docs: $(VENV)/.docs
+	$(VENV)/bin/zensical build --strict --clean
 
 test-oldest: $(VENV)/.test
 	@$(VENV)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
@@ -89,6 +94,7 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/reuse.py
 	$(VENV)/bin/python benchmarks/accuracy.py
 	$(VENV)/bin/python benchmarks/compile.py
+	$(VENV)/bin/python benchmarks/plots.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -107,6 +113,11 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	  echo "no triton to be had: the kernels' machine code is not checked"
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	@echo "installing what builds the documentation (once)"
+	@$(VENV)/bin/python $(PIP) -e ".[docs]"
+	@touch $@
+
 $(NEWEST)/.test: pyproject.toml
 	@echo "installing jkv, its tests and the newest JAX with $(NEWEST_PYTHON) (once)"
 	@$(NEWEST_PYTHON) -m venv $(NEWEST)
@@ -114,4 +125,4 @@ $(NEWEST)/.test: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .jax-cache build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(NEWEST) .jax-cache .cache site build dist .pytest_cache .ruff_cache .mypy_cache

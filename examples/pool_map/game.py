@@ -34,7 +34,8 @@ def open_one(cache, prompt):
     """Open a sequence on a prompt, or make room for the next one."""
     cache, opened = jkv.allocate(cache, PROMPT, tokens=prompt[None])
     seq_id, found = int(opened.seq_ids[0]), int(opened.num_cached[0])
-    cache = append(cache, [seq_id], np.append(prompt[found:], [-1] * found)[None])
+    rest = np.pad(prompt[found:], (0, found), constant_values=-1)
+    cache = append(cache, [seq_id], rest[None])
     if seq_id != jkv.NO_SEQUENCE:
         name = SIGNS[FIRST_COLOUR + seq_id]
         return cache, f"{name} opens, {found} of its {PROMPT} tokens were found"

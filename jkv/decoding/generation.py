@@ -165,9 +165,20 @@ def prefill(
     `decode` finds them gone and calls them CANCELLED.
 
     Args:
-      model, params, cache, prompts, max_new_tokens, limits, stop_tokens,
-        stop_sequences, sampling, num_samples, max_running, chunk_size, row_counts,
-        salts: as for `generate`.
+      model: as for `generate`.
+      params: as for `generate`.
+      cache: as for `generate`.
+      prompts: as for `generate`.
+      max_new_tokens: as for `generate`.
+      limits: as for `generate`.
+      stop_tokens: as for `generate`.
+      stop_sequences: as for `generate`.
+      sampling: as for `generate`.
+      num_samples: as for `generate`.
+      max_running: as for `generate`.
+      chunk_size: as for `generate`.
+      row_counts: as for `generate`.
+      salts: as for `generate`.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -223,8 +234,10 @@ def decode(
     """Do steps: a token for each running sequence, or a piece of its prompt.
 
     Args:
-      model, params: as for `prefill`.
-      cache, state: from `prefill`, or from an earlier `decode`; jit may donate both.
+      model: as for `prefill`.
+      params: as for `prefill`.
+      cache: from `prefill`, or from an earlier `decode`; jit may donate it.
+      state: what came with the cache; jit may donate it, too.
       sampling: as for `prefill`.
       num_steps: steps to do at most, may be traced; None goes on until all have ended.
 

@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import corpus
 import jax
+import llama
 import numpy as np
 import pydoc_model
 import pytest
@@ -164,6 +166,30 @@ if HAS_TRANSFORMERS:
         )
         losses = jax.jit(pydoc_model.token_losses)(loaded[0], windows[:4])
         np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
+
+    @pytest.mark.one_end
+    def test_chats_are_written_as_transformers_writes_them(tmp_path):
+        import transformers
+
+        template = (
+            "{{ bos_token }}{% for m in messages %}\n"
+            "  {%- if not loop.first %}{% continue %}{% endif %}\n"
+            "[{{ m.role }}] {{ m['content'] | trim }} {{ m | tojson }}\n"
+            "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        settings = json.loads((FOLDER / "tokenizer_config.json").read_text())
+        settings["chat_template"] = template
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+        messages = [
+            {"role": "user", "content": " Why <é>?\n"},
+            {"role": "assistant", "content": "So."},
+        ]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        expected = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert llama.render_chat(tmp_path, messages) == expected
 
 
 @pytest.mark.slow

@@ -75,12 +75,12 @@ def test_examples_are_short(script, limit):
     assert len((EXAMPLES / script).read_text().splitlines()) < limit
 
 
-def test_quickstart_is_in_the_readme_with_its_output():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first_block = readme.split("```python\n")[1].split("```")[0]
+def test_quickstart_is_in_the_docs_with_its_output():
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    first_block = page.split("```python\n")[1].split("```")[0]
     assert first_block == (EXAMPLES / "quickstart.py").read_text(encoding="utf-8")
     output = run_example("quickstart.py").stdout
-    assert f"```text\n{output}```" in readme
+    assert f"```text\n{output}```" in page
     assert "free blocks after free: 32" in output
 
 

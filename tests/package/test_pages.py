@@ -1,6 +1,5 @@
 """The pages name files, tests and results that exist."""
 
-import doctest
 import json
 import re
 import tomllib
@@ -16,15 +15,9 @@ pytestmark = pytest.mark.one_end
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
-
-
-def test_the_examples_of_the_guide_run() -> None:
-    guide = str(ROOT / "docs/guide.md")
-    failed, attempted = doctest.testfile(guide, module_relative=False)
-    assert attempted > 10 and failed == 0
 
 
 def test_every_test_named_in_the_table_of_features_exists() -> None:

@@ -1,0 +1,153 @@
+"""Draw the pictures of docs/measured.md from benchmarks/results.
+
+    python benchmarks/plots.py [--folder docs/measured]
+
+Each picture notes which results it was drawn from: a test finds those that are older.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "measured"
+
+OURS, THEIRS = "#3f6fb5", "#b9b9b9"
+
+POOL = 65_536  # of the operations: the larger one
+
+Run = dict[str, Any]
+
+
+def find_newest_run(name: str) -> Run:
+    """Return the latest run of a benchmark; one of an earlier state says so."""
+    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+    valid = [run for run in runs if "earlier" not in run.get("note", "")]
+    return max(valid, key=lambda run: run["machine"]["date"])
+
+
+def digest(name: str) -> str:
+    """Return what tells one set of results from another."""
+    return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
+
+
+def say_number(value: float) -> str:
+    """Say a number in about three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def draw_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None:
+    """Draw a bar for each name, with its value, jkv's in a colour of its own."""
+    colours = [OURS if name.startswith("jkv") else THEIRS for name in names]
+    bars = axes.barh(names, values, color=colours)
+    axes.bar_label(bars, fmt=say_number, padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_operations(run: Run) -> None:
+    """Draw what a call of each contender takes."""
+    figure, all_axes = pyplot.subplots(3, 1, figsize=(7.5, 8), layout="constrained")
+    for axes, operation in zip(all_axes, ("append", "free", "fork"), strict=True):
+        rows = [
+            row
+            for row in run["rows"]
+            if row["operation"] == operation
+            and row["pool"] == POOL
+            and row.get("storage", "metadata only") == "metadata only"
+        ]
+        draw_bars(axes, [r["who"] for r in rows], [r["median"] for r in rows])
+        axes.set_xscale("log")
+        axes.set_title(f"{operation}, {POOL:,} blocks: microseconds", fontsize=9)
+
+
+def draw_attention(run: Run) -> None:
+    """Draw paged attention beside dense attention."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 6), layout="constrained")
+    names, values = [], []
+    for row in run["rows"]:
+        names += [f"jkv: {row['workload']}", f"dense: {row['workload']}"]
+        values += [row["median"], row["dense"]]
+    draw_bars(axes, names, values)
+    axes.set_title("attention of a step, two CPU cores: ms", fontsize=9)
+
+
+def draw_reuse(run: Run) -> None:
+    """Draw the time to the first token with and without reuse."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 2.2), layout="constrained")
+    rows = run["first token"]
+    draw_bars(axes, [r["who"] for r in rows], [r["median"] for r in rows])
+    axes.set_title("first token of a prompt of 1,024 tokens: ms", fontsize=9)
+
+
+def draw_accuracy(run: Run) -> None:
+    """Draw the error that each dtype of the cache makes."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 2.2), layout="constrained")
+    rows = run["attention"]
+    values = [100 * r["error, normal"] for r in rows]
+    draw_bars(axes, [f"jkv: {r['cache']}" for r in rows], values)
+    axes.set_title("error of attention over 1,000 tokens: %", fontsize=9)
+
+
+def draw_generate(run: Run) -> None:
+    """Draw the tokens a second of whole generations."""
+    figure, all_axes = pyplot.subplots(2, 1, figsize=(7.5, 5), layout="constrained")
+    for axes, phase in zip(all_axes, ("prefill", "decode"), strict=True):
+        rows = [row for row in run["rows"] if row["phase"] == phase]
+        names = [f"{row['what']}: {row['workload']}" for row in rows]
+        draw_bars(axes, names, [row["tokens_per_second"] for row in rows])
+        axes.set_title(f"{phase}: tokens a second", fontsize=9)
+
+
+def draw_compile(run: Run) -> None:
+    """Draw what a decode step takes to compile."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 2.4), layout="constrained")
+    rows = run["rows"]
+    names = [f"{row['cache']}, {row['layers']} layers" for row in rows]
+    draw_bars(axes, names, [row["all"] for row in rows])
+    axes.set_title("trace, lower and compile: s of processor time", fontsize=9)
+
+
+PICTURES: dict[str, Callable[[Run], None]] = {
+    "operations": draw_operations,
+    "attention": draw_attention,
+    "reuse": draw_reuse,
+    "accuracy": draw_accuracy,
+    "generate": draw_generate,
+    "compile": draw_compile,
+}
+
+
+def draw_all(folder: pathlib.Path) -> None:
+    """Draw every picture into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pyplot.switch_backend("agg")
+    settings = {"svg.hashsalt": "jkv", "svg.fonttype": "none"}
+    for name, draw in PICTURES.items():
+        run = find_newest_run(name)
+        with pyplot.rc_context(settings):
+            draw(run)
+            machine = run["machine"]
+            said = (machine["versions"]["jax"], machine["cpu"], machine["date"][:10])
+            pyplot.gcf().supxlabel("JAX " + ", ".join(said), fontsize=7)
+            noted = {"Date": None, "Description": f"results {digest(name)}"}
+            pyplot.savefig(folder / f"{name}.svg", metadata=noted)
+            pyplot.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER)
+    draw_all(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The pages: their code runs, every public name is there, the README stands alone."""
+
+import doctest
+import importlib.util
+import pathlib
+import re
+import tomllib
+
+import jax
+import numpy as np
+import pytest
+from places import ROOT
+
+import jkv
+from jkv import decoding
+
+pytestmark = pytest.mark.one_end
+
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+MOST_WORDS = 1200
+
+
+def find_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_and_the_ports_equal_the_dense_model() -> None:
+    """Each block in order; they compare with the dense original themselves."""
+    for package in ("flax", "equinox"):
+        pytest.importorskip(package)
+    blocks = find_blocks(TUTORIAL)
+    names: dict[str, object] = {}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"tutorial.md, block {number}", "exec"), names)
+    compared = sum(block.count("assert_allclose(") for block in blocks)
+    assert compared == 5  # one step, a prompt, a scan, Flax NNX, Equinox
+    # The comparison can fail: other weights give other logits.
+    worse = dict(names["params"], embedding=names["params"]["embedding"] * 1.01)
+    dense = names["dense"](worse, names["tokens"][-1], names["dense_cache"], 5)[0]
+    assert np.abs(dense - names["expected"]).max() > 1e-2
+
+
+def test_the_port_of_the_readme_is_that_of_the_tutorial() -> None:
+    before, after, usage = find_blocks(README)
+    for name, block in (("before", before), ("after", after)):
+        assert f"<!-- {name} -->\n```python\n{block}```" in TUTORIAL
+    # What follows is traced: it opens, steps, forks and frees on a cache of 4 GB.
+    names: dict[str, object] = {}
+    exec("\n".join(find_blocks(TUTORIAL)[:4]), names)
+    names["tokens"] = np.array([1, 2])
+    jax.eval_shape(lambda: exec(usage, names))
+    assert names["logits"].shape == (2, 64)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=str)
+def test_the_examples_of_the_how_to_pages_run(page: pathlib.Path) -> None:
+    failed, attempted = doctest.testfile(str(page), module_relative=False)
+    assert not failed
+    assert attempted or page.stem == "devices"
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    pages = [path.read_text() for path in (DOCS / "reference").glob("*.md")]
+    named = re.findall(r"^::: jkv\.([\w.]+)$", "\n".join(pages), re.MULTILINE)
+    of_decoding = {f"decoding.{n}" for n in decoding.__all__ if n not in jkv.__all__}
+    assert sorted(named) == sorted({*jkv.__all__, *of_decoding})
+    index = (DOCS / "reference" / "index.md").read_text()
+    for name in named:
+        assert f"#jkv.{name})" in index, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+
+    def pages(nav: object) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        entries = nav.values() if isinstance(nav, dict) else nav
+        return [page for entry in entries for page in pages(entry)]
+
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(pages(settings["nav"])) == sorted(written)
+    # A site that asks for fonts needs the network.
+    assert settings["theme"]["font"] is False
+
+
+def test_the_site_is_built_in_strict_mode_by_make_test() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "zensical build --strict" in makefile
+    assert re.search(r"^test:\n.*\n.* docs .*test-oldest$", makefile, re.MULTILINE)
+
+
+def test_the_readme_is_short_and_stands_alone() -> None:
+    """As a package index shows it: no link, and no picture, that only a clone has."""
+    assert len(README.split()) <= MOST_WORDS
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)\"", README)
+    assert all(any(t.startswith("https://") for t in pair) for pair in targets)
+    for path in re.findall(r"`((?:docs|examples|tests)/[\w./-]*)`", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_says_what_was_never_timed_where_it_names_the_cards() -> None:
+    (paragraph,) = (p for p in README.split("\n\n") if "written for AMD GPUs" in p)
+    assert "not timed on any yet" in paragraph
+
+
+def test_the_package_names_no_address_that_it_has_not() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for address in project.get("urls", {}).values():
+        assert address.startswith("https://"), address
+
+
+def test_the_pictures_are_those_of_the_results() -> None:
+    pytest.importorskip("matplotlib")
+    path = ROOT / "benchmarks" / "plots.py"
+    spec = importlib.util.spec_from_file_location("plots", path)
+    plots = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plots)
+    page = (DOCS / "measured.md").read_text()
+    for name in plots.PICTURES:
+        assert f"(measured/{name}.svg)" in page
+        drawn = (DOCS / "measured" / f"{name}.svg").read_text()
+        assert f"results {plots.digest(name)}" in drawn, (
+            f"{name}.json has changed: run python benchmarks/plots.py"
+        )
