@@ -38,20 +38,23 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
         if state.num_samples > 1:
             cache, state, gives = _hand_over(cache, state, ended)
         seq_ids = jnp.where(ended & ~gives, state.places.seq_ids, NO_SEQUENCE)
-        stale, holder = _drop_unwanted(state)
-        cache, _ = free(cache, jnp.concatenate([seq_ids, stale[None]]))
+        held = state.holder.seq_id
+        unwanted = jnp.where(is_unwanted, held, NO_SEQUENCE)
+        kept = jnp.where(is_unwanted, NO_SEQUENCE, held)
+        cache, _ = free(cache, jnp.concatenate([seq_ids, unwanted[None]]))
         return cache, dataclasses.replace(
             state,
             places=vacate(state.places, ended),
-            holder=holder,
+            holder=dataclasses.replace(state.holder, seq_id=kept),
             seating_needs=jnp.zeros((), jnp.int32),
         )
 
     # A loop of no or one trip: in most steps nobody ends.
     places = state.places
     ended = places.is_started & ~state.is_running[places.sequences]
-    any_ended = jnp.any(ended).astype(jnp.int32)
-    return lax.fori_loop(jnp.int32(0), any_ended, close, (cache, state))
+    is_unwanted = _is_holder_unwanted(state)
+    trips = (jnp.any(ended) | is_unwanted).astype(jnp.int32)
+    return lax.fori_loop(jnp.int32(0), trips, close, (cache, state))
 
 
 def make_room(
@@ -185,17 +188,13 @@ def _receive(
     return note_texts(state, place[None])
 
 
-def _drop_unwanted(state: GenerationState) -> tuple[jax.Array, Holder]:
-    """Return the row of a held prompt that nobody wants, i32[], and what is held."""
-    holder = state.holder
+def _is_holder_unwanted(state: GenerationState) -> jax.Array:
+    """Return whether a prompt is held of which all samples have ended, bool[]."""
     if state.num_samples == 1:
-        return holder.seq_id, holder
-    is_wanted = _count_unfinished(state)[holder.prompt] > 0
-    nothing = jnp.int32(NO_SEQUENCE)
-    kept = dataclasses.replace(
-        holder, seq_id=jnp.where(is_wanted, holder.seq_id, nothing)
-    )
-    return jnp.where(is_wanted, nothing, holder.seq_id), kept
+        return jnp.zeros((), bool)
+    sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
+    samples = state.holder.prompt * state.num_samples + sample_index
+    return (state.holder.seq_id >= 0) & ~jnp.any(state.is_running[samples])
 
 
 def _count_unfinished(state: GenerationState) -> jax.Array:

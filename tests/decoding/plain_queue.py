@@ -43,11 +43,12 @@ def hash_model(params, tokens, cache, batch, *, all_rows=False):
     import jkv
 
     rows = jnp.stack([tokens, batch.positions], axis=1).astype(jnp.float32)[:, None]
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cache.head_dim - 2)))
     cache = jkv.write(cache, 0, batch, rows, rows)
     size = cache.block_size
     blocks = cache.metadata.block_tables.at[batch.seq_ids].get(mode="clip")
     found = cache.keys.at[0, blocks, 0].get(mode="fill", fill_value=0)
-    found = found.reshape(blocks.shape[0], blocks.shape[1] * size, 2)
+    found = found.reshape(blocks.shape[0], blocks.shape[1] * size, -1)[..., :2]
     place = jnp.arange(found.shape[1], dtype=jnp.int32)[None]
     inside = place < batch.context_lengths[:, None]
     found = jnp.where(inside[..., None], found, 0).astype(jnp.uint32)

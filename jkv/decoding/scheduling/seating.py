@@ -21,11 +21,22 @@ from jkv.state import Ring
 def make_queue(waiting: jax.Array) -> Ring:
     """Let the chosen ones of N sequences wait, bool[N], in order."""
     sequence = jnp.arange(waiting.shape[0], dtype=jnp.int32)
+    return ring.push(_empty_queue(waiting.shape[0]), sequence, waiting)
+
+
+def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
+    """Let those of N sequences that ended, bool[N], wait no longer."""
+    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    sequences = ring.peek(queue, rank)
+    stays = (rank < queue.count) & ~ended[sequences]
+    return ring.push(_empty_queue(rank.shape[0]), sequences, stays)
+
+
+def _empty_queue(size: int) -> Ring:
     none = jnp.zeros((), jnp.int32)
-    nobody = Ring.of(
-        jnp.zeros_like(sequence), head=none, span=none, count=none, fewest=none
+    return Ring.of(
+        jnp.zeros((size,), jnp.int32), head=none, span=none, count=none, fewest=none
     )
-    return ring.push(nobody, sequence, waiting)
 
 
 class Candidates(NamedTuple):
