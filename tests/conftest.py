@@ -18,9 +18,15 @@ collect_ignore = [] if importlib.util.find_spec("triton") else ["machine_code.py
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what only the other end of the range of JAX runs."""
-    here = [item for item in items if runs_here(item.get_closest_marker("one_end"))]
+    here = [item for item in items if runs_here(_is_marked(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
+
+
+def _is_marked(item):
+    """Whether a test is for one end: marked so, or an example of a docstring."""
+    is_example = isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py"
+    return is_example or item.get_closest_marker("one_end")
 
 
 @pytest.fixture(autouse=True)
