@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.inspection.findings import DebugError, Site, Watch, find_caller
+from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
+from jkv.inspection.findings import DebugError, Watch, find_caller
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Counter, UsageError
@@ -42,51 +43,12 @@ class WatchedCache(Cache):
         cache = self
         if isinstance(batch, Batch):
             cache = _watch_step(self, name, given.arguments.get("layer"), batch)
-            given.arguments["batch"] = _as_plain_batch(batch)
+            given.arguments["batch"] = as_plain_batch(batch)
         given.arguments["cache"] = _as_plain(self)
         answer = function(*given.args, **given.kwargs)
         if name == "check":
             _raise_findings(self)
         return answer if name == "debug" else _watch_answer(cache, name, answer)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class WatchedBatch(Batch):
-    """A batch planned in debug mode."""
-
-    stamp: jax.Array  # u32[], the clock after the call
-    created: jax.Array  # u32[B], when each sequence was opened
-    watch: Watch
-    site: Site
-
-    def __getattribute__(self, name: str) -> Any:
-        """Remember that somebody looked at the status."""
-        if name == "status":
-            object.__getattribute__(self, "site").is_seen = True
-        return object.__getattribute__(self, name)
-
-
-_STATIC = ("is_decoding", "sizes", "watch", "site")
-_ARRAYS = tuple(
-    field.name
-    for field in dataclasses.fields(WatchedBatch)
-    if field.name not in _STATIC
-)
-
-
-def _flatten(batch: WatchedBatch) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    """Take a batch apart without looking at its status."""
-    get = object.__getattribute__
-    arrays = [(jax.tree_util.GetAttrKey(n), get(batch, n)) for n in _ARRAYS]
-    return arrays, tuple(get(batch, name) for name in _STATIC)
-
-
-def _unflatten(static: tuple[Any, ...], arrays: Any) -> WatchedBatch:
-    fields = dict(zip(_ARRAYS, arrays, strict=True))
-    return WatchedBatch(**fields, **dict(zip(_STATIC, static, strict=True)))
-
-
-jax.tree_util.register_pytree_with_keys(WatchedBatch, _flatten, _unflatten)
 
 
 @takes_cache
@@ -154,12 +116,6 @@ def _fields_of(cache: Cache) -> dict[str, Any]:
 def _as_plain(cache: Cache) -> Cache:
     """Return the cache as one that is not watched."""
     return Cache(**_fields_of(cache))
-
-
-def _as_plain_batch(batch: Batch) -> Batch:
-    """Return the batch as one that is not watched; nobody looks at its status."""
-    names = [field.name for field in dataclasses.fields(Batch)]
-    return Batch(**{name: object.__getattribute__(batch, name) for name in names})
 
 
 def _now(cache: Cache) -> jax.Array:
@@ -244,7 +200,7 @@ def _watch_answer(cache: WatchedCache, name: str, answer: Any) -> Any:
     if "status" in getattr(result, "_fields", ()):
         site = cache.watch.watch_status(name, find_caller(), result.status)
         kind: Any = type(result)
-        result = _watched_kind(kind).of(result, site)
+        result = watched_kind(kind).of(result, site)
     return after, result
 
 
@@ -274,42 +230,6 @@ def _watch_append(
         watch=cache.watch,
         site=cache.watch.watch_status("append", where, batch.status),
     )
-
-
-@functools.cache
-def _watched_kind(kind: Any) -> Any:
-    """Return a kind of named tuple that remembers whether its status was looked at."""
-
-    class Watched(kind):  # type: ignore[misc]  # known at run time only
-        site: Site
-
-        @classmethod
-        def of(cls, parts: Any, site: Site) -> Any:
-            """Make one of its parts."""
-            result = tuple.__new__(cls, tuple.__iter__(tuple(parts)))
-            result.site = site
-            return result
-
-        @property
-        def status(self) -> Any:
-            """What the verb answered each request."""
-            return self[kind._fields.index("status")]
-
-        def __iter__(self) -> Any:
-            self.site.is_seen = True
-            return tuple.__iter__(self)
-
-        def __getitem__(self, index: Any) -> Any:
-            self.site.is_seen = True
-            return tuple.__getitem__(self, index)
-
-    Watched.__name__ = Watched.__qualname__ = kind.__name__
-    jax.tree_util.register_pytree_node(
-        Watched,
-        lambda result: (tuple(tuple.__iter__(result)), result.site),
-        lambda site, parts: Watched.of(parts, site),
-    )
-    return Watched
 
 
 def _raise_findings(cache: WatchedCache) -> None:

@@ -34,9 +34,9 @@ def check_layer(cache: Cache, layer: Integer) -> None:
                 f"layer must be in 0..{cache.num_layers - 1}, got {int(layer)}"
             )
         return
-    kind = _kind(layer)
+    kind = _array_kind(layer)
     if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
-        raise UsageError(f"layer must be an int or i32[], got {describe(layer)}")
+        raise UsageError(f"layer must be an int or i32[], got {name_kind(layer)}")
 
 
 def check_batch(cache: Cache, batch: Batch, *, ignored: str | None = None) -> None:
@@ -49,7 +49,7 @@ def check_batch(cache: Cache, batch: Batch, *, ignored: str | None = None) -> No
     """
     if not isinstance(batch, Batch):
         raise UsageError(
-            f"batch must be the jkv.Batch that append returned, got {describe(batch)}"
+            f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"
         )
     if batch.sizes != cache.sizes:
         _compare_sizes(batch.sizes, cache.sizes, ignored)
@@ -78,11 +78,11 @@ def check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
     """Reject rows of "keys" or "values" that are not one for each row of the batch."""
     width = cache.storage[name].shape[4]
     expected = (batch.num_rows, cache.num_kv_heads, width)
-    kind = _kind(rows)
+    kind = _array_kind(rows)
     if kind is None or kind[1] != expected:
         raise UsageError(
             f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
-            f"of the batch, got {describe(rows)}"
+            f"of the batch, got {name_kind(rows)}"
         )
     if not jnp.issubdtype(kind[0], jnp.floating):
         raise UsageError(
@@ -93,11 +93,11 @@ def check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
 
 def check_queries(batch: Batch, queries: jax.Array) -> None:
     """Reject queries that are not one for each row of the batch."""
-    kind = _kind(queries)
+    kind = _array_kind(queries)
     if kind is None or len(kind[1]) != 3 or kind[1][0] != batch.num_rows:
         raise UsageError(
             f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
-            f"the batch, got {describe(queries)}"
+            f"the batch, got {name_kind(queries)}"
         )
 
 
@@ -110,13 +110,13 @@ def any_layer(layer: Integer, batch: Batch) -> jax.Array:
     return unknown(number, batch.context_lengths)
 
 
-def describe(value: Any) -> str:
+def name_kind(value: Any) -> str:
     """Say what an argument is: an array by dtype and shape, else by its type."""
-    kind = _kind(value)
+    kind = _array_kind(value)
     return type(value).__name__ if kind is None else f"{kind[0]}{list(kind[1])}"
 
 
-def _kind(value: Any) -> tuple[Any, tuple[int, ...]] | None:
+def _array_kind(value: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the dtype and shape of an array, None of anything else."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return value.dtype, value.shape
