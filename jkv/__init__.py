@@ -12,6 +12,8 @@ prompts that begin alike, and evict for the day the pool is full.
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.inspection.debugging import debug
+from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import Stats, stats
@@ -80,6 +82,7 @@ __all__ = [
     "CacheConfig",
     "CacheError",
     "ContextFull",
+    "DebugError",
     "FileError",
     "FinishReason",
     "Fork",
@@ -113,6 +116,7 @@ __all__ = [
     "commit",
     "compact",
     "context_lengths",
+    "debug",
     "evict",
     "evict_cached",
     "evict_older_than",

@@ -131,14 +131,14 @@ class Step(NamedTuple):
     batch: jkv.Batch
 
 
-def allocate(cache, num_tokens, tokens=None, salts=0):
+def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
     """`jkv.allocate`, prompts as lists."""
     num_tokens = np.atleast_1d(num_tokens)
     count = len(num_tokens if tokens is None else tokens)
     num_tokens = np.broadcast_to(num_tokens, count)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(keep_free=keep_free)
     if cache.metadata.prefix is not None:
-        options = dict(tokens=prompts(tokens or []), salts=_padded(salts, count, 0))
+        options |= dict(tokens=prompts(tokens or []), salts=_padded(salts, count, 0))
     cache, result = jkv.allocate(cache, _padded(num_tokens, count, -1), **options)
     return cache, _without_padding(result, count)
 
@@ -168,9 +168,9 @@ def append(cache, seq_ids, num_tokens=1, tokens=None):
     return cache, Step(*fields, batch)
 
 
-def fork(cache, seq_ids):
+def fork(cache, seq_ids, lengths=None):
     """`jkv.fork`."""
-    return _call(jkv.fork, cache, seq_ids)
+    return _call(jkv.fork, cache, seq_ids, *([] if lengths is None else [lengths]))
 
 
 def free(cache, seq_ids):

@@ -186,10 +186,10 @@ MUTATIONS = (
     Mutation(
         "truncate-writes-to-an-indexed-tail",
         "verbs",
-        "A sequence cut back into a block that the prefix index can find keeps that "
-        "block and overwrites it.",
-        "return (owners > 1) | prefix_index.is_indexed(metadata, block)",
-        "return owners > 1",
+        "A sequence cut back into a block that the prefix index can find overwrites "
+        "it, and the index goes on finding it.",
+        "rewritten = served & (tail > 0) & ~copied",
+        "rewritten = jnp.zeros_like(served)",
     ),
     Mutation(
         "append-refuses-the-last-token",
@@ -457,11 +457,18 @@ MUTATIONS = (
     ),
     # Generation, sampling, progress.
     Mutation(
-        "first-sequence-makes-room",
+        "oldest-sequence-makes-room",
         "decoding",
-        "When no sequence can go on, the first of the batch ends and not the last.",
-        "return jnp.flip(keep_first(jnp.flip(mask)))",
-        "return keep_first(mask)",
+        "When blocks lack, the oldest sequence is preempted and not the youngest.",
+        "is_youngest = places.ages == places.num_running - 1",
+        "is_youngest = places.ages == 0",
+    ),
+    Mutation(
+        "samples-keep-a-token-of-their-parent",
+        "decoding",
+        "Samples fork one token more than the prompt from a running one.",
+        "fork(cache, parents, state.prompts.lengths[lanes.prompts])",
+        "fork(cache, parents, state.prompts.lengths[lanes.prompts] + 1)",
     ),
     Mutation(
         "top-k-off-by-one",

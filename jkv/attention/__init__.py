@@ -131,8 +131,11 @@ def paged_attention(
     already. Rows that no request owns give zeros. Query head h reads kv head
     `h // (H // K)`. Scores, softmax and sums are float32 whatever the inputs are.
 
-    Only tokens that a row can see are let through: table entries past the end of a
-    sequence may be any number, unused slots may hold NaN.
+    What no row of a request sees is not let through: table entries past the end of a
+    sequence may be any number, unused slots may hold NaN. Rows of one request are
+    computed together, so a NaN or infinity in the values of a token that one of them
+    sees may reach those that do not: their weight of it is 0, and 0 * NaN is NaN. In
+    the keys it reaches only rows that see the token. Other requests never notice.
 
     Args:
       queries: float[R, H, D].

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
+from jkv.attention import lazy_chex as chex
 from jkv.attention.pools import Pools
 
 

@@ -1,15 +1,13 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
-from jkv.decoding.generation import decode, generate, prefill
+from jkv.decoding.generation import generate
+from jkv.decoding.interventions import add_prompts, cancel
 from jkv.decoding.model import Model
 from jkv.decoding.options import Sampling
-from jkv.decoding.results import (
-    FinishReason,
-    Generation,
-    GenerationState,
-    Statistics,
-)
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
+from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
     "FinishReason",
@@ -18,6 +16,9 @@ __all__ = [
     "Model",
     "Sampling",
     "Statistics",
+    "add_prompts",
+    "begin",
+    "cancel",
     "decode",
     "filter_logits",
     "generate",

@@ -1,10 +1,8 @@
-"""What a generation has produced so far, and why each of its sequences ended.
+"""What a generation has produced, what it took, and why each sequence ended.
 
-Symbols: B sequences, G most new tokens of a sequence, V tokens in the vocabulary, E
-stop tokens.
+Symbols: N sequences, G most new tokens of a sequence.
 """
 
-import dataclasses
 import enum
 from typing import NamedTuple
 
@@ -21,23 +19,35 @@ class FinishReason(enum.IntEnum):
       'LENGTH'
     """
 
-    RUNNING = 0  # it has not ended
-    STOP = 1  # its last token is a stop token
+    RUNNING = 0  # it has not ended: it runs or waits
+    STOP = 1  # its new tokens end with a stop token or a stop sequence
     LENGTH = 2  # it has as many new tokens as it may have
     CONTEXT_FULL = 3  # its next token, or its prompt, is past `max_context_length`
-    OUT_OF_BLOCKS = 4  # the pool had no block for it, and no other sequence could go on
+    OUT_OF_BLOCKS = 4  # it would not fit into the pool if it were alone
     OUT_OF_SEQUENCES = 5  # the cache had no row for it: it never began
     EMPTY_PROMPT = 6  # there was nothing to continue: it never began
-    CANCELLED = 7  # its row was freed by somebody else between two steps
+    CANCELLED = 7  # it was cancelled, or its row was freed by somebody else
+    NAN_LOGITS = 8  # the model's logits for its next token were not numbers
 
 
 class Statistics(NamedTuple):
     """What a generation did and needed."""
 
     num_steps: jax.Array  # i32[], calls of the model
-    peak_blocks: jax.Array  # i32[], most blocks of the pool in use at one time
-    empty_slots: jax.Array  # i32[], slots without a token in its own blocks, then
-    cached_tokens: jax.Array  # i32[], prompt tokens that the prefix cache had
+    sequence_steps: jax.Array  # i32[], sum over these of the sequences with a row
+    prompt_tokens: jax.Array  # i32[], prompt positions computed, again ones too
+    recomputed_tokens: jax.Array  # i32[], generated ones computed a second time
+    cached_tokens: jax.Array  # i32[], tokens that the prefix cache had
+    preemptions: jax.Array  # i32[], running sequences that gave their blocks back
+    peak_blocks: jax.Array  # i32[], most blocks of the pool in use, others' too
+    empty_slots: jax.Array  # i32[], slots without a token in the step's blocks, then
+    queue_steps: jax.Array  # i32[], steps in which a sequence waited for a place
+    idle_places: jax.Array  # i32[], sum over these of the places without a row
+
+    @classmethod
+    def zeros(cls) -> "Statistics":
+        """Return the statistics of nothing, an array of its own for each."""
+        return cls(*[jnp.zeros((), jnp.int32) for _ in cls._fields])
 
     def internal_fragmentation(self, block_size: int) -> float:
         """Return the share of the slots in use at the peak that held no token (host).
@@ -50,38 +60,28 @@ class Statistics(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """The new tokens of B sequences."""
+    """The new tokens of N sequences."""
 
-    tokens: jax.Array  # i32[B, G], the stop token included, -1 past the end
-    lengths: jax.Array  # i32[B], new tokens of each sequence
-    reasons: jax.Array  # i32[B], `FinishReason`
-    logprobs: jax.Array  # f32[B, G], of each token under the model, 0 past the end
+    tokens: jax.Array  # i32[N, G], what stopped them included, -1 past the end
+    lengths: jax.Array  # i32[N], new tokens of each sequence
+    reasons: jax.Array  # i32[N], `FinishReason`
+    logprobs: jax.Array  # f32[N, G], of each token under the model, 0 past the end
     statistics: Statistics  # what it took to make them
 
+    def add_counts(self, **counts: jax.Array) -> "Generation":
+        """Return the same with more counted, i32[] each, by their names."""
+        old = self.statistics._asdict()
+        new = {name: old[name] + count for name, count in counts.items()}
+        return self._replace(statistics=self.statistics._replace(**new))
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class GenerationState:
-    """A generation under way: what `prefill` returns and `decode` carries on.
-
-    The last token of each running sequence has been chosen but is not in the cache.
-    """
-
-    result: Generation  # what there is so far
-    seq_ids: jax.Array  # i32[B], rows of the cache, -1 once a sequence has ended
-    limits: jax.Array  # i32[B], new tokens each may have, at most G
-    stop_tokens: jax.Array  # i32[E]
-    seen: jax.Array  # bool[B, V], tokens in the prompt or generated
-
-    @property
-    def is_running(self) -> jax.Array:
-        """Whether each sequence goes on, bool[B]."""
-        return self.seq_ids >= 0
-
-    @property
-    def last_tokens(self) -> jax.Array:
-        """The newest token of each sequence, i32[B]; 0 where there is none."""
-        tokens, lengths = self.result.tokens, self.result.lengths
-        last = jnp.maximum(lengths - 1, 0)[:, None]
-        newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
-        return jnp.maximum(newest, 0)
+    @classmethod
+    def empty(cls, reasons: jax.Array, max_new_tokens: int) -> "Generation":
+        """Return what there is before the first step, of sequences i32[N]."""
+        shape = reasons.shape[0], max_new_tokens
+        return cls(
+            tokens=jnp.full(shape, -1, jnp.int32),
+            lengths=jnp.zeros(reasons.shape, jnp.int32),
+            reasons=reasons,
+            logprobs=jnp.zeros(shape, jnp.float32),
+            statistics=Statistics.zeros(),
+        )

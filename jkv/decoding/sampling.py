@@ -61,7 +61,7 @@ def sample(
       >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
       ([1], 0.7)
     """
-    rows = _by_row(sampling, logits.shape[0])
+    rows = by_row(sampling, logits.shape[0])
     counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
     return _sample(logits.astype(jnp.float32), rows, counts, seen)
 
@@ -94,11 +94,11 @@ def filter_logits(
       ...     jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
       [[-inf, 0.0, -2.0]]
     """
-    rows = _by_row(sampling, logits.shape[0])
+    rows = by_row(sampling, logits.shape[0])
     return _filter(logits.astype(jnp.float32), rows, seen)
 
 
-class _PerRow(NamedTuple):
+class PerRow(NamedTuple):
     """`Sampling` with one value a row; fields as there."""
 
     temperature: jax.Array  # f32[B]
@@ -109,7 +109,7 @@ class _PerRow(NamedTuple):
     seeds: jax.Array  # i32[B]
 
 
-def _by_row(sampling: Sampling, num_rows: int) -> _PerRow:
+def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     """Return the fields of `Sampling` with one value a row."""
 
     def spread(name: str, dtype: type) -> jax.Array:
@@ -124,7 +124,7 @@ def _by_row(sampling: Sampling, num_rows: int) -> _PerRow:
     seeds = spread("seeds", jnp.int32)
     if jnp.ndim(sampling.seeds) == 0:
         seeds = seeds + jnp.arange(num_rows, dtype=jnp.int32)
-    return _PerRow(
+    return PerRow(
         temperature=spread("temperature", jnp.float32),
         top_k=spread("top_k", jnp.int32),
         top_p=spread("top_p", jnp.float32),
@@ -136,7 +136,7 @@ def _by_row(sampling: Sampling, num_rows: int) -> _PerRow:
 
 @jax.jit
 def _sample(
-    logits: jax.Array, rows: _PerRow, counts: jax.Array, seen: jax.Array | None
+    logits: jax.Array, rows: PerRow, counts: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     greedy = jnp.argmax(_penalise(logits, rows, seen), axis=-1).astype(jnp.int32)
     is_greedy = rows.temperature <= 0
@@ -151,7 +151,7 @@ def _sample(
     return tokens, logprobs[:, 0]
 
 
-def _penalise(logits: jax.Array, rows: _PerRow, seen: jax.Array | None) -> jax.Array:
+def _penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
     if seen is None:
         return logits
@@ -161,7 +161,7 @@ def _penalise(logits: jax.Array, rows: _PerRow, seen: jax.Array | None) -> jax.A
 
 
 @jax.jit
-def _filter(logits: jax.Array, rows: _PerRow, seen: jax.Array | None) -> jax.Array:
+def _filter(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Penalise, divide by the temperature, remove what the filters remove."""
     # Less the maximum first: then nothing overflows, however low the temperature.
     logits = _penalise(logits, rows, seen)

@@ -1,95 +1,229 @@
-"""One decode step: a token of each running sequence goes in, the next is chosen.
+"""One step: a token or a piece of a prompt of each running sequence, then who is next.
 
-Symbols: B sequences, G most new tokens, V tokens in the vocabulary.
+A step gives a row to every sequence in the cache, computes the rows, chooses a token
+for each text whose last token was among them, and leaves the places as the next step
+finds them: ended sequences freed, the youngest preempted where blocks lack, those that
+wait seated.
+
+Symbols: N sequences, W places, R rows of a step, V tokens in the vocabulary.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jkv.decoding.ending import add_reasons, free_ended, keep_last
+from jkv.decoding.choosing import choose_tokens
+from jkv.decoding.closing import close_ended, make_room
 from jkv.decoding.model import Model, call_model
+from jkv.decoding.opening import fill_places
 from jkv.decoding.options import Sampling
-from jkv.decoding.results import FinishReason, GenerationState, Statistics
-from jkv.decoding.sampling import sample
-from jkv.state import Cache
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.prompts import find_tokens
+from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.demand import Loads
+from jkv.decoding.scheduling.rows import choose_size, share_rows
+from jkv.metadata.xla_cpu import running_sum
+from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.appending import append
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.prefixes import commit
 
 
-def decode_step(
+class Computed(NamedTuple):
+    """What the rows of a step brought, for each place."""
+
+    logits: jax.Array  # f32[W, V], after the place's last row, any without one
+    status: jax.Array  # i32[W], what the cache answered
+    num_rows: jax.Array  # i32[W], rows computed
+
+    @classmethod
+    def nothing(cls, logits: jax.Array) -> "Computed":
+        """No row, in these logits, f32[W, V]."""
+        num_places = logits.shape[0]
+        return cls(
+            logits=logits,
+            status=jnp.full((num_places,), Status.OK, jnp.int32),
+            num_rows=jnp.zeros((num_places,), jnp.int32),
+        )
+
+
+def run_step(
     model: Model,
     params: Any,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
-) -> tuple[Cache, GenerationState]:
-    """Put the last token of each sequence in the cache and choose the next."""
-    tokens = state.last_tokens
-    cache, batch = append(cache, state.seq_ids, tokens=tokens)
-    logits, cache = call_model(model, params, tokens, cache, batch)
-    cache = commit(cache, batch)
-    # Those without a block wait while any other goes on. When none does, the last ends.
-    refused = batch.status == Status.OUT_OF_BLOCKS
-    none_moves = ~jnp.any(state.is_running & ~refused)
-    waits = refused & ~(keep_last(refused) & none_moves)
-    result = state.result._replace(
-        reasons=add_reasons(state.result.reasons, batch.status, waits=waits),
-        statistics=count_step(state.result.statistics, cache, batch.context_lengths),
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Do one step.
+
+    Args:
+      model, params: as for `generate`.
+      cache: the cache.
+      state: the generation.
+      sampling: of N sequences.
+      logits: f32[W, V], the last step's, whose place in memory is used again.
+
+    Returns:
+      The cache, the state, and the new logits, f32[W, V].
+    """
+    loads, places = state.loads(cache), state.places
+    counts = share_rows(loads.count_left(places), places.ages, state.row_counts[-1])
+    cache, computed = compute_rows(model, params, cache, state, loads, counts, logits)
+    state = _count_step(cache, state, loads, computed)
+    state = _note_refusals(state, computed)
+    is_whole = loads.done + computed.num_rows == loads.text_lengths
+    state = choose_tokens(
+        state,
+        state.bounds(cache),
+        computed.logits,
+        (computed.num_rows > 0) & is_whole,
+        sampling,
     )
-    state = dataclasses.replace(state, result=result)
-    return choose_tokens(cache, state, logits, batch.query_lengths > 0, sampling)
+    cache, state = close_ended(cache, state)
+    cache, state, slack = make_room(cache, state)
+    cache, state = fill_places(cache, state, slack)
+    return cache, state, computed.logits
 
 
-def choose_tokens(
+def compute_rows(
+    model: Model,
+    params: Any,
     cache: Cache,
     state: GenerationState,
-    logits: jax.Array,  # f32[B, V]
-    served: jax.Array,  # bool[B], the others wait or have ended
-    sampling: Sampling,
-) -> tuple[Cache, GenerationState]:
-    """Record one more token of each served sequence, and free those that have ended."""
-    result = state.result
-    tokens, logprobs = sample(logits, sampling, result.lengths, seen=state.seen)
-    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    column = jnp.where(served, result.lengths, result.tokens.shape[1])
-    lengths = result.lengths + served.astype(jnp.int32)
+    loads: Loads,
+    counts: jax.Array,  # i32[W]
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, Computed]:
+    """Compute rows of the texts in the smallest step that holds them.
 
-    # Of two reasons the later line counts: a stop token that is also the last one.
-    stops = jnp.any(tokens[:, None] == state.stop_tokens[None, :], axis=1)
-    is_full = lengths >= state.limits
+    Args:
+      model, params: as for `generate`.
+      cache: the cache.
+      state: the generation.
+      loads: what each place has.
+      counts: i32[W], rows of each.
+      logits: f32[W, V], memory for the new ones.
+    """
+    Carry = tuple[Cache, Computed]
+
+    def program(num_rows: int | None) -> Callable[[jax.Array, Carry], Carry]:
+        def compute(_: jax.Array, carry: Carry) -> Carry:
+            cache, computed = carry
+            cache, (tokens, batch) = _append(cache, state, loads, counts, num_rows)
+            logits, cache = call_model(model, params, tokens, cache, batch)
+            logits = logits.astype(jnp.float32)
+            return commit(cache, batch), Computed(
+                logits, batch.status, batch.query_lengths
+            )
+
+        return compute
+
+    # A loop of no or one trip for each size: `lax.switch` would copy the pool.
+    num_places, sizes = counts.shape[0], state.row_counts
+    work = jnp.sum(counts, dtype=jnp.int32)
+    size = choose_size(work, sizes)
+    is_decoding = jnp.zeros((), bool)
+    carry = cache, Computed.nothing(logits)
+    if num_places in sizes:
+        # One row each: rows and requests are the same thing, which costs less.
+        is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
+        trips = (is_decoding & (work > 0)).astype(jnp.int32)
+        carry = lax.fori_loop(jnp.int32(0), trips, program(None), carry)
+    for i, num_rows in enumerate(sizes):
+        trips = ((size == i) & ~is_decoding & (work > 0)).astype(jnp.int32)
+        carry = lax.fori_loop(jnp.int32(0), trips, program(num_rows), carry)
+    return carry
+
+
+def _append(
+    cache: Cache,
+    state: GenerationState,
+    loads: Loads,
+    counts: jax.Array,
+    num_rows: int | None,
+) -> Any:
+    """Append the next tokens of the texts.
+
+    Args:
+      cache: the cache.
+      state: the generation.
+      loads: what each place has.
+      counts: i32[W], tokens of each.
+      num_rows: R, or None for one row each.
+
+    Returns:
+      The cache, and i32[R], the tokens, with the batch.
+    """
+    places = state.places
+    seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
+    if num_rows is None:
+        tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+        cache, batch = append(cache, seq_ids, tokens=tokens)
+        return cache, (tokens, batch)
+    ends = running_sum(counts)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, counts.shape[0] - 1)
+    position = row + (loads.done - (ends - counts))[owner]
+    sequences = places.sequences[owner]
+    tokens = find_tokens(state.prompts, state.result, sequences, position)
+    cache, batch = append(cache, seq_ids, counts, capacity=num_rows, tokens=tokens)
+    return cache, (tokens, batch)
+
+
+def _note_refusals(state: GenerationState, computed: Computed) -> GenerationState:
+    """End sequences that somebody else freed, or took the last blocks from."""
+    result, places = state.result, state.places
+    is_gone = computed.status == Status.INVALID_SEQUENCE
+    # Others wait until the youngest is preempted.
+    is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
+    lacks_blocks = (computed.status == Status.OUT_OF_BLOCKS) & is_alone
+    nobody = result.reasons.shape[0]
     reasons = result.reasons
-    reasons = jnp.where(served & is_full, jnp.int32(FinishReason.LENGTH), reasons)
-    reasons = jnp.where(served & stops, jnp.int32(FinishReason.STOP), reasons)
-    cache, seq_ids = free_ended(cache, state.seq_ids, reasons)
-
-    seen_token = jnp.where(served, tokens, state.seen.shape[1])
-    return cache, dataclasses.replace(
-        state,
-        result=result._replace(
-            tokens=result.tokens.at[row, column].set(tokens, mode="drop"),
-            lengths=lengths,
-            reasons=reasons,
-            logprobs=result.logprobs.at[row, column].set(logprobs, mode="drop"),
-        ),
-        seq_ids=seq_ids,
-        seen=state.seen.at[row, seen_token].set(True, mode="drop"),
-    )
+    for applies, reason in (
+        (lacks_blocks, FinishReason.OUT_OF_BLOCKS),
+        (is_gone, FinishReason.CANCELLED),
+    ):
+        sequence = jnp.where(applies, places.sequences, nobody)
+        reasons = reasons.at[sequence].set(reason, mode="drop")
+    return dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 
-def count_step(
-    statistics: Statistics, cache: Cache, context_lengths: jax.Array
-) -> Statistics:
+def _count_step(
+    cache: Cache, state: GenerationState, loads: Loads, computed: Computed
+) -> GenerationState:
     """Count a step that has appended and not yet freed."""
-    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
-    empty = jnp.sum(-context_lengths % cache.block_size, dtype=jnp.int32)
-    is_peak = used > statistics.peak_blocks
-    return statistics._replace(
-        num_steps=statistics.num_steps + 1,
-        peak_blocks=jnp.where(is_peak, used, statistics.peak_blocks),
-        empty_slots=jnp.where(is_peak, empty, statistics.empty_slots),
+    places, old = state.places, state.result.statistics
+    rows = computed.num_rows
+    served = rows > 0
+    of_prompt = jnp.clip(loads.prompt_lengths - loads.done, 0, rows)
+    # Of the generated tokens only the newest of a text was never computed before.
+    is_new = (loads.done + rows == loads.text_lengths) & (of_prompt < rows)
+    again = rows - of_prompt - is_new.astype(jnp.int32)
+    num_served = jnp.sum(served, dtype=jnp.int32)
+    waits = (state.queue.count > 0) | (places.num_started > places.num_running)
+    is_step = (num_served > 0).astype(jnp.int32)
+    waits_now = waits.astype(jnp.int32) * is_step
+    result = state.result.add_counts(
+        num_steps=is_step,
+        sequence_steps=num_served,
+        prompt_tokens=jnp.sum(of_prompt, dtype=jnp.int32),
+        recomputed_tokens=jnp.sum(again, dtype=jnp.int32),
+        queue_steps=waits_now,
+        idle_places=waits_now * (state.most_running - num_served),
     )
+    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
+    length = jnp.where(places.is_cached, loads.done + rows, 0)
+    empty = jnp.sum(-length % cache.block_size, dtype=jnp.int32)
+    is_peak = (used > old.peak_blocks) & (num_served > 0)
+    statistics = result.statistics._replace(
+        peak_blocks=jnp.where(is_peak, used, old.peak_blocks),
+        empty_slots=jnp.where(is_peak, empty, old.empty_slots),
+    )
+    return dataclasses.replace(state, result=result._replace(statistics=statistics))

@@ -218,7 +218,10 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
 
 
 def lacks_blocks(
-    metadata: Metadata, need: jax.Array, wants: jax.Array | None = None
+    metadata: Metadata,
+    need: jax.Array,
+    wants: jax.Array | None = None,
+    keep_free: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return which requests the free blocks do not reach, and each one's place.
 
@@ -229,6 +232,7 @@ def lacks_blocks(
       metadata: the state before the call.
       need: i32[B], blocks each request asks for, 0 where it is refused already.
       wants: bool[B], requests that cannot be served without blocks; those with a need.
+      keep_free: i32[], free blocks that are not theirs to take.
 
     Returns:
       bool[B], and i32[B]: the blocks taken by the requests before each served one.
@@ -236,7 +240,7 @@ def lacks_blocks(
     wants = need > 0 if wants is None else wants
     limit = metadata.num_blocks + 1
     taken = saturating_cumsum(jnp.minimum(need, limit), limit)
-    return wants & (taken > metadata.free_blocks.count), taken - need
+    return wants & (taken > metadata.free_blocks.count - keep_free), taken - need
 
 
 def is_padding(seq_ids: jax.Array) -> jax.Array:

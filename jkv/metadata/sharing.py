@@ -22,14 +22,24 @@ class Past(NamedTuple):
     """What each of B parents has before a call."""
 
     blocks: jax.Array  # i32[B, M], its row of the block tables
-    length: jax.Array  # i32[B], its context length
+    length: jax.Array  # i32[B], its context length, or how much of it counts
     num_full: jax.Array  # i32[B], blocks that are full
     tail: jax.Array  # i32[B], tokens in the block after them
 
 
-def find_past(metadata: Metadata, parents: jax.Array) -> Past:
-    """Look up what parents have, i32[B]; for an id that is not open it is rubbish."""
+def find_past(
+    metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
+) -> Past:
+    """Look up what parents have, i32[B]; for an id that is not open it is rubbish.
+
+    Args:
+      metadata: the state.
+      parents: i32[B].
+      lengths: i32[B], how much of each counts, no more than there is; None is all.
+    """
     length = metadata.context_lengths.at[parents].get(mode="clip")
+    if lengths is not None:
+        length = jnp.clip(lengths, 0, length)
     blocks = metadata.block_tables.at[parents].get(mode="clip")
     return Past(blocks, length, *tables.locate(metadata, length))
 

@@ -44,6 +44,7 @@ def lacks_room(
     eligible: jax.Array,
     need: jax.Array,
     wants: jax.Array | None = None,
+    keep_free: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return which requests find no free row and which no free blocks, bool[B] each.
 
@@ -54,8 +55,9 @@ def lacks_room(
       eligible: bool[B], requests not refused for another cause, which want a row each.
       need: i32[B], blocks wanted, 0 where not eligible.
       wants: bool[B], requests that cannot do without them; those with a need.
+      keep_free: i32[], free blocks that are not theirs to take.
     """
-    no_block, _ = requests.lacks_blocks(metadata, need, wants)
+    no_block, _ = requests.lacks_blocks(metadata, need, wants, keep_free)
     takes_row = eligible & ~no_block
     takes = takes_row.astype(jnp.int32)
     taken_before = running_sum(takes) - takes

@@ -6,6 +6,8 @@ Symbols in shape comments as in `jkv.state.ownership`.
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
+from inspect import BoundArguments
 from typing import Any, Protocol, Self
 
 import jax
@@ -80,6 +82,10 @@ class Cache:
     def with_storage(self, storage: dict[str, jax.Array]) -> Self:
         """Return the cache with other arrays beside the metadata."""
         return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
+
+    def enter(self, function: Callable[..., Any], given: BoundArguments) -> Any:
+        """Call a public function that was given this cache, one of a derived class."""
+        return function(*given.args, **given.kwargs)
 
     @property
     def num_layers(self) -> int:

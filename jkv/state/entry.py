@@ -63,13 +63,16 @@ def _enter_unusual(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Result:
-    """Call a function with what is no plain cache, or say what to give instead."""
-    if isinstance(cache, Cache):
-        return function(*args, **kwargs)
+    """Call a function with what is no plain cache, or say what to give instead.
+
+    A cache of another kind, as in debug mode, calls the function itself.
+    """
     signature = inspect.signature(function)
     # Raises Python's own error for arguments that are missing or too many.
-    given = signature.bind(*args, **kwargs).arguments
-    if "cache" not in given or cache is signature.parameters["cache"].default:
+    given = signature.bind(*args, **kwargs)
+    if isinstance(cache, Cache):
+        return cache.enter(function, given)
+    if "cache" not in given.arguments:
         return function(*args, **kwargs)
     _refuse_cache(function, signature, cache)
 

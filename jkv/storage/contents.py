@@ -15,11 +15,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention import lazy_chex as chex
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory

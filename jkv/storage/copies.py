@@ -1,10 +1,10 @@
 """Copies of whole blocks in storage: the tails of sequences that part ways."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention import lazy_chex as chex
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
 

@@ -18,11 +18,11 @@ needs groups of tokens that no longer change.)
 import functools
 from typing import Any, NoReturn
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention import lazy_chex as chex
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, largest_number, needs_scales
 

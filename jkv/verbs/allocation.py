@@ -37,6 +37,7 @@ def allocate(
     *,
     tokens: Texts | None = None,
     salts: Integers = 0,
+    keep_free: jax.Array | int = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
@@ -49,12 +50,15 @@ def allocate(
     Args:
       cache: the cache.
       num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. What is found of a
-        prompt counts as part of it.
+        prompt counts as part of it; where more is found than that, the sequence has all
+        that is found, and nothing is reserved beyond it.
       tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
         for each, matched against the prefix index. Without prefix caching nothing can
         match.
       salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
         the weights); 0 unless given.
+      keep_free: i32[] or int, blocks to leave free: requests that would need them are
+        OUT_OF_BLOCKS. For a scheduler that has promised blocks to others.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -78,7 +82,9 @@ def allocate(
         num_tokens=num_tokens,
         salts=requests.as_domains("salts", salts),
     )
-    metadata, result, copies = _allocate(cache.metadata, counts, prompts, domains)
+    metadata, result, copies = _allocate(
+        cache.metadata, counts, prompts, domains, requests.as_index(keep_free)
+    )
     return with_copies(cache, metadata, copies), result
 
 
@@ -142,9 +148,10 @@ def _allocate(
     num_tokens: jax.Array,
     tokens: jax.Array | None,
     salts: jax.Array,
+    keep_free: jax.Array,
 ) -> tuple[Metadata, Allocation, BlockCopies | None]:
     found = search.find(metadata, tokens, salts)
-    decision = _decide(metadata, num_tokens, found)
+    decision = _decide(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
@@ -184,9 +191,12 @@ class _Decision(NamedTuple):
 
 
 def _decide(
-    metadata: Metadata, num_tokens: jax.Array, found: search.Found
+    metadata: Metadata,
+    num_tokens: jax.Array,
+    found: search.Found,
+    keep_free: jax.Array | int = 0,
 ) -> _Decision:
-    """Judge requests, i32[B], by the blocks free before the call."""
+    """Judge requests, i32[B], by the blocks free before the call, less some, i32[]."""
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
@@ -199,7 +209,11 @@ def _decide(
     blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
     revivals = holes.find_revivals(metadata, blocks)
     no_row, no_block = tables.lacks_room(
-        metadata, eligible, fresh + revivals.costs, (fresh > 0) | revivals.wants
+        metadata,
+        eligible,
+        fresh + revivals.costs,
+        (fresh > 0) | revivals.wants,
+        keep_free,
     )
     status = requests.find_status(
         padding,

@@ -77,6 +77,8 @@ def attend(
 
     A row sees the cached tokens of its sequence up to its own position, itself
     included, so `write` the layer first. Query head h reads kv head `h // (H / K)`.
+    Slots that were never written may hold NaN; a NaN in the values of a prompt's token
+    may reach earlier rows of the same prompt in this call (`paged_attention` says why).
 
     Args:
       cache: the cache that `write` returned.

@@ -30,23 +30,28 @@ class Fork(NamedTuple):
 
 
 @takes_cache
-def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
+def fork(
+    cache: Cache, seq_ids: Integers, lengths: Integers | None = None
+) -> tuple[Cache, Fork]:
     """Open new sequences that share the past of existing ones.
 
     A child has its parent's tokens but not its reserved blocks. It costs one block if
-    the parent's last block is partly filled, none otherwise. Outside jit the host looks
-    whether a block must be copied, and if so the storage is copied: jit and donate.
+    its last block is partly filled, none otherwise. Outside jit the host looks whether
+    a block must be copied, and if so the storage is copied: jit and donate.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int, the parents; one may appear many times, -1 is padding.
+      lengths: i32[B] or int, tokens that each child takes over, 0 to the parent's
+        context length; None takes all.
 
     Returns:
-      The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, OUT_OF_SEQUENCES or
-      OUT_OF_BLOCKS.
+      The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
+      length below 0 or above the parent's), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for ids that are no integers, or have more than one axis.
+      ValueError: for arguments that are no integers, have more than one axis, or differ
+        in length.
 
     Example:
       >>> import jkv
@@ -60,23 +65,32 @@ def fork(cache: Cache, seq_ids: Integers) -> tuple[Cache, Fork]:
       >>> [jkv.block_ids(cache, i)[:2].tolist() for i in range(3)]
       [[0, 1], [0, 2], [0, 3]]
     """
-    (parents,) = requests.broadcast(seq_ids=seq_ids)
-    metadata, result, copies = _fork(cache.metadata, parents)
+    if lengths is None:
+        (parents,) = requests.broadcast(seq_ids=seq_ids)
+        kept = None
+    else:
+        parents, kept = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
+    metadata, result, copies = _fork(cache.metadata, parents, kept)
     return with_copies(cache, metadata, copies), result
 
 
 @jax.jit
-def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, BlockCopies]:
+def _fork(
+    metadata: Metadata, parents: jax.Array, lengths: jax.Array | None
+) -> tuple[Metadata, Fork, BlockCopies]:
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
-    eligible = live & ~padding
-    past = sharing.find_past(metadata, parents)
+    past = sharing.find_past(metadata, parents, lengths)
+    # What is no length of the parent was clipped to one.
+    wrong = jnp.zeros_like(live) if lengths is None else past.length != lengths
+    eligible = live & ~wrong & ~padding
     need = (eligible & (past.tail > 0)).astype(jnp.int32)
     no_row, no_block = tables.lacks_room(metadata, eligible, need)
     status = requests.find_status(
         padding,
         [
             (Status.INVALID_SEQUENCE, ~live),
+            (Status.INVALID_ARGUMENT, wrong),
             (Status.OUT_OF_SEQUENCES, no_row),
             (Status.OUT_OF_BLOCKS, no_block),
         ],
@@ -86,7 +100,7 @@ def _fork(metadata: Metadata, parents: jax.Array) -> tuple[Metadata, Fork, Block
     metadata = sharing.count_owners(metadata, past, served)
     metadata, copies = sharing.adopt(metadata, past, served, children)
     row = jnp.where(served, children, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, metadata, row, parents)
+    metadata = sequences.inherit(metadata, metadata, row, parents, past.length)
     parent = jnp.where(served, parents, metadata.max_sequences)
     metadata = counters.mark_used(metadata, parent)
     metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))

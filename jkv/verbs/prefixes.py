@@ -67,8 +67,10 @@ def commit(cache: Cache, batch: Batch) -> Cache:
 
     Call it after the last layer's `write`, and before a `fork` of what was written. A
     block equal to one that is visible already is given back, and its sequence goes on
-    with the other: equal prefixes are stored once. Without a prefix index there is
-    nothing to make visible, and the cache is returned as it is.
+    with the other: equal prefixes are stored once. A full block that other sequences
+    share before it is visible is not entered unless it has such an equal, as what comes
+    before it may differ among them; its sequence then adds no more. Without a prefix
+    index there is nothing to make visible, and the cache is returned as it is.
 
     Args:
       cache: the cache that was written.
@@ -124,7 +126,8 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
     """Forget one domain, as when its adapter or weights change.
 
     Sequences of the domain stay as they are; what they hold and what they append is not
-    found any more, until they are cut back to nothing or freed.
+    found any more, until they are cut back to nothing or freed. An open sequence
+    without a token has nothing out of date: what it appends becomes visible as ever.
 
     Args:
       cache: a cache with `prefix_caching`.

@@ -21,11 +21,11 @@ def reorder(
     """Let sequence i continue from what its parent was before the call (beam search).
 
     All requests happen at once: sequences may swap. One that is its own parent stays as
-    it is, reservation included; any other gives up all its blocks and shares the
-    parent's full ones, with a copy of a partly filled last block. Blocks that the
-    sequences of the call give up can be taken in the same call. Outside jit this looks
-    on the host whether a block must be copied, and copies the storage if so: jit and
-    donate.
+    it is, reservation, last use and prefix included, and needs no block; any other
+    gives up all its blocks and shares the parent's full ones, with a copy of a partly
+    filled last block. Blocks that the sequences of the call give up can be taken in the
+    same call. Outside jit this looks on the host whether a block must be copied, and
+    copies the storage if so: jit and donate.
 
     Args:
       cache: the cache.
@@ -75,7 +75,7 @@ def _reorder(
     metadata = _exchange(metadata, seq_ids, past, served)
     metadata, copies = sharing.adopt(metadata, past, served, seq_ids)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, before, row, parents)
+    metadata = sequences.inherit(metadata, before, row, parents, past.length)
     metadata = counters.mark_used(metadata, row)
     copied = (served & needs).astype(jnp.int32)
     metadata, _ = counters.settle(metadata, status, served, copied)

@@ -3,11 +3,11 @@
 import functools
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention import lazy_chex as chex
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache, Slots

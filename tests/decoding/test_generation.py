@@ -245,7 +245,10 @@ def test_a_prefix_cache_saves_work_and_changes_no_token():
         jkv.check(cache)
         assert texts(result)[:3] == expected
         assert int(result.statistics.cached_tokens) == cached_tokens
-        steps = -(-(27 - cached_tokens) // 5) + NEW_TOKENS - 1
+        assert int(result.statistics.prompt_tokens) == 27 - cached_tokens
+        # Eight rows a step, one for each sequence and the rest to the oldest: 6 1 1,
+        # 3 4 1, then 1 4 3 and 1 1 4 with the first new tokens.
+        steps = (1 if cached_tokens else 4) + NEW_TOKENS - 1
         assert int(result.statistics.num_steps) == steps
         assert int(jkv.num_free_blocks(cache)) == 64
 
@@ -308,9 +311,8 @@ def test_stop_tokens_limits_and_the_end_of_the_context():
         ([], "CONTEXT_FULL"),  # the prompt is longer than the context
         ([], "EMPTY_PROMPT"),
     ]
-    # All prompts in one chunk, then the steps of the longest text, and one that finds
-    # the context full.
-    assert statistics.num_steps == 1 + 5
+    # All prompts in one chunk, then the steps of the longest text.
+    assert statistics.num_steps == 1 + 4
 
 
 def test_a_stop_token_at_the_limit_is_a_stop():
@@ -321,8 +323,15 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 def test_more_prompts_than_rows():
     cache = fresh_cache(free_rows=2)
     found, why, _ = run(counting_model, [[1], [], [2], [3]], cache, limits=[3] * 4)
-    assert found == [[2, 3, 4], [], [3, 4, 5], []]
-    assert why == ["LENGTH", "EMPTY_PROMPT", "LENGTH", "OUT_OF_SEQUENCES"]
+    # The last one waits for a row.
+    assert found == [[2, 3, 4], [], [3, 4, 5], [4, 5, 6]]
+    assert why == ["LENGTH", "EMPTY_PROMPT", "LENGTH", "LENGTH"]
+
+
+def test_no_row_at_all():
+    found, why, statistics = run(counting_model, [[1], []], fresh_cache(free_rows=0))
+    assert (found, why) == ([[], []], ["OUT_OF_SEQUENCES", "EMPTY_PROMPT"])
+    assert statistics.num_steps == 0
 
 
 def test_one_sequence_larger_than_the_pool():
@@ -342,16 +351,16 @@ def test_no_block_at_all():
     assert (found, why) == ([[], []], ["OUT_OF_BLOCKS"] * 2)
 
 
-def test_when_blocks_run_out_the_last_sequence_makes_room():
+def test_when_blocks_run_out_the_youngest_sequences_make_room():
     # Four sequences, one block each; all want a second at once, and none is left.
-    found, why, _ = run(
+    found, why, statistics = run(
         counting_model, [[10], [20], [30], [40]], fresh_cache(4), limits=[8] * 4
     )
-    # The last ends and its block serves the first, which goes on alone to its end; its
-    # two blocks serve the second and the third.
-    assert why == ["LENGTH", "LENGTH", "LENGTH", "OUT_OF_BLOCKS"]
-    assert [len(text) for text in found] == [8, 8, 8, 4]
-    assert found[2] == list(range(31, 39))
+    assert why == ["LENGTH"] * 4
+    assert found == [list(range(n, n + 8)) for n in (11, 21, 31, 41)]
+    # The last two waited, and computed three of their four tokens again.
+    assert (statistics.preemptions, statistics.recomputed_tokens) == (2, 6)
+    assert statistics.prompt_tokens == 4 + 2
 
 
 def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
@@ -381,12 +390,15 @@ def test_any_pool_ends_every_sequence_with_a_reason():
         found, why, _ = run(
             attention_model, PROMPTS, fresh_cache(free_blocks), **options
         )
-        for text, reason, full in zip(found, why, wide, strict=True):
-            # A text may be cut short for want of blocks; it is never another.
-            assert text == full[: len(text)] and reason != "RUNNING"
-            assert reason == "OUT_OF_BLOCKS" or text == full
+        for text, reason, full, prompt in zip(found, why, wide, PROMPTS, strict=True):
+            # A text is cut short where its next token finds no block, though it is
+            # alone; it is never another.
+            slots = 4 * free_blocks - len(prompt)
+            fits = max(0, slots + 1) if slots >= 0 else 0
+            assert text == full[:fits] and reason != "RUNNING"
+            assert (reason == "OUT_OF_BLOCKS") == (len(full) > fits)
         num_whole.append(sum(reason != "OUT_OF_BLOCKS" for reason in why))
-    assert num_whole[0] == 0 and num_whole[-1] == 4 and len(set(num_whole)) == 5
+    assert num_whole == sorted(num_whole) and set(num_whole) == {0, 2, 4}
 
 
 def test_other_sequences_of_the_cache_stay_as_they_are():
@@ -434,17 +446,20 @@ def test_samples_of_one_prompt_share_its_blocks():
     # them shared: 2 + 3 * 2 and 1 + 3 * 3, against 6 * 4.
     assert statistics.peak_blocks == 24
     assert shared.statistics.peak_blocks == 18
-    # With 4 blocks and one row less, the samples that find no room are refused.
+    # With six blocks and one row less, some wait; the texts are the same.
     cache, few = two_prompts_three_times(fresh_cache(6, free_rows=5), seeds)
-    assert reasons(few).count("OUT_OF_BLOCKS") >= 1
-    assert all(len(t) == 7 for t in np.array(few.tokens) if t[-1] >= 0)
+    assert few.statistics.queue_steps > 0 and few.statistics.peak_blocks == 64
+    assert (texts(few), reasons(few)) == (apart, ["LENGTH"] * 6)
 
 
 def test_statistics_are_those_of_the_fullest_step():
     *_, statistics = run(counting_model, [[1] * 5, [2]], limits=[3, 3])
     # 5 and 1 tokens: blocks of four, 2 and 1, with 3 and 3 empty slots; the two steps
     # after it need no other block.
-    assert [int(n) for n in statistics] == [3, 3, 6, 0]
+    assert (statistics.num_steps, statistics.cached_tokens) == (3, 0)
+    assert (statistics.peak_blocks, statistics.empty_slots) == (3, 6)
+    # Each step had a row for both: six prompt tokens, then one token each.
+    assert (statistics.sequence_steps, statistics.prompt_tokens) == (6, 6)
     assert statistics.internal_fragmentation(4) == 0.5
 
 

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import fork, free, opened, with_metadata
+from caches import (
+    allocate,
+    append,
+    fork,
+    free,
+    opened,
+    small_cache,
+    with_metadata,
+    write_tokens,
+)
 
 import jkv
 
@@ -102,6 +111,40 @@ def test_rings_name_each_id_once():
         ring = dataclasses.replace(ring, ids=jnp.asarray(ids))
         with pytest.raises(jkv.InvariantError):
             jkv.check(with_metadata(cache, **{name: ring}))
+
+
+def reusable():
+    """Two cached blocks, the second the child of the first, which is taken after it."""
+    cache, _ = allocate(small_cache(prefix_caching=True), 0)
+    cache, step = append(cache, 0, 9, tokens=range(9))
+    cache, _ = free(write_tokens(cache, step, range(9)), 0)
+    jkv.check(cache)
+    ((parent, child),) = [
+        (int(parent), block)
+        for block, parent in enumerate(cache.metadata.prefix.parents)
+        if parent < 8 and cache.metadata.prefix.hashes[block]
+    ]
+    return cache, parent, child
+
+
+def test_an_indexed_block_is_of_the_domain_of_its_parent():
+    cache, _, child = reusable()
+    prefix = cache.metadata.prefix
+    wrong = dataclasses.replace(prefix, salts=changed(prefix.salts, child, 1))
+    with pytest.raises(jkv.InvariantError, match="another domain"):
+        jkv.check(with_metadata(cache, prefix=wrong))
+
+
+def test_a_cached_block_is_taken_before_its_parent():
+    cache, parent, child = reusable()
+    ring, prefix = cache.metadata.free_blocks, cache.metadata.prefix
+    ids, positions = np.array(ring.ids), np.array(prefix.positions)
+    places = positions[[parent, child]]
+    ids[places], positions[[parent, child]] = [child, parent], places[::-1]
+    ring = dataclasses.replace(ring, ids=jnp.asarray(ids))
+    prefix = dataclasses.replace(prefix, positions=jnp.asarray(positions))
+    with pytest.raises(jkv.InvariantError, match="outlives its parent"):
+        jkv.check(with_metadata(cache, free_blocks=ring, prefix=prefix))
 
 
 def test_a_cache_as_it_should_be_passes():

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -108,6 +109,33 @@ def _with_members(path: pathlib.Path) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def test_importing_the_package_imports_little_beside_jax() -> None:
+    """Not chex, which assertions need, nor Pallas, which kernels need on a GPU."""
+    program = """
+import sys
+import jax
+before = set(sys.modules)
+import jkv
+found = set(sys.modules) - before
+import jax.numpy as jnp
+config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4,
+                         max_sequences=2, max_context_length=16)
+def step(rows):
+    cache, batch = jkv.append(jkv.init(config), [0])
+    return jkv.attend(cache, 0, batch, rows)
+jax.eval_shape(step, jnp.ones((1, 1, 8)))
+print(*(name for name in found if not name.startswith("jkv")))
+print(*(name for name in sys.modules if name.startswith("jax.experimental.pallas")))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    imported, after_a_trace = ran.stdout.split("\n")[:2]
+    assert "chex" not in imported and "jax.experimental.pallas" not in imported
+    assert len(imported.split()) < 60, imported
+    assert after_a_trace == ""
 
 
 def test_only_runtime_packages_are_imported() -> None:

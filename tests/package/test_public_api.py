@@ -25,7 +25,8 @@ PUBLIC = """
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
-    context_lengths clock evict evict_older_than least_recently_used touch
+    clock evict evict_older_than least_recently_used touch
+    context_lengths debug DebugError
 """.split()
 
 

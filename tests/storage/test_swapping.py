@@ -523,6 +523,10 @@ class TestWithAPrefixIndex:
         jkv.check(cache)
         assert stored_tokens(cache, seq_id) == list(range(40, 52))
         assert match(cache, [range(40, 53)], 7) == [8]
+        # Nor after another time elsewhere.
+        cache, swapped = jkv.swap_out(cache, seq_id)
+        cache, back = jkv.swap_in(cache, swapped)
+        assert int(cache.metadata.prefix.committed[int(back.seq_ids[0])]) == -1
 
     def test_holes_in_the_ring(self):
         """Blocks that were found again left the ring: none of them is taken."""

@@ -81,6 +81,13 @@ class TestAllocate:
         cache, _ = free(cache, 0)
         assert free_count(cache) == 1
 
+    def test_blocks_promised_to_others_are_left_alone(self):
+        cache, result = allocate(small_cache(), [4, 8, 0, 4], keep_free=6)
+        assert names(result.status) == ["OK", "OUT_OF_BLOCKS", "OK", "OUT_OF_BLOCKS"]
+        assert free_count(cache) == 7
+        before = cache
+        assert_refused(before, allocate(before, 4, keep_free=7), "OUT_OF_BLOCKS")
+
     def test_up_to_the_longest_context(self):
         _, result = allocate(small_cache(), [14, 15])
         assert names(result.status) == ["OK", "CONTEXT_FULL"]

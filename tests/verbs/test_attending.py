@@ -117,3 +117,18 @@ def test_query_head_h_reads_kv_head_h_over_group():
     cache = jkv.write(cache, 0, step.batch, values, values)
     found = jkv.attend(cache, 0, step.batch, np.ones((ROWS, 6, 2), np.float32))
     assert found[0, :, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_nan_of_a_token_reaches_no_row_that_is_promised_to_be_without(name):
+    """In a key only rows that see it, in a value rows of its own request alone."""
+    cache, step = append(opened(3, 5), [0, 1], [4, 3])
+    clean = np.ones((ROWS, 1, 2), np.float32)
+    bad = clean.copy()
+    bad[2] = np.nan  # of the third of four rows of sequence 0
+    rows = dict(keys=clean, values=clean) | {name: bad}
+    cache = jkv.write(cache, 0, step.batch, **rows)
+    found = np.isnan(attended(cache, step.batch)).any(axis=(1, 2))
+    assert found[2:4].all() and not found[4:].any()
+    if name == "keys":
+        assert not found[:2].any()

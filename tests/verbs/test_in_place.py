@@ -7,12 +7,12 @@ pool, whatever its name.
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from caches import small_cache, small_config
+from compiled_modules import pool_sized_operations
 
 import jkv
 from jkv.config.dtypes import needs_scales
@@ -21,22 +21,6 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
 BATCH_SIZE, NUM_HEADS = 4, 4
 MAX_SEQUENCES = 512  # by 13 columns: the block tables are larger than the pool's lists
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
-# One operation of a compiled module: its result's type, a tuple's too, and its name.
-OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
-SHAPE = re.compile(r"\w+\[([\d,]+)\]")
-# These hand on or update their operand without a pass over it.
-IN_PLACE = {
-    "bitcast",
-    "call",
-    "conditional",
-    "dynamic-update-slice",
-    "fusion",  # its inner operations are listed too
-    "get-tuple-element",
-    "parameter",
-    "scatter",
-    "tuple",
-    "while",
-}
 
 
 def make_cache(dtype, **changes):
@@ -57,18 +41,6 @@ def make_cache(dtype, **changes):
 
 def pool_bytes(cache):
     return math.prod(cache.keys.shape) * cache.keys.dtype.itemsize
-
-
-def pool_sized_operations(compiled, size):
-    """Names of operations of at least this many elements that may copy an array."""
-    found = []
-    for line in compiled.as_text().splitlines():
-        match = OPERATION.search(line)
-        if match and match[2] not in IN_PLACE:
-            for shape in SHAPE.findall(match[1]):
-                if math.prod(map(int, shape.split(","))) >= size:
-                    found.append(f"{match[2]}[{shape}]")
-    return found
 
 
 def assert_in_place(function, *arguments):

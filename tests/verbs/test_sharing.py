@@ -52,6 +52,40 @@ class TestFork:
         assert stored_tokens(cache, 1) == list(range(length))
         jkv.check(cache)
 
+    @pytest.mark.parametrize("length", range(7))
+    def test_a_child_may_take_over_less(self, length):
+        cache, result = fork(opened(6), [0, 0, 0], [length, 7, -1])
+        assert names(result.status) == ["OK", "INVALID_ARGUMENT", "INVALID_ARGUMENT"]
+        full, tail = divmod(length, 4)
+        assert table(cache, 1)[:full] == table(cache, 0)[:full]
+        # A whole block is shared, even where the parent's own tail comes after it.
+        assert 8 - free_count(cache) == 2 + (tail > 0)
+        assert stored_tokens(cache, 1) == list(range(length))
+        cache = grow(cache, 1, [50, 51])
+        assert stored_tokens(cache, 1) == [*range(length), 50, 51]
+        assert stored_tokens(cache, 0) == list(range(6))
+        jkv.check(cache)
+
+    def test_a_block_is_wanted_only_for_what_is_taken_over(self):
+        cache = with_free_blocks(opened(6), 0)
+        cache, result = fork(cache, [0, 0], [5, 4])
+        assert names(result.status) == ["OUT_OF_BLOCKS", "OK"]
+
+    def test_what_a_child_takes_over_stays_visible(self):
+        def grow_with_tokens(cache, seq_id, tokens):
+            cache, step = append(cache, seq_id, len(tokens), tokens=tokens)
+            return write_tokens(cache, step, tokens)
+
+        cache, _ = allocate(small_cache(prefix_caching=True), 0)
+        cache = grow_with_tokens(cache, 0, range(9))
+        cache, _ = fork(cache, [0], [6])
+        jkv.check(cache)
+        assert table(cache, 1)[1] != table(cache, 0)[1]
+        cache = grow_with_tokens(cache, 1, [6, 7])
+        # The child's second block equals the parent's now, and gives way to it.
+        jkv.check(cache)
+        assert table(cache, 1) == table(cache, 0)[:2]
+
     def test_a_parent_may_appear_many_times(self):
         cache, result = fork(opened(6), [0, 0, 0])
         assert result.seq_ids.tolist() == [1, 2, 3]

@@ -5,8 +5,12 @@ is offered here, `jax.numpy` and loads by index; another backend with the same f
 functions takes its place.
 """
 
+import functools
+import importlib.util
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,19 +18,40 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-MISSING: str | None = None
 
+@functools.cache
+def _pallas() -> tuple[ModuleType, ModuleType]:
+    """Import Pallas and its Triton backend when a kernel first needs them.
 
-try:
-    from jax.experimental import pallas as pl
+    That takes a third of a second, and a program for CPUs never does.
+    """
+    from jax.experimental import pallas
     from jax.experimental.pallas import triton
-except ImportError as error:  # a jaxlib that was built without it
-    MISSING = f"this JAX has no Pallas backend for GPUs ({error})"
+
+    return pallas, triton
+
+
+def why_missing() -> str | None:
+    """Say why this JAX has no kernels, None if it has; imports Pallas."""
+    try:
+        _pallas()
+    except ImportError as error:  # a jaxlib that was built without it
+        return f"this JAX has no Pallas backend for GPUs ({error})"
+    return None
+
+
+def is_installed() -> bool:
+    """Return whether Pallas seems to be there, without importing it."""
+    name = "jax.experimental.pallas"
+    if sys.modules.get(f"{name}.triton", jax) is None:  # so that it cannot be imported
+        return False
+    return importlib.util.find_spec(name) is not None
 
 
 def program_id(axis: int) -> jax.Array:
     """Return the place of this program on an axis of the grid, i32[]."""
-    return pl.program_id(axis)
+    index: jax.Array = _pallas()[0].program_id(axis)
+    return index
 
 
 def load_masked(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
@@ -34,7 +59,9 @@ def load_masked(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.
 
     Indices out of range must be brought into the array, mask or not.
     """
-    return triton.load(ref.at[where], mask=mask, other=0.0)
+    _, triton = _pallas()
+    loaded: jax.Array = triton.load(ref.at[where], mask=mask, other=0.0)
+    return loaded
 
 
 def store_masked(
@@ -44,6 +71,7 @@ def store_masked(
 
     Indices must all differ, masked ones too: interpreting writes these back unchanged.
     """
+    _, triton = _pallas()
     triton.store(ref.at[where], value, mask=mask)
 
 
@@ -74,6 +102,7 @@ def launch(
       interpret: whether to run it operation by operation, on any platform.
       in_place: whether the last two operands are the arrays that it changes.
     """
+    pl, triton = _pallas()
     leaves, structure = jax.tree.flatten(operands)
     last = len(leaves) - 1
     whole = pl.BlockSpec(memory_space=pl.ANY)

@@ -9,7 +9,7 @@ import functools
 import jax
 
 from jkv.attention.call import Attend, Call
-from jkv.attention.kernel.backend import MISSING
+from jkv.attention.kernel import backend
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.kernel.tuning import (
     Tile,
@@ -38,9 +38,14 @@ def find_kernel(call: Call, platform: str) -> Attend | None:
     Returns:
       None where the plain path must serve.
     """
-    if MISSING or why_never(call.queries, call.pools):
+    target = find_target(platform)
+    # Without a card the kernel may be lowered elsewhere or, as mostly, never.
+    has_backend = (
+        backend.is_installed() if target is None else not backend.why_missing()
+    )
+    if not has_backend or why_never(call.queries, call.pools):
         return None
-    tuning = find_tuning(call.queries, call.pools, platform, find_target(platform))
+    tuning = find_tuning(call.queries, call.pools, platform, target)
     if tuning is None:
         return None
     return functools.partial(attend_kernel, tuning=tuning, interpret=False)
@@ -56,7 +61,7 @@ def why_refused(call: Call, platforms: tuple[str, ...]) -> str | None:
 
     Without a card the answer comes when the program is lowered for one.
     """
-    reason = MISSING or why_never(call.queries, call.pools)
+    reason = backend.why_missing() or why_never(call.queries, call.pools)
     for platform in platforms:
         target = find_target(platform)
         if reason is None and target is not None:

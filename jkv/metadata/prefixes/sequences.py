@@ -32,15 +32,28 @@ def note_opened(
 
 @if_indexed
 def inherit(
-    metadata: Metadata, before: Metadata, row: jax.Array, parents: jax.Array
+    metadata: Metadata,
+    before: Metadata,
+    row: jax.Array,
+    parents: jax.Array,
+    lengths: jax.Array,
 ) -> Metadata:
-    """Let rows, i32[B], continue from what the parents' had been in `before`."""
+    """Let rows, i32[B], continue from the first tokens of what the parents' had been.
+
+    Args:
+      metadata: the state.
+      before: the state to look the parents up in.
+      row: i32[B], of the tables; one of S or above is dropped.
+      parents: i32[B].
+      lengths: i32[B], tokens that each row takes over.
+    """
     prefix = index_of(before)
+    committed = prefix.committed.at[parents].get(mode="clip")
     return note_opened(
         metadata,
         row,
         prefix.sequence_salts.at[parents].get(mode="clip"),
-        prefix.committed.at[parents].get(mode="clip"),
+        jnp.minimum(committed, lengths),
     )
 
 

@@ -1,0 +1,149 @@
+"""Admission: the first that wait are seated, as far as places and blocks reach.
+
+Symbols: K lanes, W places.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling import seating
+from jkv.decoding.scheduling.demand import (
+    Loads,
+    blocks_beside_prompt,
+    blocks_for,
+    find_demand,
+)
+from jkv.decoding.scheduling.seating import Candidates, Seated
+from jkv.state import Cache
+from jkv.verbs.lookups import num_free_blocks
+
+
+class Attempt(NamedTuple):
+    """What `admit` leaves to be found out by bringing sequences into the cache."""
+
+    # bool[], whether the youngest was seated only to see if the cache has room for it:
+    # the prefix index may have enough of its text, or nobody else runs.
+    is_trial: jax.Array
+    keep_free: jax.Array  # i32[], blocks promised to others, which a trial leaves alone
+    slack: jax.Array  # i32[], free blocks that were promised to nobody
+    goes_on: jax.Array  # bool[], whether more may be seated
+
+
+class _Offer(NamedTuple):
+    """What the first K that wait would cost."""
+
+    candidates: Candidates
+    ended: jax.Array  # bool[K], they ended while they waited
+    costs: jax.Array  # i32[K], blocks; of a leader, those of its whole text
+    may_cost_less: jax.Array  # bool[K], the prefix index may have some of them
+
+
+def may_admit(state: GenerationState, slack: jax.Array) -> jax.Array:
+    """Return whether it is worth the while to look who waits, bool[].
+
+    Args:
+      state: the generation.
+      slack: i32[], free blocks that were promised to nobody.
+    """
+    places = state.places
+    waits = (places.num_started > places.num_running) | (state.queue.count > 0)
+    has_place = places.num_running < state.most_running
+    is_empty = places.num_running == 0
+    return waits & has_place & (is_empty | (slack >= state.seating_needs))
+
+
+def admit(
+    cache: Cache, state: GenerationState, num_lanes: int
+) -> tuple[GenerationState, Attempt]:
+    """Seat the first that wait, at most K.
+
+    Args:
+      cache: the cache.
+      state: the generation.
+      num_lanes: K, static.
+    """
+    places, loads = state.places, state.loads(cache)
+    promised = jnp.sum(find_demand(places, loads, cache.block_size), dtype=jnp.int32)
+    slack = num_free_blocks(cache) - promised
+    num_free_places = state.most_running - places.num_running
+    offer = _find_offer(cache, state, loads, num_lanes)
+    result = seating.choose_seated(
+        offer.candidates,
+        offer.ended,
+        offer.costs,
+        num_free_blocks=slack,
+        num_free_places=num_free_places,
+    )
+    num_passed = jnp.sum(result.passed, dtype=jnp.int32)
+    is_refused = offer.candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
+    # Bringing it into the cache takes a lane.
+    has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
+    may_fit = offer.may_cost_less[0] & (slack >= state.seating_needs)
+    is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
+    result = _with_first(result, is_trial)
+    places, queue = seating.seat(places, state.queue, offer.candidates, result)
+    state = dataclasses.replace(
+        state,
+        places=places,
+        queue=queue,
+        seating_needs=_find_needs(offer, num_passed),
+    )
+    is_tried_next = offer.may_cost_less.at[num_passed].get(
+        mode="fill", fill_value=False
+    )
+    goes_on = is_trial | (num_passed == num_lanes) | (is_tried_next & (num_passed > 0))
+    keep_free = jnp.where(is_trial, promised, 0)
+    return state, Attempt(is_trial, keep_free, slack, goes_on)
+
+
+def _find_offer(
+    cache: Cache, state: GenerationState, loads: Loads, num_lanes: int
+) -> _Offer:
+    candidates = seating.find_candidates(state.places, state.queue, num_lanes)
+    sequences, size = candidates.sequences, cache.block_size
+    ended = state.result.reasons[sequences] != FinishReason.RUNNING
+    prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
+    prompt_lengths = state.prompts.lengths[prompt]
+    text_lengths = prompt_lengths + state.result.lengths[sequences]
+    costs, leads = blocks_for(text_lengths, size), jnp.ones_like(ended)
+    if state.num_samples > 1:
+        # The first of a group computes the prompt, unless it is held for it.
+        is_first = _is_first_of_group(state, loads, prompt, ended)
+        is_held = state.holder.holds(prompt)
+        beside = blocks_beside_prompt(prompt_lengths, text_lengths, size)
+        held = costs - blocks_for(prompt_lengths, size)
+        leads = is_first & ~is_held
+        costs = jnp.where(leads, costs, jnp.where(is_first, held, beside))
+    may_cost_less = leads & (cache.metadata.prefix is not None)
+    return _Offer(candidates, ended, costs, may_cost_less)
+
+
+def _is_first_of_group(
+    state: GenerationState, loads: Loads, prompt: jax.Array, ended: jax.Array
+) -> jax.Array:
+    """Return which candidates find nobody of their prompt, i32[K], before them."""
+    lane = jnp.arange(prompt.shape[0], dtype=jnp.int32)
+    is_before = (lane[None] < lane[:, None]) & ~ended[None]
+    follows = jnp.any(is_before & (prompt[None] == prompt[:, None]), axis=1)
+    is_running = state.places.is_running[None]
+    joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
+    return ~(follows | joins)
+
+
+def _with_first(result: Seated, is_first: jax.Array) -> Seated:
+    """Seat the first candidate too, if bool[]."""
+    first = jnp.arange(result.seated.shape[0], dtype=jnp.int32) == 0
+    forced = first & is_first
+    return Seated(result.seated | forced, result.passed | forced)
+
+
+def _find_needs(offer: _Offer, num_passed: jax.Array) -> jax.Array:
+    """Return the blocks without which the next one cannot be seated, i32[]."""
+    known = offer.candidates.exists & ~offer.may_cost_less
+    needs = jnp.where(known, offer.costs, 0)
+    return needs.at[num_passed].get(mode="fill", fill_value=0)

@@ -1,0 +1,177 @@
+"""Between two windows of steps: a host adds prompts, and cancels sequences.
+
+Symbols: N sequences, Q prompts, K prompts of a call, P most prompt tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.closing import close_ended
+from jkv.decoding.ending import judge_prompts
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.prompts import Prompts
+from jkv.decoding.results import FinishReason, Generation
+from jkv.decoding.scheduling.seating import drop_from_queue
+from jkv.metadata import mentions, ring
+from jkv.metadata.requests import Integers, Texts, broadcast
+from jkv.state import Cache
+from jkv.state.entry import takes_cache
+
+
+@takes_cache
+def cancel(
+    cache: Cache, state: GenerationState, sequences: jax.Array
+) -> tuple[Cache, GenerationState]:
+    """End sequences where they are, running or waiting, and free their blocks.
+
+    Their tokens so far are kept. Others go on as if these had never been.
+
+    Args:
+      cache: from `prefill` or `decode`; jit may donate it.
+      state: what came with the cache; jit may donate it, too.
+      sequences: bool[N], which to end; those that have ended stay as they are.
+
+    Returns:
+      The cache and the state.
+
+    Raises:
+      ValueError: for anything but one bool for each sequence.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> from jkv.decoding import cancel, prefill
+      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
+      ...     logits = jax.nn.one_hot(tokens + 1, 100)
+      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, state = prefill(
+      ...     count_on, None, cache, [[5, 6], [40]], max_new_tokens=4)
+      >>> cache, state = cancel(cache, state, jnp.array([True, False]))
+      >>> state.is_running.tolist(), int(jkv.num_free_blocks(cache))
+      ([False, True], 7)
+    """
+    expected = state.result.reasons.shape
+    if sequences.shape != expected or sequences.dtype != jnp.bool_:
+        raise ValueError(
+            f"sequences must be bool{list(expected)}, whether to end each one, got "
+            f"{sequences.dtype}{list(sequences.shape)}"
+        )
+    reasons = jnp.where(
+        state.is_running & sequences,
+        jnp.int32(FinishReason.CANCELLED),
+        state.result.reasons,
+    )
+    state = dataclasses.replace(state, result=state.result._replace(reasons=reasons))
+    return close_ended(cache, state)
+
+
+@takes_cache
+def add_prompts(
+    cache: Cache,
+    state: GenerationState,
+    slots: Integers,
+    prompts: Texts,
+    *,
+    limits: Integers | None = None,
+    salts: Integers = 0,
+) -> GenerationState:
+    """Let more prompts wait, in the place of some that have ended.
+
+    Their sequences begin with nothing, behind all that wait; what those before them
+    had is forgotten. Whoever serves begins with empty prompts, as many as there are
+    slots, and fills these as requests come.
+
+    Args:
+      cache: the cache.
+      state: from `prefill` or `decode`.
+      slots: i32[K], which prompts to take the place of, -1 for none. All sequences of
+        a slot must have ended, or it stays as it is; the first mention counts.
+      prompts: i32[K, P], -1 after each one's end, P as in the first call.
+      limits: i32[K], most new tokens of each; None is as many as there is room for.
+      salts: i32[K] or int, domains of the prefix cache.
+
+    Returns:
+      The state; a prompt that cannot begin has a reason at once.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> from jkv.decoding import add_prompts, decode, prefill
+      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
+      ...     logits = jax.nn.one_hot(tokens + 1, 100)
+      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> nothing = jnp.full((2, 3), -1)
+      >>> cache, state = prefill(count_on, None, cache, nothing, max_new_tokens=2)
+      >>> state = add_prompts(cache, state, [1], jnp.array([[5, 6, 7]]))
+      >>> cache, state = decode(count_on, None, cache, state)
+      >>> state.result.tokens.tolist()
+      [[-1, -1], [8, 9]]
+    """
+    num_prompts, width = state.prompts.tokens.shape
+    (slots,) = broadcast(slots=slots)
+    added = Prompts.of(
+        prompts,
+        limits=limits,
+        max_new_tokens=state.result.tokens.shape[1],
+        salts=salts,
+    )
+    if added.tokens.shape != (len(slots), width):
+        raise ValueError(
+            f"prompts must be i32[{len(slots)}, {width}], one for each slot, as wide "
+            f"as the first ones; got i32{list(added.tokens.shape)}"
+        )
+    is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
+    slot = jnp.where(slots < 0, num_prompts, slots)
+    is_free = ~is_busy.at[slot].get(mode="fill", fill_value=True)
+    is_free &= mentions.is_first(slot, num_prompts)
+    slot = jnp.where(is_free, slot, num_prompts)
+    kept = jax.tree.map(
+        lambda old, new: old.at[slot].set(new, mode="drop"), state.prompts, added
+    )
+    return _queue_up(cache, dataclasses.replace(state, prompts=kept), slot, added)
+
+
+def _queue_up(
+    cache: Cache, state: GenerationState, slot: jax.Array, added: Prompts
+) -> GenerationState:
+    """Let the sequences of added prompts wait.
+
+    Args:
+      cache: the cache.
+      state: with the prompts.
+      slot: i32[K], their places; Q is none.
+      added: K prompts.
+    """
+    num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
+    sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
+    sequences = (slot[:, None] * num_samples + sample_index).reshape(-1)
+    reasons = judge_prompts(added, state.bounds(cache))
+    reasons = jnp.repeat(reasons, num_samples)
+    begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
+    # Sequences of a slot may have ended while they waited.
+    queue = drop_from_queue(state.queue, ~state.is_running)
+    fresh = Generation.empty(reasons, state.result.tokens.shape[1])
+    old = state.result
+
+    def begin(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[sequences].set(new, mode="drop")
+
+    return dataclasses.replace(
+        state,
+        result=Generation(
+            tokens=begin(old.tokens, fresh.tokens),
+            lengths=begin(old.lengths, fresh.lengths),
+            reasons=begin(old.reasons, fresh.reasons),
+            logprobs=begin(old.logprobs, fresh.logprobs),
+            statistics=old.statistics,
+        ),
+        queue=ring.push(queue, sequences, begins),
+        seating_needs=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,95 @@
+"""A generation under way: what was asked, what has come of it, and who runs.
+
+Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.ending import Bounds, Stops
+from jkv.decoding.prompts import Prompts, find_texts
+from jkv.decoding.results import FinishReason, Generation
+from jkv.decoding.scheduling.demand import Loads
+from jkv.decoding.scheduling.groups import Holder
+from jkv.decoding.scheduling.places import Places
+from jkv.state import NO_SEQUENCE, Cache, Ring
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GenerationState:
+    """A generation under way: what `prefill` returns and `decode` carries on.
+
+    The last token of each running sequence has been chosen but is not in the cache.
+    """
+
+    result: Generation  # what there is so far
+    prompts: Prompts  # what is continued, and how far
+    stops: Stops  # what ends a sequence
+    places: Places  # who runs
+    queue: Ring  # i32[N], who has never run, in order
+    holder: Holder  # a prompt that is kept for samples that wait
+    seen: jax.Array  # bool[W, V], tokens of the text in each place
+    num_blocks: jax.Array  # i32[], blocks that a sequence would find alone
+    most_running: jax.Array  # i32[], sequences that run at one time, at most W
+    # i32[], unpromised blocks without which it is useless to seat the first that waits
+    seating_needs: jax.Array
+    # Rows that a step may have, ascending; static, as each is a program of its own.
+    row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences of each prompt."""
+        return self.result.tokens.shape[0] // self.prompts.tokens.shape[0]
+
+    @property
+    def is_running(self) -> jax.Array:
+        """Whether each sequence goes on, running or waiting, bool[N]."""
+        return self.result.reasons == FinishReason.RUNNING
+
+    @property
+    def seq_ids(self) -> jax.Array:
+        """The row of the cache that each sequence has, i32[N]; -1 where none."""
+        places, num_sequences = self.places, self.result.lengths.shape[0]
+        sequence = jnp.where(places.is_cached, places.sequences, num_sequences)
+        nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
+        return nowhere.at[sequence].set(places.seq_ids, mode="drop")
+
+    def bounds(self, cache: Cache) -> Bounds:
+        """How long a text can become."""
+        return Bounds(cache.max_context_length, cache.block_size, self.num_blocks)
+
+    def loads(self, cache: Cache) -> Loads:
+        """What the sequence of each place has."""
+        sequences, metadata = self.places.sequences, cache.metadata
+        prompt = jax.lax.div(sequences, jnp.int32(self.num_samples))
+        prompt_lengths = self.prompts.lengths[prompt]
+        row = jnp.where(
+            self.places.is_cached, self.places.seq_ids, metadata.max_sequences
+        )
+
+        def of_cached(array: jax.Array) -> jax.Array:
+            return array.at[row].get(mode="fill", fill_value=0)
+
+        return Loads(
+            prompts=prompt,
+            prompt_lengths=prompt_lengths,
+            text_lengths=prompt_lengths + self.result.lengths[sequences],
+            done=of_cached(metadata.context_lengths),
+            mapped=of_cached(metadata.num_mapped_blocks),
+        )
+
+
+def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
+    """Note which tokens the texts in places have, i32[K]; W is no place."""
+    nowhere = state.places.num_places
+    sequences = state.places.sequences.at[lanes].get(mode="clip")
+    texts, _ = find_texts(state.prompts, state.result, sequences)
+    vocabulary = state.seen.shape[1]
+    token = jnp.where(texts < 0, vocabulary, texts)
+    seen = state.seen.at[lanes].set(False, mode="drop")
+    lane = jnp.broadcast_to(jnp.minimum(lanes, nowhere)[:, None], token.shape)
+    seen = seen.at[lane, token].set(True, mode="drop")
+    return dataclasses.replace(state, seen=seen)

@@ -1,0 +1,315 @@
+"""The queue of `generate`, against a plain-Python generator and scheduler.
+
+One compiled loop serves nearly all tests: 1,008 sequences of three samples each, five
+of which run at one time. What varies is values: prompts, limits, blocks that others
+hold, what stops, how often logits are NaN.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from caches import copied, small_cache
+from compiled_modules import pool_sized_operations
+from plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
+
+import jkv
+from jkv import decoding
+from jkv.decoding import FinishReason, Sampling
+
+PROMPTS, SAMPLES, WIDTH, NEW_TOKENS = 336, 3, 10, 12
+CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 64, 24
+RUNNING, ROW_COUNTS = 5, (5, 12)
+HEAD_DIM = 512  # the model needs 2; it makes the pool larger than anything else
+STATIC = (
+    "model",
+    "max_new_tokens",
+    "num_samples",
+    "max_running",
+    "chunk_size",
+    "row_counts",
+)
+# What a step says of the pool, and what the plain queue tells of it.
+COUNTED = (
+    "num_steps sequence_steps prompt_tokens recomputed_tokens preemptions "
+    "peak_blocks queue_steps idle_places"
+).split()
+
+generate = jax.jit(decoding.generate, static_argnames=STATIC)
+begin = jax.jit(decoding.begin, static_argnames=STATIC)
+add_prompts, cancel = jax.jit(decoding.add_prompts), jax.jit(decoding.cancel)
+
+
+@functools.cache
+def pool(free_blocks=BLOCKS, free_rows=ROWS, **changes):
+    """A pool full of NaN; others hold the blocks and rows that are not free."""
+    fields = dict(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=ROWS + 16,
+        max_context_length=CONTEXT,
+    )
+    cache = small_cache(**(fields | changes))
+    taken = [
+        min(5, max(0, BLOCKS - free_blocks - 5 * i))
+        for i in range(ROWS + 16 - free_rows)
+    ]
+    cache, others = jkv.allocate(cache, [BLOCK_SIZE * count for count in taken])
+    jkv.raise_for_status(others, cache)
+    assert int(jkv.num_free_blocks(cache)) == free_blocks
+    return cache
+
+
+def draw_call(rng, num_prompts, free_blocks=BLOCKS, **changes):
+    """A call at random; the prompts past `num_prompts` are empty."""
+    length = rng.integers(1, WIDTH + 1, num_prompts)
+    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in length]
+    prompts += [[]] * (PROMPTS - num_prompts)
+    count = PROMPTS * SAMPLES
+    options = dict(
+        temperature=rng.choice([0.0, 0.7, 1.5], count),
+        top_k=rng.choice([0, 3], count),
+        top_p=rng.choice([1.0, 0.9], count),
+        min_p=np.zeros(count),
+        repetition_penalty=rng.choice([1.0, 1.3], count),
+        seeds=rng.integers(0, 1000, count),
+    )
+    arrays = {
+        name: np.asarray(values, np.int32 if name in ("top_k", "seeds") else np.float32)
+        for name, values in options.items()
+    }
+    fields = dict(
+        prompts=prompts,
+        limits=rng.integers(0, NEW_TOKENS + 3, PROMPTS).tolist(),
+        num_samples=SAMPLES,
+        max_new_tokens=NEW_TOKENS,
+        stop_tokens=[7, 11],
+        stop_sequences=[[3, 4, 5], [9, 2], [], [1]],
+        sampling=Sampling(**arrays),
+        nan_every=0,
+        block_size=BLOCK_SIZE,
+        max_context_length=CONTEXT,
+        num_blocks=free_blocks,
+    )
+    return Call(**(fields | changes))
+
+
+def replaced(call, **changes):
+    return dataclasses.replace(call, **changes)
+
+
+def padded(rows, width):
+    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32)
+
+
+def arguments(call, max_running=RUNNING, row_counts=ROW_COUNTS):
+    """What `generate` and `prefill` take after the cache."""
+    return dict(
+        prompts=padded(call.prompts, WIDTH),
+        max_new_tokens=call.max_new_tokens,
+        limits=np.array(call.limits, np.int32),
+        stop_tokens=np.array(call.stop_tokens, np.int32),
+        stop_sequences=padded(call.stop_sequences, 3),
+        sampling=call.sampling,
+        num_samples=call.num_samples,
+        max_running=max_running,
+        row_counts=row_counts,
+    )
+
+
+def begun(call, cache, **options):
+    """The state of a call before its first step."""
+    values = arguments(call, **options)
+    del values["sampling"]
+    return begin(hash_model, np.uint32(0), cache, **values)
+
+
+@functools.cache
+def compiled():
+    """The loop that nearly all tests share, cache and state donated."""
+    call, cache = draw_call(np.random.default_rng(0), 1), pool()
+    jitted = jax.jit(
+        decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
+    )
+    options = dict(sampling=call.sampling, num_steps=np.int32(0))
+    state = begun(call, cache)
+    return jitted.lower(hash_model, np.uint32(0), cache, state, **options).compile()
+
+
+def decode(call, cache, state, num_steps=2**31 - 1):
+    """Do some steps, or all; cache and state are gone then."""
+    options = dict(sampling=call.sampling, num_steps=np.int32(num_steps))
+    return compiled()(np.uint32(call.nan_every), cache, state, **options)
+
+
+def run(call, cache):
+    """Generate with the model of hashes; everything is given back."""
+    after, state = decode(call, copied(cache), begun(call, cache))
+    assert_given_back(cache, after)
+    return jax.device_get(state.result)
+
+
+def assert_given_back(before, after):
+    """Every block and row is free again; what others hold is still theirs."""
+    jkv.check(after)
+    assert int(jkv.num_free_blocks(after)) == int(jkv.num_free_blocks(before))
+    np.testing.assert_array_equal(after.metadata.is_open, before.metadata.is_open)
+
+
+def assert_texts(result, texts):
+    """Tokens and reasons are those of each sequence alone, logprobs nearly."""
+    count = len(texts.new)
+    assert [FinishReason(r).name for r in result.reasons] == [
+        r.name for r in texts.reasons
+    ]
+    np.testing.assert_array_equal(result.lengths, [len(new) for new in texts.new])
+    np.testing.assert_array_equal(result.tokens, padded(texts.new, NEW_TOKENS))
+    for i in range(count):
+        logprobs = result.logprobs[i]
+        np.testing.assert_allclose(
+            logprobs[: len(texts.new[i])], texts.logprobs[i], atol=2e-6, rtol=0
+        )
+        assert (logprobs[len(texts.new[i]) :] == 0).all()
+
+
+def assert_same(result, other):
+    """The same bits, statistics aside."""
+    for name in ("tokens", "lengths", "reasons", "logprobs"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(other, name))
+
+
+def assert_played(result, game):
+    """The loop did what the plain queue did, step for step."""
+    found = {name: int(getattr(result.statistics, name)) for name in COUNTED}
+    expected = dict(game.statistics)
+    expected["peak_blocks"] += BLOCKS - game.call.num_blocks
+    assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_calls_equal_the_plain_queue(seed):
+    rng = np.random.default_rng(seed)
+    free_blocks = int(rng.choice([5, 6, 7, 9, 12, 20, 40]))
+    free_rows = int(rng.choice([1, 2, 4, 6, 20]))
+    num_prompts = int(rng.integers(1, 14))
+    nan_every = int(rng.choice([0, 0, 17]))
+    call = draw_call(rng, num_prompts, free_blocks, nan_every=nan_every)
+    texts = PlainTexts(call)
+    game = PlainQueue(call, texts, RUNNING, ROW_COUNTS, free_rows)
+    assert game.most_open <= min(RUNNING + 1, free_rows)
+    result = run(call, pool(free_blocks, free_rows))
+    assert_texts(result, texts)
+    assert_played(result, game)
+
+
+def test_a_thousand_sequences_end_as_each_does_alone():
+    rng = np.random.default_rng(100)
+    call = draw_call(rng, PROMPTS, num_blocks=9, nan_every=301)
+    texts = PlainTexts(call)
+    game = PlainQueue(call, texts, RUNNING, ROW_COUNTS)
+    result = run(call, pool(9))
+    assert_texts(result, texts)
+    assert_played(result, game)
+    assert {FinishReason(r).name for r in result.reasons} == {
+        "STOP",
+        "LENGTH",
+        "CONTEXT_FULL",
+        "NAN_LOGITS",
+    }
+    statistics = result.statistics
+    assert statistics.preemptions > 10 and statistics.recomputed_tokens > 100
+    # A prompt is computed once for its three samples, but for what was preempted.
+    assert game.statistics["prompt_tokens"] < 1.2 * sum(map(len, call.prompts))
+    # A pool of any size gives the same bits.
+    assert_same(run(call, pool()), result)
+    # So do other numbers of places and rows, without samples, and with a prefix index
+    # that finds the prompts again.
+    cache = pool(12, prefix_caching=True)
+    several = [[text] * SAMPLES for text in call.prompts]
+    apart = replaced(
+        call,
+        prompts=[text for texts in several for text in texts],
+        limits=np.repeat(call.limits, SAMPLES).tolist(),
+        num_samples=1,
+    )
+    after, found = generate(
+        hash_model,
+        np.uint32(call.nan_every),
+        cache,
+        **arguments(apart, max_running=8, row_counts=(2, 8)),
+        salts=np.arange(PROMPTS * SAMPLES, dtype=np.int32) % 2,
+    )
+    assert_given_back(cache, after)
+    assert_same(jax.device_get(found), result)
+    assert found.statistics.preemptions > 10
+    assert found.statistics.cached_tokens > 500
+
+
+def test_the_loop_updates_the_pool_in_place():
+    cache = pool()
+    assert pool_sized_operations(compiled(), cache.keys.size) == []
+    memory = compiled().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.keys.nbytes
+    assert memory.alias_size_in_bytes >= 2 * cache.keys.nbytes
+
+
+def test_what_never_fits_ends_alone_and_shuts_nobody_out():
+    rng = np.random.default_rng(7)
+    call = draw_call(rng, 9, num_blocks=3)
+    call.limits[:] = [NEW_TOKENS] * PROMPTS
+    call.stop_tokens[:] = [VOCABULARY] * 2
+    call.stop_sequences[:] = [[]] * 4
+    texts = PlainTexts(call)
+    result = run(call, pool(3))
+    assert_texts(result, texts)
+    assert_played(result, PlainQueue(call, texts, RUNNING, ROW_COUNTS))
+    # Twelve slots: a text ends with the token that has none.
+    ended = (
+        np.repeat([len(prompt) for prompt in call.prompts], SAMPLES) + result.lengths
+    )
+    is_out = result.reasons == FinishReason.OUT_OF_BLOCKS
+    assert is_out.sum() > 9 and (ended[is_out] == 13).all()
+
+
+def test_windows_cancel_and_add_as_a_host_does():
+    """Sequences are those of one call, whatever else comes and goes between windows."""
+    rng = np.random.default_rng(11)
+    call = draw_call(rng, 30, num_blocks=12)
+    texts = PlainTexts(call)
+    cache, slots = copied(pool(12)), np.full(8, -1, np.int32)
+    state = begun(replaced(call, prompts=[[]] * PROMPTS), cache)
+    left, cancelled, num_windows = list(range(30)), set(), 0
+    while left or state.is_running.any():
+        # A few more each time, in the order of their slots, which fixes their seeds.
+        now, left = left[:4], left[4:]
+        slots[:] = [*now, *[-1] * (8 - len(now))]
+        added = [call.prompts[i] for i in now] + [[]] * (8 - len(now))
+        limits = [call.limits[i] for i in now] + [0] * (8 - len(now))
+        state = add_prompts(
+            cache, state, slots, padded(added, WIDTH), limits=np.int32(limits)
+        )
+        chosen = np.zeros(PROMPTS * SAMPLES, bool)
+        if num_windows % 3 == 2:
+            chosen[rng.choice(90, 12, replace=False)] = True
+            cancelled |= set(np.flatnonzero(chosen & np.asarray(state.is_running)))
+        cache, state = cancel(cache, state, chosen)
+        cache, state = decode(call, cache, state, num_steps=3)
+        jkv.check(cache)
+        num_windows += 1
+        assert num_windows < 400
+    result = jax.device_get(state.result)
+    assert len(cancelled) > 20
+    for i in range(90):
+        tokens = result.tokens[i][: result.lengths[i]].tolist()
+        assert tokens == texts.new[i][: len(tokens)]
+        if i in cancelled:
+            assert result.reasons[i] == FinishReason.CANCELLED
+        else:
+            assert result.reasons[i] == texts.reasons[i]
+            assert tokens == texts.new[i]
+    assert_given_back(pool(12), cache)

@@ -1,0 +1,246 @@
+"""Debug mode finds what is wrong only at run time, and costs nothing when it is off."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import copied, small_cache, small_config
+
+import jkv
+
+LAYERS = 2
+IDS = np.array([0, 1], np.int32)
+
+
+@functools.cache
+def config(**changes):
+    return small_config(num_layers=LAYERS, **changes)
+
+
+def watched(**changes):
+    """A cache in debug mode with two open sequences."""
+    cache = jkv.debug(jkv.init(config(**changes)))
+    cache, opened = jkv.allocate(cache, np.zeros(2, np.int32))
+    jkv.raise_for_status(opened)
+    return cache
+
+
+def rows(batch):
+    return jnp.ones((batch.num_rows, 1, 2), jnp.float32)
+
+
+def write(cache, batch, layers=range(LAYERS)):
+    for layer in layers:
+        cache = jkv.write(cache, layer, batch, rows(batch), rows(batch))
+    return cache
+
+
+def step(cache):
+    """A step as it should be."""
+    cache, batch = jkv.append(cache, IDS)
+    hidden = 0.0
+    for layer in range(LAYERS):
+        cache = jkv.write(cache, layer, batch, rows(batch), rows(batch))
+        hidden += jkv.attend(cache, layer, batch, rows(batch)).sum()
+    return jkv.commit(cache, batch), hidden, batch.status
+
+
+def found_by(cache):
+    """What `check` raises, and once only."""
+    with pytest.raises(jkv.DebugError) as caught:
+        jkv.check(cache)
+    jkv.check(cache)
+    return caught.value.findings
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def run(cache):
+    """Steps in a scan, as a decoding loop is."""
+
+    def body(cache, _):
+        cache, hidden, _ = step(cache)
+        return cache, hidden
+
+    return jax.lax.scan(body, cache, length=3)
+
+
+def test_a_program_as_it_should_be_is_left_alone():
+    cache = watched(prefix_caching=True)
+    cache, _ = run(cache)
+    cache, forked = jkv.fork(cache, IDS)
+    jkv.raise_for_status(forked)
+    jkv.check(cache)
+    cache, status = jkv.free(cache, IDS)
+    assert jkv.context_lengths(cache).tolist() == [0, 0, 3, 3]
+    assert jkv.stats(cache).live_sequences == 2
+    jkv.check(cache)
+
+
+def test_off_it_is_another_program_without_a_trace_of_it():
+    cache = jax.eval_shape(lambda: jkv.init(config()))
+
+    def trace(cache):
+        return str(jax.make_jaxpr(lambda cache: step(cache))(cache))
+
+    plain, on = jkv.init(config()), jkv.debug(jkv.init(config()))
+    assert "debug_callback" not in trace(cache) and "debug_callback" in trace(on)
+    assert trace(jkv.debug(on, enabled=False)) == trace(plain) == trace(cache)
+    assert len(jax.tree.leaves(plain)) == len(config().arrays)
+
+
+def test_a_plain_cache_never_reaches_it(monkeypatch):
+    from jkv.inspection import debugging
+
+    for name in ("_watch_step", "_watch_answer", "_watch_append", "_note"):
+        monkeypatch.delattr(debugging, name)
+    jax.eval_shape(lambda: step(jkv.init(config())))
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_traced_layer_that_does_not_exist(layer, caplog):
+    cache = watched()
+
+    def body(cache, layer):
+        cache, batch = jkv.append(cache, IDS)
+        return write(cache, batch, [layer]), batch.status
+
+    with caplog.at_level(logging.ERROR, logger="jkv"):
+        cache, _ = jax.jit(body, donate_argnums=0)(cache, jnp.int32(layer))
+        (finding,) = found_by(cache)
+    assert "write with a layer that does not exist" in finding and __file__ in finding
+    assert "does not exist" in caplog.text
+
+
+def test_attending_before_writing():
+    cache = watched()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def wrong(cache):
+        cache, batch = jkv.append(cache, IDS)
+        hidden = jkv.attend(cache, 1, batch, rows(batch))
+        return write(cache, batch), hidden, batch.status
+
+    for _ in range(2):
+        cache, _, _ = wrong(cache)
+    (finding,) = found_by(cache)
+    assert "attend reads layer 1 before this step" in finding and "2 times" in finding
+    assert f"{__file__}:" in finding
+
+
+def test_a_batch_of_another_cache_of_the_same_sizes():
+    cache, other = watched(), watched()
+    _, batch = jkv.append(other, IDS)
+    _, unwatched = jkv.append(jkv.debug(other, enabled=False), IDS)
+    for wrong in (batch, unwatched):
+        for verb in (
+            lambda c, b: jkv.write(c, 0, b, rows(b), rows(b)),
+            lambda c, b: jkv.attend(c, 0, b, rows(b)),
+            jkv.commit,
+        ):
+            with pytest.raises(ValueError, match="on another cache"):
+                verb(cache, wrong)
+
+
+def test_a_batch_whose_sequence_is_another_one_by_now():
+    cache = watched()
+    cache, batch = jkv.append(cache, IDS)
+    cache, _ = jkv.free(cache, 0)
+    cache, opened = jkv.allocate(cache, np.zeros(3, np.int32))
+    assert opened.seq_ids.tolist() == [2, 3, 0]
+    write(cache, batch, [0])
+    (finding,) = found_by(jkv.free(cache, 3)[0])
+    assert "write with a batch whose sequence was freed" in finding
+
+
+def test_steps_that_are_not_committed():
+    cache = watched(prefix_caching=True)
+    for _ in range(2):
+        cache, _ = jkv.append(cache, IDS)
+    (finding,) = found_by(cache)
+    assert "not committed" in finding and "commit(cache, batch)" in finding
+
+
+def test_a_commit_before_all_layers_are_written():
+    cache = watched(prefix_caching=True)
+    cache, batch = jkv.append(cache, IDS)
+    cache = jkv.commit(write(cache, batch, [0]), batch)
+    assert any("not written to all layers" in text for text in found_by(cache))
+
+
+def test_a_pool_that_is_not_donated():
+    def fill(cache):
+        return cache.with_storage({n: pool + 1 for n, pool in cache.storage.items()})
+
+    cache = jax.jit(fill)(watched())
+    (finding,) = found_by(cache)
+    assert "not donated" in finding
+    jkv.check(jax.jit(fill, donate_argnums=0)(cache))
+
+
+class TestStatuses:
+    """A refusal that nothing looked at is found, one that was is not."""
+
+    def test_of_append_in_jit(self):
+        @functools.partial(jax.jit, donate_argnums=0)
+        def wrong(cache):
+            cache, batch = jkv.append(cache, np.array([0, 9], np.int32))
+            return write(cache, batch)
+
+        (finding,) = found_by(wrong(watched()))
+        assert "append refused requests (1 INVALID_SEQUENCE)" in finding
+
+    def test_of_allocate(self):
+        cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
+        (finding,) = found_by(cache)
+        assert "allocate refused requests (1 OUT_OF_SEQUENCES)" in finding
+
+    @pytest.mark.parametrize(
+        "look", [lambda opened: opened.status, lambda opened: [*opened]]
+    )
+    def test_that_was_looked_at(self, look):
+        cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
+        look(opened)
+        jkv.check(cache)
+
+    def test_that_was_looked_at_outside_the_jit_that_returned_it(self):
+        allocate = jax.jit(lambda cache: jkv.allocate(cache, np.zeros(3, np.int32)))
+        cache, opened = allocate(watched())
+        assert opened.status.tolist() == [0, 0, 2]
+        assert not any("refused" in text for text in found_by(cache))
+
+    def test_of_a_generation_is_its_own_matter(self):
+        def model(_params, tokens, cache, batch):
+            return jax.nn.one_hot(tokens, 5)[batch.last_rows], cache
+
+        cache = jkv.debug(jkv.init(config(num_blocks=2)))
+        generate = jax.jit(
+            lambda cache: jkv.generate(
+                model, None, cache, [[1, 2], [3, 4]], max_new_tokens=6
+            ),
+            donate_argnums=0,
+        )
+        cache, result = generate(cache)
+        assert jkv.FinishReason.OUT_OF_BLOCKS in result.reasons.tolist()
+        jkv.check(cache)
+
+
+def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
+    cache, _ = jkv.append(watched(), IDS)
+    jkv.save(tmp_path / "cache", cache)
+    assert not hasattr(jkv.load(tmp_path / "cache"), "watch")
+    cache, swapped = jkv.swap_out(cache, 0)
+    cache, back = jkv.swap_in(cache, swapped)
+    jkv.raise_for_status(back)
+    assert jkv.memory_profile(cache).total_bytes == config().bytes
+    assert repr(cache).startswith("Cache(2 layers")
+    assert hasattr(jkv.compact(cache), "watch")
+
+
+def test_it_is_turned_on_outside_jit():
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.eval_shape(jkv.debug, small_cache())
+    with pytest.raises(TypeError, match="verbs return a pair"):
+        jkv.debug((copied(small_cache()), None))
