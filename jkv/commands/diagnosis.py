@@ -58,12 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def plan_steps(*, is_quick: bool) -> list[Step]:
-    """Return what is to be done; costs are programs to compile, weighed by size."""
+    """Return what is to be done; costs are seconds on two cores, roughly."""
     steps = [
         Step("machine", 1, describe_machine),
         Step("known combinations", 0, check_combinations),
         Step("bookkeeping on the device", 8, check_cycles),
-        Step("memory of a donated write", 2, check_in_place),
+        Step("memory of a donated write", 4, check_in_place),
     ]
     for name, dtype in itertools.product(
         correctness.IMPLEMENTATIONS, correctness.TOLERANCES
@@ -74,12 +74,12 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         check = functools.partial(
             check_implementation, implementation=name, dtype=dtype, cases=cases
         )
-        steps.append(Step(f"attention: {name}, {dtype}", 2 * len(cases), check))
+        steps.append(Step(f"attention: {name}, {dtype}", 5 * len(cases), check))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     if is_quick:
         steps.append(Step("bandwidth", 0, skip_bandwidth))
     else:
-        steps.append(Step("bandwidth", 6, measure_bandwidth))
+        steps.append(Step("bandwidth", 20, measure_bandwidth))
     return steps
 
 

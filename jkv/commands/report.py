@@ -28,7 +28,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A part of the examination; its cost is in programs to compile, roughly."""
+    """A part of the examination; its cost is in seconds, roughly."""
 
     title: str
     cost: int

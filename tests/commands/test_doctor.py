@@ -97,7 +97,7 @@ def test_known_bad_combinations(changes, words):
 
 @pytest.mark.one_end
 def test_a_quick_look_is_a_small_part():
-    """Less than a tenth of the programs; every room of the examination still there."""
+    """Less than a tenth of the time, the kernel among what is looked at."""
     quick, whole = (
         diagnosis.plan_steps(is_quick=is_quick) for is_quick in (True, False)
     )
