@@ -60,7 +60,7 @@ def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):
     )
     # No other test has pools of this size: nothing of theirs is compiled with it, and
     # nothing of its own is left to them.
-    cache = small_cache(num_blocks=24 + mask, prefix_caching=True)
+    cache = small_cache(num_blocks=37 + mask, prefix_caching=True)
     rng = np.random.default_rng(mask)
     length, num_hits = 13, 0
     for _ in range(25):
