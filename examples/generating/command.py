@@ -1,9 +1,9 @@
 """Continue prompts: read them, generate some steps at a time, and show the texts."""
 
 import argparse
-import functools
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,8 @@ decode = jax.jit(decoding.decode, static_argnames="model", donate_argnames=donat
 # Fewer steps a call show text sooner, more spend less time between calls.
 STEPS_A_CALL = 4
 
+Progressed = tuple[jkv.Cache, decoding.GenerationState]
+
 
 class Task(NamedTuple):
     """What is to be done."""
@@ -52,18 +54,9 @@ def generate(options: argparse.Namespace) -> None:
         task = prepare(options)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    ends = dict(
-        max_new_tokens=task.max_new_tokens,
-        num_samples=options.num_samples,
-        stop_tokens=jnp.array(task.model.config.stop_tokens, jnp.int32),
-        sampling=task.sampling,
-    )
-    advance = functools.partial(decode, task.model, task.params, sampling=task.sampling)
     began = time.perf_counter()
     with console.status("compiling, and reading the prompts"):
-        cache = jkv.init(task.config)
-        cache, state = prefill(task.model, task.params, cache, task.padded, **ends)
-        cache, state = advance(cache, state, num_steps=1)
+        cache, state = begin(task, options.num_samples)
         num_first, started = int(state.result.lengths.sum()), time.perf_counter()
 
     total = len(task.prompts) * options.num_samples
@@ -71,16 +64,14 @@ def generate(options: argparse.Namespace) -> None:
     stream = output.TextStream(task.tokenizer, task.prompts[0], is_chat=options.chat)
     with Progress(console=console, transient=True, disable=streams) as bar:
         progress = bar.add_task("tokens", total=total * task.max_new_tokens)
-        while True:
+        for progressed in go_on(task, cache, state):
+            cache, state = progressed
+            bar.update(progress, completed=int(state.result.lengths.sum()))
             if streams:
-                has_ended = not state.is_running.any()
                 row = np.asarray(state.result.tokens[0])
+                has_ended = not state.is_running.any()
                 fresh = stream.advance(row[row >= 0].tolist(), has_ended=has_ended)
                 print(fresh, end="", flush=True)
-            bar.update(progress, completed=int(state.result.lengths.sum()))
-            if not state.is_running.any():
-                break
-            cache, state = advance(cache, state, num_steps=STEPS_A_CALL)
     seconds = time.perf_counter() - started
 
     if not streams:
@@ -95,6 +86,45 @@ def generate(options: argparse.Namespace) -> None:
         state.result,
         seconds_before=started - began,
         tokens_per_second=num_later / seconds,
+    )
+
+
+def begin(task: Task, num_samples: int) -> Progressed:
+    """Read the prompts and generate the first tokens: all that has to be compiled."""
+    cache, state = prefill(
+        task.model,
+        task.params,
+        jkv.init(task.config),
+        task.padded,
+        max_new_tokens=task.max_new_tokens,
+        num_samples=num_samples,
+        stop_tokens=jnp.array(task.model.config.stop_tokens, jnp.int32),
+        sampling=task.sampling,
+    )
+    return advance(task, cache, state, num_steps=1)
+
+
+def go_on(
+    task: Task, cache: jkv.Cache, state: decoding.GenerationState
+) -> Iterator[Progressed]:
+    """Yield what there is, and after every few steps what has come, to the end."""
+    yield cache, state
+    while state.is_running.any():
+        cache, state = advance(task, cache, state, num_steps=STEPS_A_CALL)
+        yield cache, state
+
+
+def advance(
+    task: Task, cache: jkv.Cache, state: decoding.GenerationState, *, num_steps: int
+) -> Progressed:
+    """Do some steps; cache and state are donated."""
+    return decode(
+        task.model,
+        task.params,
+        cache,
+        state,
+        sampling=task.sampling,
+        num_steps=num_steps,
     )
 
 
