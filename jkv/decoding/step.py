@@ -136,6 +136,8 @@ def compute_rows(
         trips = (is_decoding & (work > 0)).astype(jnp.int32)
         carry = lax.fori_loop(jnp.int32(0), trips, program(None), carry)
     for i, num_rows in enumerate(sizes):
+        if num_rows == num_places == 1:
+            continue  # its work is one row each
         trips = ((size == i) & ~is_decoding & (work > 0)).astype(jnp.int32)
         carry = lax.fori_loop(jnp.int32(0), trips, program(num_rows), carry)
     return carry
