@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.decoding.conditions import when
 from jkv.decoding.ending import Bounds, judge_texts
 from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
@@ -127,9 +128,14 @@ def _choose(
     )
     reasons = judge_texts(state.prompts, state.stops, bounds, result, known)
     reasons = jnp.where(is_nan, jnp.int32(FinishReason.NAN_LOGITS), reasons)
-    result = result._replace(
-        reasons=result.reasons.at[sequences].set(reasons, mode="drop")
+    # They all ran until now, and mostly go on.
+    ended = jnp.where(reasons == FinishReason.RUNNING, nobody, sequences)
+    reasons = when(
+        jnp.any(ended < nobody),
+        lambda old: old.at[ended].set(reasons, mode="drop"),
+        result.reasons,
     )
+    result = result._replace(reasons=reasons)
     return dataclasses.replace(state, result=result), tokens
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.decoding.conditions import when
 from jkv.decoding.progress import GenerationState, note_texts
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import find_demand
@@ -32,7 +33,7 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
     """Free the sequences that ended, and empty their places."""
     Carry = tuple[Cache, GenerationState]
 
-    def close(_: jax.Array, carry: Carry) -> Carry:
+    def close(carry: Carry) -> Carry:
         cache, state = carry
         gives = jnp.zeros_like(ended)
         if state.num_samples > 1:
@@ -49,12 +50,11 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
             seating_needs=jnp.zeros((), jnp.int32),
         )
 
-    # A loop of no or one trip: in most steps nobody ends.
+    # In most steps nobody ends.
     places = state.places
     ended = places.is_started & ~state.is_running[places.sequences]
     is_unwanted = _is_holder_unwanted(state)
-    trips = (jnp.any(ended) | is_unwanted).astype(jnp.int32)
-    return lax.fori_loop(jnp.int32(0), trips, close, (cache, state))
+    return when(jnp.any(ended) | is_unwanted, close, (cache, state))
 
 
 def make_room(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.choosing import choose_tokens
 from jkv.decoding.closing import close_ended, make_room
+from jkv.decoding.conditions import when
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.opening import fill_places
 from jkv.decoding.options import Sampling
@@ -73,7 +73,12 @@ def run_step(
       The cache, the state, and the new logits, f32[W, V].
     """
     loads, places = state.loads(cache), state.places
-    counts = share_rows(loads.count_left(places), places.ages, state.row_counts[-1])
+    left = loads.count_left(places)
+    counts = when(
+        jnp.any(left > 1),
+        lambda left: share_rows(left, places.ages, state.row_counts[-1]),
+        left,
+    )
     cache, computed = compute_rows(model, params, cache, state, loads, counts, logits)
     state = _count_step(cache, state, loads, computed)
     state = _note_refusals(state, computed)
@@ -112,8 +117,8 @@ def compute_rows(
     """
     Carry = tuple[Cache, Computed]
 
-    def program(num_rows: int | None) -> Callable[[jax.Array, Carry], Carry]:
-        def compute(_: jax.Array, carry: Carry) -> Carry:
+    def program(num_rows: int | None) -> Callable[[Carry], Carry]:
+        def compute(carry: Carry) -> Carry:
             cache, computed = carry
             cache, (tokens, batch) = _append(cache, state, loads, counts, num_rows)
             logits, cache = call_model(model, params, tokens, cache, batch)
@@ -124,7 +129,7 @@ def compute_rows(
 
         return compute
 
-    # A loop of no or one trip for each size: `lax.switch` would copy the pool.
+    # Each on its own: `lax.switch` would copy the pool.
     num_places, sizes = counts.shape[0], state.row_counts
     work = jnp.sum(counts, dtype=jnp.int32)
     size = choose_size(work, sizes)
@@ -133,13 +138,12 @@ def compute_rows(
     if num_places in sizes:
         # One row each: rows and requests are the same thing, which costs less.
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
-        trips = (is_decoding & (work > 0)).astype(jnp.int32)
-        carry = lax.fori_loop(jnp.int32(0), trips, program(None), carry)
+        carry = when(is_decoding & (work > 0), program(None), carry)
     for i, num_rows in enumerate(sizes):
         if num_rows == num_places == 1:
             continue  # its work is one row each
-        trips = ((size == i) & ~is_decoding & (work > 0)).astype(jnp.int32)
-        carry = lax.fori_loop(jnp.int32(0), trips, program(num_rows), carry)
+        is_chosen = (size == i) & ~is_decoding & (work > 0)
+        carry = when(is_chosen, program(num_rows), carry)
     return carry
 
 
@@ -186,14 +190,14 @@ def _note_refusals(state: GenerationState, computed: Computed) -> GenerationStat
     # Others wait until the youngest is preempted.
     is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
     lacks_blocks = (computed.status == Status.OUT_OF_BLOCKS) & is_alone
-    nobody = result.reasons.shape[0]
-    reasons = result.reasons
-    for applies, reason in (
-        (lacks_blocks, FinishReason.OUT_OF_BLOCKS),
-        (is_gone, FinishReason.CANCELLED),
-    ):
-        sequence = jnp.where(applies, places.sequences, nobody)
-        reasons = reasons.at[sequence].set(reason, mode="drop")
+    refused = is_gone | lacks_blocks
+    cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
+    sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
+    reasons = when(
+        jnp.any(refused),
+        lambda reasons: reasons.at[sequence].set(cause.astype(jnp.int32), mode="drop"),
+        result.reasons,
+    )
     return dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 

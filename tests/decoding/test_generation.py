@@ -19,7 +19,7 @@ from jkv.decoding import FinishReason, Sampling
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, DIM = 19, 2, 4, 2, 4
 ROWS, WIDTH, NEW_TOKENS, CONTEXT = 8, 32, 12, 30
-STATIC = ("model", "max_new_tokens", "num_samples", "chunk_size")
+STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "chunk_size")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6]]
 
 generate = jax.jit(decoding.generate, static_argnames=STATIC)
@@ -282,6 +282,33 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
             chunk_size=2,
         )
         assert texts(result) == [together[i]]
+
+
+def test_a_queue_changes_no_text_of_a_real_model():
+    options = dict(temperature=[0.0, 1.0, 0.0, 1.5] + [0.0] * 4)
+    options |= dict(repetition_penalty=[1.0, 1.0, 1.4, 1.3] + [1.0] * 4)
+    options = {name: jnp.float32(values) for name, values in options.items()}
+    _, wide = generate(
+        attention_model,
+        attention_params(),
+        fresh_cache(),
+        **arguments(PROMPTS, stops=(2, 99), **options),
+    )
+    preemptions = []
+    for free_blocks in (64, 9, 6):
+        before = fresh_cache(free_blocks, free_rows=ROWS - 1)
+        cache, queued = generate(
+            attention_model,
+            attention_params(),
+            before,
+            **arguments(PROMPTS, stops=(2, 99), **options),
+            max_running=3,
+        )
+        assert_as_before(cache, before)
+        assert (texts(queued), reasons(queued)) == (texts(wide), reasons(wide))
+        np.testing.assert_allclose(queued.logprobs, wide.logprobs, atol=1e-5)
+        preemptions.append(int(queued.statistics.preemptions))
+    assert preemptions[0] == 0 and preemptions[2] > 0
 
 
 def test_seeds_change_sampled_texts_and_nothing_else():
@@ -581,9 +608,20 @@ def test_wrong_arguments_are_named():
         start(jnp.arange(3, dtype=jnp.int32), max_new_tokens=1)
     with pytest.raises(ValueError, match="got float32"):
         start(jnp.ones((1, 3), jnp.float32), max_new_tokens=1)
-    for name in ("max_new_tokens", "num_samples", "chunk_size"):
+    for name in ("max_new_tokens", "num_samples", "max_running", "chunk_size"):
         with pytest.raises(ValueError, match=f"{name} must be a static int"):
             start(one, **({"max_new_tokens": 1} | {name: 0}))
+    for counts in ((), (4, 2), (2, 2, 4), (1,), (0, 4)):
+        with pytest.raises(ValueError, match="row_counts must"):
+            start([[1], [2]], max_new_tokens=1, max_running=2, row_counts=counts)
+    with pytest.raises(ValueError, match=r"prompts must .* one row and one column"):
+        start([], max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"stop_sequences must be i32\[E, W\]"):
+        start(one, max_new_tokens=1, stop_sequences=np.int32([1, 2]))
+    with pytest.raises(ValueError, match=r"logits of shape \[B, V\].* got \[2, 100\]"):
+        # Logits of rows, not of sequences.
+        model = functools.partial(counting_model, all_rows=True)
+        decoding.generate(model, None, fresh_cache(), one, max_new_tokens=1)
     with pytest.raises(ValueError, match=r"limits must be .*\[1\].*got .*\[2\]"):
         start(one, max_new_tokens=1, limits=jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="Sampling.temperature"):

@@ -1,0 +1,121 @@
+"""Scheduling as functions on small arrays, against lists."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.decoding.scheduling.places import (
+    Places,
+    find_oldest,
+    find_youngest_running,
+    preempt_youngest,
+    vacate,
+)
+from jkv.decoding.scheduling.rows import choose_size, share_rows
+from jkv.decoding.scheduling.seating import (
+    choose_seated,
+    drop_from_queue,
+    find_candidates,
+    make_queue,
+    seat,
+)
+
+PLACES, SEQUENCES, LANES, ROWS = 5, 12, 3, 9
+share = jax.jit(share_rows, static_argnums=2)
+
+
+@jax.jit
+def seat_next(places, queue, ended, costs, num_free_blocks, num_free_places):
+    candidates = find_candidates(places, queue, LANES)
+    result = choose_seated(
+        candidates,
+        ended[candidates.sequences],
+        costs[candidates.sequences],
+        num_free_blocks=num_free_blocks,
+        num_free_places=num_free_places,
+    )
+    return seat(places, queue, candidates, result)
+
+
+preempt, leave = jax.jit(preempt_youngest), jax.jit(vacate)
+oldest = jax.jit(find_oldest, static_argnums=2)
+drop = jax.jit(drop_from_queue)
+
+
+def by_age(places, queue):
+    """The running, the preempted and the queued sequences, as lists."""
+    places, queue = jax.device_get((places, queue))
+    assert sorted(places.ages) == list(range(PLACES))
+    order = places.sequences[np.argsort(places.ages)].tolist()
+    num_running, num_started = int(places.num_running), int(places.num_started)
+    head, count = int(queue.head), int(queue.count)
+    waiting = queue.ids[(head + np.arange(count)) % SEQUENCES].tolist()
+    return order[:num_running], order[num_running:num_started], waiting
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_places_and_queue_are_three_lists(seed):
+    rng = np.random.default_rng(seed)
+    running, preempted, waiting = [], [], list(range(SEQUENCES))
+    places = Places.empty(PLACES)
+    queue = make_queue(jnp.ones(SEQUENCES, bool))
+    ended = np.zeros(SEQUENCES, bool)
+    costs = rng.integers(0, 5, SEQUENCES).astype(np.int32)
+    for _ in range(60):
+        blocks, room = rng.integers(0, 9), rng.integers(0, PLACES - len(running) + 1)
+        places, queue = seat_next(
+            places, queue, ended, costs, np.int32(blocks), np.int32(room)
+        )
+        for _ in range(LANES):
+            line = preempted or waiting
+            if not line:
+                break
+            if not ended[line[0]]:
+                if costs[line[0]] > blocks or not room:
+                    break
+                blocks, room = blocks - costs[line[0]], room - 1
+                running.append(line[0])
+            line.pop(0)
+        assert by_age(places, queue) == (running, preempted, waiting)
+
+        if running and rng.random() < 0.4:
+            places = preempt(places)
+            preempted.insert(0, running.pop())
+        if rng.random() < 0.5:
+            goes = rng.random(SEQUENCES) < 0.2
+            ended |= goes
+            places = leave(places, goes[np.asarray(places.sequences)])
+            running = [i for i in running if not goes[i]]
+            preempted = [i for i in preempted if not goes[i]]
+        if rng.random() < 0.2:
+            queue = drop(queue, ended)
+            waiting = [i for i in waiting if not ended[i]]
+        assert by_age(places, queue) == (running, preempted, waiting)
+        youngest = int(find_youngest_running(places))
+        assert youngest == PLACES or places.sequences[youngest] == running[-1]
+        chosen = rng.random(PLACES) < 0.6
+        found = [i for i in oldest(places, chosen, LANES).tolist() if i < PLACES]
+        ages = np.asarray(places.ages)
+        expected = sorted(np.flatnonzero(chosen).tolist(), key=lambda i: ages[i])
+        assert found == expected[:LANES]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_gets_a_row_and_the_oldest_the_rest(seed):
+    rng = np.random.default_rng(seed)
+    left = rng.choice([0, 1, 2, 7, 2**30], PLACES).astype(np.int32)
+    ages = rng.permutation(PLACES).astype(np.int32)
+    counts = share(left, ages, ROWS).tolist()
+    expected, spare = [0] * PLACES, ROWS - int((left > 0).sum())
+    for i in np.argsort(ages):
+        more = min(int(left[i]) - 1, spare) if left[i] else 0
+        expected[i] = int(left[i] > 0) + more
+        spare -= more
+    assert counts == expected and sum(counts) <= ROWS
+
+
+def test_the_smallest_step_that_holds_the_work():
+    sizes = (2, 8, 20)
+    found = [int(choose_size(jnp.int32(n), sizes)) for n in (0, 2, 3, 8, 9, 20)]
+    assert found == [0, 0, 1, 1, 2, 2]
