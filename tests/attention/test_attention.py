@@ -484,6 +484,25 @@ def test_small_calls_go_through_the_columns_together(window):
     assert not is_close(jnp.roll(output, 1, axis=0), expected)
 
 
+def test_the_last_token_may_begin_a_chunk():
+    """Tiles of rows read 256 tokens at a time, decoding pieces of 32."""
+    workload = Workload(
+        name="chunks",
+        query_lengths=(2, 3, 1, 1),
+        context_lengths=(257, 256, 257, 33),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        value_head_dim=16,
+        num_layers=2,
+    )
+    operands = make_operands(workload)
+    expected, _ = attend_loop(operands, LAYER)
+    positional = arguments(operands, workload.num_rows)
+    output = paged_attention(*positional, implementation="xla")
+    assert_close(output, expected)
+
+
 def test_work_is_the_sum_of_the_context_lengths():
     """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
     contexts = [1000, 32, 0, 33, 4, 5, 13]
