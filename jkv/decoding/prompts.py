@@ -36,6 +36,8 @@ class Prompts:
         tokens = as_prompts(texts, "prompts")
         if tokens.shape[0] == 0:
             raise ValueError("prompts is empty; give at least one prompt")
+        if tokens.shape[1] == 0:
+            tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
         num_prompts = tokens.shape[0]
         is_token = (tokens >= 0).astype(jnp.int32)
         is_token = jnp.cumprod(is_token, axis=1, dtype=jnp.int32)

@@ -614,11 +614,14 @@ def test_wrong_arguments_are_named():
     for counts in ((), (4, 2), (2, 2, 4), (1,), (0, 4)):
         with pytest.raises(ValueError, match="row_counts must"):
             start([[1], [2]], max_new_tokens=1, max_running=2, row_counts=counts)
-    with pytest.raises(ValueError, match=r"prompts must .* one row and one column"):
+    with pytest.raises(ValueError, match="prompts is empty; give at least one"):
         start([], max_new_tokens=1)
+    # A prompt without tokens is none that can begin, but no mistake.
+    _, result = jax.eval_shape(lambda: start([[], []], max_new_tokens=1))
+    assert result.reasons.shape == (2,)
     with pytest.raises(ValueError, match=r"stop_sequences must be i32\[E, W\]"):
         start(one, max_new_tokens=1, stop_sequences=np.int32([1, 2]))
-    with pytest.raises(ValueError, match=r"logits of shape \[B, V\].* got \[2, 100\]"):
+    with pytest.raises(ValueError, match=r"logits of shape \[2, 100\].*\[1, V\]"):
         # Logits of rows, not of sequences.
         model = functools.partial(counting_model, all_rows=True)
         decoding.generate(model, None, fresh_cache(), one, max_new_tokens=1)

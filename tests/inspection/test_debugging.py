@@ -215,7 +215,7 @@ class TestStatuses:
         def model(_params, tokens, cache, batch):
             return jax.nn.one_hot(tokens, 5)[batch.last_rows], cache
 
-        cache = jkv.debug(jkv.init(config(num_blocks=2)))
+        cache = jkv.debug(jkv.init(config(num_blocks=1)))
         generate = jax.jit(
             lambda cache: jkv.generate(
                 model, None, cache, [[1, 2], [3, 4]], max_new_tokens=6
