@@ -30,10 +30,8 @@ follows:
 
 """
 
-prefill = jax.jit(
-    decoding.prefill,
-    static_argnames=("model", "max_new_tokens", "num_samples"),
-    donate_argnames="cache",
+begin = jax.jit(
+    decoding.begin, static_argnames=("model", "max_new_tokens", "num_samples")
 )
 decode = jax.jit(
     decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
@@ -76,7 +74,7 @@ def main():
     )
     # One seed is the first of consecutive ones: every sample draws its own numbers.
     sampling = jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1)
-    cache, state = prefill(
+    state = begin(
         model,
         params,
         cache,
@@ -84,7 +82,10 @@ def main():
         max_new_tokens=num_new,
         num_samples=num_samples,
         stop_tokens=jnp.array(model.config.stop_tokens, jnp.int32),
-        sampling=sampling,
+    )
+    # The first step computes the prompt, the second one forks.
+    cache, state = decode(
+        model, params, cache, state, sampling=sampling, num_steps=jnp.int32(2)
     )
     print(
         f"{len(prompt)} prompt tokens in blocks of {cache.block_size}; after the fork"
@@ -93,7 +94,10 @@ def main():
         blocks = np.asarray(jkv.block_ids(cache, int(seq_id)))
         print(f"  sample {i}: blocks", *blocks[blocks < cache.num_blocks])
 
-    cache, state = decode(model, params, cache, state, sampling=sampling)
+    most = jnp.int32(num_new)
+    cache, state = decode(
+        model, params, cache, state, sampling=sampling, num_steps=most
+    )
     for i, tokens in enumerate(np.asarray(state.result.tokens)):
         print(f"\n--- sample {i}\n{tokenizer.decode(tokens[tokens >= 0].tolist())}")
 

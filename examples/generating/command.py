@@ -21,10 +21,11 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from . import output, prompts
 from .options import SAMPLING
 
-# The two halves of `jkv.generate`, so that the host sees the tokens between steps.
+# `jkv.generate` in windows, so that the host sees the tokens between steps. The model
+# is compiled for the second alone.
 static = ("model", "max_new_tokens", "num_samples")
 donated = ("cache", "state")
-prefill = jax.jit(decoding.prefill, static_argnames=static, donate_argnames="cache")
+enqueue = jax.jit(decoding.begin, static_argnames=static)
 decode = jax.jit(decoding.decode, static_argnames="model", donate_argnames=donated)
 
 # Fewer steps a call show text sooner, more spend less time between calls.
@@ -90,16 +91,16 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def begin(task: Task, num_samples: int) -> Progressed:
-    """Read the prompts and generate the first tokens: all that has to be compiled."""
-    cache, state = prefill(
+    """Do the first step: all that has to be compiled."""
+    cache = jkv.init(task.config)
+    state = enqueue(
         task.model,
         task.params,
-        jkv.init(task.config),
+        cache,
         task.padded,
         max_new_tokens=task.max_new_tokens,
         num_samples=num_samples,
         stop_tokens=jnp.array(task.model.config.stop_tokens, jnp.int32),
-        sampling=task.sampling,
     )
     return advance(task, cache, state, num_steps=1)
 
