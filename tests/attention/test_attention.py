@@ -208,7 +208,7 @@ def test_any_order_of_blocks_gives_the_same_bits(implementation):
     np.testing.assert_array_equal(attend(*moved), attend(*positional))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "pallas"])
 def test_nan_outside_the_window_stays_outside(implementation):
     """Also in the slots of the first visible block that the window hides."""
     window = 6
@@ -374,6 +374,20 @@ def test_scales_of_any_float_dtype(implementation):
     assert np.asarray(results[0]).any()
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+def test_small_scales_survive_half_precision_queries():
+    """A weight times a scale of a millionth is below what float16 holds in full."""
+    positional = arguments(small_operands())
+    positional[0] = positional[0].astype(np.float16)
+    positional[2] = positional[2] * np.float32(1e-4)
+    positional, scales, meaning = quantized(positional, "int8")
+    expected = paged_attention(*meaning, implementation="reference")
+    output = paged_attention(*positional, implementation="pallas", **scales)
+    assert np.abs(expected).max() > 5e-5
+    np.testing.assert_allclose(
+        output.astype(np.float32), expected.astype(np.float32), rtol=0.02, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", dealt(ONE_BYTE[1:], turn=1))
