@@ -51,13 +51,18 @@ def test_a_machine_that_works(tmp_path, capsys):
 
 
 @pytest.mark.one_end
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda found: jnp.roll(found, 1, axis=0), lambda found: found * jnp.nan],
+    ids=["other rows", "nan"],
+)
 @pytest.mark.usefixtures("few_cases")
-def test_wrong_attention_is_reported(tmp_path, monkeypatch):
+def test_wrong_attention_is_reported(tmp_path, monkeypatch, spoil):
     right = correctness.paged_attention
 
     def wrong(*arguments, implementation, **options):
         found = right(*arguments, implementation="reference", **options)
-        return jnp.roll(found, 1, axis=0) if implementation == "xla" else found
+        return spoil(found) if implementation == "xla" else found
 
     monkeypatch.setattr(correctness, "paged_attention", wrong)
     path = tmp_path / "report.json"
