@@ -60,8 +60,8 @@ def test_sizes_are_python_ints_and_do_not_overflow():
         small_config(num_blocks=2**31)
     # Places in the ring of a prefix index go to twice as many.
     with pytest.raises(ValueError, match="with prefix_caching"):
-        small_config(num_blocks=2**30, prefix_caching=True)
-    assert small_config(num_blocks=2**30 - 1, prefix_caching=True).num_blocks
+        small_config(num_blocks=2**29, prefix_caching=True)
+    assert small_config(num_blocks=2**29 - 1, prefix_caching=True).num_blocks
     with pytest.raises(ValueError, match="max_context_length"):
         small_config(max_context_length=2**31)
     with pytest.raises(ValueError, match="max_sequences"):
