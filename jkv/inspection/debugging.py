@@ -30,9 +30,7 @@ class WatchedCache(Cache):
     """A cache in debug mode. Stamps are the low word of the cache's clock."""
 
     written: jax.Array  # u32[L, S], stamp of the step last written to a sequence
-    uncommitted: (
-        jax.Array
-    )  # u32[S], stamp of a step not committed yet, 0 if there is none
+    uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
     watch: Watch = dataclasses.field(metadata={"static": True})
 
     def enter(self, function: Callable[..., Any], given: inspect.BoundArguments) -> Any:

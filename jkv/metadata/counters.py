@@ -10,12 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import stage
 from jkv.state import Metadata
 from jkv.status import NUM_COUNTERS, Counter, Status
-
-# Rows that are counted by comparing: a scatter is cheaper for many, but not to compile.
-_MOST_COMPARED = 64
 
 
 def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
@@ -61,7 +59,7 @@ def settle(
 
 def _count(row: jax.Array) -> jax.Array:
     """Return how often each counter is among rows, i32[B], as i32[counters]."""
-    if row.shape[0] <= _MOST_COMPARED:
+    if row.shape[0] <= mentions.MOST_COMPARED:
         kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
         return jnp.sum(row[:, None] == kind[None], axis=0, dtype=jnp.int32)
     return jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")

@@ -26,12 +26,12 @@ from jkv.attention.xla.rows import attend_rows, is_small
 
 def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return what `attend_xla` does; small calls take the shorter way."""
-    return _attend(call, attend_rows) if is_small(call) else attend_xla(call)
+    return _attend_by_head(call, attend_rows) if is_small(call) else attend_xla(call)
 
 
 def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
-    return _attend(call, _attend_requests)
+    return _attend_by_head(call, _attend_requests)
 
 
 def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,7 +42,7 @@ def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Arr
     return attend_prefill(call, queries, output, lse)
 
 
-def _attend(
+def _attend_by_head(
     call: Call, attend: Callable[[Call, jax.Array], tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
     """Scale the queries, f32[R, K, G, D], and join the heads of what is found."""

@@ -26,7 +26,7 @@ from jkv.attention.xla.operations import divide, divide_up
 _ROWS_TRIP_BYTES = 2**18
 
 
-class Rows(NamedTuple):
+class Owners(NamedTuple):
     """Whose token each row is."""
 
     request: jax.Array  # i32[R]
@@ -70,7 +70,7 @@ def attend_rows(
     return finish_sums(sums, sees[:, None, None])
 
 
-def _locate_rows(call: Call) -> Rows:
+def _locate_rows(call: Call) -> Owners:
     """Find the request and the position of each row."""
     requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
     place = row[:, None] - requests.query_starts[None]  # i32[R, B]
@@ -80,13 +80,13 @@ def _locate_rows(call: Call) -> Rows:
     position = jnp.sum(jnp.where(owns, first[None] + place + 1, 0), axis=1) - 1
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
     request = jnp.sum(jnp.where(owns, request[None], 0), axis=1)
-    return Rows(request.astype(jnp.int32), position.astype(jnp.int32))
+    return Owners(request.astype(jnp.int32), position.astype(jnp.int32))
 
 
 def _take_columns(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    rows: Rows,
+    rows: Owners,
     width: int,  # W
     trip: jax.Array,
     sums: Sums,  # f32[R, K, G, ...]
