@@ -25,6 +25,7 @@ TESTED_ELSEWHERE = {
     "flax_model.py": "test_framework_models",
     "equinox_model.py": "test_framework_models",
     "serve_batch.py": "test_serve_batch",
+    "serve_http.py": "test_serve_http",
 }
 
 
@@ -71,6 +72,7 @@ def test_every_script_is_run_by_some_test():
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
         ("serve_batch.py", 40),
+        ("serve_http.py", 60),
     ],
 )
 def test_examples_are_short(script, limit):
