@@ -23,13 +23,12 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax-cache \
 # decides about copies and fusion is done before LLVM, and stays as it is.
 TEST_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # Half of the rest is MLIR, in between. The oldest JAX can still do without, the newest
-# cannot; what looks at the programs that XLA makes, or at its arithmetic, and the random
-# game against the plain-Python cache run with it on both.
+# cannot; what looks at the programs that XLA makes, or at the bits of small floats, runs
+# with it on both.
 PLAIN_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
-WITH_MLIR := $(patsubst %,tests/%.py,attention/test_attention attention/test_gradients \
-  metadata/test_stages storage/test_quantization verbs/test_in_place \
-  verbs/test_random_operations)
+WITH_MLIR := $(patsubst %,tests/%.py,metadata/test_stages storage/test_quantization \
+  verbs/test_in_place)
 # Four minutes of compiling kernels, for cards that are not there: a target of its own.
 MACHINE_CODE := tests/attention/kernel/test_kernel_machine_code.py
 

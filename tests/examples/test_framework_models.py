@@ -109,6 +109,7 @@ def test_paged_logits_are_those_of_plain_attention(example, step, expected):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_wrong_answers(example, step, expected):
     first, second, _ = expected
     shifted = paged_logits(example[0], step, start=4)[0]

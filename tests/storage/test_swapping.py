@@ -118,6 +118,7 @@ class TestOutAndBack:
             jkv.check(cache)
             assert [len(table(cache, int(i))) for i in back.seq_ids] == [0, 3]
 
+    @pytest.mark.one_end
     def test_recorded_tokens_go_along(self):
         cache = small_cache(record_tokens=True)
         cache, _ = allocate(cache, [0])
@@ -155,6 +156,7 @@ class TestOutAndBack:
         assert int(meta.num_uses[seq_id]) == uses == 2
 
 
+@pytest.mark.one_end
 class TestSharing:
     def test_survives_among_the_swapped(self):
         cache, forked = fork(opened(9), [0, 0])
@@ -441,6 +443,7 @@ class TestTheHostValue:
         assert chosen == [True, False, False, True, False]
 
 
+@pytest.mark.one_end
 class TestCost:
     def test_storage_is_given_up_only_if_asked(self):
         _, swapped = jkv.swap_out(opened(9), 0)
@@ -480,6 +483,7 @@ class TestCost:
         assert contents._scatter._cache_size() - scatters == 6
 
 
+@pytest.mark.one_end
 class TestWithAPrefixIndex:
     def computed(self, cache, prompt, salt):
         """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""

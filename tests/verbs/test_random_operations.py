@@ -46,6 +46,7 @@ def test_random_operations(name, mode, tmp_path):
 
 
 @pytest.mark.parametrize("name", EAGER)
+@pytest.mark.one_end
 def test_random_operations_without_storage(name, tmp_path):
     """Metadata alone follows the oracle just as well."""
     game = Game(SHAPES[name], make_verbs("eager"), 7, storage=False, folder=tmp_path)
