@@ -11,6 +11,11 @@ TORCH := torch==2.13.0+cpu
 VENV := .venv
 NEWEST := .venv-newest
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+# Bytecode of what every process of the tests imports, which pip was told to leave out.
+BYTECODE = cd $(1) && bin/python -m compileall -q -j 2 -x '/tests?/' \
+  $$(bin/python -c 'import sysconfig as s, os; p = s.get_path("purelib"); \
+  print(*(os.path.join(p, n) for n in "$(IMPORTED)".split()))')
+IMPORTED := absl chex flax jax jaxlib ml_dtypes numpy opt_einsum pluggy _pytest scipy xdist
 # A worker keeps to neighbouring tests, which share compiled programs.
 PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_ARGS ?=
@@ -116,6 +121,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@$(VENV)/bin/python $(PIP) -e ".[test]" jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers || \
 	  echo "no CPU build of torch to be had: parity tests read the committed logits"
+	@$(call BYTECODE,$(VENV))
 	@touch $@
 
 $(VENV)/.machine-code: $(VENV)/.test
@@ -132,6 +138,7 @@ $(NEWEST)/.test: pyproject.toml
 	@echo "installing jkv, its tests and the newest JAX with $(NEWEST_PYTHON) (once)"
 	@$(NEWEST_PYTHON) -m venv $(NEWEST)
 	@$(NEWEST)/bin/python $(PIP) --upgrade -e ".[test]" jax jaxlib
+	@$(call BYTECODE,$(NEWEST))
 	@touch $@
 
 clean:

@@ -286,6 +286,7 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
         assert texts(result) == [together[i]]
 
 
+@pytest.mark.one_end
 def test_a_queue_changes_no_text_of_a_real_model():
     options = dict(temperature=[0.0, 1.0, 0.0, 1.5] + [0.0] * 4)
     options |= dict(repetition_penalty=[1.0, 1.0, 1.4, 1.3] + [1.0] * 4)
@@ -505,6 +506,7 @@ def test_statistics_are_those_of_the_fullest_step():
     assert statistics.internal_fragmentation(4) == 0.5
 
 
+@pytest.mark.one_end
 def test_steps_from_the_host_equal_the_whole():
     options = arguments(PROMPTS, stops=(2, 3), temperature=1.0, repetition_penalty=1.2)
     params, before = attention_params(), fresh_cache()
@@ -529,6 +531,7 @@ def test_steps_from_the_host_equal_the_whole():
     assert_as_before(cache, before)
 
 
+@pytest.mark.one_end
 def test_a_generation_can_be_left_at_any_step():
     whole, *_ = run(attention_model, PROMPTS)
     # Token 2 stops the third text at once, the second in its fifth token.

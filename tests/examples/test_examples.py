@@ -75,6 +75,7 @@ def test_examples_are_short(script, limit):
     assert len((EXAMPLES / script).read_text().splitlines()) < limit
 
 
+@pytest.mark.one_end
 def test_quickstart_is_in_the_docs_with_its_output():
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     first_block = page.split("```python\n")[1].split("```")[0]

@@ -129,6 +129,7 @@ def test_models_have_the_signature_of_the_protocol(example):
     assert all(each.default is not inspect.Parameter.empty for each in more)
 
 
+@pytest.mark.one_end
 def test_scripts_run(example, capsys):
     module = example[0]
     module.main(num_tokens=6)

@@ -32,7 +32,7 @@ HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError("JKV_REQUIRE_PARITY is set, but transformers or torch is missing")
 NAMES = (*fixtures.CASES, "pydoc")
-CHECKPOINTS = [(name, "committed") for name in dealt(NAMES)]
+CHECKPOINTS = [(name, "committed") for name in dealt(NAMES, share=4)]
 if HAS_TRANSFORMERS:
     CHECKPOINTS += [(name, "live") for name in NAMES]
 

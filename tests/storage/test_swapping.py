@@ -76,6 +76,7 @@ class TestOutAndBack:
             [0, 1, 2, 3, 4],
         ]
 
+    @pytest.mark.one_end
     def test_into_a_fragmented_cache_of_another_size(self):
         cache, swapped = jkv.swap_out(opened(9, 14), [0, 1])
         other = fragmented()

@@ -24,7 +24,7 @@ import jkv
 from jkv.metadata.prefixes import hashing
 
 MODES = ["donated", "jitted", "eager"]
-CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), 1, share=4)
+CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), 1, share=8)
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
