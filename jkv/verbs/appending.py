@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
+from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
@@ -154,8 +155,7 @@ def _lay_out(
     ends = requests.saturating_cumsum(owned, num_rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    # The owner is the last request that starts at or before the row.
-    owner = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    owner = find_owners(starts, row)
     return _Rows(starts, num_rows - starts, row - starts[owner], owner)
 
 

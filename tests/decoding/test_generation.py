@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import copied, small_cache
+from compiled_modules import in_the_steps_of_a_loop
 
 import jkv
 from jkv import decoding
@@ -603,6 +604,8 @@ def test_donated_and_in_place():
     compiled = jitted.lower(
         attention_model, params, cache, prompts, max_new_tokens=3
     ).compile()
+    # A step computes what its rows need and no more: a prompt's 128 not for a token each.
+    assert in_the_steps_of_a_loop(compiled.as_text(), "128") == []
     # Neither loop holds a second copy of the pool.
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < cache.keys.nbytes // 4
