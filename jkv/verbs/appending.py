@@ -104,7 +104,7 @@ def _append(
 ) -> tuple[Metadata, dict[str, jax.Array | None]]:
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
-    growth = _decide(metadata, seq_ids, num_tokens, rows)
+    growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
     metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)
@@ -173,7 +173,7 @@ class _Growth(NamedTuple):
     taken_before: jax.Array  # i32[B], blocks taken by the requests before
 
 
-def _decide(
+def _judge_growth(
     metadata: Metadata, seq_ids: jax.Array, num_tokens: jax.Array, rows: _Rows
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""

@@ -604,7 +604,7 @@ def test_donated_and_in_place():
     compiled = jitted.lower(
         attention_model, params, cache, prompts, max_new_tokens=3
     ).compile()
-    # A step computes what its rows need and no more: a prompt's 128 not for a token each.
+    # A step of single tokens computes nothing for a prompt's 128 rows.
     assert in_the_steps_of_a_loop(compiled.as_text(), "128") == []
     # Neither loop holds a second copy of the pool.
     temporary = compiled.memory_analysis().temp_size_in_bytes

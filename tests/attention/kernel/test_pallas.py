@@ -35,7 +35,8 @@ NUM_ROWS = 12
 # (query length, context length) of each request; all share one trace.
 BATCHES = {
     "decode": [(1, 70), (1, 1), (1, 17), (1, 33)],
-    "mixed": [(5, 41), (1, 40), (0, 6), (4, 4)],
+    # The five rows stand on both sides of a border of tiles, whichever their size.
+    "mixed": [(5, 66), (1, 40), (0, 6), (4, 4)],
     "idle": [(0, 4), (0, 0), (1, 0), (1, 16)],
 }
 
