@@ -64,7 +64,8 @@ def begin_generation(
     *,
     max_new_tokens: int,
     limits: Integers | None,
-    stops: Stops,
+    stop_tokens: Integers,
+    stop_sequences: Texts | None,
     num_samples: int,
     sizes: StepSizes,
     salts: Integers,
@@ -74,6 +75,7 @@ def begin_generation(
     prompts = Prompts.of(
         texts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
+    stops = Stops.of(stop_tokens, stop_sequences, prompts.lengths.shape[0])
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
     num_blocks = num_free_blocks(cache)

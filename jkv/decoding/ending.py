@@ -1,6 +1,7 @@
 """How sequences of a generation end: one reason each, the first that applies.
 
-Symbols: Q prompts, E stop tokens, F stop sequences of C tokens at most, K lanes.
+Symbols: Q prompts, E stop tokens, F stop sequences of C tokens at most, K lanes. What
+stops all prompts alike has one row for all Q of them.
 """
 
 import dataclasses
@@ -24,30 +25,92 @@ _NO_TOKEN = -2
 class Stops:
     """What ends a text when its new tokens end with it."""
 
-    tokens: jax.Array  # i32[E]
-    sequences: jax.Array | None  # i32[F, C], -1 before each one, to the right
+    tokens: jax.Array  # i32[Q or 1, E], -1 stops nothing
+    # i32[Q or 1, F, C], -1 before each one, to the right
+    sequences: jax.Array | None
 
     @classmethod
-    def of(cls, tokens: Any, sequences: Any | None) -> "Stops":
-        """Take stop tokens, i32[E], and stop sequences, -1 after each one's end."""
-        tokens = jnp.asarray(tokens, jnp.int32).reshape(-1)
+    def of(cls, tokens: Any, sequences: Any | None, num_prompts: int) -> "Stops":
+        """Take what stops all prompts, or with an axis more each of Q prompts.
+
+        Args:
+          tokens: i32[E] or i32[Q, E].
+          sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end.
+          num_prompts: Q.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.ndim != 2:
+            tokens = tokens.reshape(1, -1)
+        _check_rows("stop_tokens", tokens, num_prompts)
         if sequences is None:
             return cls(tokens=tokens, sequences=None)
         sequences = jnp.asarray(sequences)
-        if sequences.ndim != 2 or not jnp.issubdtype(sequences.dtype, jnp.integer):
+        if sequences.ndim not in (2, 3) or not jnp.issubdtype(
+            sequences.dtype, jnp.integer
+        ):
             raise ValueError(
-                "stop_sequences must be i32[E, W], one a row and -1 after its end, got "
+                "stop_sequences must be i32[E, W], one a row and -1 after its end, or "
+                "i32[B, E, W] with those of each prompt, got "
                 f"{sequences.dtype}{list(sequences.shape)}"
             )
         if 0 in sequences.shape:
             return cls(tokens=tokens, sequences=None)
-        sequences = sequences.astype(jnp.int32)
-        column = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
-        is_token = jnp.cumprod((sequences >= 0).astype(jnp.int32), axis=1)
-        missing = sequences.shape[1] - jnp.sum(is_token, axis=1, dtype=jnp.int32)
-        source = column - missing[:, None]
-        moved = jnp.take_along_axis(sequences, jnp.maximum(source, 0), axis=1)
-        return cls(tokens=tokens, sequences=jnp.where(source < 0, _ANY, moved))
+        if sequences.ndim == 2:
+            sequences = sequences[None]
+        _check_rows("stop_sequences", sequences, num_prompts)
+        return cls(tokens=tokens, sequences=_to_the_right(sequences.astype(jnp.int32)))
+
+    def of_prompts(self, prompts: jax.Array) -> "Stops":
+        """Return what stops each of these prompts, i32[K], or all of them alike."""
+
+        def pick(rows: jax.Array) -> jax.Array:
+            return rows if rows.shape[0] == 1 else rows[prompts]
+
+        return jax.tree.map(pick, self)
+
+    def replace(self, prompts: jax.Array, stops: "Stops", num_prompts: int) -> "Stops":
+        """Return these with those of other prompts in the place of some, i32[K] of Q.
+
+        Raises:
+          ValueError: unless each prompt has its own, as many and as long.
+        """
+
+        def put(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+            was, now = [() if rows is None else rows.shape for rows in (old, new)]
+            if was[1:] != now[1:] or (old is not None and old.size and was[0] != most):
+                raise ValueError(
+                    f"what stops added prompts must have the shape of the first call: "
+                    f"its stops are {list(was)}, those added {list(now)}, with rows "
+                    f"for {most} prompts; begin with stop_tokens i32[B, E] and "
+                    f"stop_sequences i32[B, F, C], and add both"
+                )
+            if old is None or new is None:
+                return None
+            return old.at[prompts].set(new, mode="drop")
+
+        most = num_prompts
+        tokens = put(self.tokens, stops.tokens)
+        assert tokens is not None
+        return Stops(tokens=tokens, sequences=put(self.sequences, stops.sequences))
+
+
+def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:
+    if rows.shape[0] not in (1, num_prompts):
+        raise ValueError(
+            f"{name} must have one row for each of {num_prompts} prompts, or none; got "
+            f"shape {list(rows.shape)}"
+        )
+
+
+def _to_the_right(sequences: jax.Array) -> jax.Array:
+    """Move sequences, i32[..., C], to the right, -1 in front instead of behind."""
+    width = sequences.shape[-1]
+    column = jax.lax.broadcasted_iota(jnp.int32, sequences.shape, sequences.ndim - 1)
+    is_token = jnp.cumprod((sequences >= 0).astype(jnp.int32), axis=-1)
+    missing = width - jnp.sum(is_token, axis=-1, dtype=jnp.int32, keepdims=True)
+    source = column - missing
+    moved = jnp.take_along_axis(sequences, jnp.maximum(source, 0), axis=-1)
+    return jnp.where(source < 0, _ANY, moved)
 
 
 class Bounds(NamedTuple):
@@ -111,7 +174,8 @@ def judge_texts(
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     lengths = result.lengths[sequences]
     newest = result.tokens[sequences, jnp.maximum(lengths - 1, 0)]
-    is_stop = jnp.any(newest[:, None] == stops.tokens[None], axis=1)
+    stops = stops.of_prompts(prompt)
+    is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
         is_stop |= _ends_with_any(result, sequences, stops.sequences)
     return find_first(
@@ -127,12 +191,15 @@ def judge_texts(
 def _ends_with_any(
     result: Generation, sequences: jax.Array, stops: jax.Array
 ) -> jax.Array:
-    """Return which texts, i32[K], end with one of the stop sequences, bool[K]."""
-    width = stops.shape[1]
+    """Return which texts, i32[K], end with a stop sequence of theirs, bool[K].
+
+    The sequences are i32[K or 1, F, C].
+    """
+    width = stops.shape[2]
     place = jnp.arange(width, dtype=jnp.int32)[None]
     column = result.lengths[sequences][:, None] - width + place
     last = result.tokens[sequences[:, None], jnp.maximum(column, 0)]
     last = jnp.where(column < 0, _NO_TOKEN, last)
-    agrees = (stops[None] == _ANY) | (stops[None] == last[:, None])
-    is_stop = jnp.all(agrees, axis=2) & jnp.any(stops != _ANY, axis=1)[None]
+    agrees = (stops == _ANY) | (stops == last[:, None])
+    is_stop = jnp.all(agrees, axis=2) & jnp.any(stops != _ANY, axis=2)
     return jnp.any(is_stop, axis=1)

@@ -69,9 +69,10 @@ def generate(
         one that is empty is not begun. Lists of other lengths compile anew.
       max_new_tokens: most new tokens of any sequence, G; static.
       limits: i32[B], most new tokens of each, at most G; None is G for all.
-      stop_tokens: i32[E], tokens that end a sequence; they are kept in the result.
+      stop_tokens: i32[E], tokens that end a sequence; they are kept in the result. Each
+        prompt can have its own, i32[B, E] with -1 for none.
       stop_sequences: i32[F, C], -1 after each one's end: a sequence ends when its new
-        tokens end with one of them; they are kept.
+        tokens end with one of them; they are kept. Of each prompt: i32[B, F, C].
       sampling: how tokens are chosen, one number or B * num_samples; greedy by default.
       num_samples: continuations of each prompt, which is computed once (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.

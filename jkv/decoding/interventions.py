@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.closing import close_ended
-from jkv.decoding.ending import judge_prompts
+from jkv.decoding.ending import Stops, judge_prompts
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.seating import drop_from_queue
+from jkv.decoding.scheduling.seating import drop_from_queue, order_queue
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
-from jkv.state import Cache
+from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
 
 
@@ -76,13 +76,17 @@ def add_prompts(
     prompts: Texts,
     *,
     limits: Integers | None = None,
+    stop_tokens: Integers | None = None,
+    stop_sequences: Texts | None = None,
+    num_samples: Integers | None = None,
     salts: Integers = 0,
+    priorities: Integers = 0,
 ) -> GenerationState:
     """Let more prompts wait, in the place of some that have ended.
 
-    Their sequences begin with nothing, behind all that wait; what those before them
-    had is forgotten. Whoever serves begins with empty prompts, as many as there are
-    slots, and fills these as requests come.
+    Their sequences begin with nothing, behind those that wait with the same priority;
+    what those before them had is forgotten. Whoever serves begins with empty prompts,
+    as many as there are slots, and fills these as requests come.
 
     Args:
       cache: the cache.
@@ -91,7 +95,13 @@ def add_prompts(
         a slot must have ended, or it stays as it is; the first mention counts.
       prompts: i32[K, P], -1 after each one's end, P as in the first call.
       limits: i32[K], most new tokens of each; None is as many as there is room for.
+      stop_tokens: i32[K, E], those of each prompt, -1 for none, E as in the first call.
+        None leaves those of the first call, which then hold for all prompts.
+      stop_sequences: i32[K, F, C], likewise, -1 after each one's end.
+      num_samples: i32[K], how many of its sequences each prompt wants; the others
+        count as CANCELLED. None is all.
       salts: i32[K] or int, domains of the prefix cache.
+      priorities: i32[K] or int; of those that have not begun, smaller ones go first.
 
     Returns:
       The state; a prompt that cannot begin has a reason at once.
@@ -121,6 +131,7 @@ def add_prompts(
         limits=limits,
         max_new_tokens=state.result.tokens.shape[1],
         salts=salts,
+        priorities=priorities,
     )
     if added.tokens.shape != (len(slots), width):
         raise ValueError(
@@ -135,11 +146,23 @@ def add_prompts(
     kept = jax.tree.map(
         lambda old, new: old.at[slot].set(new, mode="drop"), state.prompts, added
     )
-    return _queue_up(cache, dataclasses.replace(state, prompts=kept), slot, added)
+    stops = state.stops
+    if stop_tokens is not None or stop_sequences is not None:
+        none = () if stop_tokens is None else stop_tokens
+        added_stops = Stops.of(none, stop_sequences, len(slots))
+        stops = stops.replace(slot, added_stops, num_prompts)
+    state = dataclasses.replace(state, prompts=kept, stops=stops)
+    most = state.num_samples if num_samples is None else num_samples
+    (wanted,) = broadcast(len(slots), num_samples=most)
+    return _queue_up(cache, state, slot, added, jnp.asarray(wanted))
 
 
 def _queue_up(
-    cache: Cache, state: GenerationState, slot: jax.Array, added: Prompts
+    cache: Cache,
+    state: GenerationState,
+    slot: jax.Array,
+    added: Prompts,
+    wanted: jax.Array,
 ) -> GenerationState:
     """Let the sequences of added prompts wait.
 
@@ -148,12 +171,15 @@ def _queue_up(
       state: with the prompts.
       slot: i32[K], their places; Q is none.
       added: K prompts.
+      wanted: i32[K], how many sequences of each begin.
     """
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (slot[:, None] * num_samples + sample_index).reshape(-1)
     reasons = judge_prompts(added, state.bounds(cache))
-    reasons = jnp.repeat(reasons, num_samples)
+    is_wanted = sample_index < wanted[:, None]
+    unwanted = jnp.int32(FinishReason.CANCELLED)
+    reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
     begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
     # Sequences of a slot may have ended while they waited.
     queue = drop_from_queue(state.queue, ~state.is_running)
@@ -163,7 +189,7 @@ def _queue_up(
     def begin(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[sequences].set(new, mode="drop")
 
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         result=Generation(
             tokens=begin(old.tokens, fresh.tokens),
@@ -172,6 +198,24 @@ def _queue_up(
             logprobs=begin(old.logprobs, fresh.logprobs),
             statistics=old.statistics,
         ),
-        queue=ring.push(queue, sequences, begins),
         seating_needs=jnp.zeros((), jnp.int32),
     )
+    queue = ring.push(queue, sequences, begins)
+    queue = order_queue(queue, _find_ranks(state, queue))
+    return dataclasses.replace(state, queue=queue)
+
+
+def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
+    """Return the priority of each sequence, i32[N].
+
+    Samples of a prompt that has begun come before all: only one prompt is ever held.
+    """
+    num_samples, is_running = state.num_samples, state.is_running
+    place = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    waiting = jnp.where(place < queue.count, ring.peek(queue, place), len(is_running))
+    has_begun = is_running.at[waiting].set(False, mode="drop")
+    has_begun |= state.result.lengths > 0
+    has_begun = jnp.any(has_begun.reshape(-1, num_samples), axis=1)
+    first = jnp.iinfo(jnp.int32).min
+    ranks = jnp.where(has_begun, first, state.prompts.priorities)
+    return jnp.repeat(ranks, num_samples)

@@ -22,6 +22,7 @@ class Prompts:
     lengths: jax.Array  # i32[Q]
     limits: jax.Array  # i32[Q], most new tokens of each of its sequences
     salts: jax.Array  # i32[Q], domain of the prefix index
+    priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
 
     @classmethod
     def of(
@@ -31,6 +32,7 @@ class Prompts:
         limits: Integers | None,
         max_new_tokens: int,
         salts: Integers,
+        priorities: Integers = 0,
     ) -> "Prompts":
         """Take the tokens before each row's first negative entry."""
         tokens = as_prompts(texts, "prompts")
@@ -41,12 +43,13 @@ class Prompts:
         num_prompts = tokens.shape[0]
         is_token = (tokens >= 0).astype(jnp.int32)
         is_token = jnp.cumprod(is_token, axis=1, dtype=jnp.int32)
-        (salts,) = broadcast(num_prompts, salts=salts)
+        salts, priorities = broadcast(num_prompts, salts=salts, priorities=priorities)
         return cls(
             tokens=tokens,
             lengths=jnp.sum(is_token, axis=1, dtype=jnp.int32),
             limits=_fill_limits(limits, num_prompts, max_new_tokens),
             salts=jnp.asarray(salts),
+            priorities=jnp.asarray(priorities),
         )
 
 

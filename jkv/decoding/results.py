@@ -28,6 +28,8 @@ class FinishReason(enum.IntEnum):
     EMPTY_PROMPT = 6  # there was nothing to continue: it never began
     CANCELLED = 7  # it was cancelled, or its row was freed by somebody else
     NAN_LOGITS = 8  # the model's logits for its next token were not numbers
+    DEADLINE = 9  # its time was over (`jkv.serving`)
+    FAILED = 10  # an exception in the loop that computed it (`jkv.serving`)
 
 
 class Statistics(NamedTuple):

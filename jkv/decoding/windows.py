@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.beginning import StepSizes, begin_generation
-from jkv.decoding.ending import Stops
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.progress import GenerationState
@@ -75,7 +74,8 @@ def begin(
     """Let B prompts wait; `decode` does the rest, any number of steps at a time.
 
     For hosts that add prompts later (`add_prompts`) and so begin with empty ones. The
-    model is traced for the shape of its logits, not run.
+    model is traced for the shape of its logits, not run. What stops them may be of each
+    prompt, with an axis more; then prompts that are added bring their own.
 
     Args:
       model: as for `generate`.
@@ -84,8 +84,8 @@ def begin(
       prompts: as for `generate`.
       max_new_tokens: as for `generate`.
       limits: as for `generate`.
-      stop_tokens: as for `generate`.
-      stop_sequences: as for `generate`.
+      stop_tokens: as for `generate`, or i32[B, E].
+      stop_sequences: as for `generate`, or i32[B, F, C].
       num_samples: as for `generate`.
       max_running: as for `generate`.
       chunk_size: as for `generate`.
@@ -119,7 +119,8 @@ def begin(
         prompts,
         max_new_tokens=max_new_tokens,
         limits=limits,
-        stops=Stops.of(stop_tokens, stop_sequences),
+        stop_tokens=stop_tokens,
+        stop_sequences=stop_sequences,
         num_samples=num_samples,
         sizes=StepSizes(max_running, chunk_size, row_counts),
         salts=salts,

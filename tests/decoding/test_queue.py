@@ -314,3 +314,38 @@ def test_windows_cancel_and_add_as_a_host_does():
             assert result.reasons[i] == texts.reasons[i]
             assert tokens == texts.new[i]
     assert_given_back(pool(12), cache)
+
+
+def test_what_stops_added_prompts_has_the_shape_of_the_first_call():
+    call, cache = draw_call(np.random.default_rng(0), 1), pool()
+    values = arguments(call)
+    del values["sampling"]
+    tokens = np.ones((PROMPTS, 2), np.int32)
+    sequences = np.ones((PROMPTS, 4, 3), np.int32)
+    own = values | dict(stop_tokens=tokens, stop_sequences=sequences)
+
+    def start(values):
+        return decoding.begin(hash_model, np.uint32(0), cache, **values)
+
+    def add(state, **stops):
+        prompts = np.ones((2, WIDTH), np.int32)
+        return decoding.add_prompts(cache, state, [1, 2], prompts, **stops)
+
+    def try_to(values, **stops):
+        state = jax.eval_shape(lambda: start(values))
+        return jax.eval_shape(lambda state: add(state, **stops), state)
+
+    both = dict(stop_tokens=tokens[:2], stop_sequences=sequences[:2])
+    assert try_to(own, **both).stops.tokens.shape == (PROMPTS, 2)
+    assert try_to(values).stops.tokens.shape == (1, 2)
+    words = "must have the shape of the first call"
+    for wrong in (
+        both | dict(stop_tokens=tokens[:2, :1]),
+        dict(stop_tokens=tokens[:2]),
+    ):
+        with pytest.raises(ValueError, match=words):
+            try_to(own, **wrong)
+    with pytest.raises(ValueError, match=words):
+        try_to(values, **both)  # those hold for all
+    with pytest.raises(ValueError, match=f"one row for each of {PROMPTS} prompts"):
+        try_to(values | dict(stop_tokens=tokens[:3]))

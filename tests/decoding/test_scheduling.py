@@ -18,6 +18,7 @@ from jkv.decoding.scheduling.seating import (
     drop_from_queue,
     find_candidates,
     make_queue,
+    order_queue,
     seat,
 )
 
@@ -40,7 +41,7 @@ def seat_next(places, queue, ended, costs, num_free_blocks, num_free_places):
 
 preempt, leave = jax.jit(preempt_youngest), jax.jit(vacate)
 oldest = jax.jit(find_oldest, static_argnums=2)
-drop = jax.jit(drop_from_queue)
+drop, order = jax.jit(drop_from_queue), jax.jit(order_queue)
 
 
 def by_age(places, queue):
@@ -91,6 +92,10 @@ def test_places_and_queue_are_three_lists(seed):
         if rng.random() < 0.2:
             queue = drop(queue, ended)
             waiting = [i for i in waiting if not ended[i]]
+        if rng.random() < 0.2:
+            ranks = rng.choice([-(2**31), -1, 0, 2**31 - 1], SEQUENCES)
+            queue = order(queue, ranks.astype(np.int32))
+            waiting.sort(key=lambda i: ranks[i])  # noqa: B023 (used at once)
         assert by_age(places, queue) == (running, preempted, waiting)
         youngest = int(find_youngest_running(places))
         assert youngest == PLACES or places.sequences[youngest] == running[-1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 import jkv
-from jkv import decoding
+from jkv import decoding, serving
 
 PUBLIC = """
     NO_SEQUENCE Allocation Batch BatchFull BlockInfo Cache CacheConfig CacheError
@@ -112,7 +112,8 @@ def test_a_public_function_says_what_it_takes_returns_and_refuses(name: str) -> 
 def public_records() -> dict[str, type]:
     """All public dataclasses and named tuples by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    names |= {name: getattr(decoding, name) for name in decoding.__all__}
+    for room in (decoding, serving):
+        names |= {name: getattr(room, name) for name in room.__all__}
     return {
         name: value
         for name, value in names.items()

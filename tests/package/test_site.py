@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 import jkv
-from jkv import decoding
+from jkv import decoding, serving
 
 pytestmark = pytest.mark.one_end
 
@@ -65,7 +65,8 @@ def test_the_reference_has_every_public_name_once() -> None:
     pages = [path.read_text() for path in (DOCS / "reference").glob("*.md")]
     named = re.findall(r"^::: jkv\.([\w.]+)$", "\n".join(pages), re.MULTILINE)
     of_decoding = {f"decoding.{n}" for n in decoding.__all__ if n not in jkv.__all__}
-    assert sorted(named) == sorted({*jkv.__all__, *of_decoding})
+    of_serving = {f"serving.{name}" for name in serving.__all__}
+    assert sorted(named) == sorted({*jkv.__all__, *of_decoding, *of_serving})
     index = (DOCS / "reference" / "index.md").read_text()
     for name in named:
         assert f"#jkv.{name})" in index, name

@@ -32,6 +32,15 @@ def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
     return ring.push(_empty_queue(rank.shape[0]), sequences, stays)
 
 
+def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
+    """Order those that wait by the ranks of N sequences, i32[N]; equal ones stay."""
+    place = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    sequences, waits = ring.peek(queue, place), place < queue.count
+    last = jnp.iinfo(jnp.int32).max
+    order = jnp.argsort(jnp.where(waits, ranks[sequences], last), stable=True)
+    return ring.push(_empty_queue(place.shape[0]), sequences[order], waits[order])
+
+
 def _empty_queue(size: int) -> Ring:
     none = jnp.zeros((), jnp.int32)
     return Ring.of(

@@ -1,0 +1,20 @@
+"""An engine for requests that come and go: `Engine`, and what it takes and gives."""
+
+from jkv.serving.core import QueueFull
+from jkv.serving.engine import Engine
+from jkv.serving.measures import EngineStats, Times
+from jkv.serving.record import Completion, EngineError, Event, RequestState
+from jkv.serving.submission import RequestRefused, StopSizes
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineError",
+    "EngineStats",
+    "Event",
+    "QueueFull",
+    "RequestRefused",
+    "RequestState",
+    "StopSizes",
+    "Times",
+]

@@ -1,0 +1,317 @@
+"""Requests and windows together: what a turn of the engine does.
+
+A turn (`step`) tells the generation who comes and goes, starts its next window, and
+reads the last one. Every end of a sequence, whatever its cause, goes through `_end`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+
+from jkv.decoding.results import FinishReason
+from jkv.inspection.invariants import check
+from jkv.serving.book import Book, Part
+from jkv.serving.deadlines import Deadlines
+from jkv.serving.loop import Loop
+from jkv.serving.measures import EngineStats, Measures
+from jkv.serving.programs import STAGES, EngineSizes, WindowReport
+from jkv.serving.record import (
+    Cursor,
+    EngineError,
+    Event,
+    Record,
+    RequestState,
+    Sample,
+)
+from jkv.serving.store import Store
+from jkv.serving.submission import Request
+from jkv.serving.texts import Detokenize, TextStream
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; submit again later."""
+
+
+class HostOptions(NamedTuple):
+    """What the host does with requests."""
+
+    detokenize: Detokenize | None
+    max_waiting: int | None
+    max_results: int
+    result_seconds: float
+    checks: bool  # look at the cache's invariants after each window
+    clock: Callable[[], float]
+
+
+class _Window(NamedTuple):
+    """Steps that were started and not read yet."""
+
+    parts: list[Part | None]  # who had each prompt
+    report: WindowReport
+
+
+class Core:
+    """The host's side of an engine; one thread at a time does its steps.
+
+    Attributes:
+      loop: the device's side.
+      book: requests that have not ended.
+      measures: what was done.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sizes: EngineSizes,
+        options: HostOptions,
+        lock: AbstractContextManager[Any],
+    ):
+        self.loop, self.measures = loop, Measures()
+        self.book = Book(sizes.num_prompts, sizes.num_samples)
+        self.measures.free_blocks = loop.num_blocks
+        self._sizes, self._options, self._lock = sizes, options, lock
+        self._deadlines = Deadlines()
+        self._ended: Store[Record] = Store(
+            max_entries=options.max_results,
+            seconds=options.result_seconds,
+            clock=options.clock,
+        )
+        self._unread: _Window | None = None
+        # Those with something new, and what `step` has told of each request.
+        self._changed: dict[int, Record] = {}
+        self._cursors: dict[int, Cursor] = {}
+        self._next_id = 0
+        self._failure: BaseException | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step would do nothing."""
+        has_news = self._unread is not None or self._changed
+        return not (self.book.records or has_news or self.book.has_changes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait."""
+        most = self._options.max_waiting
+        return most is None or self.book.num_waiting < most
+
+    def add(self, request: Request) -> Record:
+        """Let a request wait.
+
+        Raises:
+          QueueFull: if too many do.
+          EngineError: if the engine cannot go on.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise EngineError("the engine has failed") from self._failure
+            if not self.has_room:
+                raise QueueFull(f"{self.book.num_waiting} requests wait already")
+            detokenize, now = self._options.detokenize, self._options.clock()
+            samples = [Sample(None) for _ in range(request.n)]
+            if detokenize is not None:
+                prompt, stops = request.tokens.tolist(), request.stop_strings
+                for sample in samples:
+                    sample.stream = TextStream(detokenize, prompt, stops)
+            record = Record(self._next_id, request, samples, now)
+            self._next_id += 1
+            self.book.add(record)
+            self._cursors[record.request_id] = Cursor(record)
+            if request.timeout is not None:
+                self._deadlines.add(record.request_id, now + request.timeout)
+            return record
+
+    def find(self, request_id: int) -> Record:
+        """Return a request that goes on, or one that ended not long ago.
+
+        Raises:
+          KeyError: for any other.
+        """
+        with self._lock:
+            record = self.book.records.get(request_id) or self._ended.find(request_id)
+        if record is None:
+            raise KeyError(
+                f"request {request_id} was never submitted, or it ended so long ago "
+                f"that its results are forgotten (max_results, result_seconds)"
+            )
+        return record
+
+    def cancel(self, record: Record) -> bool:
+        """End what goes on of a request; return whether there was anything."""
+        with self._lock:
+            goes_on = not record.has_ended
+            self._end_all(record, FinishReason.CANCELLED)
+            self._wake(record)
+        return goes_on
+
+    def cancel_all(self) -> None:
+        """End everything that goes on."""
+        for record in list(self.book.records.values()):
+            self.cancel(record)
+
+    def count_refused(self) -> None:
+        """Note a request that was not taken in."""
+        with self._lock:
+            self.measures.refused += 1
+
+    def read_stats(self) -> EngineStats:
+        """Return a snapshot."""
+        with self._lock:
+            states = self.book.count_states()
+            return self.measures.read(
+                self.loop.cache.num_blocks,
+                self._options.clock(),
+                waiting=states[RequestState.WAITING],
+                running=states[RequestState.RUNNING],
+                preempted=states[RequestState.PREEMPTED],
+            )
+
+    # A turn.
+
+    def step(self) -> list[Event]:
+        """Start the next window, read the last one, and return what is new."""
+        try:
+            window = self._start_window()
+            unread, self._unread = self._unread, window
+            if unread is not None:
+                self._read_window(unread)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        return self._tell_news()
+
+    def _start_window(self) -> _Window | None:
+        with self._lock:
+            self._end_overdue()
+            changes = []
+            while self.book.has_changes:
+                seated = self.book.seat(self._sizes.num_lanes)
+                changes.append((seated, self.book.take_cancelled()))
+            parts = self.book.seated_parts()
+            has_work = self.book.num_seated > 0
+        for seated, cancelled in changes:
+            self.loop.exchange(seated, cancelled)
+        report = self.loop.run(self._sizes.num_steps) if has_work else None
+        if self._options.checks and (changes or report):
+            check(self.loop.cache)
+        return None if report is None else _Window(parts, report)
+
+    def _read_window(self, window: _Window) -> None:
+        report = jax.device_get(window.report)
+        counts, reasons = report.counts.tolist(), report.reasons.tolist()
+        stages, num_tokens = report.stages.tolist(), 0
+        with self._lock:
+            now = self._options.clock()
+            for sequence, part, index in self.book.live_samples(window.parts):
+                count, reason = counts[sequence], FinishReason(reasons[sequence])
+                record, sample = part.record, part.record.samples[index]
+                sample.stage = STAGES[stages[sequence]]
+                if not count and reason == FinishReason.RUNNING:
+                    continue
+                before = len(sample.tokens)
+                tokens = report.tokens[sequence, :count].tolist()
+                logprobs = report.logprobs[sequence, :count].tolist()
+                self._take(record, index, tokens, logprobs, reason)
+                self._note_times(record, sample, count, now)
+                num_tokens += len(sample.tokens) - before
+            self.measures.add_window(report.statistics, num_tokens, now)
+            self.measures.free_blocks = int(report.num_free_blocks)
+
+    def _take(
+        self,
+        record: Record,
+        index: int,
+        tokens: list[int],
+        logprobs: list[float],
+        reason: FinishReason,
+    ) -> None:
+        """Take what a window brought for a sequence."""
+        self._changed[record.request_id] = record
+        try:
+            ended = record.samples[index].extend(tokens, logprobs, reason)
+        except Exception as error:  # of the user's detokenizer
+            record.error = error
+            self._end_all(record, FinishReason.FAILED)
+            return
+        if ended != FinishReason.RUNNING:
+            goes_on = reason == FinishReason.RUNNING
+            self._end(record, index, ended, is_computed=goes_on)
+
+    def _note_times(
+        self, record: Record, sample: Sample, count: int, now: float
+    ) -> None:
+        if not count:
+            return
+        if record.first_token is None:
+            record.first_token = now
+            self.measures.first_token.add(now - record.submitted)
+        if sample.newest is not None:
+            self.measures.next_token.add((now - sample.newest) / count, count)
+        sample.newest = now
+
+    def _tell_news(self) -> list[Event]:
+        """Return what is new of requests, and wake those who wait for it."""
+        events = []
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            for record in changed.values():
+                events += self._cursors[record.request_id].read()
+                if record.has_ended:
+                    del self._cursors[record.request_id]
+                self._wake(record)
+        return events
+
+    def _wake(self, record: Record) -> None:
+        for listener in list(record.listeners):
+            try:
+                listener()
+            except RuntimeError:  # its event loop is closed: the consumer is gone
+                record.listeners.remove(listener)
+                self._end_all(record, FinishReason.CANCELLED)
+
+    # How a request ends.
+
+    def _end_overdue(self) -> None:
+        for request_id in self._deadlines.pop_due(self._options.clock()):
+            record = self.book.records.get(request_id)
+            if record is not None:
+                self._end_all(record, FinishReason.DEADLINE)
+        self._deadlines.forget_ended(self.book.records.__contains__)
+
+    def _end_all(self, record: Record, reason: FinishReason) -> None:
+        for index, sample in enumerate(record.samples):
+            if not sample.has_ended:
+                self._end(record, index, reason, is_computed=True)
+
+    def _end(
+        self, record: Record, index: int, reason: FinishReason, *, is_computed: bool
+    ) -> None:
+        """End a sequence: the one place where its blocks are given back."""
+        self._changed[record.request_id] = record
+        if not self.book.end(record, index, reason, is_computed=is_computed):
+            return
+        self._ended.put(record.request_id, record)
+        name = record.state.value  # finished, cancelled or failed
+        setattr(self.measures, name, getattr(self.measures, name) + 1)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail the requests in the generation, and begin with an empty one."""
+        with self._lock:
+            self._unread = None
+            for part in self.book.seated_parts():
+                if part is not None and not part.record.has_ended:
+                    part.record.error = error
+                    self._end_all(part.record, FinishReason.FAILED)
+            self.book.take_cancelled()
+            try:
+                self.loop.start_again()
+            except Exception as failure:
+                failure.__cause__ = error
+                self._failure = failure
+                for record in list(self.book.records.values()):
+                    record.error = failure
+                    self._end_all(record, FinishReason.FAILED)
+            self.measures.free_blocks = self.loop.num_blocks

@@ -1,0 +1,536 @@
+"""Engine: a host around the jitted step, for requests that come and go.
+
+A turn of the engine starts the next window of steps and then reads the last one, so
+that the device computes while the host reads. Requests enter and leave between two
+windows; inside one nothing asks the host.
+
+What happens is in `core`. What needs no device has modules of its own: what was asked
+(`submission`), what has come of it (`record`), who waits and who is where (`book`),
+what has ended (`store`), whose time is over (`deadlines`), text (`texts`) and numbers
+(`measures`). Threads are in `turns`, those who read along in `consumers`.
+
+The file is long by what each method says of itself.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.model import Model
+from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.results import FinishReason
+from jkv.decoding.windows import CHUNK_SIZE
+from jkv.metadata.requests import Integers, Texts
+from jkv.serving.consumers import await_events, read_events
+from jkv.serving.core import Core, HostOptions, QueueFull
+from jkv.serving.loop import Loop, Progress
+from jkv.serving.measures import EngineStats
+from jkv.serving.programs import EngineSizes
+from jkv.serving.record import Completion, Event, Record, RequestState
+from jkv.serving.submission import (
+    Limits,
+    Request,
+    RequestRefused,
+    StopSizes,
+    as_salt,
+    as_stop_sequences,
+    as_token_ids,
+    check_request,
+    split_batch,
+    spread_sampling,
+)
+from jkv.serving.texts import Detokenize
+from jkv.serving.turns import Turns
+from jkv.state import Cache
+
+# Prompts that one call of `exchange` takes to the device.
+NUM_LANES = 16
+
+
+class Engine:
+    """Continues requests on a cache: a queue without end around `jkv.generate`'s step.
+
+    Tokens, logprobs and reasons are those that `jkv.generate` gives. The cache belongs
+    to the engine from now on (it is donated); what others have open in it stays.
+
+    Without a thread of its own the engine goes on while somebody waits for it:
+    `generate`, `stream`, `events` and `results` do the steps. `start`, or the engine
+    as a context manager, gives it a thread. All methods may be called by any thread.
+
+    Example:
+      >>> import jax, jkv
+      >>> from jkv.serving import Engine
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
+      >>> [r.tokens for r in engine.generate([[5, 6], [40]], max_new_tokens=3)]
+      [[7, 8, 9], [41, 42, 43]]
+      >>> list(engine.stream(engine.submit([60], max_new_tokens=2)))
+      [61, 62]
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        cache: Cache,
+        *,
+        max_running: int,
+        max_new_tokens: int,
+        max_prompt_tokens: int | None = None,
+        max_samples: int = 1,
+        num_ahead: int | None = None,
+        num_steps: int = 8,
+        chunk_size: int = CHUNK_SIZE,
+        row_counts: tuple[int, ...] | None = None,
+        stop_tokens: Integers = (),
+        stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple: nobody changes it)
+        detokenize: Detokenize | None = None,
+        max_waiting: int | None = None,
+        max_results: int = 1024,
+        result_seconds: float = 300.0,
+        checks: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Make an engine; nothing is compiled yet (`warm_up`).
+
+        Args:
+          model: as for `jkv.generate`.
+          params: the model's weights.
+          cache: given to the engine.
+          max_running: most sequences that run at one time, W.
+          max_new_tokens: most new tokens of any sequence.
+          max_prompt_tokens: most tokens of a prompt; None is what the cache takes.
+          max_samples: sequences of a request that share what was computed of its prompt
+            without the help of a prefix cache; a request with more is cut into several.
+          num_ahead: prompts that wait on the device, so that no place stays empty until
+            the host hears of it; None is as many as run.
+          num_steps: steps of a window. Fewer show tokens sooner.
+          chunk_size: as for `jkv.generate`.
+          row_counts: as for `jkv.generate`.
+          stop_tokens: of requests that do not bring their own, such as a model's end.
+          stop_sizes: most stop tokens and stop sequences of a request.
+          detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
+            needed for stop strings, and for results to have a text.
+          max_waiting: most requests that wait; None is any number.
+          max_results: most requests that ended and can still be asked for.
+          result_seconds: how long they can.
+          checks: whether to look at the cache's invariants after each window (slow).
+          clock: seconds, for deadlines and times.
+
+        Raises:
+          ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
+        """
+        ahead = max_running if num_ahead is None else num_ahead
+        if min(max_running, max_samples, num_steps) < 1 or ahead < 0:
+            raise ValueError(
+                f"max_running, max_samples and num_steps must be at least 1, and "
+                f"num_ahead at least 0; got {max_running}, {max_samples}, {num_steps} "
+                f"and {ahead}"
+            )
+        num_prompts = max_running + ahead
+        sizes = EngineSizes(
+            num_prompts=num_prompts,
+            num_samples=max_samples,
+            max_prompt_tokens=max_prompt_tokens or cache.max_context_length,
+            max_new_tokens=max_new_tokens,
+            max_running=max_running,
+            chunk_size=chunk_size,
+            row_counts=row_counts,
+            num_steps=num_steps,
+            num_lanes=min(NUM_LANES, num_prompts),
+            stops=stop_sizes,
+        )
+        loop = Loop(model, params, cache, sizes)
+        self._limits = Limits(
+            max_prompt_tokens=sizes.max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            max_context_length=cache.max_context_length,
+            num_blocks=loop.num_blocks,
+            block_size=cache.block_size,
+            vocabulary=loop.vocabulary,
+            stops=stop_sizes,
+            has_detokenizer=detokenize is not None,
+        )
+        self._stop_tokens = as_token_ids("stop_tokens", stop_tokens)
+        self._turns = Turns(lambda: self._core.step(), lambda: self._core.is_idle)
+        host = HostOptions(
+            detokenize, max_waiting, max_results, result_seconds, checks, clock
+        )
+        self._core = Core(loop, sizes, host, self._turns.lock)
+
+    # Requests.
+
+    def submit(
+        self,
+        tokens: Integers,
+        *,
+        n: int = 1,
+        max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Integers | None = None,
+        stop_sequences: Sequence[Integers] = (),
+        stop_strings: Sequence[str] = (),
+        salt: int = 0,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Take a request in, and return at once.
+
+        Args:
+          tokens: i32[P] or a list, the prompt.
+          n: sequences that continue it.
+          max_new_tokens: most new tokens of each; None is the engine's most.
+          sampling: how tokens are chosen, each field one number or n. Of one seed,
+            sequence j draws with `seeds + j`.
+          stop_tokens: tokens that end a sequence, and are kept; None: the engine's.
+          stop_sequences: lists of tokens, likewise.
+          stop_strings: a sequence ends where its text has one. The string is not in the
+            text, the tokens that it took are in the tokens. Looked for between windows.
+          salt: domain of the prefix cache.
+          priority: of those that have not begun, smaller ones go first; equal ones in
+            the order in which they came.
+          timeout: seconds from now after which the request ends with what it has.
+
+        Returns:
+          The request's number.
+
+        Raises:
+          RequestRefused: for what can never be served (a ValueError).
+          QueueFull: if `max_waiting` requests wait.
+          EngineError: if the engine has failed for good.
+
+        Example:
+          >>> import jax, jkv
+          >>> from jkv.serving import Engine
+          >>> def count_on(params, tokens, cache, batch):
+          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
+          >>> number = engine.submit([5, 6], stop_tokens=[9], priority=-1)
+          >>> engine.results(number)[0].tokens
+          [7, 8, 9]
+        """
+        most = self._limits.max_new_tokens
+        stops = self._stop_tokens if stop_tokens is None else stop_tokens
+        try:
+            request = Request(
+                tokens=as_token_ids("the prompt", tokens),
+                n=n,
+                max_new_tokens=most if max_new_tokens is None else max_new_tokens,
+                sampling=spread_sampling(sampling, n),
+                stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
+                stop_sequences=as_stop_sequences(stop_sequences),
+                stop_strings=tuple(stop_strings),
+                salt=as_salt(salt),
+                priority=priority,
+                timeout=timeout,
+            )
+            check_request(request, self._limits)
+        except RequestRefused:
+            self._core.count_refused()
+            raise
+        record = self._core.add(request)
+        self._turns.tell()
+        return record.request_id
+
+    def generate(
+        self,
+        prompts: Texts,
+        *,
+        n: int = 1,
+        max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
+        limits: Integers | None = None,
+        salts: Integers = 0,
+        **options: Any,
+    ) -> list[Completion]:
+        """Continue prompts until each has ended.
+
+        Args:
+          prompts: i32[B, P], -1 after each one's end, or a list of token ids for each.
+          n: sequences of each prompt, which is `num_samples` of `jkv.generate`.
+          max_new_tokens: most new tokens of any; None is the engine's most.
+          sampling: each field one number or B * n; one seed is the first of all.
+          limits: i32[B], most new tokens of each.
+          salts: i32[B] or int, domains of the prefix cache.
+          **options: of `submit`, the same for all.
+
+        Returns:
+          What `jkv.generate` returns: sample j of prompt i is number `i * n + j`. One
+          that it would not begin has its reason and no tokens.
+
+        Raises:
+          RequestRefused: for what this engine has no room for.
+          EngineError: if a request failed.
+
+        Example:
+          >>> import jax, jkv
+          >>> from jkv.serving import Engine
+          >>> def count_on(params, tokens, cache, batch):
+          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
+          >>> [(r.tokens, r.reason.name) for r in engine.generate([[5], []], limits=2)]
+          [([6, 7], 'LENGTH'), ([], 'EMPTY_PROMPT')]
+        """
+        most = self._limits.max_new_tokens
+        if max_new_tokens is not None:
+            most = max_new_tokens
+        found: list[Record | FinishReason] = []
+        try:
+            for asked in split_batch(prompts, n, sampling, limits, salts):
+                limit = min(asked.pop("limit"), most)
+                each = self._begin(n=n, max_new_tokens=limit, **asked, **options)
+                found.append(each)
+            for each in found:
+                if isinstance(each, Record):
+                    self._wait(each)
+        finally:
+            for each in found:
+                if isinstance(each, Record):
+                    self._core.cancel(each)
+        return [
+            completion
+            for each in found
+            for completion in (
+                each.completions()
+                if isinstance(each, Record)
+                else [Completion(-1, j, [], [], each, None) for j in range(n)]
+            )
+        ]
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request where it is; what it has is kept.
+
+        Args:
+          request_id: from `submit`.
+
+        Returns:
+          Whether it went on until now; False if it had ended, or is unknown.
+        """
+        try:
+            record = self._core.find(request_id)
+        except KeyError:
+            return False
+        was_there = self._core.cancel(record)
+        self._turns.tell()
+        return was_there
+
+    # What comes of them.
+
+    def step(self) -> list[Event]:
+        """Start the next window, and return what the last one brought.
+
+        Only for hosts that do the steps themselves. An exception of the model or of
+        JAX ends the requests that were on the device with FAILED; the others go on, in
+        a fresh cache.
+
+        Returns:
+          An event for each sequence that has new tokens or has ended.
+        """
+        return self._turns.take()
+
+    def results(self, request_id: int, *, wait: bool = True) -> list[Completion]:
+        """Return what came of a request, one for each of its n sequences.
+
+        Args:
+          request_id: from `submit`.
+          wait: until it has ended; else what there is, with the reason RUNNING.
+
+        Raises:
+          KeyError: if it is unknown, or its results are forgotten.
+          EngineError: if it failed, and `wait`.
+        """
+        record = self._core.find(request_id)
+        if wait:
+            self._wait(record)
+        with self._turns.lock:
+            return record.completions()
+
+    def state(self, request_id: int) -> RequestState:
+        """Return where a request is.
+
+        Args:
+          request_id: from `submit`.
+
+        Raises:
+          KeyError: if it is unknown, or forgotten.
+        """
+        record = self._core.find(request_id)
+        with self._turns.lock:
+            return record.state
+
+    def events(self, request_id: int) -> Iterator[Event]:
+        """Yield what is new of a request, until all of its sequences have ended.
+
+        Whoever closes the iterator before cancels the request. One that is slow misses
+        nothing, and nobody waits for it.
+
+        Args:
+          request_id: from `submit`.
+
+        Raises:
+          KeyError: at once, if it is unknown.
+          EngineError: at the end, if it failed.
+        """
+        record = self._core.find(request_id)
+        return read_events(self._turns, record, self._core.cancel)
+
+    def stream(self, request_id: int) -> Iterator[int]:
+        """Yield the tokens of a request with one sequence; otherwise as `events`.
+
+        Args:
+          request_id: from `submit`.
+
+        Raises:
+          ValueError: at once, for a request with several sequences.
+        """
+        if len(self._core.find(request_id).samples) > 1:
+            raise ValueError(
+                f"request {request_id} has several sequences: take events(), whose "
+                f"events say which one they are of"
+            )
+        events = self.events(request_id)
+        return (token for event in events for token in event.tokens)
+
+    def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
+        """Do what `events` does, in an event loop; starts the engine's thread.
+
+        Args:
+          request_id: from `submit`.
+        """
+        record = self._core.find(request_id)
+        return await_events(self._turns, record, self._core.cancel)
+
+    async def astream(
+        self, tokens: Integers, **options: Any
+    ) -> AsyncGenerator[int, None]:
+        """Submit a request and yield its tokens, in an event loop.
+
+        Leaving the loop over it, or cancelling its task, cancels the request.
+
+        Args:
+          tokens: the prompt.
+          **options: of `submit`, but for n.
+
+        Example:
+          >>> import asyncio, jax, jkv
+          >>> from jkv.serving import Engine
+          >>> def count_on(params, tokens, cache, batch):
+          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+          >>> async def main():
+          ...     with Engine(
+          ...         count_on, None, cache, max_running=2, max_new_tokens=8
+          ...     ) as engine:
+          ...         return [t async for t in engine.astream([5], max_new_tokens=3)]
+          >>> asyncio.run(main())
+          [6, 7, 8]
+        """
+        events = self.aevents(self.submit(tokens, **options))
+        try:
+            async for event in events:
+                for token in event.tokens:
+                    yield token
+        finally:
+            await events.aclose()
+
+    # The engine itself.
+
+    @property
+    def cache(self) -> Cache:
+        """The newest value of the cache, for looking; the next step donates it."""
+        return self._core.loop.cache
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing goes on, and everything was told: a step would do nothing."""
+        with self._turns.lock:
+            return self._core.is_idle
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot: requests by state, tokens, times, blocks."""
+        return self._core.read_stats()
+
+    def warm_up(
+        self,
+        progress: Progress | None = None,
+        *,
+        programs_folder: str | Path | None = None,
+    ) -> int:
+        """Compile all that the engine will ever run, before the first request.
+
+        Args:
+          progress: called with the name of each program, how many are done, and of how
+            many; at the end once more.
+          programs_folder: where JAX keeps compiled programs from now on, and finds
+            those of earlier runs. Nothing changes where JAX was told already.
+
+        Returns:
+          How many programs there are.
+
+        Example:
+          >>> import jax, jkv
+          >>> from jkv.serving import Engine
+          >>> def count_on(params, tokens, cache, batch):
+          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
+          >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
+          begin 0/3
+          exchange 1/3
+          window 2/3
+          done 3/3
+          3
+        """
+        if programs_folder is not None:
+            keep_compiled_programs(Path(programs_folder))
+        return self._turns.with_turn(lambda: self._core.loop.warm_up(progress))
+
+    def start(self) -> None:
+        """Give the engine a thread, which does the steps while there is work."""
+        self._turns.start()
+
+    def close(self) -> None:
+        """End the thread, and cancel what has not ended; blocks are free then.
+
+        What ended can still be asked for, and the engine be used without a thread.
+        """
+        self._turns.stop()
+        self._core.cancel_all()
+        while not self._core.is_idle:
+            self._turns.take()
+
+    def __enter__(self) -> "Engine":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, record: Record) -> None:
+        """Wait until a request has ended; raise what made it fail."""
+        self._turns.wait_for(lambda: record.has_ended)
+        record.raise_error()
+
+    def _begin(self, tokens: Integers, **options: Any) -> Record | FinishReason:
+        """Submit a prompt as soon as it may wait; return why it never will."""
+        while True:
+            self._turns.wait_for(lambda: self._core.has_room)
+            try:
+                return self._core.find(self.submit(tokens, **options))
+            except RequestRefused as refused:
+                if refused.reason is None:
+                    raise
+                return refused.reason
+            except QueueFull:  # another thread was faster
+                continue

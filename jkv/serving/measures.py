@@ -1,0 +1,153 @@
+"""What an engine has done: counts, rates and times, each a plain number."""
+
+import bisect
+import itertools
+from collections import deque
+from typing import NamedTuple
+
+from jkv.decoding.results import Statistics
+
+# Upper ends of the buckets of times, in seconds.
+BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+)
+
+# Seconds over which a rate is taken, and those that are one reading for it.
+RATE_SECONDS = 10.0
+_READING_SECONDS = 0.1
+
+
+class Times(NamedTuple):
+    """How long something took: a histogram.
+
+    Attributes:
+      counts: how many took at most each of `BUCKETS`; those that took longer are in
+        `number` alone.
+      number: how many there were.
+      total: seconds of all together.
+    """
+
+    counts: tuple[int, ...] = (0,) * len(BUCKETS)
+    number: int = 0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Seconds of one, 0 if there were none."""
+        return self.total / self.number if self.number else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the end of the bucket that holds this share of them, from 0 to 1."""
+        place = bisect.bisect_left(self.counts, share * self.number)
+        return BUCKETS[place] if place < len(BUCKETS) else float("inf")
+
+
+class EngineStats(NamedTuple):
+    """A snapshot of an engine.
+
+    Requests `waiting`, `running` and `preempted` are those of now. Everything up to
+    `num_steps` counts from the engine's beginning.
+    """
+
+    waiting: int  # requests that have not begun
+    running: int  # those with a sequence in the cache
+    preempted: int  # those that gave their blocks back and go on later
+    finished: int  # those that came to their end
+    cancelled: int  # by the user, a consumer that left, or a deadline
+    failed: int  # by an exception
+    refused: int  # never taken in
+    prompt_tokens: int  # computed, again after a preemption too
+    generated_tokens: int  # given to requests
+    recomputed_tokens: int  # generated ones computed a second time
+    cached_tokens: int  # found in the prefix cache
+    preemptions: int  # of sequences
+    num_windows: int  # that were read
+    num_steps: int  # calls of the model
+    num_blocks: int  # of the pool
+    free_blocks: int  # of these, after the last window; cached ones too
+    tokens_per_second: float  # over the last ten seconds
+    time_to_first_token: Times  # of a request, from `submit` on
+    time_between_tokens: Times  # of a sequence; those of one window share its time
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens needed in the cache that the prefix cache had."""
+        computed = self.prompt_tokens + self.recomputed_tokens
+        return self.cached_tokens / max(1, self.cached_tokens + computed)
+
+
+class Timer:
+    """A histogram of times that grows."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Note that each of some took so long."""
+        self._counts[bisect.bisect_left(BUCKETS, seconds)] += count
+        self._total += seconds * count
+
+    def read(self) -> Times:
+        """Return what there is."""
+        upto = tuple(itertools.accumulate(self._counts))
+        return Times(upto[:-1], upto[-1], self._total)
+
+
+class Measures:
+    """The running counts of an engine."""
+
+    def __init__(self) -> None:
+        self.finished = self.cancelled = self.failed = self.refused = 0
+        self.generated_tokens = self.num_windows = self.free_blocks = 0
+        self.first_token, self.next_token = Timer(), Timer()
+        self._counts = dict.fromkeys(Statistics._fields, 0)
+        self._readings: deque[tuple[float, int]] = deque()
+
+    def add_window(self, counts: Statistics, num_tokens: int, now: float) -> None:
+        """Note a window: what the device counted in it, and the tokens it brought."""
+        for name, count in counts._asdict().items():
+            self._counts[name] += int(count)
+        self.num_windows += 1
+        self.generated_tokens += num_tokens
+        self._forget_readings(now)
+        if self._readings and now - self._readings[-1][0] < _READING_SECONDS:
+            time, count = self._readings.pop()
+            self._readings.append((time, count + num_tokens))
+        else:
+            self._readings.append((now, num_tokens))
+
+    def read(self, num_blocks: int, now: float, **states: int) -> EngineStats:
+        """Return all of it, with the requests in each state of those that go on."""
+        return EngineStats(
+            finished=self.finished,
+            cancelled=self.cancelled,
+            failed=self.failed,
+            refused=self.refused,
+            prompt_tokens=self._counts["prompt_tokens"],
+            generated_tokens=self.generated_tokens,
+            recomputed_tokens=self._counts["recomputed_tokens"],
+            cached_tokens=self._counts["cached_tokens"],
+            preemptions=self._counts["preemptions"],
+            num_windows=self.num_windows,
+            num_steps=self._counts["num_steps"],
+            num_blocks=num_blocks,
+            free_blocks=self.free_blocks,
+            tokens_per_second=self._rate(now),
+            time_to_first_token=self.first_token.read(),
+            time_between_tokens=self.next_token.read(),
+            **states,
+        )
+
+    def _forget_readings(self, now: float) -> None:
+        while self._readings and self._readings[0][0] < now - RATE_SECONDS:
+            self._readings.popleft()
+
+    def _rate(self, now: float) -> float:
+        self._forget_readings(now)
+        if len(self._readings) < 2:
+            return 0.0
+        # The first one's tokens were made before the time began.
+        tokens = sum(count for _, count in self._readings) - self._readings[0][1]
+        return tokens / max(now - self._readings[0][0], 1e-9)

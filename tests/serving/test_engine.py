@@ -1,0 +1,203 @@
+"""The engine against each request alone, in plain Python and in `jkv.generate`."""
+
+import jax
+import numpy as np
+import pytest
+from engines import (
+    CONTEXT,
+    MOST_SAMPLES,
+    NEW_TOKENS,
+    WIDTH,
+    assert_alone,
+    assert_given_back,
+    draw_request,
+    make_engine,
+    pool,
+    run_all,
+)
+from plain_queue import VOCABULARY, hash_model
+
+import jkv
+from jkv.decoding import FinishReason, Sampling
+from jkv.serving import RequestRefused, RequestState
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
+    rng = np.random.default_rng(seed)
+    free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))
+    nan_every = int(rng.choice([0, 17]))
+    engine = make_engine(free_blocks, free_rows, nan_every)
+    left = [draw_request(rng) for _ in range(25)]
+    requests, events, cancelled = {}, [], set()
+    while left or not engine.is_idle:
+        for _ in range(rng.integers(0, 5)):
+            if left:
+                request = left.pop()
+                requests[engine.submit(**request)] = request
+        if requests and rng.random() < 0.2:
+            number = int(rng.choice(list(requests)))
+            if engine.cancel(number):
+                cancelled.add(number)
+        events += engine.step()
+    stats = engine.stats()
+    assert stats.cancelled == len(cancelled) > 0
+    assert stats.finished == len(requests) - len(cancelled) > 10
+    num_tokens = 0
+    for number, request in requests.items():
+        found = engine.results(number)
+        assert_alone(found, request, free_blocks=free_blocks, nan_every=nan_every)
+        for each in found:
+            mine = [e for e in events if e[:2] == each[:2]]
+            assert [t for e in mine for t in e.tokens] == each.tokens
+            assert [p for e in mine for p in e.logprobs] == each.logprobs
+            reasons = [e.reason for e in mine]
+            assert reasons[-1] == each.reason and not any(reasons[:-1])
+            num_tokens += len(each.tokens)
+    assert stats.generated_tokens == num_tokens
+    assert stats.cached_tokens > 0 or free_blocks < 40
+    assert stats.preemptions > 0 or free_blocks > 8
+    assert_given_back(engine, free_blocks, free_rows)
+
+
+def test_a_batch_is_that_of_generate():
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 10, 1, 0, 7, 5)]
+    options = dict(limits=[4, 12, 0, 5, 9, 12], salts=[0, 1, 0, 1, 0, 1])
+    sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seeds=11)
+    stops = dict(stop_tokens=[7, 11], stop_sequences=[[3, 4], [9]])
+    cache, expected = jax.jit(
+        jkv.generate,
+        static_argnames=("model", "max_new_tokens", "num_samples", "max_running"),
+    )(
+        hash_model,
+        np.uint32(0),
+        pool(),
+        prompts,
+        max_new_tokens=NEW_TOKENS,
+        num_samples=MOST_SAMPLES,
+        max_running=4,
+        sampling=sampling,
+        stop_tokens=np.array(stops["stop_tokens"]),
+        stop_sequences=np.array([[3, 4], [9, -1]]),
+        limits=np.array(options["limits"]),
+        salts=np.array(options["salts"]),
+    )
+    engine = make_engine()
+    found = engine.generate(
+        prompts, n=MOST_SAMPLES, sampling=sampling, **options, **stops
+    )
+    assert len(found) == len(expected.lengths)
+    for i, each in enumerate(found):
+        count = int(expected.lengths[i])
+        assert each.tokens == expected.tokens[i, :count].tolist()
+        assert each.reason == int(expected.reasons[i])
+        np.testing.assert_allclose(
+            each.logprobs, expected.logprobs[i, :count], atol=2e-6, rtol=0
+        )
+    assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
+    assert_given_back(engine)
+
+
+def test_smaller_priorities_go_first_and_equal_ones_in_order():
+    engine = make_engine(free_rows=1)  # one runs at a time
+    asked = dict(tokens=[5], max_new_tokens=1)
+    order = [engine.submit(**asked, priority=p) for p in (3, 3, 1, 2, 1, 0)]
+    events = run_all(engine)
+    ended = [event.request_id for event in events if event.reason]
+    assert [order.index(number) for number in ended] == [5, 2, 4, 3, 0, 1]
+    # Those that are on the device already give way, too, unless they have begun.
+    group = engine.submit([5], n=2, max_new_tokens=12)
+    later = engine.submit([6], max_new_tokens=5, priority=5)
+    engine.step()
+    sooner = engine.submit([7], max_new_tokens=5, priority=-5)
+    ended = [event.request_id for event in run_all(engine) if event.reason]
+    assert ended == [group, group, sooner, later]
+
+
+def refused(engine, *args, **options):
+    with pytest.raises(RequestRefused) as caught:
+        engine.submit(*args, **options)
+    return str(caught.value), caught.value.reason
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
+    engine = make_engine(free_blocks=2)
+    text, reason = refused(engine, range(9))
+    assert "9 tokens and needs 3 blocks of 4; the cache has 2" in text
+    assert reason == FinishReason.OUT_OF_BLOCKS
+    text, reason = refused(engine, [1] * (CONTEXT + 1))
+    assert f"{CONTEXT + 1} tokens, and the cache takes {CONTEXT}" in text
+    assert reason == FinishReason.CONTEXT_FULL
+    for words, arguments in {
+        f"makes room for {WIDTH}": dict(tokens=[1] * 11),
+        "the prompt is empty": dict(tokens=[]),
+        "token 29, and the model knows 29": dict(tokens=[29]),
+        "a list of token ids": dict(tokens=[[1]]),
+        "integers of 0 or more, got [-1]": dict(tokens=[-1]),
+        f"room for {NEW_TOKENS}": dict(max_new_tokens=NEW_TOKENS + 1),
+        "at least 1, got 0": dict(max_new_tokens=0),
+        "n must be": dict(n=0),
+        "timeout must": dict(timeout=0),
+        "priority must": dict(priority=2**31),
+        "3 stop tokens": dict(stop_tokens=[1, 2, 3]),
+        "up to 4 tokens": dict(stop_sequences=[[1, 2, 3, 4]]),
+        "cannot be empty": dict(stop_sequences=[[]]),
+        "detokenize=": dict(stop_strings=["x"]),
+        "one for each of 2 sequences": dict(
+            n=2, sampling=Sampling(top_k=np.ones(3, int))
+        ),
+    }.items():
+        room = make_engine() if "room" in words else engine
+        assert words in refused(room, **(dict(tokens=[1]) | arguments))[0], words
+    # But for the two of another engine.
+    assert engine.is_idle and engine.stats().refused == 2 + 15 - 2
+
+
+def test_a_request_is_in_one_state_at_a_time():
+    engine = make_engine(free_blocks=6, free_rows=3)
+    seen = set()
+    numbers = [
+        engine.submit(list(range(i, i + 8)), max_new_tokens=12, priority=i)
+        for i in range(5)
+    ]
+    engine.cancel(numbers[-1])
+    while not engine.is_idle:
+        states = [engine.state(number) for number in numbers]
+        stats = engine.stats()
+        for state in RequestState:
+            assert getattr(stats, state.value) == states.count(state)
+        seen |= set(states)
+        engine.step()
+    assert seen == set(RequestState) - {RequestState.FAILED}
+    assert engine.state(numbers[0]) == RequestState.FINISHED
+    with pytest.raises(KeyError, match="never submitted"):
+        engine.state(99)
+
+
+def test_nothing_is_compiled_after_warming_up():
+    from jkv.serving import programs
+
+    engine = make_engine()
+    said = []
+    assert engine.warm_up(lambda *told: said.append(told)) == 3
+    assert [name for name, *_ in said] == ["begin", "exchange", "window", "done"]
+    assert said[-1][1:] == (3, 3)
+    compiled = [programs.begin_empty, programs.exchange, programs.run_window]
+    before = [program._cache_size() for program in compiled]
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        engine.submit(**draw_request(rng))
+    run_all(engine)
+    engine.generate([[5], [6]], sampling=Sampling(temperature=1.0), stop_tokens=[3])
+    assert [program._cache_size() for program in compiled] == before
+    assert_given_back(engine)
+
+
+def test_windows_update_the_pool_in_place():
+    engine = make_engine(checks=False)
+    engine.warm_up()
+    before = engine.cache.keys.unsafe_buffer_pointer()
+    engine.submit([1, 2, 3])
+    run_all(engine)
+    assert engine.cache.keys.unsafe_buffer_pointer() == before

@@ -1,0 +1,214 @@
+"""What goes wrong: steps that raise, consumers that leave, time that runs out."""
+
+import gc
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+from engines import (
+    assert_alone,
+    assert_given_back,
+    draw_request,
+    expected,
+    make_engine,
+    run_all,
+)
+
+import jkv
+from jkv.decoding import FinishReason
+from jkv.serving import EngineError, QueueFull, RequestState, programs
+
+
+class Boom(Exception):
+    """An exception of a step."""
+
+
+def failing_once(function, *, after):
+    """Raise instead of returning, at one call; what was donated is gone then."""
+    calls = iter(range(10**9))
+
+    def wrapped(*args):
+        result = function(*args)
+        if next(calls) == after:
+            raise Boom
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("place", ["run", "exchange"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
+    monkeypatch, place, after
+):
+    engine = make_engine(free_rows=22)  # nobody else has a row
+    engine.warm_up()
+    num_compiled = programs.run_window._cache_size()
+    loop = engine._core.loop
+    monkeypatch.setattr(loop, place, failing_once(getattr(loop, place), after=after))
+    rng = np.random.default_rng(after)
+    requests = {}
+    for _ in range(14):
+        request = draw_request(rng, priority=0)
+        requests[engine.submit(**request)] = request
+        engine.step()
+    run_all(engine)
+    states = [engine.state(number) for number in requests]
+    assert 1 <= states.count(RequestState.FAILED) <= 6
+    for number, state in zip(requests, states, strict=True):
+        if state == RequestState.FAILED:
+            with pytest.raises(EngineError, match="Boom"):
+                engine.results(number)
+            found = engine.results(number, wait=False)
+            assert {each.reason for each in found} >= {FinishReason.FAILED}
+        else:
+            assert_alone(engine.results(number), requests[number])
+    assert engine.stats().failed == states.count(RequestState.FAILED)
+    assert programs.run_window._cache_size() == num_compiled
+    assert_given_back(engine, free_rows=22)
+
+
+def test_an_engine_ends_where_a_step_that_raises_loses_what_others_have(monkeypatch):
+    engine = make_engine()
+    loop = engine._core.loop
+    monkeypatch.setattr(loop, "run", failing_once(loop.run, after=0))
+    with pytest.raises(EngineError, match="failed"):
+        list(engine.stream(engine.submit([1, 2])))
+    with pytest.raises(EngineError, match="the engine has failed") as caught:
+        engine.submit([1])
+    causes = caught.value.__cause__, caught.value.__cause__.__cause__
+    assert "sequences that others had open" in str(causes[0])
+    assert isinstance(causes[1], Boom)
+
+
+def test_a_detokenizer_that_raises_fails_its_own_request():
+    def decode(ids):
+        if 7 in ids:
+            raise Boom
+        return "x" * len(ids)
+
+    engine = make_engine(detokenize=decode)
+    request = dict(max_new_tokens=6, stop_tokens=[], stop_sequences=[])
+    prompts = [[1], [2], [3, 4], [5, 6]]
+    numbers = [engine.submit(prompt, **request) for prompt in prompts]
+    run_all(engine)
+    alone = [
+        expected(dict(request, tokens=prompt, n=1, sampling=jkv.Sampling()))[0][0]
+        for prompt in prompts
+    ]
+    failed = [7 in tokens for tokens in alone]
+    assert any(failed) and not all(failed)
+    for number, tokens, has_failed in zip(numbers, alone, failed, strict=True):
+        if has_failed:
+            assert engine.state(number) == RequestState.FAILED
+        else:
+            (found,) = engine.results(number)
+            assert (found.tokens, found.text) == (tokens, "x" * 6)
+    assert_given_back(engine)
+
+
+def test_a_consumer_that_leaves_cancels_and_one_that_stops_reading_harms_nobody():
+    engine = make_engine()
+    slow, left, read = (engine.submit([i, i], max_new_tokens=12) for i in (1, 2, 3))
+    slow_stream, left_stream = engine.stream(slow), engine.stream(left)
+    first = next(slow_stream), next(left_stream)
+    left_stream.close()
+    assert engine.state(left) == RequestState.CANCELLED
+    tokens = list(engine.stream(read))
+    alone = [
+        expected(
+            dict(
+                tokens=[i, i],
+                n=1,
+                max_new_tokens=12,
+                sampling=jkv.Sampling(),
+                stop_tokens=[],
+                stop_sequences=[],
+            )
+        )[0][0]
+        for i in (1, 2, 3)
+    ]
+    assert tokens == alone[2]
+    # It was computed meanwhile; nothing of it is lost.
+    assert engine.state(slow) == RequestState.FINISHED
+    assert [first[0], *slow_stream] == alone[0]
+    found = engine.results(left)[0]
+    assert found.reason == FinishReason.CANCELLED
+    assert found.tokens == alone[1][: len(found.tokens)] and first[1] == alone[1][0]
+    assert_given_back(engine)
+    with pytest.raises(ValueError, match="several sequences"):
+        engine.stream(engine.submit([1], n=2))
+    engine.close()
+
+
+def test_time_runs_out_where_a_request_is():
+    now = [0.0]
+    engine = make_engine(free_rows=1, clock=lambda: now[0], result_seconds=5.0)
+    asked = dict(tokens=[1, 2], max_new_tokens=12, timeout=2.0)
+    running, waiting = engine.submit(**asked), engine.submit(**asked)
+    timely = engine.submit([3], max_new_tokens=2, timeout=50.0)
+    for _ in range(3):
+        engine.step()
+    now[0] = 2.0
+    run_all(engine)
+    found = [engine.results(number)[0] for number in (running, waiting, timely)]
+    reasons = [each.reason for each in found]
+    assert reasons == [FinishReason.DEADLINE] * 2 + [FinishReason.LENGTH]
+    assert 0 < len(found[0].tokens) < 12 and found[1].tokens == []
+    assert engine.state(running) == RequestState.CANCELLED
+    assert_given_back(engine, free_rows=1)
+    now[0] = 7.1
+    with pytest.raises(KeyError, match="forgotten"):
+        engine.results(running)
+    assert not engine.cancel(running)
+
+
+def test_no_more_wait_than_may_and_results_are_bounded():
+    engine = make_engine(max_waiting=2, max_results=3)
+    numbers = [engine.submit([i], max_new_tokens=1) for i in range(2)]
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        engine.submit([3])
+    # A batch waits for its turn.
+    found = engine.generate([[i] for i in range(12)], max_new_tokens=2)
+    assert [len(each.tokens) for each in found] == [2] * 12
+    run_all(engine)
+    known = [n for n in range(14) if _is_known(engine, n)]
+    assert len(known) == 3 and numbers[0] not in known
+    assert_given_back(engine)
+
+
+def _is_known(engine, number):
+    try:
+        engine.results(number)
+    except KeyError:
+        return False
+    return True
+
+
+def test_many_requests_leave_memory_and_blocks_where_they_began():
+    engine = make_engine(max_results=20, checks=False)
+    rng = np.random.default_rng(5)
+    requests = [draw_request(rng, timeout=1000.0) for _ in range(40)]
+
+    def serve(count):
+        for start in range(0, count, 40):
+            numbers = [engine.submit(**requests[i]) for i in range(40)]
+            for number in numbers[start % 7 :: 7]:
+                engine.cancel(number)
+            run_all(engine)
+        gc.collect()
+        arrays = sorted((a.shape, str(a.dtype)) for a in jax.live_arrays())
+        return tracemalloc.get_traced_memory()[0], arrays
+
+    tracemalloc.start()
+    try:
+        serve(120)
+        memory, arrays = serve(120)
+        memory_after, arrays_after = serve(480)
+    finally:
+        tracemalloc.stop()
+    assert arrays_after == arrays
+    # A request alone takes more than 3 KB while it is remembered.
+    assert memory_after - memory < 80_000
+    assert_given_back(engine)

@@ -1,0 +1,89 @@
+"""Texts in pieces: never taken back, trimmed exactly, whatever comes in a window."""
+
+import numpy as np
+import pytest
+
+from jkv.serving.texts import BROKEN, TextStream
+
+pytestmark = pytest.mark.one_end
+
+WORDS = ["a", "b", "ab", "ba", "\u00e9", " ", "\u732b", "abc"]
+# A token is a byte, or a word in UTF-8.
+PIECES = [word.encode() for word in WORDS] + [bytes([i]) for i in range(256)]
+
+
+def decode(ids):
+    return b"".join(PIECES[i] for i in ids).decode(errors="replace")
+
+
+def draw_tokens(rng, count):
+    """Words, and now and then a character in single bytes, whole or not."""
+    tokens = []
+    while len(tokens) < count:
+        if rng.random() < 0.7:
+            tokens.append(int(rng.integers(len(WORDS))))
+        else:
+            whole = list("\u732b".encode())
+            kept = whole if rng.random() < 0.8 else whole[:2]
+            tokens += [len(WORDS) + byte for byte in kept]
+    return tokens[:count]
+
+
+def first_stop(tokens, stops):
+    """The fewest tokens whose text has a stop string, and the text before it."""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count]).rstrip(BROKEN)
+        places = [text.find(stop) for stop in stops]
+        if any(place >= 0 for place in places):
+            return count, text[: min(place for place in places if place >= 0)]
+    return None, decode(tokens).rstrip(BROKEN)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_any_size_give_the_same_text_and_end(seed):
+    rng = np.random.default_rng(seed)
+    tokens = draw_tokens(rng, int(rng.integers(1, 90)))
+    prompt = draw_tokens(rng, 12)[: rng.integers(0, 12)]
+    # A prompt that ends in half a character lends the rest to the text.
+    while decode(prompt).endswith(BROKEN):
+        prompt.pop()
+    stops = [
+        "".join(rng.choice(WORDS, rng.integers(1, 4)))
+        for _ in range(rng.integers(0, 3))
+    ]
+    count, text = first_stop(tokens, stops)
+    for most in (1, 3, 8, 90):
+        stream, start, shown, ended = TextStream(decode, prompt, stops), 0, "", None
+        while start < len(tokens) and ended is None:
+            stop = start + int(rng.integers(1, most + 1))
+            is_last = stop >= len(tokens)
+            ended = stream.advance(tokens[start:stop], has_ended=is_last)
+            assert stream.text.startswith(shown) and text.startswith(stream.text)
+            shown, start = stream.text, stop
+        assert (ended, stream.text) == (count, text)
+
+
+def test_a_part_of_a_stop_string_waits_and_is_shown_if_it_was_none():
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), [], ["STOP", "OPEN"])
+    shown = []
+    for character in "a STO, STOPEN":
+        kept = stream.advance([ord(character)])
+        shown.append(stream.text)
+        if kept is not None:
+            break
+    assert shown[2:6] == ["a ", "a ", "a ", "a STO,"]
+    assert (kept, stream.text) == (11, "a STO, ")
+
+
+def test_words_read_as_they_do_behind_their_prompt():
+    def decode_words(ids):
+        """As SentencePiece does: the first word of a text has no space before it."""
+        return "".join(f" {i}" for i in ids)[1:]
+
+    stream = TextStream(decode_words, [7, 8], [])
+    for start in range(0, 60, 7):
+        stream.advance(list(range(start, min(start + 7, 60))))
+    assert stream.text == "".join(f" {i}" for i in range(60))
+    alone = TextStream(decode_words, [], [])
+    alone.advance([1, 2])
+    assert alone.text == "1 2"
