@@ -208,6 +208,7 @@ def test_random_calls_equal_the_plain_queue(seed):
     assert_played(result, game)
 
 
+@pytest.mark.one_end
 def test_a_thousand_sequences_end_as_each_does_alone():
     rng = np.random.default_rng(100)
     call = draw_call(rng, PROMPTS, num_blocks=9, nan_every=301)

@@ -307,6 +307,7 @@ class TestDecodingGoesOn:
         assert found.tobytes() != expected.tobytes()
 
 
+@pytest.mark.one_end
 class TestRefusals:
     @pytest.mark.parametrize("seq_ids", [[3], [0, 0], [-2], [4], [0, 1, 2**31 - 1]])
     def test_ids_that_are_not_open_raise_and_change_nothing(self, seq_ids):

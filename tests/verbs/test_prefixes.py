@@ -29,6 +29,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 PROMPT = list(range(10, 20))  # two blocks and a half
 
 
@@ -107,7 +109,6 @@ def test_nothing_is_found_before_its_commit():
     assert found(jkv.commit(dropped, batch), PROMPT) == [0]
 
 
-@pytest.mark.one_end
 def test_a_step_that_was_cut_back_is_not_committed():
     cache, _ = allocate(reusing(), 0)
     cache, batch = told(cache, 0, PROMPT, commit=False)
@@ -269,7 +270,6 @@ def test_evict_cached_forgets_the_oldest():
     assert free_count(cache) == 8
 
 
-@pytest.mark.one_end
 def test_forks_and_reordered_sequences_go_on_being_committed():
     cache = started(PROMPT[:6])
     cache, _ = fork(cache, 0)
@@ -287,7 +287,6 @@ def test_forks_and_reordered_sequences_go_on_being_committed():
     [(2, 0, 80_000), (0, 0, 80_000), (10, 1, 0)],
     ids=["hits that grow", "hits alone", "new prompts"],
 )
-@pytest.mark.one_end
 def test_ten_thousand_prompts_end_with_the_full_pool(num_tokens, change, cached):
     """Each hit leaves a hole in the ring, which has room for as many as blocks; each
     new prompt enters two blocks in the index, which has room for all."""

@@ -24,6 +24,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 MAX = 2**31 - 1
 MIN = -(2**31)
 
@@ -165,7 +167,6 @@ class TestReorder:
         jkv.check(cache)
 
     @pytest.mark.parametrize("length", range(1, 9))
-    @pytest.mark.one_end
     def test_beams_of_equal_length_never_run_out(self, length):
         # Of eight blocks one would stay: a sequence has four at most.
         cache = opened(length, length, length, num_blocks=7)
