@@ -7,7 +7,8 @@ attention, they are dealt out, so that each end plays some. What JAX has no part
 runs on the oldest alone, marked `one_end`: numbers of a plan, settings that are read,
 bytes of a file, pages, examples in docstrings, what the host recounts, single cases of
 a verb's bookkeeping, which the random games play on both, and further cases of a loop
-or of an option that others play on both. The oldest compiles in half the time of the newest.
+or of an option that others play on both. The oldest compiles in half the time of the
+newest.
 
 `JKV_ALL_CASES=1` runs everything on the JAX at hand.
 """
