@@ -10,7 +10,7 @@ and `.` a free one. What is played stands in `pool_map/game.py`.
 import argparse
 import time
 
-from pool_map import drawing, game
+from pool_map import cells, drawing, game
 from rich.live import Live
 
 import jkv
@@ -27,8 +27,8 @@ def main():
     cache, frames = jkv.init(game.CONFIG, storage=False), []
     with Live(auto_refresh=False) as live:
         for state, said in game.play(cache, options.steps, seed=0):
-            frames.append((drawing.draw_map(state), said))
-            live.update(drawing.as_text(*frames[-1]), refresh=True)
+            frames.append((cells.draw_map(state), said))
+            live.update(cells.as_text(*frames[-1]), refresh=True)
             time.sleep(options.delay)
     print(jkv.stats(state))
     if options.save:

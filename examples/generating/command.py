@@ -1,13 +1,11 @@
-"""Continue prompts: read them, generate some steps at a time, and show the texts."""
+"""Continue prompts: read them, let an engine continue them, and show the texts."""
 
 import argparse
+import dataclasses
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import llama
 import numpy as np
 from rich.console import Console
@@ -15,23 +13,14 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 import jkv
-from jkv import decoding
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
 from .options import SAMPLING
 
-# `jkv.generate` in windows, so that the host sees the tokens between steps. The model
-# is compiled for the second alone.
-static = ("model", "max_new_tokens", "num_samples")
-donated = ("cache", "state")
-enqueue = jax.jit(decoding.begin, static_argnames=static)
-decode = jax.jit(decoding.decode, static_argnames="model", donate_argnames=donated)
-
-# Fewer steps a call show text sooner, more spend less time between calls.
-STEPS_A_CALL = 4
-
-Progressed = tuple[jkv.Cache, decoding.GenerationState]
+# Fewer steps a window show text sooner, more spend less time between windows.
+STEPS_A_WINDOW = 4
 
 
 class Task(NamedTuple):
@@ -56,77 +45,72 @@ def generate(options: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     began = time.perf_counter()
-    with console.status("compiling, and reading the prompts"):
-        cache, state = begin(task, options.num_samples)
-        num_first, started = int(state.result.lengths.sum()), time.perf_counter()
+    with console.status("compiling"):
+        engine = make_engine(task, options.num_samples)
+        engine.warm_up()
+    started = time.perf_counter()
+    numbers = submit(task, engine, options)
 
     total = len(task.prompts) * options.num_samples
     streams = total == 1 and not options.json
-    stream = output.TextStream(task.tokenizer, task.prompts[0], is_chat=options.chat)
+    shown = output.Shown(task.tokenizer, task.prompts, options)
     with Progress(console=console, transient=True, disable=streams) as bar:
         progress = bar.add_task("tokens", total=total * task.max_new_tokens)
-        for progressed in go_on(task, cache, state):
-            cache, state = progressed
-            bar.update(progress, completed=int(state.result.lengths.sum()))
-            if streams:
-                row = np.asarray(state.result.tokens[0])
-                has_ended = not state.is_running.any()
-                fresh = stream.advance(row[row >= 0].tolist(), has_ended=has_ended)
-                print(fresh, end="", flush=True)
-    seconds = time.perf_counter() - started
-
-    if not streams:
-        texts = output.describe(
-            task.tokenizer, task.prompts, state.result, is_chat=options.chat
-        )
-        output.show_all(texts, as_json=options.json)
+        while not engine.is_idle:
+            for event in engine.step():
+                bar.advance(progress, len(event.tokens))
+                if streams:
+                    shown.advance(event)
+                elif event.reason:
+                    found = engine.results(event.request_id, wait=False)
+                    prompt = numbers.index(event.request_id)
+                    shown.show(prompt, found[event.sample])
     sys.stdout.flush()
-    num_later = int(state.result.lengths.sum()) - num_first
+    reasons = [each.reason for n in numbers for each in engine.results(n)]
     output.show_closing_line(
-        cache,
-        state.result,
+        engine.stats(),
+        task.config.block_size,
+        reasons,
         seconds_before=started - began,
-        tokens_per_second=num_later / seconds,
+        seconds=time.perf_counter() - started,
     )
 
 
-def begin(task: Task, num_samples: int) -> Progressed:
-    """Do the first step: all that has to be compiled."""
-    cache = jkv.init(task.config)
-    state = enqueue(
+def make_engine(task: Task, num_samples: int) -> Engine:
+    """Make an engine that runs all of them at one time."""
+    stop_tokens = task.model.config.stop_tokens
+    return Engine(
         task.model,
         task.params,
-        cache,
-        task.padded,
+        jkv.init(task.config),
+        max_running=len(task.prompts) * num_samples,
+        num_ahead=0,
         max_new_tokens=task.max_new_tokens,
-        num_samples=num_samples,
-        stop_tokens=jnp.array(task.model.config.stop_tokens, jnp.int32),
+        max_prompt_tokens=task.padded.shape[1],
+        max_samples=num_samples,
+        num_steps=STEPS_A_WINDOW,
+        stop_tokens=stop_tokens,
+        stop_sizes=StopSizes(len(stop_tokens), 0, 0),
+        detokenize=task.tokenizer.decode,
+        max_results=len(task.prompts),
+        result_seconds=float("inf"),
     )
-    return advance(task, cache, state, num_steps=1)
 
 
-def go_on(
-    task: Task, cache: jkv.Cache, state: decoding.GenerationState
-) -> Iterator[Progressed]:
-    """Yield what there is, and after every few steps what has come, to the end."""
-    yield cache, state
-    while state.is_running.any():
-        cache, state = advance(task, cache, state, num_steps=STEPS_A_CALL)
-        yield cache, state
-
-
-def advance(
-    task: Task, cache: jkv.Cache, state: decoding.GenerationState, *, num_steps: int
-) -> Progressed:
-    """Do some steps; cache and state are donated."""
-    return decode(
-        task.model,
-        task.params,
-        cache,
-        state,
-        sampling=task.sampling,
-        num_steps=num_steps,
-    )
+def submit(task: Task, engine: Engine, options: argparse.Namespace) -> list[int]:
+    """Submit all prompts; sample j of prompt i draws with its own seed."""
+    numbers = []
+    for i, ids in enumerate(task.prompts):
+        seed = task.sampling.seeds + i * options.num_samples
+        numbers.append(
+            engine.submit(
+                ids,
+                n=options.num_samples,
+                sampling=dataclasses.replace(task.sampling, seeds=seed),
+                stop_strings=options.stop,
+            )
+        )
+    return numbers
 
 
 def prepare(options: argparse.Namespace) -> Task:
@@ -139,6 +123,8 @@ def prepare(options: argparse.Namespace) -> Task:
     for name in ("max_new_tokens", "num_samples"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not all(options.stop):
+        raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
     model, params = llama.load(options.model)

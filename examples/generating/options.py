@@ -20,6 +20,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
     add("--chat", action="store_true", help="prompts are questions in a chat")
     add("--max-new-tokens", type=int, default=120, help="of each text; %(default)s")
+    add("--stop", action="append", default=[], help="end a text before this; may recur")
     add("--num-samples", type=int, default=1, help="of each prompt; %(default)s")
     add("--json", action="store_true", help="print a line of JSON for each text")
     add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")

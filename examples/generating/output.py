@@ -1,14 +1,15 @@
 """Tokens become text: while they come, at the end, as JSON, and in a closing line."""
 
+import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 from tokenizers import Tokenizer
 
 import jkv
+from jkv.serving import Completion, EngineStats, Event
 
 SEPARATOR = "\n\n---\n\n"
 
@@ -61,54 +62,83 @@ class TextStream:
         return len(ids)
 
 
-def describe(
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    result: jkv.Generation,
-    *,
-    is_chat: bool,
-) -> Iterator[dict[str, object]]:
-    """Yield what became of each sequence, ready for JSON; the text is the new part."""
-    num_samples = len(result.tokens) // len(prompts)
-    for i, row in enumerate(np.asarray(result.tokens)):
-        prompt, tokens = prompts[i // num_samples], row[row >= 0].tolist()
-        stream = TextStream(tokenizer, prompt, is_chat=is_chat)
-        opening = "" if is_chat else stream.advance([])
-        yield {
+class Shown:
+    """What is printed: one text as it comes, or each one when it ends."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        options: argparse.Namespace,
+    ):
+        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+        self._streams = [self._open(prompt) for prompt in prompts]
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def advance(self, event: Event) -> None:
+        """Print what is new of the only text."""
+        stream = self._streams[0]
+        if not self._num_shown and not self._options.chat:
+            print(stream.advance([]), end="")
+        self._num_shown += 1
+        self._tokens += event.tokens
+        fresh = event.text
+        if not self._options.stop:
+            fresh = stream.advance(self._tokens, has_ended=bool(event.reason))
+        print(fresh, end="", flush=True)
+
+    def show(self, prompt: int, completion: Completion) -> None:
+        """Print one of several texts."""
+        each = self.describe(prompt, completion)
+        if self._options.json:
+            line = f"{json.dumps(each, ensure_ascii=False)}\n"
+        else:
+            separator = SEPARATOR if self._num_shown else ""
+            line = f"{separator}{each['prompt']}{each['text']}"
+        self._num_shown += 1
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+    def describe(self, prompt: int, completion: Completion) -> dict[str, object]:
+        """Return what became of a sequence, ready for JSON; the text is the new part.
+
+        With --stop it is the engine's text, which ends before the stop.
+        """
+        stream = self._open(self._prompts[prompt])
+        opening = "" if self._options.chat else stream.advance([])
+        text = completion.text
+        if not self._options.stop:
+            text = stream.advance(completion.tokens, has_ended=True)
+        return {
             "prompt": opening,
-            "sample": i % num_samples,
-            "text": stream.advance(tokens, has_ended=True),
-            "tokens": tokens,
-            "logprob": round(float(np.sum(np.asarray(result.logprobs[i]))), 4),
-            "finish_reason": jkv.FinishReason(int(result.reasons[i])).name,
+            "sample": completion.sample,
+            "text": text,
+            "tokens": completion.tokens,
+            "logprob": round(sum(completion.logprobs), 4),
+            "finish_reason": completion.reason.name,
         }
 
-
-def show_all(described: Iterator[dict[str, object]], *, as_json: bool) -> None:
-    """Print every sequence."""
-    for i, each in enumerate(described):
-        if as_json:
-            print(json.dumps(each, ensure_ascii=False))
-        else:
-            print(SEPARATOR if i else "", each["prompt"], each["text"], sep="", end="")
+    def _open(self, prompt: Sequence[int]) -> TextStream:
+        return TextStream(self._tokenizer, prompt, is_chat=self._options.chat)
 
 
 def show_closing_line(
-    cache: jkv.Cache,
-    result: jkv.Generation,
+    stats: EngineStats,
+    block_size: int,
+    reasons: Sequence[jkv.FinishReason],
     *,
     seconds_before: float,
-    tokens_per_second: float,
+    seconds: float,
 ) -> None:
     """Say on standard error what it took."""
-    statistics = result.statistics
-    empty = statistics.internal_fragmentation(cache.block_size)
-    reasons = [jkv.FinishReason(int(reason)).name for reason in result.reasons]
-    num_used = cache.num_blocks - jkv.num_free_blocks(cache)
+    empty = stats.empty_slots / max(1, stats.peak_blocks * block_size)
     print(
-        f"\n\n{int(result.lengths.sum())} tokens, {tokens_per_second:.0f} tokens/s "
-        f"after {seconds_before:.1f} s; {num_used} of {cache.num_blocks} blocks in "
-        f"use, {statistics.peak_blocks} at the peak, {empty:.0%} of their slots empty "
-        f"when it was reached; ended by {', '.join(reasons)}",
+        f"\n\n{stats.generated_tokens} tokens, "
+        f"{stats.generated_tokens / seconds:.0f} tokens/s "
+        f"after {seconds_before:.1f} s; {stats.num_blocks - stats.free_blocks} of "
+        f"{stats.num_blocks} blocks in use, {stats.peak_blocks} at the peak, "
+        f"{empty:.0%} of their slots empty when it was reached; ended by "
+        f"{', '.join(reason.name for reason in reasons)}",
         file=sys.stderr,
     )

@@ -1,1 +1,2 @@
-"""What `examples/block_map.py` plays (`game.py`) and how it draws it (`drawing.py`)."""
+"""What `examples/block_map.py` plays (`game.py`), in cells (`cells.py`) and pictures
+(`drawing.py`)."""

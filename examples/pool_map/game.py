@@ -4,7 +4,7 @@ import numpy as np
 
 import jkv
 
-from .drawing import FIRST_COLOUR, HEIGHT, SIGNS, WIDTH
+from .cells import FIRST_COLOUR, HEIGHT, SIGNS, WIDTH
 
 NUM_SEQUENCES, LONGEST, PROMPT, GROWTH = 24, 96, 56, 8  # the last three in tokens
 

@@ -116,7 +116,8 @@ class Engine:
           stop_sizes: most stop tokens and stop sequences of a request.
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
             needed for stop strings, and for results to have a text.
-          max_waiting: most requests that wait; None is any number.
+          max_waiting: most requests that wait on the host, one with more than
+            `max_samples` sequences counting for several; None is any number.
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
           checks: whether to look at the cache's invariants after each window (slow).

@@ -66,6 +66,8 @@ class EngineStats(NamedTuple):
     num_steps: int  # calls of the model
     num_blocks: int  # of the pool
     free_blocks: int  # of these, after the last window; cached ones too
+    peak_blocks: int  # most in use
+    empty_slots: int  # slots without a token in the blocks of sequences, then
     tokens_per_second: float  # over the last ten seconds
     time_to_first_token: Times  # of a request, from `submit` on
     time_between_tokens: Times  # of a sequence; those of one window share its time
@@ -101,6 +103,7 @@ class Measures:
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
         self.generated_tokens = self.num_windows = self.free_blocks = 0
+        self.peak_blocks = self.empty_slots = 0
         self.first_token, self.next_token = Timer(), Timer()
         self._counts = dict.fromkeys(Statistics._fields, 0)
         self._readings: deque[tuple[float, int]] = deque()
@@ -109,6 +112,9 @@ class Measures:
         """Note a window: what the device counted in it, and the tokens it brought."""
         for name, count in counts._asdict().items():
             self._counts[name] += int(count)
+        if counts.peak_blocks > self.peak_blocks:
+            self.peak_blocks = int(counts.peak_blocks)
+            self.empty_slots = int(counts.empty_slots)
         self.num_windows += 1
         self.generated_tokens += num_tokens
         self._forget_readings(now)
@@ -134,6 +140,8 @@ class Measures:
             num_steps=self._counts["num_steps"],
             num_blocks=num_blocks,
             free_blocks=self.free_blocks,
+            peak_blocks=self.peak_blocks,
+            empty_slots=self.empty_slots,
             tokens_per_second=self._rate(now),
             time_to_first_token=self.first_token.read(),
             time_between_tokens=self.next_token.read(),

@@ -24,6 +24,8 @@ TESTED_ELSEWHERE = {
     "train_pydoc.py": "test_bundled_model",
     "flax_model.py": "test_framework_models",
     "equinox_model.py": "test_framework_models",
+    "serve_batch.py": "test_serve_batch",
+    "serve_http.py": "test_serve_http",
 }
 
 
@@ -69,6 +71,8 @@ def test_every_script_is_run_by_some_test():
         ("generate.py", 40),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
+        ("serve_batch.py", 40),
+        ("serve_http.py", 60),
     ],
 )
 def test_examples_are_short(script, limit):
@@ -116,6 +120,17 @@ def test_generate_reads_prompts_from_arguments_and_standard_input():
 
 @pytest.mark.slow
 @pytest.mark.one_end
+def test_generate_ends_a_text_before_a_stop():
+    options = ("--max-new-tokens", "24", "--temperature", "0")
+    whole = run_example("generate.py", *options).stdout
+    stop = whole[len("The with statement is used to") :][20:24]
+    done = run_example("generate.py", *options, "--stop", stop, "--stop", "never")
+    assert whole.startswith(done.stdout) and stop not in done.stdout.partition("to")[2]
+    assert whole[len(done.stdout) :].startswith(stop) and "ended by STOP" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
 def test_parallel_samples_share_blocks():
     output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
     tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
@@ -139,7 +154,7 @@ def test_block_map_draws_the_pool(tmp_path):
     """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
     pytest.importorskip("matplotlib")
     from PIL import Image
-    from pool_map import drawing
+    from pool_map import cells as pool
 
     path, steps = tmp_path / "pool.gif", 26
     output = run_example(
@@ -151,7 +166,7 @@ def test_block_map_draws_the_pool(tmp_path):
     # Without colours each block is still told by its sign.
     rows = [line.split() for line in lines[2:10]]
     assert {len(row) for row in rows} == {20}
-    assert {"o", "+"} < set(sum(rows, [])) <= set(drawing.SIGNS)
+    assert {"o", "+"} < set(sum(rows, [])) <= set(pool.SIGNS)
     assert "compacted   1 times" in output
     with Image.open(path) as picture:
         assert picture.format == "GIF" and picture.n_frames == steps
@@ -164,6 +179,7 @@ def test_block_map_tells_the_states_apart(tmp_path):
     """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
     pytest.importorskip("matplotlib")
     from PIL import Image
+    from pool_map import cells as pool
     from pool_map import drawing, game
 
     cache = jkv.init(
@@ -171,7 +187,7 @@ def test_block_map_tells_the_states_apart(tmp_path):
             num_layers=1,
             num_kv_heads=1,
             head_dim=8,
-            num_blocks=drawing.HEIGHT * drawing.WIDTH,
+            num_blocks=pool.HEIGHT * pool.WIDTH,
             block_size=4,
             max_sequences=4,
             max_context_length=16,
@@ -184,22 +200,22 @@ def test_block_map_tells_the_states_apart(tmp_path):
         cache, opened = jkv.allocate(cache, 0, tokens=prompt[None])
         rest = prompt[int(opened.num_cached[0]) :]
         cache = game.append(cache, [seq_id], rest[None])
-    first = drawing.FIRST_COLOUR
-    cells = drawing.draw_map(cache).flat[:5].tolist()
-    shared, free = drawing.SHARED, drawing.FREE
+    first = pool.FIRST_COLOUR
+    cells = pool.draw_map(cache).flat[:5].tolist()
+    shared, free = pool.SHARED, pool.FREE
     assert cells == [shared, shared, first, first + 1, free]
     cache, _ = jkv.free(cache, [0, 1])
-    cells = drawing.draw_map(cache).flat[:5].tolist()
-    assert cells == [drawing.CACHED] * 2 + [free] * 3
+    cells = pool.draw_map(cache).flat[:5].tolist()
+    assert cells == [pool.CACHED] * 2 + [free] * 3
 
     path = tmp_path / "pool.png"
-    drawing.save_picture(str(path), [(drawing.draw_map(cache), "the last step")])
+    drawing.save_picture(str(path), [(pool.draw_map(cache), "the last step")])
     with Image.open(path) as picture:
         assert picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
         colours = picture.convert("RGB").getcolors(maxcolors=2**20)
         assert {colour for _, colour in colours} > {
-            tuple(round(255 * part) for part in drawing.COLOURS[state])
-            for state in (drawing.CACHED, free)
+            tuple(round(255 * part) for part in pool.COLOURS[state])
+            for state in (pool.CACHED, free)
         }
 
 
@@ -219,10 +235,10 @@ def test_the_steps_of_the_map_are_told_in_words():
 @pytest.mark.one_end
 def test_the_colours_of_the_map_differ():
     pytest.importorskip("matplotlib")
-    from pool_map import drawing
+    from pool_map import cells as pool
 
-    colours = drawing.COLOURS
-    assert len(colours) == len(drawing.SIGNS) == len(set(drawing.SIGNS))
+    colours = pool.COLOURS
+    assert len(colours) == len(pool.SIGNS) == len(set(pool.SIGNS))
     apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1)
     assert np.min(apart + 9 * np.eye(len(colours))) > 0.2
 

@@ -9,11 +9,11 @@ import runpy
 import sys
 import types
 
-import numpy as np
 import pytest
 from places import EXAMPLES, FIXTURES
 
 import jkv
+from jkv.serving import Completion
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
@@ -209,16 +209,11 @@ def test_a_model_that_cannot_chat_is_named():
 
 
 def test_samples_as_json(capsys):
-    result = jkv.Generation(
-        tokens=np.array([[5, 6, -1], [7, -1, -1]]),
-        lengths=np.array([2, 1]),
-        reasons=np.array([1, 2]),
-        logprobs=np.array([[-1.0, -0.5, 0.0], [-2.0, 0.0, 0.0]]),
-        statistics=None,
-    )
     tokenizer = llama.load_tokenizer(BUNDLED)
-    described = output.describe(tokenizer, [[4]], result, is_chat=False)
-    output.show_all(described, as_json=True)
+    options = argparse.Namespace(chat=False, json=True, stop=[])
+    shown, reason = output.Shown(tokenizer, [[4]], options), jkv.FinishReason
+    shown.show(0, Completion(7, 0, [5, 6], [-1.0, -0.5], reason.STOP, "x"))
+    shown.show(0, Completion(7, 1, [7], [-2.0], reason.LENGTH, "y"))
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {
         "prompt": tokenizer.decode([4]),
@@ -229,6 +224,10 @@ def test_samples_as_json(capsys):
         "finish_reason": "STOP",
     }
     assert (second["sample"], second["finish_reason"]) == (1, "LENGTH")
+    # Before a stop the text is the engine's.
+    options.stop = ["e"]
+    shown.show(0, Completion(7, 0, [5, 6], [-1.0, -0.5], reason.STOP, "x"))
+    assert json.loads(capsys.readouterr().out)["text"] == "x"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,8 @@ def test_every_key_of_a_config_is_checked_by_type(key, value):
 
 def test_options_that_count_start_at_one():
     for name in ("max_new_tokens", "num_samples"):
-        options = argparse.Namespace(**{"max_new_tokens": 1, "num_samples": 1, name: 0})
+        counts = {"max_new_tokens": 1, "num_samples": 1, name: 0}
+        options = argparse.Namespace(**counts)
         flag = f"--{name.replace('_', '-')} must be at least 1"
         with pytest.raises(ValueError, match=flag):
             command.prepare(options)

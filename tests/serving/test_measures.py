@@ -21,10 +21,17 @@ def snapshot(measures, now):
 def test_windows_add_up_past_32_bits():
     measures = Measures()
     for now in range(4):
-        counts = window(num_steps=3, prompt_tokens=2**30, cached_tokens=2**30)
+        counts = window(
+            num_steps=3,
+            prompt_tokens=2**30,
+            cached_tokens=2**30,
+            peak_blocks=[3, 7, 7, 5][now],
+            empty_slots=now,
+        )
         measures.add_window(counts, 10, float(now))
     stats = snapshot(measures, 4.0)
     assert (stats.num_windows, stats.num_steps) == (4, 12)
+    assert (stats.peak_blocks, stats.empty_slots) == (7, 1)
     assert stats.prompt_tokens == 2**32 and stats.hit_rate == 0.5
     # Thirty tokens since the first window was read.
     assert stats.tokens_per_second == 30 / 4

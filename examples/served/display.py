@@ -1,0 +1,68 @@
+"""What a batch looks like while it runs: how far, how fast, and the pool's map."""
+
+import time
+from types import TracebackType
+
+from pool_map.cells import as_text, draw_overview
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from jkv.serving import Engine
+
+# Drawing the map waits for the device.
+SECONDS_A_FRAME = 0.5
+
+
+class Display:
+    """A live picture on standard error; where that is no terminal there is none."""
+
+    def __init__(self, engine: Engine, total: int):
+        console = Console(stderr=True)
+        self._engine, self._is_shown = engine, console.is_terminal
+        self._bar = Progress(
+            "results", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        )
+        self._task = self._bar.add_task("", total=total)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._drawn = 0.0
+
+    def __enter__(self) -> "Display":
+        if self._is_shown:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_shown:
+            self._live.stop()
+
+    def warm_up(self) -> None:
+        """Compile the engine's programs, and say which one."""
+
+        def show(name: str, done: int, count: int) -> None:
+            if self._is_shown:
+                text = f"compiling: {name} ({done} of {count} done)"
+                self._live.update(text, refresh=True)
+
+        self._engine.warm_up(show)
+
+    def update(self, num_done: int) -> None:
+        """Draw anew, unless it was done a moment ago."""
+        now = time.monotonic()
+        if not self._is_shown or now - self._drawn < SECONDS_A_FRAME:
+            return
+        self._drawn = now
+        self._bar.update(self._task, completed=num_done)
+        stats = self._engine.stats()
+        said = (
+            f"{stats.tokens_per_second:.0f} tokens/s, {stats.running} run, "
+            f"{stats.waiting} wait, {stats.preemptions} preempted so far, "
+            f"{stats.hit_rate:.0%} of prompts found"
+        )
+        cells = draw_overview(self._engine.cache)
+        self._live.update(Group(self._bar, as_text(cells, said)), refresh=True)

@@ -1,0 +1,70 @@
+"""A checkpoint becomes an engine that takes and gives texts."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import llama
+from tokenizers import Tokenizer
+
+import jkv
+from jkv.serving import Engine, StopSizes
+
+BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
+
+
+class Served(NamedTuple):
+    """A model that is being served."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    folder: Path
+    context: int  # most tokens of a prompt and its answer
+    max_new_tokens: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what both servers take to a command line."""
+    add = parser.add_argument
+    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
+    add("--context", type=int, default=512, help="tokens of a text; %(default)s")
+    add("--max-new-tokens", type=int, default=256, help="of a text; %(default)s")
+    add("--blocks", type=int, help="of the pool; else what all running can need")
+
+
+def load(options: argparse.Namespace, **changes: object) -> Served:
+    """Read a checkpoint, and make an engine of the command line's sizes.
+
+    Args:
+        options: of `add_options`.
+        **changes: arguments of `jkv.serving.Engine`.
+
+    Raises:
+        OSError: when a file cannot be read.
+        ValueError: when a size cannot be.
+    """
+    model, params = llama.load(options.model)
+    tokenizer = llama.load_tokenizer(options.model)
+    context = min(options.context, model.config.max_context_length)
+    config = jkv.CacheConfig.for_context_length(
+        context,
+        max_sequences=options.max_running,
+        dtype=params["embedding"].dtype,
+        prefix_caching=True,
+        **model.cache_fields,
+    )
+    if options.blocks:
+        config = dataclasses.replace(config, num_blocks=options.blocks)
+    stop_tokens = model.config.stop_tokens
+    fields = dict(
+        max_running=options.max_running,
+        max_new_tokens=min(options.max_new_tokens, context),
+        stop_tokens=stop_tokens,
+        stop_sizes=StopSizes(len(stop_tokens), 0, 0),
+        detokenize=tokenizer.decode,
+    )
+    engine = Engine(model, params, jkv.init(config), **(fields | changes))
+    most = min(options.max_new_tokens, context)
+    return Served(engine, tokenizer, Path(options.model), context, most)

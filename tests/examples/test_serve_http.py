@@ -1,0 +1,278 @@
+"""`serve_http.py` with the real client: many at once, some leave, and some err."""
+
+import argparse
+import asyncio
+import json
+import runpy
+import shutil
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from places import EXAMPLES
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+
+import openai
+import uvicorn
+from served import api, loading
+
+import jkv
+
+pytestmark = [pytest.mark.one_end, pytest.mark.slow]
+
+SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12".split()
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "pydoc"
+    shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    parser = argparse.ArgumentParser()
+    loading.add_options(parser)
+    options = parser.parse_args([*SIZES, "--model", str(folder)])
+    served = loading.load(options, max_waiting=100)
+    served.engine.warm_up()
+    return served
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        settings = uvicorn.Config(api.make_app(served), log_level="warning")
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served):
+    """After each test the engine is idle, and every block is free."""
+    yield
+    end = time.monotonic() + 60
+    while not served.engine.is_idle:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert int(jkv.num_free_blocks(served.engine.cache)) == 12
+    jkv.check(served.engine.cache)
+
+
+def continued(served, prompt, **options):
+    """The text that the engine gives, greedily."""
+    ids = served.tokenizer.encode(prompt).ids
+    number = served.engine.submit(ids, **options)
+    return served.engine.results(number)[0]
+
+
+def test_completions_as_the_client_reads_them(served, client):
+    options = dict(model="pydoc", max_tokens=12, temperature=0)
+    whole = client.completions.create(prompt=["The with", "Every"], **options)
+    expected = [continued(served, p, max_new_tokens=12) for p in ("The with", "Every")]
+    assert [choice.text for choice in whole.choices] == [e.text for e in expected]
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert {choice.finish_reason for choice in whole.choices} <= {"length", "stop"}
+    count = sum(len(each.tokens) for each in expected)
+    assert whole.usage.completion_tokens == count and whole.usage.prompt_tokens > 2
+
+    pieces = client.completions.create(
+        prompt="The with",
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    )
+    pieces = list(pieces)
+    assert "".join(p.choices[0].text for p in pieces[:-1]) == expected[0].text
+    assert (
+        pieces[-2].choices[0].finish_reason and not pieces[0].choices[0].finish_reason
+    )
+    assert pieces[-1].usage.completion_tokens == len(expected[0].tokens)
+
+    stop = expected[0].text[3:6]
+    stopped = client.completions.create(prompt="The with", stop=stop, **options)
+    assert stopped.choices[0].text == expected[0].text.partition(stop)[0]
+    assert stopped.choices[0].finish_reason == "stop"
+    several = client.completions.create(
+        model="pydoc", prompt="The", n=3, max_tokens=8, temperature=1.2, seed=5
+    )
+    again = client.completions.create(
+        model="pydoc", prompt="The", n=3, max_tokens=8, temperature=1.2, seed=5
+    )
+    texts = [choice.text for choice in several.choices]
+    assert texts == [choice.text for choice in again.choices] and len(set(texts)) > 1
+    assert client.models.list().data[0].id == "pydoc"
+
+
+def test_chats_as_the_client_reads_them(served, client):
+    options = dict(model="pydoc", max_completion_tokens=9, temperature=0)
+    messages = [
+        {"role": "system", "content": "The "},
+        {"role": "user", "content": [{"type": "text", "text": "with"}]},
+    ]
+    whole = client.chat.completions.create(messages=messages, **options)
+    expected = continued(served, "The with", max_new_tokens=9).text
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].message.role == "assistant"
+    pieces = client.chat.completions.create(messages=messages, stream=True, **options)
+    assert "".join(p.choices[0].delta.content for p in pieces) == expected
+
+
+def test_sixty_clients_at_once_some_of_which_leave(served, address):
+    """Each gets what it would get alone; those that leave take nothing with them."""
+    prompts = [f"The {i % 7} import" for i in range(60)]
+
+    async def ask(client, i):
+        options = dict(model="pydoc", max_tokens=4 + i % 9, temperature=0)
+        if i % 3 == 0:
+            reply = await client.completions.create(prompt=prompts[i], **options)
+            return reply.choices[0].text
+        text = ""
+        pieces = await client.completions.create(
+            prompt=prompts[i], stream=True, **options
+        )
+        async for piece in pieces:
+            text += piece.choices[0].text
+            if i % 3 == 1:
+                await pieces.close()  # in the middle of the stream
+                return None
+        return text
+
+    async def leave(client, i):
+        """Go away while the whole reply is waited for."""
+        options = dict(model="pydoc", max_tokens=24, temperature=0)
+        task = asyncio.ensure_future(
+            client.completions.create(prompt=prompts[i], **options)
+        )
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def main():
+        options = dict(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        async with openai.AsyncOpenAI(**options) as client:
+            asking = [ask(client, i) for i in range(60)]
+            return await asyncio.gather(*asking, *(leave(client, i) for i in range(8)))
+
+    found = asyncio.run(main())[:60]
+    for i in range(60):
+        if i % 3 != 1:
+            expected = continued(served, prompts[i], max_new_tokens=4 + i % 9).text
+            assert found[i] == expected, i
+    assert served.engine.stats().cancelled > 0
+
+
+def post(address, body, path="/v1/completions"):
+    """What the server answers to bytes: the status, and the JSON."""
+    request = urllib.request.Request(f"{address}{path}", data=body, method="POST")
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_what_is_oversized_or_malformed_is_refused_in_words(served, address, client):
+    before = served.engine.stats().finished
+    for body, status, words in [
+        (b"", 400, "Expecting value"),
+        (b"\xff\xfe{", 400, ""),
+        (b"[" * 100_000, 400, ""),
+        (b"[1]", 400, "must be an object"),
+        (b"{}", 400, "prompt must be a text"),
+        (b'{"prompt": [""]}', 400, "not empty"),
+        (b'{"prompt": [1, -5]}', 400, "integers of 0 or more"),
+        (b'{"prompt": [99999999]}', 400, "the model knows"),
+        (b'{"prompt": [123456789012345678901]}', 400, "token ids"),
+        (b'{"prompt": "a", "n": 99}', 400, "n must be from 1 to 16"),
+        (b'{"prompt": "a", "n": true}', 400, "n must be a number"),
+        (b'{"prompt": "a", "temperature": "hot"}', 400, "temperature must be"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature must be"),
+        (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 to 24"),
+        (b'{"prompt": "a", "stop": [""]}', 400, "stop must be"),
+        (b'{"prompt": "a", "seed": 1e9}', 400, "seed must be"),
+        (json.dumps({"prompt": "a " * 200}).encode(), 400, "the context is 64"),
+        (json.dumps({"prompt": ["a"] * 33}).encode(), 400, "32 prompts at most"),
+        (b'{"prompt": "' + b"a" * 2**20 + b'"}', 413, "more than 1048576 bytes"),
+    ]:
+        found = post(address, body)
+        assert found[0] == status, body[:60]
+        assert words in found[1]["error"]["message"], found
+    chat = "/v1/chat/completions"
+    for body, words in [
+        (b'{"messages": []}', "list of messages"),
+        (b'{"messages": [3]}', "role and content"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "content must be"),
+    ]:
+        status, said = post(address, body, chat)
+        assert status == 400 and words in said["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="from 1 to 24"):
+        client.completions.create(model="pydoc", prompt="a", max_tokens=25)
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="pydoc", input="a")
+    assert served.engine.stats().finished == before
+    # Somebody who hangs up in the middle of a request.
+    host, port = address.removeprefix("http://").split(":")
+    for sent in (
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
+        b"\0",
+    ):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent)
+    reply = client.completions.create(model="pydoc", prompt="The", max_tokens=2)
+    assert reply.usage.completion_tokens == 2
+
+
+def test_when_too_many_wait_the_next_is_told(address):
+    body = json.dumps({"prompt": ["The"] * 32, "n": 4, "max_tokens": 24}).encode()
+    statuses = []
+
+    def ask():
+        statuses.append(post(address, body)[0])
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 429 in statuses
+
+
+def test_the_numbers_are_there_for_prometheus(served, address):
+    with urllib.request.urlopen(f"{address}/metrics") as reply:
+        text = reply.read().decode()
+    count = served.engine.stats().generated_tokens
+    assert f"jkv_generated_tokens_total {float(count)}" in text
+
+
+def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
+    told = {}
+
+    def load(_, **changes):
+        told.update(changes)
+        return served
+
+    monkeypatch.setattr(uvicorn, "run", lambda _, **where: told.update(where))
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(sys, "argv", ["serve_http.py", "--port", "81", *SIZES])
+    runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
+    assert told == dict(host="127.0.0.1", port=81, max_waiting=256)
+    assert "3 programs are ready" in capsys.readouterr().out
