@@ -24,6 +24,7 @@ TESTED_ELSEWHERE = {
     "train_pydoc.py": "test_bundled_model",
     "flax_model.py": "test_framework_models",
     "equinox_model.py": "test_framework_models",
+    "train_with_tunix.py": "test_tunix_training",
 }
 
 
@@ -58,7 +59,7 @@ def test_every_script_is_run_by_some_test():
     here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
-        assert (ROOT / "tests" / "examples" / f"{test}.py").exists()
+        assert list((ROOT / "tests").rglob(f"{test}.py"))
 
 
 @pytest.mark.one_end
@@ -69,6 +70,7 @@ def test_every_script_is_run_by_some_test():
         ("generate.py", 40),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
+        ("train_with_tunix.py", 160),
     ],
 )
 def test_examples_are_short(script, limit):
