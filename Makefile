@@ -10,6 +10,7 @@ OLDEST_JAX := 0.10.2
 TORCH := torch==2.13.0+cpu
 VENV := .venv
 NEWEST := .venv-newest
+TUNIX := .venv-tunix
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 # Bytecode of what every process of the tests imports, which pip was told to leave out.
 BYTECODE = cd $(1) && bin/python -m compileall -q -j 2 -x '/tests?/' \
@@ -43,7 +44,7 @@ FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
 .PHONY: help generate test lint types docs newest test-oldest test-newest \
-  machine-code bench clean
+  machine-code tunix bench clean
 
 help:
 	@echo "make generate   set up, then continue a prompt with the bundled model"
@@ -52,6 +53,7 @@ help:
 	@echo "make docs       set up, then the documentation, in site/"
 	@echo "make lint, make types, make test-oldest, make test-newest: parts of make test"
 	@echo "make machine-code   set up, then the kernels' machine code for cards not there"
+	@echo "make tunix      set up, then the tests of rollouts in google-tunix's trainer"
 
 generate: $(VENV)/.examples
 	$(VENV)/bin/python examples/generate.py
@@ -99,6 +101,10 @@ test-newest: newest
 machine-code: $(VENV)/.machine-code
 	$(TEST_FLAGS) $(VENV)/bin/python $(PYTEST) $(MACHINE_CODE)
 
+tunix: $(TUNIX)/.test
+	$(PLAIN_FLAGS) $(TUNIX)/bin/python $(PYTEST) \
+	  $(or $(PYTEST_ARGS),tests/integrations jkv/integrations)
+
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/operations.py
 	$(VENV)/bin/python benchmarks/attention.py
@@ -129,6 +135,14 @@ $(VENV)/.machine-code: $(VENV)/.test
 	@$(VENV)/bin/python $(PIP) -e ".[amd-compile]"
 	@touch $@
 
+# All that google-tunix asks for, 1.3 GB unpacked (no torch, no CUDA), with the oldest JAX.
+$(TUNIX)/.test: pyproject.toml
+	@echo "installing jkv and google-tunix (once)"
+	@$(PYTHON) -m venv $(TUNIX)
+	@$(TUNIX)/bin/python $(PIP) -e ".[tunix]" pytest pytest-xdist \
+	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	@touch $@
+
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
 	@echo "installing what builds the documentation (once)"
 	@$(VENV)/bin/python $(PIP) -e ".[docs]"
@@ -142,4 +156,4 @@ $(NEWEST)/.test: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .jax-cache .cache site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(NEWEST) $(TUNIX) .jax-cache .cache site build dist .pytest_cache .ruff_cache .mypy_cache
