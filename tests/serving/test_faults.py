@@ -186,6 +186,7 @@ def _is_known(engine, number):
     return True
 
 
+@pytest.mark.one_end
 def test_many_requests_leave_memory_and_blocks_where_they_began():
     engine = make_engine(max_results=20, checks=False)
     rng = np.random.default_rng(5)
