@@ -6,7 +6,8 @@ The model is a function of the newest token alone, so the time is that of the en
 itself: its books, its three programs and JAX's dispatch. One request in seven is
 cancelled, some end by a stop token, the rest by their limit. Printed are requests and
 tokens a second, and what memory, live arrays and free blocks were after a tenth of the
-requests and at the end. The run fails if they differ by more than a few hundred KiB.
+requests and at the end. The run fails if blocks or arrays are missing, or if the
+process has grown by more than an allocator's whims.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import jkv
 from jkv.serving import Engine, QueueFull
 
 VOCABULARY, RUNNING, CONTEXT = 64, 64, 64
-MOST_GROWTH = 512 * 1024  # bytes
+MOST_GROWTH = 16 * 2**20  # bytes, less than 200 for each request
 
 
 def count_on(params, tokens, cache, batch):

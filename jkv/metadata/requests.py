@@ -121,8 +121,9 @@ def _padded(prompts: Any, expected: str) -> np.ndarray | jax.Array:
         rows = [xp.asarray(row) for row in prompts]
     except (TypeError, ValueError):
         raise UsageError(f"{expected}, got {type(prompts).__name__}") from None
-    # An empty list has no integer dtype.
-    rows = [row if row.size else xp.zeros(row.shape, np.int32) for row in rows]
+    # An empty list has no integer dtype: it takes that of the others.
+    dtype = next((row.dtype for row in rows if row.size), np.dtype(np.int32))
+    rows = [row if row.size else xp.zeros(row.shape, dtype) for row in rows]
     if any(row.ndim != 1 for row in rows):
         raise UsageError(f"{expected}, got rows of {rows[0].dtype}{[*rows[0].shape]}")
     longest = max((len(row) for row in rows), default=1)

@@ -16,15 +16,9 @@ from jkv.serving.book import Book, Part
 from jkv.serving.deadlines import Deadlines
 from jkv.serving.loop import Loop
 from jkv.serving.measures import EngineStats, Measures
+from jkv.serving.news import News, wake
 from jkv.serving.programs import STAGES, EngineSizes, WindowReport
-from jkv.serving.record import (
-    Cursor,
-    EngineError,
-    Event,
-    Record,
-    RequestState,
-    Sample,
-)
+from jkv.serving.record import EngineError, Event, Record, RequestState, Sample
 from jkv.serving.store import Store
 from jkv.serving.submission import Request
 from jkv.serving.texts import Detokenize, TextStream
@@ -79,17 +73,16 @@ class Core:
             clock=options.clock,
         )
         self._unread: _Window | None = None
-        # Those with something new, and what `step` has told of each request.
-        self._changed: dict[int, Record] = {}
-        self._cursors: dict[int, Cursor] = {}
+        self._news = News()
         self._next_id = 0
         self._failure: BaseException | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether a step would do nothing."""
-        has_news = self._unread is not None or self._changed
-        return not (self.book.records or has_news or self.book.has_changes)
+        if self._unread is not None or self._news:
+            return False
+        return not (self.book.records or self.book.has_changes)
 
     @property
     def has_room(self) -> bool:
@@ -118,7 +111,7 @@ class Core:
             record = Record(self._next_id, request, samples, now)
             self._next_id += 1
             self.book.add(record)
-            self._cursors[record.request_id] = Cursor(record)
+            self._news.follow(record)
             if request.timeout is not None:
                 self._deadlines.add(record.request_id, now + request.timeout)
             return record
@@ -142,8 +135,8 @@ class Core:
         """End what goes on of a request; return whether there was anything."""
         with self._lock:
             goes_on = not record.has_ended
-            self._end_all(record, FinishReason.CANCELLED)
-            self._wake(record)
+            self._cancel(record)
+            wake(record, self._cancel)
         return goes_on
 
     def cancel_all(self) -> None:
@@ -181,7 +174,8 @@ class Core:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
-        return self._tell_news()
+        with self._lock:
+            return self._news.tell(self._cancel)
 
     def _start_window(self) -> _Window | None:
         with self._lock:
@@ -229,7 +223,7 @@ class Core:
         reason: FinishReason,
     ) -> None:
         """Take what a window brought for a sequence."""
-        self._changed[record.request_id] = record
+        self._news.note(record)
         try:
             ended = record.samples[index].extend(tokens, logprobs, reason)
         except Exception as error:  # of the user's detokenizer
@@ -252,26 +246,6 @@ class Core:
             self.measures.next_token.add((now - sample.newest) / count, count)
         sample.newest = now
 
-    def _tell_news(self) -> list[Event]:
-        """Return what is new of requests, and wake those who wait for it."""
-        events = []
-        with self._lock:
-            changed, self._changed = self._changed, {}
-            for record in changed.values():
-                events += self._cursors[record.request_id].read()
-                if record.has_ended:
-                    del self._cursors[record.request_id]
-                self._wake(record)
-        return events
-
-    def _wake(self, record: Record) -> None:
-        for listener in list(record.listeners):
-            try:
-                listener()
-            except RuntimeError:  # its event loop is closed: the consumer is gone
-                record.listeners.remove(listener)
-                self._end_all(record, FinishReason.CANCELLED)
-
     # How a request ends.
 
     def _end_overdue(self) -> None:
@@ -280,6 +254,9 @@ class Core:
             if record is not None:
                 self._end_all(record, FinishReason.DEADLINE)
         self._deadlines.forget_ended(self.book.records.__contains__)
+
+    def _cancel(self, record: Record) -> None:
+        self._end_all(record, FinishReason.CANCELLED)
 
     def _end_all(self, record: Record, reason: FinishReason) -> None:
         for index, sample in enumerate(record.samples):
@@ -290,7 +267,7 @@ class Core:
         self, record: Record, index: int, reason: FinishReason, *, is_computed: bool
     ) -> None:
         """End a sequence: the one place where its blocks are given back."""
-        self._changed[record.request_id] = record
+        self._news.note(record)
         if not self.book.end(record, index, reason, is_computed=is_computed):
             return
         self._ended.put(record.request_id, record)

@@ -11,6 +11,7 @@ from engines import (
     assert_alone,
     assert_given_back,
     draw_request,
+    expected,
     make_engine,
     pool,
     run_all,
@@ -67,7 +68,7 @@ def test_a_batch_is_that_of_generate():
     options = dict(limits=[4, 12, 0, 5, 9, 12], salts=[0, 1, 0, 1, 0, 1])
     sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seeds=11)
     stops = dict(stop_tokens=[7, 11], stop_sequences=[[3, 4], [9]])
-    cache, expected = jax.jit(
+    cache, alone = jax.jit(
         jkv.generate,
         static_argnames=("model", "max_new_tokens", "num_samples", "max_running"),
     )(
@@ -88,13 +89,13 @@ def test_a_batch_is_that_of_generate():
     found = engine.generate(
         prompts, n=MOST_SAMPLES, sampling=sampling, **options, **stops
     )
-    assert len(found) == len(expected.lengths)
+    assert len(found) == len(alone.lengths)
     for i, each in enumerate(found):
-        count = int(expected.lengths[i])
-        assert each.tokens == expected.tokens[i, :count].tolist()
-        assert each.reason == int(expected.reasons[i])
+        count = int(alone.lengths[i])
+        assert each.tokens == alone.tokens[i, :count].tolist()
+        assert each.reason == int(alone.reasons[i])
         np.testing.assert_allclose(
-            each.logprobs, expected.logprobs[i, :count], atol=2e-6, rtol=0
+            each.logprobs, alone.logprobs[i, :count], atol=2e-6, rtol=0
         )
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
     assert_given_back(engine)
@@ -174,6 +175,41 @@ def test_a_request_is_in_one_state_at_a_time():
     assert engine.state(numbers[0]) == RequestState.FINISHED
     with pytest.raises(KeyError, match="never submitted"):
         engine.state(99)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stop_strings_are_trimmed_exactly(seed):
+    """Wherever a window ends; the texts are those of plain Python, cut by hand."""
+    rng, letters = np.random.default_rng(seed), "abcdefghijklmnopqrstuvwxyz .!"
+    engine = make_engine(detokenize=lambda ids: "".join(letters[i] for i in ids))
+    requests = {}
+    for _ in range(12):
+        request = draw_request(rng, stop_tokens=[], stop_sequences=[])
+        whole = expected(request)[0]
+        # A piece of one of its texts, and one that is in none.
+        start = int(rng.integers(len(whole[0])))
+        piece = "".join(letters[t] for t in whole[0][start : start + 3])
+        asked = request | dict(stop_strings=["zzz!", piece])
+        requests[engine.submit(**asked)] = whole, asked["stop_strings"]
+    events, num_stopped = run_all(engine), 0
+    for number, (whole, stops) in requests.items():
+        for found, tokens in zip(engine.results(number), whole, strict=True):
+            texts = [
+                "".join(letters[t] for t in tokens[: i + 1]) for i in range(len(tokens))
+            ]
+            ends = [i for i, text in enumerate(texts) if any(s in text for s in stops)]
+            count = ends[0] + 1 if ends else len(tokens)
+            text = texts[count - 1]
+            if ends:
+                text = text[: min(text.find(s) for s in stops if s in text)]
+                assert found.reason == FinishReason.STOP
+            assert (found.tokens, found.text) == (tokens[:count], text)
+            assert len(found.logprobs) == count
+            mine = [event for event in events if event[:2] == found[:2]]
+            assert "".join(event.text for event in mine) == text
+            num_stopped += bool(ends)
+    assert num_stopped >= 12
+    assert_given_back(engine)
 
 
 def test_nothing_is_compiled_after_warming_up():
