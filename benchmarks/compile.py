@@ -27,7 +27,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
+from decoder import Shapes, compute_logits, describe_weights
 from operations import _instructions
 
 import jkv
@@ -36,79 +36,6 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "compile.json"
 PARTS = ("trace", "lower", "compile", "all")
 DENSE, PAGED, REUSING = "dense", "jkv", "jkv, prefix caching"
 LIMITS = {PAGED: 2.5, REUSING: 4.0}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """Sizes of the decoder and of the step."""
-
-    num_layers: int
-    num_kv_heads: int = 4
-    num_heads: int = 8
-    head_dim: int = 32
-    hidden_dim: int = 256
-    vocabulary: int = 512
-    batch_size: int = 8
-    max_context_length: int = 256
-
-
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def decode(
-    params: Any, tokens: jax.Array, positions: jax.Array, attend: Attend, shapes: Shapes
-) -> jax.Array:
-    """Return the logits, [B, V]; `attend` stores and attends in the cache."""
-    hidden = params["embedding"][tokens]
-    for layer, weights in enumerate(params["layers"]):
-        normed = _normalised(hidden)
-        queries, keys, values = (
-            (normed @ weights[name]).reshape(len(tokens), -1, shapes.head_dim)
-            for name in ("queries", "keys", "values")
-        )
-        queries, keys = _rotated(queries, positions), _rotated(keys, positions)
-        mixed = attend(layer, queries, keys, values)
-        hidden += mixed.reshape(len(tokens), -1) @ weights["output"]
-        normed = _normalised(hidden)
-        gate = jax.nn.silu(normed @ weights["gate"])
-        hidden += (gate * (normed @ weights["up"])) @ weights["down"]
-    return _normalised(hidden) @ params["embedding"].T
-
-
-def _normalised(hidden: jax.Array) -> jax.Array:
-    square = jnp.mean(hidden * hidden, axis=-1, keepdims=True)
-    return hidden * jax.lax.rsqrt(square + 1e-6)
-
-
-def _rotated(heads: jax.Array, positions: jax.Array) -> jax.Array:
-    half = heads.shape[-1] // 2
-    frequencies = np.float32(10000.0) ** (-np.arange(half, dtype=np.float32) / half)
-    angles = positions[:, None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = heads[..., :half], heads[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def weights_of(shapes: Shapes) -> Any:
-    """Return the shapes of the parameters."""
-    width = shapes.num_heads * shapes.head_dim
-
-    def matrix(rows: int, columns: int) -> Any:
-        return jax.ShapeDtypeStruct((rows, columns), jnp.float32)
-
-    layer = {
-        "queries": matrix(width, width),
-        "keys": matrix(width, shapes.num_kv_heads * shapes.head_dim),
-        "values": matrix(width, shapes.num_kv_heads * shapes.head_dim),
-        "output": matrix(width, width),
-        "gate": matrix(width, shapes.hidden_dim),
-        "up": matrix(width, shapes.hidden_dim),
-        "down": matrix(shapes.hidden_dim, width),
-    }
-    return {
-        "embedding": matrix(shapes.vocabulary, width),
-        "layers": [dict(layer) for _ in range(shapes.num_layers)],
-    }
 
 
 def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -141,12 +68,12 @@ def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             weights = jax.nn.softmax(scores, axis=-1)
             return jnp.einsum("bkgt,btkd->bkgd", weights, all_values)
 
-        logits = decode(params, tokens, positions, attend, shapes)
+        logits = compute_logits(params, tokens, positions, attend, shapes)
         return {"lengths": positions + 1, "layers": layers}, logits
 
     layers = [(cached, cached) for _ in range(shapes.num_layers)]
     cache = {"lengths": integers, "layers": layers}
-    return step, (cache, weights_of(shapes), integers)
+    return step, (cache, describe_weights(shapes), integers)
 
 
 def paged_step(
@@ -176,11 +103,11 @@ def paged_step(
             cache = jkv.write(cache, layer, batch, keys, values)
             return jkv.attend(cache, layer, batch, queries)
 
-        logits = decode(params, tokens, batch.positions, attend, shapes)
+        logits = compute_logits(params, tokens, batch.positions, attend, shapes)
         return jkv.commit(cache, batch), logits
 
     cache = jax.eval_shape(lambda: jkv.init(config))
-    return step, (cache, weights_of(shapes), integers, integers)
+    return step, (cache, describe_weights(shapes), integers, integers)
 
 
 def compile_once(step: Callable[..., Any], arguments: Any) -> tuple[Any, Any, Any]:

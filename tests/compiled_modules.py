@@ -1,5 +1,6 @@
 """Compiled modules show every copy that XLA makes: which operations may copy a pool."""
 
+import collections
 import math
 import re
 
@@ -31,3 +32,25 @@ def pool_sized_operations(compiled, size):
                 if math.prod(map(int, shape.split(","))) >= size:
                     found.append(f"{match[2]}[{shape}]")
     return found
+
+
+def in_the_steps_of_a_loop(text, size):
+    """Instructions with a dimension of this size, in each trip of an outermost loop.
+
+    Those of loops within it are left out: they may have no trip.
+    """
+    lines = collections.defaultdict(list)
+    for line in text.splitlines():
+        if name := re.match(r"(?:ENTRY )?%([\w.-]+) \(", line):
+            computation = "ENTRY" if line.startswith("ENTRY") else name[1]
+        elif line.startswith("  "):
+            lines[computation].append(line.strip())
+    bodies = [re.search(r" while\(.*body=%([\w.-]+)", line) for line in lines["ENTRY"]]
+    steps = [line for body in bodies if body for line in lines[body[1]]]
+    assert steps
+    of_size = re.compile(rf"= [^(]*\[(?:\d+,)*{size}(?:,\d+)*\]")
+    return [
+        line
+        for line in steps
+        if of_size.match(line.split(" ", 1)[1]) and " get-tuple-element(" not in line
+    ]

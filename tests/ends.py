@@ -5,9 +5,10 @@ the two runs on both: the verbs, the compiled modules, the loops, a case of ever
 Where there are many cases of one thing, such as the random games or the options of
 attention, they are dealt out, so that each end plays some. What JAX has no part in
 runs on the oldest alone, marked `one_end`: numbers of a plan, settings that are read,
-bytes of a file, pages, examples in docstrings, what the host recounts, and the
-bookkeeping of verbs that only move what others made. The oldest compiles in half the
-time of the newest.
+bytes of a file, pages, examples in docstrings, what the host recounts, single cases of
+a verb's bookkeeping, which the random games play on both, and further cases of a loop
+or of an option that others play on both. The oldest compiles in half the time of the
+newest.
 
 `JKV_ALL_CASES=1` runs everything on the JAX at hand.
 """

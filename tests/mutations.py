@@ -91,8 +91,8 @@ MUTATIONS = (
         "last-free-block-refused",
         "metadata",
         "A request that would take the very last free block is refused.",
-        "wants & (taken > metadata.free_blocks.count)",
-        "wants & (taken >= metadata.free_blocks.count)",
+        "wants & (taken > metadata.free_blocks.count",
+        "wants & (taken >= metadata.free_blocks.count",
     ),
     Mutation(
         "block-returns-at-first-mention",

@@ -13,9 +13,9 @@ from typing import Any
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_windows import Windows
 from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
-from jkv.config.windows import Windows
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)

@@ -26,7 +26,7 @@ from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import check_implementation, note_missing_kernel
 from jkv.commands.facts import collect_facts, list_known_faults
-from jkv.commands.report import Report, Step, run_steps
+from jkv.commands.report import Report, Step, run_checks
 
 INTERRUPTED = 130
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     keep_compiled_programs()
     report = Report()
-    run_steps(report, plan_steps(is_quick=options.quick))
+    run_checks(report, plan_steps(is_quick=options.quick))
     options.report.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
     print(f"written to {options.report}")
     print("SOMETHING FAILED" if report.has_failed else "nothing failed")

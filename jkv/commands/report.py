@@ -35,7 +35,7 @@ class Step:
     run: Callable[[Report], None]
 
 
-def run_steps(report: Report, steps: list[Step], out: TextIO | None = None) -> None:
+def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> None:
     """Run all steps, each under its title with the time that is left, roughly.
 
     Ctrl-C ends them early: what was not reached is noted as not checked.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.config.layer_windows import Windows, find_windows
 from jkv.config.text_part import find_text_part
-from jkv.config.windows import Windows, find_windows
 
 # What transformers assumes when a config.json of this model type leaves a key out.
 DEFAULTS: dict[str, dict[str, int]] = {

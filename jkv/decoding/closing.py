@@ -16,7 +16,9 @@ from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import find_demand
 from jkv.decoding.scheduling.groups import Holder, find_hand_over
 from jkv.decoding.scheduling.places import (
+    LANES,
     Places,
+    find_chosen,
     find_oldest,
     find_youngest_running,
     preempt_youngest,
@@ -42,7 +44,7 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
         held = state.holder.seq_id
         unwanted = jnp.where(is_unwanted, held, NO_SEQUENCE)
         kept = jnp.where(is_unwanted, NO_SEQUENCE, held)
-        cache, _ = free(cache, jnp.concatenate([seq_ids, unwanted[None]]))
+        cache = _free_all(cache, jnp.concatenate([seq_ids, unwanted[None]]))
         return cache, dataclasses.replace(
             state,
             places=vacate(state.places, ended),
@@ -55,6 +57,23 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
     ended = places.is_started & ~state.is_running[places.sequences]
     is_unwanted = _is_holder_unwanted(state)
     return when(jnp.any(ended) | is_unwanted, close, (cache, state))
+
+
+def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
+    """Free sequences, i32[P], some at a time, as mostly few of all places end."""
+    num_lanes = min(LANES, seq_ids.shape[0])
+    Carry = tuple[Cache, jax.Array]
+
+    def trip(carry: Carry) -> Carry:
+        cache, left = carry
+        chosen = find_chosen(left, num_lanes)
+        lanes = seq_ids.at[chosen].get(mode="fill", fill_value=NO_SEQUENCE)
+        cache, _ = free(cache, lanes)
+        return cache, left.at[chosen].set(False, mode="drop")
+
+    left = seq_ids != NO_SEQUENCE
+    cache, _ = lax.while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
+    return cache
 
 
 def make_room(

@@ -48,7 +48,7 @@ def cancel(
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> cache, state = prefill(
-      ...     count_on, None, cache, [[5, 6], [40]], max_new_tokens=4)
+      ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
       >>> cache, state = cancel(cache, state, jnp.array([True, False]))
       >>> state.is_running.tolist(), int(jkv.num_free_blocks(cache))
       ([False, True], 7)
@@ -111,18 +111,18 @@ def add_prompts(
 
     Example:
       >>> import jax, jax.numpy as jnp, jkv
-      >>> from jkv.decoding import add_prompts, decode, prefill
+      >>> from jkv.decoding import add_prompts, begin, decode
       >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
       ...     logits = jax.nn.one_hot(tokens + 1, 100)
       ...     return (logits if all_rows else logits[batch.last_rows]), cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> nothing = jnp.full((2, 3), -1)
-      >>> cache, state = prefill(count_on, None, cache, nothing, max_new_tokens=2)
+      >>> state = begin(count_on, None, cache, nothing, max_new_tokens=4)
       >>> state = add_prompts(cache, state, [1], jnp.array([[5, 6, 7]]))
       >>> cache, state = decode(count_on, None, cache, state)
       >>> state.result.tokens.tolist()
-      [[-1, -1], [8, 9]]
+      [[-1, -1, -1, -1], [8, 9, 10, 11]]
     """
     num_prompts, width = state.prompts.tokens.shape
     (slots,) = broadcast(slots=slots)

@@ -17,15 +17,11 @@ from jkv.decoding.prompts import find_texts
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Loads
 from jkv.decoding.scheduling.groups import Holder, find_pending
-from jkv.decoding.scheduling.places import find_oldest
+from jkv.decoding.scheduling.places import LANES, find_oldest
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate
 from jkv.verbs.forking import fork
-
-# Sequences that one trip of the loop seats and opens. A trip costs all of its lanes,
-# and mostly few sequences end in a step.
-LANES = 16
 
 
 def fill_places(

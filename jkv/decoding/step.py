@@ -26,6 +26,7 @@ from jkv.decoding.prompts import find_tokens
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Loads
 from jkv.decoding.scheduling.rows import choose_size, share_rows
+from jkv.metadata.entries import find_owners
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -117,8 +118,8 @@ def compute_rows(
     """
     Carry = tuple[Cache, Computed]
 
-    def program(num_rows: int | None) -> Callable[[Carry], Carry]:
-        def compute(carry: Carry) -> Carry:
+    def program(num_rows: int | None) -> Callable[[Carry, jax.Array], Carry]:
+        def compute(carry: Carry, counts: jax.Array) -> Carry:
             cache, computed = carry
             cache, (tokens, batch) = _append(cache, state, loads, counts, num_rows)
             logits, cache = call_model(model, params, tokens, cache, batch)
@@ -138,12 +139,12 @@ def compute_rows(
     if num_places in sizes:
         # One row each: rows and requests are the same thing, which costs less.
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
-        carry = when(is_decoding & (work > 0), program(None), carry)
+        carry = when(is_decoding & (work > 0), program(None), carry, counts)
     for i, num_rows in enumerate(sizes):
         if num_rows == num_places == 1:
             continue  # its work is one row each
         is_chosen = (size == i) & ~is_decoding & (work > 0)
-        carry = when(is_chosen, program(num_rows), carry)
+        carry = when(is_chosen, program(num_rows), carry, counts)
     return carry
 
 
@@ -169,14 +170,15 @@ def _append(
     places = state.places
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
     if num_rows is None:
-        tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+        # Where there is no row any token does.
+        sequences = jnp.where(counts > 0, places.sequences, 0)
+        tokens = find_tokens(state.prompts, state.result, sequences, loads.done)
         cache, batch = append(cache, seq_ids, tokens=tokens)
         return cache, (tokens, batch)
-    ends = running_sum(counts)
+    starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, counts.shape[0] - 1)
-    position = row + (loads.done - (ends - counts))[owner]
+    owner = find_owners(starts, row)
+    position = row + (loads.done - starts)[owner]
     sequences = places.sequences[owner]
     tokens = find_tokens(state.prompts, state.result, sequences, position)
     cache, batch = append(cache, seq_ids, counts, capacity=num_rows, tokens=tokens)

@@ -106,10 +106,11 @@ def begin(
       ...     return (logits if all_rows else logits[batch.last_rows]), cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
-      >>> state = begin(count_on, None, cache, [[5, 6], [40]], max_new_tokens=2)
+      >>> prompts = [[5, 6, 7], [40]]
+      >>> state = begin(count_on, None, cache, prompts, max_new_tokens=4)
       >>> cache, state = decode(count_on, None, cache, state)
       >>> state.result.tokens.tolist()
-      [[7, 8], [41, 42]]
+      [[8, 9, 10, 11], [41, 42, 43, 44]]
     """
     return begin_generation(
         model,
@@ -174,7 +175,7 @@ def prefill(
       ValueError: for arguments of a wrong shape or type.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jkv
+      >>> import jax, jkv
       >>> from jkv.decoding import prefill
       >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
       ...     logits = jax.nn.one_hot(tokens + 1, 100)
@@ -182,9 +183,9 @@ def prefill(
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> cache, state = prefill(
-      ...     count_on, None, cache, jnp.array([[5, 6, 7]]), max_new_tokens=4)
+      ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
       >>> state.result.tokens.tolist(), state.is_running.tolist()
-      ([[8, -1, -1, -1]], [True])
+      ([[8, -1, -1, -1], [41, -1, -1, -1]], [True, True])
     """
     state = begin(
         model,
@@ -242,7 +243,7 @@ def decode(
       A host that shows tokens as they come, two steps at a time. For speed it jits
       `decode` with `static_argnames="model"` and donates `cache` and `state`:
 
-      >>> import jax, jax.numpy as jnp, jkv
+      >>> import jax, jkv
       >>> from jkv.decoding import decode, prefill
       >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
       ...     logits = jax.nn.one_hot(tokens + 1, 100)
@@ -250,12 +251,12 @@ def decode(
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> cache, state = prefill(
-      ...     count_on, None, cache, jnp.array([[5, 6, 7]]), max_new_tokens=4)
+      ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
       >>> while state.is_running.any():
       ...     cache, state = decode(count_on, None, cache, state, num_steps=2)
       ...     print(state.result.tokens.tolist())
-      [[8, 9, 10, -1]]
-      [[8, 9, 10, 11]]
+      [[8, 9, 10, -1], [41, 42, 43, -1]]
+      [[8, 9, 10, 11], [41, 42, 43, 44]]
     """
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max

@@ -21,7 +21,7 @@ from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import DebugError, Watch, find_caller
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
-from jkv.status import Counter, UsageError
+from jkv.status import UsageError
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ is written to it (1 times)
         raise UsageError("debug tells caches apart on the host: call it outside jit")
     return WatchedCache(
         **_fields_of(plain),
-        written=jnp.full((cache.num_layers, cache.max_sequences), _now(cache)),
+        written=jnp.full((cache.num_layers, cache.max_sequences), cache.metadata.now),
         uncommitted=jnp.zeros((cache.max_sequences,), jnp.uint32),
         watch=Watch(cache.keys),
     )
@@ -114,11 +114,6 @@ def _fields_of(cache: Cache) -> dict[str, Any]:
 def _as_plain(cache: Cache) -> Cache:
     """Return the cache as one that is not watched."""
     return Cache(**_fields_of(cache))
-
-
-def _now(cache: Cache) -> jax.Array:
-    """Return the low word of the clock, u32[]."""
-    return cache.metadata.counters[int(Counter.CLOCK), 0]
 
 
 def _watch_step(
@@ -219,11 +214,11 @@ def _watch_append(
             "prefix_caching call commit(cache, batch) after the last layer's write",
             served & (pending != 0) & _is_before(created, pending),
         )
-        uncommitted = cache.uncommitted.at[row].set(_now(after), mode="drop")
+        uncommitted = cache.uncommitted.at[row].set(after.metadata.now, mode="drop")
         after = dataclasses.replace(after, uncommitted=uncommitted)
     return after, WatchedBatch(
         **{f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)},
-        stamp=_now(after),
+        stamp=after.metadata.now,
         created=created,
         watch=cache.watch,
         site=cache.watch.watch_status("append", where, batch.status),

@@ -65,14 +65,9 @@ def _count(row: jax.Array) -> jax.Array:
     return jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")
 
 
-def now(metadata: Metadata) -> jax.Array:
-    """Return the low word of the clock, u32[]: calls that served a request."""
-    return metadata.counters[int(Counter.CLOCK), 0]
-
-
 def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as opened by the next tick; one of S or above is dropped."""
-    stamp = now(metadata) + jnp.uint32(1)
+    stamp = metadata.now + jnp.uint32(1)
     return dataclasses.replace(
         metadata,
         created=metadata.created.at[row].set(stamp, mode="drop"),
@@ -84,7 +79,7 @@ def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
 @stage
 def mark_used(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as used by the next tick; one of S or above is dropped."""
-    stamp = now(metadata) + jnp.uint32(1)
+    stamp = metadata.now + jnp.uint32(1)
     return dataclasses.replace(
         metadata,
         last_used=metadata.last_used.at[row].set(stamp, mode="drop"),

@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.xla_cpu import running_sum
 
 Carry = TypeVar("Carry")
@@ -18,6 +19,19 @@ Carry = TypeVar("Carry")
 # Entries worked on per trip of a flat loop: enough to hide the cost of a trip, few
 # enough that a call which frees one sequence does little more than that.
 ENTRIES_PER_TRIP = 512
+
+
+def find_owners(starts: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the last of B ranges that starts at or before each place, i32[P].
+
+    Args:
+      starts: i32[B], ascending from 0 on.
+      places: i32[P], not negative.
+    """
+    # A search is a loop of small operations; a comparison of all is one.
+    method = "compare_all" if starts.shape[0] <= MOST_COMPARED else "scan"
+    later = jnp.searchsorted(starts, places, side="right", method=method)
+    return later.astype(jnp.int32) - 1
 
 
 def for_each_entry(
@@ -46,8 +60,7 @@ def for_each_entry(
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
         entry = i * width + jnp.arange(width, dtype=jnp.int32)
-        request = jnp.searchsorted(ends, entry, side="right").astype(jnp.int32)
-        request = jnp.minimum(request, counts.shape[0] - 1)
+        request = find_owners(starts, entry)
         rank = entry - starts[request]
         return body(carry, entry, request, rank, entry < ends[-1])
 

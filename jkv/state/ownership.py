@@ -11,7 +11,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from jkv.status import Status
+from jkv.status import Counter, Status
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
 
@@ -133,6 +133,11 @@ class Metadata:
     block_size: int = dataclasses.field(metadata={"static": True})
     # Most tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def now(self) -> jax.Array:
+        """The low word of the clock, u32[]: calls that served a request."""
+        return self.counters[int(Counter.CLOCK), 0]
 
     @property
     def num_blocks(self) -> int:

@@ -151,7 +151,7 @@ def _allocate(
     keep_free: jax.Array,
 ) -> tuple[Metadata, Allocation, BlockCopies | None]:
     found = search.find(metadata, tokens, salts)
-    decision = _decide(metadata, num_tokens, found, keep_free)
+    decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
@@ -160,7 +160,7 @@ def _allocate(
     metadata = _reserve(metadata, row, found.num_blocks, decision.num_fresh)
     metadata, copies = search.copy_part(metadata, row, found)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
-    metadata = search.begin(metadata, row, salts, num_cached)
+    metadata = search.note_found(metadata, row, salts, num_cached)
     metadata = search.count_queries(metadata, served, tokens, num_cached)
     metadata, _ = counters.settle(metadata, decision.status, served, decision.num_fresh)
     return metadata, Allocation(seq_ids, decision.status, num_cached), copies
@@ -169,7 +169,7 @@ def _allocate(
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
     found = search.find(metadata, None, num_tokens)
-    return _decide(metadata, num_tokens, found).status == Status.OK
+    return _judge_openings(metadata, num_tokens, found).status == Status.OK
 
 
 @jax.jit
@@ -190,7 +190,7 @@ class _Decision(NamedTuple):
     num_fresh: jax.Array  # i32[B], blocks to take from the ring, 0 unless served
 
 
-def _decide(
+def _judge_openings(
     metadata: Metadata,
     num_tokens: jax.Array,
     found: search.Found,

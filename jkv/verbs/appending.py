@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import allocator, counters, requests, ring, tables
+from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
@@ -103,7 +104,7 @@ def _append(
 ) -> tuple[Metadata, dict[str, jax.Array | None]]:
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
-    growth = _decide(metadata, seq_ids, num_tokens, rows)
+    growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
     metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)
@@ -154,8 +155,7 @@ def _lay_out(
     ends = requests.saturating_cumsum(owned, num_rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    # The owner is the last request that starts at or before the row.
-    owner = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    owner = find_owners(starts, row)
     return _Rows(starts, num_rows - starts, row - starts[owner], owner)
 
 
@@ -173,7 +173,7 @@ class _Growth(NamedTuple):
     taken_before: jax.Array  # i32[B], blocks taken by the requests before
 
 
-def _decide(
+def _judge_growth(
     metadata: Metadata, seq_ids: jax.Array, num_tokens: jax.Array, rows: _Rows
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""

@@ -34,7 +34,7 @@ def clock(cache: Cache) -> jax.Array:
       >>> int(jkv.clock(cache))
       1
     """
-    return counters.now(cache.metadata)
+    return cache.metadata.now
 
 
 @takes_cache
@@ -201,7 +201,7 @@ def _oldest_first(
     and their ages, u32[S], 0 there."""
     row = jnp.where(exclude < 0, metadata.max_sequences, exclude)
     listed = metadata.is_open.at[row].set(False, mode="drop")
-    now = counters.now(metadata)
+    now = metadata.now
     age = jnp.where(listed, now - metadata.last_used, jnp.uint32(0))
     life = jnp.where(listed, now - metadata.created, jnp.uint32(0))
     seq_ids = jnp.arange(metadata.max_sequences, dtype=jnp.int32)

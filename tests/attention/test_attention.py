@@ -139,7 +139,7 @@ def small_operands(batch="mixed", seed=0, **fields):
     )
 
 
-@pytest.mark.parametrize("name", dealt(CASES))
+@pytest.mark.parametrize("name", dealt(CASES, share=3))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equals_the_plain_loop(name, implementation):
     """Decode, prefill, mixed and idle batches through one trace."""
@@ -209,6 +209,7 @@ def test_any_order_of_blocks_gives_the_same_bits(implementation):
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "pallas"])
+@pytest.mark.one_end
 def test_nan_outside_the_window_stays_outside(implementation):
     """Also in the slots of the first visible block that the window hides."""
     window = 6
@@ -354,6 +355,7 @@ def test_one_byte_pools(dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", dealt(["reference", "xla", "pallas"]))
+@pytest.mark.one_end
 def test_scales_of_any_float_dtype(implementation):
     """Powers of two are the same number in all of them."""
     positional, scales, _ = quantized(arguments(small_operands(block_size=4)), "int8")
@@ -466,6 +468,7 @@ def test_pools_without_layers_and_traced_scalars():
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "pallas"])
+@pytest.mark.one_end
 def test_decoding_only(implementation):
     """Where several rows cannot be, their part is left out and nothing changes."""
     positional = arguments(small_operands("decode", block_size=4))

@@ -109,6 +109,7 @@ def test_shared_blocks_collect_from_all_their_readers():
     assert_close(two, 2.0 * one)
 
 
+@pytest.mark.one_end
 def test_raw_bits_pass_gradients_to_queries_and_sinks_only():
     """The same numbers as bfloat16, whose pools get gradients of their dtype."""
     operands, (queries, keys, values, sinks, scale) = make_variables()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import copied, small_cache
+from compiled_modules import in_the_steps_of_a_loop
 
 import jkv
 from jkv import decoding
@@ -226,6 +227,7 @@ def test_greedy_equals_eager_loop_and_dense_recomputation():
     assert len({tuple(text) for text in texts(result)[:4]}) == 4
 
 
+@pytest.mark.one_end
 def test_a_prefix_cache_saves_work_and_changes_no_token():
     shared = [3, 1, 4, 1, 5, 9, 2, 6]  # two blocks, and one token of each prompt's own
     texts_of = [[*shared, 10 + i] for i in range(3)]
@@ -254,6 +256,7 @@ def test_a_prefix_cache_saves_work_and_changes_no_token():
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9)])
+@pytest.mark.one_end
 def test_a_sequence_does_not_depend_on_its_batch(options):
     seeds = np.array([11, 5, 8, 2, 0, 0, 0, 0], np.int32)
     together, *_ = run(attention_model, PROMPTS, seeds=seeds, **options)
@@ -284,6 +287,7 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
         assert texts(result) == [together[i]]
 
 
+@pytest.mark.one_end
 def test_a_queue_changes_no_text_of_a_real_model():
     options = dict(temperature=[0.0, 1.0, 0.0, 1.5] + [0.0] * 4)
     options |= dict(repetition_penalty=[1.0, 1.0, 1.4, 1.3] + [1.0] * 4)
@@ -311,6 +315,7 @@ def test_a_queue_changes_no_text_of_a_real_model():
     assert preemptions[0] == 0 and preemptions[2] > 0
 
 
+@pytest.mark.one_end
 def test_seeds_change_sampled_texts_and_nothing_else():
     hot = dict(temperature=2.0)
     first, *_ = run(attention_model, PROMPTS, **hot)
@@ -324,6 +329,7 @@ def test_seeds_change_sampled_texts_and_nothing_else():
     assert all(a != b for a, b in zip(first, hotter, strict=True))
 
 
+@pytest.mark.one_end
 def test_stop_tokens_limits_and_the_end_of_the_context():
     prompts = [[5], [20, 21], [30], [40] * 26, [50] * 30, [60] * 31, []]
     found, why, statistics = run(
@@ -342,11 +348,13 @@ def test_stop_tokens_limits_and_the_end_of_the_context():
     assert statistics.num_steps == 1 + 4
 
 
+@pytest.mark.one_end
 def test_a_stop_token_at_the_limit_is_a_stop():
     found = run(counting_model, [[5], [90]], stops=(7, 91), limits=[2, 12])
     assert found[:2] == ([[6, 7], [91]], ["STOP", "STOP"])
 
 
+@pytest.mark.one_end
 def test_more_prompts_than_rows():
     cache = fresh_cache(free_rows=2)
     found, why, _ = run(counting_model, [[1], [], [2], [3]], cache, limits=[3] * 4)
@@ -355,12 +363,14 @@ def test_more_prompts_than_rows():
     assert why == ["LENGTH", "EMPTY_PROMPT", "LENGTH", "LENGTH"]
 
 
+@pytest.mark.one_end
 def test_no_row_at_all():
     found, why, statistics = run(counting_model, [[1], []], fresh_cache(free_rows=0))
     assert (found, why) == ([[], []], ["OUT_OF_SEQUENCES", "EMPTY_PROMPT"])
     assert statistics.num_steps == 0
 
 
+@pytest.mark.one_end
 def test_one_sequence_larger_than_the_pool():
     found, why, statistics = run(counting_model, [[1, 2, 3]], fresh_cache(2))
     # Eight slots: three for the prompt, five for tokens, and one token without.
@@ -368,16 +378,19 @@ def test_one_sequence_larger_than_the_pool():
     assert statistics.peak_blocks == 64
 
 
+@pytest.mark.one_end
 def test_a_pool_of_exactly_one_sequence_makes_progress():
     found, why, _ = run(counting_model, [[1, 2, 3]], fresh_cache(2), limits=[6])
     assert (found, why) == ([[4, 5, 6, 7, 8, 9]], ["LENGTH"])
 
 
+@pytest.mark.one_end
 def test_no_block_at_all():
     found, why, _ = run(counting_model, [[1], [2]], fresh_cache(0))
     assert (found, why) == ([[], []], ["OUT_OF_BLOCKS"] * 2)
 
 
+@pytest.mark.one_end
 def test_when_blocks_run_out_the_youngest_sequences_make_room():
     # Four sequences, one block each; all want a second at once, and none is left.
     found, why, statistics = run(
@@ -402,6 +415,7 @@ def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
     assert tight[2].num_steps > wide[2].num_steps
 
 
+@pytest.mark.one_end
 def test_a_prompt_that_does_not_fit_ends_and_the_others_go_on():
     prompts = [[1, 2, 3], [10] * 20, [30, 31]]
     found, why, _ = run(counting_model, prompts, fresh_cache(4), limits=[4] * 3)
@@ -409,6 +423,7 @@ def test_a_prompt_that_does_not_fit_ends_and_the_others_go_on():
     assert found == [[4, 5, 6, 7], [], [32, 33, 34, 35]]
 
 
+@pytest.mark.one_end
 def test_any_pool_ends_every_sequence_with_a_reason():
     options = dict(temperature=1.0, stops=(0, 1))
     wide, *_ = run(attention_model, PROMPTS, **options)
@@ -445,6 +460,7 @@ def test_other_sequences_of_the_cache_stay_as_they_are():
     assert after[2] == 6
 
 
+@pytest.mark.one_end
 def test_samples_of_one_prompt_share_its_blocks():
     def two_prompts_three_times(cache, seeds):
         return generate(
@@ -479,6 +495,7 @@ def test_samples_of_one_prompt_share_its_blocks():
     assert (texts(few), reasons(few)) == (apart, ["LENGTH"] * 6)
 
 
+@pytest.mark.one_end
 def test_statistics_are_those_of_the_fullest_step():
     *_, statistics = run(counting_model, [[1] * 5, [2]], limits=[3, 3])
     # 5 and 1 tokens: blocks of four, 2 and 1, with 3 and 3 empty slots; the two steps
@@ -490,6 +507,7 @@ def test_statistics_are_those_of_the_fullest_step():
     assert statistics.internal_fragmentation(4) == 0.5
 
 
+@pytest.mark.one_end
 def test_steps_from_the_host_equal_the_whole():
     options = arguments(PROMPTS, stops=(2, 3), temperature=1.0, repetition_penalty=1.2)
     params, before = attention_params(), fresh_cache()
@@ -514,6 +532,7 @@ def test_steps_from_the_host_equal_the_whole():
     assert_as_before(cache, before)
 
 
+@pytest.mark.one_end
 def test_a_generation_can_be_left_at_any_step():
     whole, *_ = run(attention_model, PROMPTS)
     # Token 2 stops the third text at once, the second in its fifth token.
@@ -585,6 +604,8 @@ def test_donated_and_in_place():
     compiled = jitted.lower(
         attention_model, params, cache, prompts, max_new_tokens=3
     ).compile()
+    # A step of single tokens computes nothing for a prompt's 128 rows.
+    assert in_the_steps_of_a_loop(compiled.as_text(), "128") == []
     # Neither loop holds a second copy of the pool.
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < cache.keys.nbytes // 4

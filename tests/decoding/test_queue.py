@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from caches import copied, small_cache
 from compiled_modules import pool_sized_operations
+from ends import dealt
 from plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
 
 import jkv
@@ -191,7 +192,7 @@ def assert_played(result, game):
     assert found == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", dealt(range(12), share=3))
 def test_random_calls_equal_the_plain_queue(seed):
     rng = np.random.default_rng(seed)
     free_blocks = int(rng.choice([5, 6, 7, 9, 12, 20, 40]))
@@ -207,6 +208,7 @@ def test_random_calls_equal_the_plain_queue(seed):
     assert_played(result, game)
 
 
+@pytest.mark.one_end
 def test_a_thousand_sequences_end_as_each_does_alone():
     rng = np.random.default_rng(100)
     call = draw_call(rng, PROMPTS, num_blocks=9, nan_every=301)

@@ -153,6 +153,7 @@ def own_logprobs(logits, tokens):
     return log_softmax(logits, axis=-1)[rows, np.asarray(tokens)]
 
 
+@pytest.mark.one_end
 def test_greedy_takes_the_first_maximum_of_the_penalised_logits():
     logits = np.array([[1.0, 3.0, 3.0, 2.9], [1.0, 3.0, 2.0, 2.9]], np.float32)
     tokens, logprobs = sample(logits, Sampling())
@@ -214,6 +215,7 @@ def test_draws_follow_the_distribution(vocabulary):
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "hot"])
+@pytest.mark.one_end
 def test_filtered_draws_follow_the_filtered_distribution(name):
     logits = random_logits(1)[0]
     counts = draw_many(logits, 20_000, **FILTERS[name])
@@ -221,6 +223,7 @@ def test_filtered_draws_follow_the_filtered_distribution(name):
     assert chi_square(counts, allowed) > 1e-4
 
 
+@pytest.mark.one_end
 def test_rare_tokens_are_drawn_as_often_as_they_should():
     # 2^-10 each, over eight tiles.
     counts = draw_many(np.zeros(1024, np.float32), 20_480, temperature=1.0)
@@ -238,6 +241,7 @@ def test_draws_of_one_sequence_follow_the_distribution_too():
     assert chi_square(counts, logits) > 1e-4
 
 
+@pytest.mark.one_end
 def test_a_row_depends_on_its_seed_and_count_alone():
     logits = random_logits()
     sampling = Sampling(temperature=1.5, top_p=0.95, seeds=np.array([5, 6, 7, 8]))
@@ -259,6 +263,7 @@ def test_a_row_depends_on_its_seed_and_count_alone():
     np.testing.assert_array_equal(moved, np.asarray(together)[order])
 
 
+@pytest.mark.one_end
 def test_one_seed_means_consecutive_seeds():
     flat = np.zeros((6, VOCABULARY), np.float32)
     one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))
@@ -306,6 +311,7 @@ def test_greedy_rows_are_greedy_among_others():
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e30])
+@pytest.mark.one_end
 def test_extreme_numbers_give_valid_tokens(scale, temperature):
     logits = random_logits() * np.float32(scale)
     logits[:, ::2] = -np.inf

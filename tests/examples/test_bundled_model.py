@@ -133,6 +133,7 @@ def test_corpus_is_the_same_in_another_process(split):
     assert fresh.stdout.strip() == here
 
 
+@pytest.mark.one_end
 def test_model_has_learnt_to_read(loaded, windows):
     params, _ = loaded
     losses = jax.jit(pydoc_model.token_losses)
@@ -193,6 +194,7 @@ if HAS_TRANSFORMERS:
 
 
 @pytest.mark.slow
+@pytest.mark.one_end
 def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkeypatch):
     train_pydoc = importlib.import_module("train_pydoc")
     small = dict(TOKENS_PER_STEP=128, SHORT_CONTEXT=16, FULL_CONTEXT=32)

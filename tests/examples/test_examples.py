@@ -26,6 +26,7 @@ TESTED_ELSEWHERE = {
     "equinox_model.py": "test_framework_models",
     "serve_batch.py": "test_serve_batch",
     "serve_http.py": "test_serve_http",
+    "train_with_tunix.py": "test_tunix_training",
 }
 
 
@@ -60,7 +61,7 @@ def test_every_script_is_run_by_some_test():
     here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
-        assert (ROOT / "tests" / "examples" / f"{test}.py").exists()
+        assert list((ROOT / "tests").rglob(f"{test}.py"))
 
 
 @pytest.mark.one_end
@@ -73,12 +74,14 @@ def test_every_script_is_run_by_some_test():
         ("block_map.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
+        ("train_with_tunix.py", 160),
     ],
 )
 def test_examples_are_short(script, limit):
     assert len((EXAMPLES / script).read_text().splitlines()) < limit
 
 
+@pytest.mark.one_end
 def test_quickstart_is_in_the_docs_with_its_output():
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     first_block = page.split("```python\n")[1].split("```")[0]

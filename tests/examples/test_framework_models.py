@@ -109,6 +109,7 @@ def test_paged_logits_are_those_of_plain_attention(example, step, expected):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_wrong_answers(example, step, expected):
     first, second, _ = expected
     shifted = paged_logits(example[0], step, start=4)[0]
@@ -128,6 +129,7 @@ def test_models_have_the_signature_of_the_protocol(example):
     assert all(each.default is not inspect.Parameter.empty for each in more)
 
 
+@pytest.mark.one_end
 def test_scripts_run(example, capsys):
     module = example[0]
     module.main(num_tokens=6)

@@ -32,7 +32,7 @@ HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError("JKV_REQUIRE_PARITY is set, but transformers or torch is missing")
 NAMES = (*fixtures.CASES, "pydoc")
-CHECKPOINTS = [(name, "committed") for name in dealt(NAMES)]
+CHECKPOINTS = [(name, "committed") for name in dealt(NAMES, share=4)]
 if HAS_TRANSFORMERS:
     CHECKPOINTS += [(name, "live") for name in NAMES]
 
@@ -273,6 +273,7 @@ def wrong_models(checkpoint):
         yield "no key norm", replaced(key_norm=jnp.ones_like(layers["key_norm"]))
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_wrong_prefill(tiny_checkpoint):
     for mistake, (model, params) in wrong_models(tiny_checkpoint):
         _, _, logits = prefill(model, params, tiny_checkpoint.prompts)
@@ -288,6 +289,7 @@ def test_tolerance_catches_other_sequences_and_zeros(tiny_checkpoint):
     assert np.abs(second).max(axis=-1).min() > 100 * TOLERANCE
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_a_lost_token_in_decoding(tiny_checkpoint):
     params, prompts = tiny_checkpoint.params, tiny_checkpoint.prompts
     cache, seq_ids, logits = prefill(tiny_checkpoint.model, params, prompts)

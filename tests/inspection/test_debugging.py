@@ -211,6 +211,7 @@ class TestStatuses:
         assert opened.status.tolist() == [0, 0, 2]
         assert not any("refused" in text for text in found_by(cache))
 
+    @pytest.mark.one_end
     def test_of_a_generation_is_its_own_matter(self):
         def model(_params, tokens, cache, batch):
             return jax.nn.one_hot(tokens, 5)[batch.last_rows], cache

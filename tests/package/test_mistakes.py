@@ -112,6 +112,7 @@ class TestModels:
         result = self.generate(self.last_rows, prompts)
         assert result.tokens.shape == (2, 2)
 
+    @pytest.mark.one_end
     def test_a_list_is_read_as_the_array_padded_with_minus_one(self):
         generate = functools.partial(
             jkv.generate, self.last_rows, None, small_cache(), max_new_tokens=2
@@ -452,6 +453,7 @@ class TestCounts:
         assert jkv.block_ids(cache, self.most).tolist() == [8] * 4
         assert not jkv.block_info(cache, np.uint32(self.most)).is_free
 
+    @pytest.mark.one_end
     def test_of_steps_and_limits(self):
         cache, state = prefill(
             TestModels.last_rows,
@@ -469,6 +471,7 @@ class TestCounts:
             with pytest.raises(TypeError, match="integer, got 2.5"):
                 verb(small_cache(), 2.5)
 
+    @pytest.mark.one_end
     def test_domains_are_32_bits_signed_or_not(self):
         cache = small_cache(prefix_caching=True)
         prompt = list(range(9))
@@ -485,6 +488,7 @@ class TestCounts:
         assert jkv.match(forgotten, [prompt], -1).tolist() == [0]
 
 
+@pytest.mark.one_end
 def test_context_lengths_outlive_the_cache():
     cache = copied(opened(3, 5))
     lengths = jkv.context_lengths(cache)

@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -64,9 +65,17 @@ def test_every_public_function_is_annotated() -> None:
 def test_no_module_is_hidden_by_a_function() -> None:
     """A name in an `__init__` that is also a file's would take its place."""
     for found in pkgutil.walk_packages(jkv.__path__, "jkv."):
+        if found.name.startswith("jkv.integrations."):
+            continue  # needs packages that are not here
         module = importlib.import_module(found.name)
         parent, _, name = found.name.rpartition(".")
         assert getattr(sys.modules[parent], name) is module, found.name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tunix") is not None, reason="is there")
+def test_an_integration_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"pip install 'jkv\[tunix\]'"):
+        importlib.import_module("jkv.integrations.tunix")
 
 
 # Any argument of theirs has an answer.

@@ -104,7 +104,12 @@ def test_no_type_of_the_package_is_unknown():
         "--ignoreexternal",
     )
     symbols = json.loads(said)["typeCompleteness"]["symbols"]
-    exported = [symbol for symbol in symbols if symbol["isExported"]]
+    # Integrations have types of packages that are not installed here.
+    exported = [
+        symbol
+        for symbol in symbols
+        if symbol["isExported"] and not symbol["name"].startswith("jkv.integrations.")
+    ]
     unknown = {
         each["name"]
         for each in exported
@@ -112,4 +117,7 @@ def test_no_type_of_the_package_is_unknown():
     }
     # Its base is registered as a pytree by a decorator that JAX leaves untyped.
     unknown.discard("jkv.inspection.answers.WatchedBatch")
+    # Not all of the client library's `Metric` has a type.
+    collector = "jkv.serving.prometheus.EngineCollector"
+    unknown -= {collector, f"{collector}.collect"}
     assert len(exported) > 1000 and not unknown, unknown

@@ -61,6 +61,7 @@ def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
     assert_given_back(engine, free_blocks, free_rows)
 
 
+@pytest.mark.one_end
 def test_a_batch_is_that_of_generate():
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 10, 1, 0, 7, 5)]

@@ -173,6 +173,7 @@ class TestContents:
             np.testing.assert_array_equal(value, values[5])
 
     @pytest.mark.parametrize("kind", dealt(KINDS))
+    @pytest.mark.one_end
     def test_move_with_their_blocks(self, kind, tmp_path):
         """fork, reorder, truncate, compact, resize, swap, save: the same bits after."""
         cache = filled(kind, record_tokens=True)

@@ -76,6 +76,7 @@ class TestOutAndBack:
             [0, 1, 2, 3, 4],
         ]
 
+    @pytest.mark.one_end
     def test_into_a_fragmented_cache_of_another_size(self):
         cache, swapped = jkv.swap_out(opened(9, 14), [0, 1])
         other = fragmented()
@@ -118,6 +119,7 @@ class TestOutAndBack:
             jkv.check(cache)
             assert [len(table(cache, int(i))) for i in back.seq_ids] == [0, 3]
 
+    @pytest.mark.one_end
     def test_recorded_tokens_go_along(self):
         cache = small_cache(record_tokens=True)
         cache, _ = allocate(cache, [0])
@@ -155,6 +157,7 @@ class TestOutAndBack:
         assert int(meta.num_uses[seq_id]) == uses == 2
 
 
+@pytest.mark.one_end
 class TestSharing:
     def test_survives_among_the_swapped(self):
         cache, forked = fork(opened(9), [0, 0])
@@ -304,6 +307,7 @@ class TestDecodingGoesOn:
         assert found.tobytes() != expected.tobytes()
 
 
+@pytest.mark.one_end
 class TestRefusals:
     @pytest.mark.parametrize("seq_ids", [[3], [0, 0], [-2], [4], [0, 1, 2**31 - 1]])
     def test_ids_that_are_not_open_raise_and_change_nothing(self, seq_ids):
@@ -441,6 +445,7 @@ class TestTheHostValue:
         assert chosen == [True, False, False, True, False]
 
 
+@pytest.mark.one_end
 class TestCost:
     def test_storage_is_given_up_only_if_asked(self):
         _, swapped = jkv.swap_out(opened(9), 0)
@@ -480,6 +485,7 @@ class TestCost:
         assert contents._scatter._cache_size() - scatters == 6
 
 
+@pytest.mark.one_end
 class TestWithAPrefixIndex:
     def computed(self, cache, prompt, salt):
         """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""

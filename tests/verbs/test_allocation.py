@@ -28,6 +28,8 @@ from caches import (
 import jkv
 from jkv import Status
 
+pytestmark = pytest.mark.one_end
+
 
 class TestAllocate:
     def test_hands_out_ids_and_blocks_in_order(self):

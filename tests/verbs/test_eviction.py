@@ -15,6 +15,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 NOBODY = np.full(4, -1, np.int32)
 
 

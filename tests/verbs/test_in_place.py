@@ -6,6 +6,7 @@ pool, whatever its name.
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from caches import small_cache, small_config
 from compiled_modules import pool_sized_operations
+from ends import dealt
 
 import jkv
 from jkv.config.dtypes import needs_scales
@@ -146,8 +148,11 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("verb", ["fork", "truncate", "reorder"])
+@pytest.mark.parametrize(
+    "verb, dtype",
+    dealt(itertools.product(["fork", "truncate", "reorder"], DTYPES)),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_donated_copying_verb_updates_in_place(verb, dtype):
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
     assert_in_place(VERBS[verb], make_cache(dtype), ids)

@@ -59,6 +59,7 @@ def test_ten_thousand_donated_steps_leave_no_array_behind():
     jkv.check(cache)
 
 
+@pytest.mark.one_end
 def test_eager_turns_leave_no_array_behind():
     cache, _ = turn(opened(6), np.float32(1))
     before = live_bytes()

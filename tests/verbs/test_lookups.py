@@ -19,6 +19,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 MAX = 2**31 - 1
 MIN = -(2**31)
 NOT_OPEN = [1, 4, MAX, -1, -2, MIN]

@@ -29,6 +29,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 PROMPT = list(range(10, 20))  # two blocks and a half
 
 

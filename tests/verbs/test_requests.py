@@ -220,6 +220,7 @@ class TestAnyVerb:
         assert batch.seq_ids.tolist() == [1, 0]
 
 
+@pytest.mark.one_end
 class TestOrderOfCauses:
     """The first of several causes is reported."""
 
@@ -259,6 +260,7 @@ class TestOrderOfCauses:
         assert names(status) == causes
 
 
+@pytest.mark.one_end
 class TestWhoGetsTheLastBlocks:
     def test_requests_are_served_in_order(self):
         cache = with_free_blocks(opened(4, 4, 4), 2)

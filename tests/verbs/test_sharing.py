@@ -24,6 +24,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 MAX = 2**31 - 1
 MIN = -(2**31)
 

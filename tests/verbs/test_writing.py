@@ -20,6 +20,8 @@ from caches import (
 
 import jkv
 
+pytestmark = pytest.mark.one_end
+
 FLOATS = [jnp.float32, jnp.float16, jnp.bfloat16]
 
 

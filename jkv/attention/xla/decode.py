@@ -24,7 +24,7 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.lanes import Lanes, attend_lanes
-from jkv.attention.xla.operations import divide_up, multiply, take
+from jkv.attention.xla.operations import divide_up, gather, multiply
 from jkv.attention.xla.pieces import WorkList, list_work
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
@@ -111,21 +111,21 @@ def _take_edges(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
 def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
     """Return the edge blocks of requests, and which of their tokens the row sees."""
     call, work = walk.call, walk.work
-    last = take(work.last, rank)
+    last = gather(work.last, rank)
     columns = last[:, None]
     is_edge = jnp.ones_like(columns, bool)
     if call.window is not None:
-        first = take(work.first, rank) - 1
+        first = gather(work.first, rank) - 1
         columns = jnp.stack([first, last], axis=1)
         is_edge = jnp.stack([first < last, first <= last], axis=1)
     offsets = jnp.arange(call.pools.block_size, dtype=jnp.int32)
     tokens = columns[..., None] * call.pools.block_size + offsets[None, None]
-    request = take(work.request, rank)
-    context = take(call.requests.context_lengths, request)[:, None, None]
+    request = gather(work.request, rank)
+    context = gather(call.requests.context_lengths, request)[:, None, None]
     visible = is_edge[..., None] & (tokens < context)
     if call.window is not None:
         visible &= tokens >= context - call.window
-    row = take(call.requests.query_starts, request)
+    row = gather(call.requests.query_starts, request)
     return Lanes(row, request, columns, visible, never)
 
 
@@ -151,14 +151,14 @@ def _find_pieces(
 ) -> Lanes:
     """Return pieces between edges, by their ranks and places in the list of all."""
     work = walk.work
-    before = jnp.where(rank > 0, take(work.ends, rank - 1), 0)
-    start = take(work.first, rank) + (index - before) * walk.piece_blocks
+    before = jnp.where(rank > 0, gather(work.ends, rank - 1), 0)
+    start = gather(work.first, rank) + (index - before) * walk.piece_blocks
     columns = start[:, None] + jnp.arange(walk.piece_blocks, dtype=jnp.int32)[None]
-    last = take(work.last, rank)[:, None]
+    last = gather(work.last, rank)[:, None]
     visible = (columns < last)[..., None]
     visible = jnp.broadcast_to(visible, (*columns.shape, walk.call.pools.block_size))
-    request = take(work.request, rank)
-    row = take(walk.call.requests.query_starts, request)
+    request = gather(work.request, rank)
+    row = gather(walk.call.requests.query_starts, request)
     return Lanes(row, request, jnp.minimum(columns, last - 1), visible, never)
 
 
@@ -172,7 +172,7 @@ def _join_lanes(
     lane_maxima = jnp.where(owns[..., None, None], found.maximum[None], HIDDEN)
     maximum = jnp.maximum(old.maximum, lane_maxima.max(axis=1))
     shrink = jnp.exp(old.maximum - maximum)
-    lane_shrink = jnp.exp(found.maximum - take(maximum, segment))
+    lane_shrink = jnp.exp(found.maximum - gather(maximum, segment))
     joins = owns.astype(jnp.float32)
     total = multiply("mp,pkg->mkg", joins, found.total * lane_shrink)
     values = multiply("mp,pkgd->mkgd", joins, found.values * lane_shrink[..., None])
@@ -190,7 +190,7 @@ def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
     starts = walk.call.requests.query_starts
     starts = jnp.where(walk.work.rank < num_requests, starts, num_rows)
     rank = rank.at[starts].set(walk.work.rank, mode="drop")
-    by_row = Sums(*(take(array, rank) for array in sums))
+    by_row = Sums(*(gather(array, rank) for array in sums))
     return finish_sums(by_row, (rank >= 0)[:, None, None])
 
 

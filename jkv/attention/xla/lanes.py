@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jkv.attention.call import Call
 from jkv.attention.pools import Pools, gather_blocks, gather_scales, read_twice
 from jkv.attention.softmax import HIDDEN, Sums
-from jkv.attention.xla.operations import cap_scores, multiply, take
+from jkv.attention.xla.operations import cap_scores, gather, multiply
 
 
 class Lanes(NamedTuple):
@@ -65,8 +65,8 @@ def attend_lanes(
 def _gather_lanes(call: Call, lanes: Lanes) -> Gathered:
     """Read the lanes' blocks, each once, by way of the block tables."""
     pools, requests = call.pools, call.requests
-    table = take(requests.seq_ids, lanes.request)[:, None]
-    blocks = take(requests.block_tables, table, lanes.columns).reshape(-1)
+    table = gather(requests.seq_ids, lanes.request)[:, None]
+    blocks = gather(requests.block_tables, table, lanes.columns).reshape(-1)
     flat_keys = gather_blocks(pools.keys, call.layer, blocks, pools.kv_dtype)
     keys = flat_keys.reshape(-1, *pools.keys.shape[2:])
     if pools.values is None:
@@ -110,7 +110,7 @@ def _score_blocks(
     gathered: Gathered,
 ) -> jax.Array:
     """Return the scores of each block's tokens, f32[P * W, K, G, T]."""
-    rows = take(queries, jnp.repeat(lanes.row, lanes.columns.shape[1]))
+    rows = gather(queries, jnp.repeat(lanes.row, lanes.columns.shape[1]))
     scores = multiply("ckgd,cktd->ckgt", rows, gathered.keys)
     # A scale per token is a factor on its scores and weights: fewer than elements.
     if gathered.key_scales is not None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.xla.decode import attend_decode
 from jkv.attention.xla.prefill import attend_prefill
-from jkv.attention.xla.rows import attend_rows, is_small
+from jkv.attention.xla.small_calls import attend_rows, is_small
 
 
 def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ def cap_scores(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def take(array: jax.Array, *index: jax.Array) -> jax.Array:
+def gather(array: jax.Array, *index: jax.Array) -> jax.Array:
     """Return `array[*index]`; an index out of range is clamped, below zero too.
 
     Plain indexing wraps and fills instead: four more operations to compile each time.
@@ -25,7 +25,7 @@ def take(array: jax.Array, *index: jax.Array) -> jax.Array:
     return array.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def divide(number: jax.Array, size: int) -> jax.Array:
+def quotient(number: jax.Array, size: int) -> jax.Array:
     """Return `number // size`, neither of them negative.
 
     The operator rounds down below zero too, with seven more operations.
@@ -35,4 +35,4 @@ def divide(number: jax.Array, size: int) -> jax.Array:
 
 def divide_up(number: jax.Array, size: int) -> jax.Array:
     """Return how many parts of a size hold a number that is not negative."""
-    return divide(number + (size - 1), size)
+    return quotient(number + (size - 1), size)

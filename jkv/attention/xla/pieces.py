@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Requests
-from jkv.attention.xla.operations import divide, divide_up, take
+from jkv.attention.xla.operations import divide_up, gather, quotient
 
 
 class WorkList(NamedTuple):
@@ -46,11 +46,11 @@ def list_work(
     """
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
-    last = divide(jnp.maximum(context - 1, 0), block_size)
+    last = quotient(jnp.maximum(context - 1, 0), block_size)
     first = jnp.zeros_like(last)
     if window is not None:
         listed &= window > 0
-        first = divide(jnp.maximum(context - window, 0), block_size) + 1
+        first = quotient(jnp.maximum(context - window, 0), block_size) + 1
     counts = divide_up(jnp.maximum(last - first, 0), piece_blocks)
     counts = jnp.where(listed, counts, 0)
 
@@ -73,9 +73,11 @@ def list_work(
     ranks = jnp.arange(size, dtype=jnp.int32)
     return WorkList(
         request=request,
-        first=take(first, request),
-        last=take(last, request),
-        ends=jnp.where(ranks < num_long[-1], take(num_pieces, request), num_pieces[-1]),
+        first=gather(first, request),
+        last=gather(last, request),
+        ends=jnp.where(
+            ranks < num_long[-1], gather(num_pieces, request), num_pieces[-1]
+        ),
         rank=rank,
         num_requests=num_requests,
         num_pieces=num_pieces[-1],

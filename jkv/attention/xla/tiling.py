@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jkv.attention.call import Call
 from jkv.attention.pools import Pools, gather_blocks, gather_scales
 from jkv.attention.softmax import HIDDEN
-from jkv.attention.xla.operations import cap_scores, divide, divide_up, multiply, take
+from jkv.attention.xla.operations import (
+    cap_scores,
+    divide_up,
+    gather,
+    multiply,
+    quotient,
+)
 
 _MAX_TILE_ROWS = 128
 
@@ -71,27 +77,27 @@ def locate_tile(tiling: Tiling, index: jax.Array) -> RowTile:
     call, requests = tiling.call, tiling.call.requests
     block_size = call.pools.block_size
     request = jnp.sum(tiling.ends <= index, dtype=jnp.int32)
-    before = jnp.where(request > 0, take(tiling.ends, request - 1), 0)
+    before = jnp.where(request > 0, gather(tiling.ends, request - 1), 0)
     first_offset = (index - before) * tiling.tile_rows
-    length = take(requests.query_lengths, request)
-    start = take(requests.query_starts, request) + first_offset
+    length = gather(requests.query_lengths, request)
+    start = gather(requests.query_starts, request) + first_offset
     # A slice past the last row would be moved back unasked, so move it here.
     excess = jnp.maximum(start + tiling.tile_rows - call.num_rows, 0)
     offsets = first_offset - excess + jnp.arange(tiling.tile_rows, dtype=jnp.int32)
-    first_position = take(requests.context_lengths, request) - length
+    first_position = gather(requests.context_lengths, request) - length
     last_offset = jnp.minimum(first_offset + tiling.tile_rows, length) - 1
     last_position = first_position + last_offset
     first_block = jnp.int32(0)
     if call.window is not None:
         first_token = first_position + first_offset - call.window + 1
-        first_block = divide(jnp.maximum(first_token, 0), block_size)
+        first_block = quotient(jnp.maximum(first_token, 0), block_size)
     num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
     chunk_tokens = tiling.chunk_blocks * block_size
     return RowTile(
         start=start - excess,
         positions=first_position + offsets,
         valid=(offsets >= first_offset) & (offsets < length),
-        table=take(requests.block_tables, take(requests.seq_ids, request)),
+        table=gather(requests.block_tables, gather(requests.seq_ids, request)),
         first_block=first_block,
         num_chunks=divide_up(num_tokens, chunk_tokens),
     )
@@ -102,7 +108,7 @@ def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> Chunk:
     block_size, window = tiling.call.pools.block_size, tiling.call.window
     first_block = tile.first_block + index * tiling.chunk_blocks
     columns = first_block + jnp.arange(tiling.chunk_blocks, dtype=jnp.int32)
-    blocks = take(tile.table, columns)
+    blocks = gather(tile.table, columns)
     tokens = first_block * block_size + jnp.arange(
         tiling.chunk_blocks * block_size, dtype=jnp.int32
     )

@@ -16,6 +16,10 @@ import jax.numpy as jnp
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE
 
+# Sequences that one trip of a loop opens or frees. A trip costs all of its lanes, and
+# mostly few sequences end in a step.
+LANES = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +75,23 @@ def sort_by_age(places: Places) -> jax.Array:
     return jnp.zeros_like(place).at[places.ages].set(place)
 
 
+def find_chosen(chosen: jax.Array, num_lanes: int) -> jax.Array:
+    """Return the first indices that are chosen.
+
+    Args:
+      chosen: bool[P].
+      num_lanes: K, static.
+
+    Returns:
+      i32[K] ascending, P where there are no more.
+    """
+    size = chosen.shape[0]
+    rank = running_sum(chosen.astype(jnp.int32)) - 1
+    lane = jnp.where(chosen & (rank < num_lanes), rank, num_lanes)
+    found = jnp.full((num_lanes,), size, jnp.int32)
+    return found.at[lane].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+
+
 def find_oldest(places: Places, chosen: jax.Array, num_lanes: int) -> jax.Array:
     """Return the oldest places that are chosen.
 
@@ -82,12 +103,10 @@ def find_oldest(places: Places, chosen: jax.Array, num_lanes: int) -> jax.Array:
     Returns:
       i32[K] from the oldest on, W where there are no more.
     """
-    nothing = places.num_places
     chosen_by_age = jnp.zeros_like(chosen).at[places.ages].set(chosen)
-    rank = running_sum(chosen_by_age.astype(jnp.int32)) - 1
-    lane = jnp.where(chosen_by_age & (rank < num_lanes), rank, num_lanes)
-    found = jnp.full((num_lanes,), nothing, jnp.int32)
-    return found.at[lane].set(sort_by_age(places), mode="drop")
+    age = find_chosen(chosen_by_age, num_lanes)
+    by_age = sort_by_age(places)
+    return by_age.at[age].get(mode="fill", fill_value=places.num_places)
 
 
 def find_youngest_running(places: Places) -> jax.Array:

@@ -174,7 +174,7 @@ def copy_part(
 
 
 @if_indexed
-def begin(
+def note_found(
     metadata: Metadata, row: jax.Array, salts: jax.Array, num_cached: jax.Array
 ) -> Metadata:
     """Let rows, i32[B], of domains, i32[B], begin with the tokens found, i32[B]."""

@@ -9,7 +9,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
 from jkv.state import Metadata
 
@@ -20,7 +19,7 @@ def note_opened(
 ) -> Metadata:
     """Note the domain of opened rows, i32[B], and the tokens found for them."""
     prefix = index_of(metadata)
-    stamp = counters.now(metadata) + jnp.uint32(1)
+    stamp = metadata.now + jnp.uint32(1)
     prefix = dataclasses.replace(
         prefix,
         committed=prefix.committed.at[row].set(committed, mode="drop"),

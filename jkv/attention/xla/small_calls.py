@@ -19,7 +19,7 @@ from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
 from jkv.attention.xla.lanes import Lanes, attend_lanes
-from jkv.attention.xla.operations import divide, divide_up
+from jkv.attention.xla.operations import divide_up, quotient
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
 # closely, more shares the cost of a trip.
@@ -61,7 +61,7 @@ def attend_rows(
     if call.window is not None:
         sees &= call.window > 0
         earliest = jnp.min(jnp.where(sees, rows.position, jnp.iinfo(jnp.int32).max))
-        start = divide(jnp.maximum(earliest - call.window, 0), width * block_size)
+        start = quotient(jnp.maximum(earliest - call.window, 0), width * block_size)
     by_group = queries.shape[1:3]
     sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
     sums = empty_sums((call.num_rows, *by_group), call.pools.value_dim, sinks)

@@ -1,0 +1,12 @@
+"""Rollouts for google-tunix: `JkvRollout`, the `rollout_engine` of its trainers."""
+
+try:
+    import tunix  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "jkv.integrations.tunix needs google-tunix: pip install 'jkv[tunix]'"
+    ) from error
+
+from jkv.integrations.tunix.rollout import JkvRollout
+
+__all__ = ["JkvRollout"]

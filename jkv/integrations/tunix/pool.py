@@ -1,0 +1,107 @@
+"""The cache of a rollout, kept from call to call and made anew when one needs more."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jkv
+from jkv.integrations.tunix.paged_model import Pages
+
+
+class PoolSizes(NamedTuple):
+    """The sizes that the user of a rollout may choose."""
+
+    block_size: int
+    num_blocks: int | None  # None is room for all that run at one time
+    cache_dtype: Any | None  # None is the model's own
+    prefix_caching: bool
+
+
+class CallSizes(NamedTuple):
+    """What a call brings."""
+
+    prompt_length: int  # of the longest prompt
+    max_new_tokens: int
+    num_samples: int
+    max_running: int  # sequences that run at one time
+
+
+class Pool:
+    """Lends the cache for a call and takes back what came of it.
+
+    A call donates the cache. One that was interrupted returns none, so the next one
+    begins with a fresh cache.
+    """
+
+    def __init__(self, sizes: PoolSizes, pages: Pages, mesh: Mesh | None) -> None:
+        self._sizes = sizes
+        self._pages = pages
+        self._config: jkv.CacheConfig | None = None
+        self._cache: jkv.Cache | None = None
+        self.sharding: NamedSharding | None = None
+        if mesh is not None and not mesh.empty:
+            self.sharding = NamedSharding(mesh, PartitionSpec())
+
+    def lend(self, call: CallSizes) -> jkv.Cache:
+        """Return a cache that can do the call.
+
+        Raises:
+          ValueError: if one sequence alone would not fit into `num_blocks`.
+        """
+        config = self._fit(call)
+        cache, self._cache = self._cache, None
+        if cache is None or config != self._config:
+            # The old one goes before the new one comes.
+            cache = None
+            self._config = config
+            cache = jkv.init(config)
+            if self.sharding is not None:
+                cache = jax.device_put(cache, self.sharding)
+        return cache
+
+    def take_back(self, cache: jkv.Cache) -> None:
+        """Keep the cache for the next call."""
+        self._cache = cache
+
+    def _fit(self, call: CallSizes) -> jkv.CacheConfig:
+        """Return the sizes for the call and for all that came before."""
+        length = call.prompt_length + call.max_new_tokens
+        old = self._config
+        if old is not None:
+            length = max(length, old.max_context_length)
+        num_blocks, block_size = self._sizes.num_blocks, self._sizes.block_size
+        if num_blocks is None:
+            num_blocks = _count_blocks(call, block_size)
+            num_blocks = max(num_blocks, old.num_blocks if old else 0)
+        longest = -(-(call.prompt_length + call.max_new_tokens) // block_size)
+        if num_blocks < longest:
+            raise ValueError(
+                f"num_blocks must be at least {longest}: a prompt of "
+                f"{call.prompt_length} tokens and {call.max_new_tokens} new ones take "
+                f"that many blocks of {block_size}; got {num_blocks}"
+            )
+        # One more than run: the prompt that waiting samples fork from.
+        max_sequences = max(call.max_running + 1, old.max_sequences if old else 0)
+        return jkv.CacheConfig(
+            num_layers=self._pages.num_layers,
+            num_kv_heads=self._pages.num_kv_heads,
+            head_dim=self._pages.head_dim,
+            dtype=self._sizes.cache_dtype or self._pages.dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_sequences=max_sequences,
+            max_context_length=length,
+            prefix_caching=self._sizes.prefix_caching,
+        )
+
+
+def _count_blocks(call: CallSizes, block_size: int) -> int:
+    """Return the blocks that all running sequences may have at the same time.
+
+    Samples share the full blocks of their prompt; one group may be partly done.
+    """
+    shared = call.prompt_length // block_size
+    whole = -(-(call.prompt_length + call.max_new_tokens) // block_size)
+    num_groups = -(-call.max_running // call.num_samples) + 1
+    return num_groups * shared + (call.max_running + 1) * (whole - shared)

@@ -1,0 +1,289 @@
+"""JkvRollout: what a trainer of tunix asks for completions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.generate import utils as generate_utils
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl import common
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+import jkv
+from jkv.decoding.results import Statistics
+from jkv.integrations.tunix import weights
+from jkv.integrations.tunix.paged_model import PagedModel, Params
+from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
+from jkv.integrations.tunix.repeats import Repeats, find_repeats
+from jkv.integrations.tunix.rollout_options import Request, check_options, read_options
+
+
+class JkvRollout(BaseRollout):
+    """Completions of a model of tunix, from a paged cache, in one jit.
+
+    Hand the class to `ClusterConfig(rollout_engine=...)`, or `functools.partial` of it
+    with the arguments after `rollout_config`. A prompt that is given several times is
+    computed once, and its samples are forked from it. The weights are the trainer's own
+    arrays wherever it shares its mesh with the rollout.
+
+    A call draws with the key of `RolloutConfig.seed` and the number of calls before it:
+    a run repeats itself from its seed, and no two calls of a run draw alike.
+
+    Args:
+      rollout_actor: a model of tunix: Qwen3, Llama3, Gemma or Gemma3.
+      tokenizer: as tunix's own sampler takes it.
+      mesh: where rollouts run; None is where the model is.
+      rollout_config: the options of the run, checked here; its `data_type` is the dtype
+        of the weights. Each call is given its own again.
+      block_size: tokens a block of the cache.
+      num_blocks: blocks of the cache; None is room for all that may run at one time.
+        With fewer, sequences wait for each other.
+      max_running: most sequences that run at one time, the others wait; None is all of
+        a call.
+      chunk_size: most prompt tokens that a step computes.
+      cache_dtype: of keys and values, such as "int8"; None is what the model computes.
+      prefix_caching: keep prompts until the weights change, so that one that begins
+        like an earlier one is computed from there on.
+
+    Attributes:
+      statistics: `jkv.decoding.Statistics` of the last call, None before the first.
+
+    Raises:
+      ValueError: for a model it does not know, and options of other engines.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: Mesh | None = None,
+        rollout_config: RolloutConfig | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_running: int | None = None,
+        chunk_size: int = 512,
+        cache_dtype: Any | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        if rollout_config is not None:
+            check_options(rollout_config)
+        if not isinstance(tokenizer, TokenizerAdapter):
+            tokenizer = TokenizerAdapter(tokenizer)
+        self._tokenizer = tokenizer
+        dtype = None if rollout_config is None else rollout_config.data_type
+        self._module = weights.adopt(rollout_actor, mesh, dtype)
+        graph, state = nnx.split(self._module)
+        self._model = PagedModel(graph)
+        self._version = weights.Version()
+        sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
+        self._pool = Pool(sizes, self._model.find_pages(state), mesh)
+        self._max_running = max_running
+        self._chunk_size = chunk_size
+        self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
+        self._num_calls = 0
+        self._run = _jit_generate(self._pool.sharding)
+        self.statistics: Statistics | None = None
+
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """Continue prompts.
+
+        Args:
+          prompts: texts; equal ones are computed once.
+          rollout_config: lengths, how tokens are chosen, and what ends a sequence.
+          kwargs: none.
+
+        Returns:
+          In the order of the prompts: texts and tokens without what ended them, the
+          prompts padded on the left, and logprobs, under the logits divided by the
+          temperature, if they are asked for. No logits.
+
+        Raises:
+          ValueError: for options of other engines, a prompt without tokens, or a cache
+            too small for one sequence.
+          FloatingPointError: if the model's logits are not numbers.
+        """
+        if kwargs:
+            raise ValueError(f"JkvRollout.generate takes no {', '.join(kwargs)}")
+        request = read_options(rollout_config, self.eos_id())
+        texts = [self._tokenize(prompt) for prompt in prompts]
+        _check_prompts(texts)
+        repeats = find_repeats(texts)
+        result = self._continue(texts, repeats, request)
+        tokens, logprobs = _cut(result, repeats)
+        width = _find_width(texts, request)
+        return RolloutOutput(
+            text=[self._tokenizer.decode(row.tolist()) for row in tokens],
+            logits=[],
+            tokens=tokens,
+            left_padded_prompt_tokens=_pad_left(texts, width, self.pad_id()),
+            logprobs=logprobs if request.wants_logprobs else None,
+        )
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """Return log-probabilities of completions, as tunix computes them everywhere.
+
+        Args:
+          prompt_tokens: i32[B, P], padded on the left.
+          completion_tokens: i32[B, C], padded on the right.
+
+        Returns:
+          f32[B, C].
+        """
+        graph, state = nnx.split(self._module)
+        return common.compute_per_token_logps(
+            graph,
+            state,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            pad_id=self.pad_id(),
+            eos_id=self.eos_id(),
+            stop_gradient=True,
+            return_logits=False,
+        )
+
+    def update_params(
+        self, params: Any, filter_types: tuple[Any, ...] | None = None
+    ) -> None:
+        """Take new weights, and forget what prompts left behind under the old ones.
+
+        Args:
+          params: state of the trainer's model, on any mesh and of any float dtype.
+          filter_types: which variables it has, such as `(nnx.Param,)`; None is all.
+
+        Raises:
+          ValueError: if they are not those of this model.
+        """
+        weights.update(self._module, params, filter_types)
+        self._version.forget()
+
+    def pad_id(self) -> int:
+        """Return the token that pads prompts."""
+        return int(self._tokenizer.pad_id())
+
+    def eos_id(self) -> int:
+        """Return the token that ends a sequence."""
+        return int(self._tokenizer.eos_id())
+
+    def model(self) -> nnx.Module:
+        """Return the model that is run: the trainer's own where they share a mesh."""
+        return self._module
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, begun as tunix's sampler begins them."""
+        beginning = self._tokenizer.bos_id()
+        tokens = list(self._tokenizer.encode(text))
+        return list(
+            self._tokenizer.dedup_bos_ids([beginning] * bool(beginning) + tokens)
+        )
+
+    def _continue(
+        self, texts: list[list[int]], repeats: Repeats, request: Request
+    ) -> jkv.Generation:
+        """Run the queue and return what came of it, on the host."""
+        prompts = _pad_right(
+            [texts[place] for place in repeats.first], _find_width(texts, request)
+        )
+        running = min(self._max_running or len(texts), len(texts))
+        work = CallSizes(
+            prompts.shape[1], request.max_new_tokens, repeats.num_samples, running
+        )
+        state = nnx.state(self._module)
+        cache, result = self._run(
+            self._model,
+            Params(state, jnp.float32(request.temperature)),
+            self._pool.lend(work),
+            prompts,
+            max_new_tokens=request.max_new_tokens,
+            stop_tokens=np.array(request.stop_tokens, np.int32),
+            sampling=self._choose_sampling(request),
+            num_samples=repeats.num_samples,
+            max_running=running,
+            row_counts=self._count_rows(running, prompts.size),
+            salts=np.int32(self._version.look_at(state)),
+        )
+        self._pool.take_back(cache)
+        result = jax.device_get(result)
+        self.statistics = result.statistics
+        return result
+
+    def _choose_sampling(self, request: Request) -> jkv.Sampling:
+        """Return how this call draws; temperature is the model's part."""
+        key = jax.random.fold_in(request.key, self._num_calls)
+        self._num_calls += 1
+        seed = jax.random.bits(key, (), jnp.uint32)
+        return jkv.Sampling(
+            temperature=jnp.float32(0 if request.is_greedy else 1),
+            top_p=jnp.float32(request.top_p),
+            top_k=jnp.int32(request.top_k),
+            seeds=jax.lax.bitcast_convert_type(seed, jnp.int32),
+        )
+
+    def _count_rows(self, running: int, most_rows: int) -> tuple[int, ...]:
+        """Return the row counts of a step, which the mesh can divide."""
+        chunk = max(running, min(self._chunk_size, most_rows))
+        multiple = self._row_multiple
+        rounded = {-(-count // multiple) * multiple for count in (running, chunk)}
+        return tuple(sorted(rounded))
+
+
+def _jit_generate(sharding: Any) -> Any:
+    return jax.jit(
+        jkv.generate,
+        static_argnames=(
+            *("model", "max_new_tokens", "num_samples", "max_running", "row_counts"),
+        ),
+        donate_argnames="cache",
+        out_shardings=sharding,
+    )
+
+
+def _check_prompts(texts: list[list[int]]) -> None:
+    if not texts:
+        raise ValueError("prompts is empty; give at least one prompt")
+    for i, text in enumerate(texts):
+        if not text:
+            raise ValueError(f"prompt {i} has no tokens; there is nothing to continue")
+
+
+def _find_width(texts: list[list[int]], request: Request) -> int:
+    """Return the columns of the prompts, as tunix's sampler widens them."""
+    longest = max(len(text) for text in texts)
+    if longest > request.max_prompt_length:
+        return int(generate_utils.next_power_of_2(longest))
+    return request.max_prompt_length
+
+
+def _pad_left(texts: list[list[int]], width: int, pad_id: int) -> np.ndarray:
+    rows = [[pad_id] * (width - len(text)) + text for text in texts]
+    return np.array(rows, np.int32)
+
+
+def _pad_right(texts: list[list[int]], width: int) -> np.ndarray:
+    return np.array([text + [-1] * (width - len(text)) for text in texts], np.int32)
+
+
+def _cut(
+    result: jkv.Generation, repeats: Repeats
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return tokens and logprobs of each prompt as given, without what ended them."""
+    has_nan = result.reasons == jkv.FinishReason.NAN_LOGITS
+    if has_nan.any():
+        raise FloatingPointError(
+            f"the logits of prompt {repeats.places[has_nan][0]} are not numbers: look "
+            f"at the weights, such as a learning rate too large"
+        )
+    lengths = result.lengths - (result.reasons == jkv.FinishReason.STOP)
+    tokens: list[Any] = [None] * len(repeats.places)
+    logprobs: list[Any] = [None] * len(repeats.places)
+    for sequence, place in enumerate(repeats.places):
+        tokens[place] = result.tokens[sequence, : lengths[sequence]]
+        logprobs[place] = result.logprobs[sequence, : lengths[sequence]]
+    return tokens, logprobs

@@ -1,0 +1,105 @@
+"""What a rollout reads of tunix's options, and which prompts it takes for equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix_models import EOS, options
+
+from jkv.integrations.tunix.paged_model import Pages
+from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
+from jkv.integrations.tunix.repeats import find_repeats
+from jkv.integrations.tunix.rollout_options import read_options
+
+
+def read(**fields):
+    return read_options(options(**fields), EOS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(tensor_parallel_size=2),
+        dict(expert_parallel_size=2),
+        dict(rollout_vllm_kwargs={"seed": 1}),
+        dict(rollout_sglang_jax_page_size=64),
+        dict(rollout_vllm_max_num_seqs=8),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_options_of_other_engines_are_refused_by_name(fields):
+    with pytest.raises(ValueError, match=f"RolloutConfig.{next(iter(fields))}: "):
+        read(**fields)
+
+
+def test_lengths_and_ends_are_read():
+    request = read(max_tokens_to_generate=7, max_prompt_length=5, eos_tokens=[8, 9])
+    assert (request.max_new_tokens, request.max_prompt_length) == (7, 5)
+    assert request.stop_tokens == (8, 9)
+    assert read(eos_tokens=None).stop_tokens == (EOS,)
+    assert read(return_logprobs=False).wants_logprobs is False
+
+
+def test_without_top_p_or_warmth_it_is_greedy():
+    assert read(top_p=None, temperature=0.7).is_greedy
+    assert read(top_p=0.9, temperature=0.0).is_greedy
+    drawn = read(top_p=0.9, temperature=0.7, top_k=3)
+    assert not drawn.is_greedy
+    assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.7, 0.9, 3)
+
+
+@pytest.mark.parametrize("top_k", [None, 0, -1])
+def test_a_top_k_below_one_is_off(top_k):
+    assert read(top_k=top_k, top_p=1.0).top_k == 0
+
+
+def test_a_seed_is_a_number_or_a_key_of_either_kind():
+    seeds = [5, np.int32(5), jnp.int32(5), jax.random.PRNGKey(5), jax.random.key(5)]
+    keys = [jax.random.key_data(read(seed=seed).key).tolist() for seed in seeds]
+    assert keys == [keys[0]] * len(seeds)
+    of_nothing, of_zero = read(seed=None).key, read(seed=0).key
+    zero = jax.random.key_data(of_zero).tolist()
+    assert jax.random.key_data(of_nothing).tolist() == zero != keys[0]
+
+
+def test_equal_prompts_are_found_wherever_they_stand():
+    together = find_repeats([[5, 6]] * 4 + [[7]] * 4)
+    assert together.first == [0, 4] and together.num_samples == 4
+    mixed = find_repeats([[7], [5, 6], [7], [5, 6]])
+    assert mixed.first == [0, 1] and mixed.places.tolist() == [0, 2, 1, 3]
+
+
+def test_a_group_that_a_micro_batch_cut_shares_what_divides_all_counts():
+    cut = find_repeats([[5]] * 8 + [[6]] * 4)
+    assert cut.num_samples == 4 and cut.first == [0, 4, 8]
+    assert sorted(cut.places.tolist()) == list(range(12))
+    assert find_repeats([[5], [5], [6]]).num_samples == 1
+
+
+PAGES = Pages(num_layers=1, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+
+
+def make_pool(num_blocks=None):
+    return Pool(PoolSizes(4, num_blocks, None, True), PAGES, None)
+
+
+def test_the_pool_has_room_for_all_that_run_and_grows_with_the_work():
+    pool = make_pool()
+    # A prompt of 8 tokens is 2 blocks, shared; 5 more are 2 of each sample.
+    cache = pool.lend(CallSizes(8, 5, num_samples=4, max_running=8))
+    assert cache.num_blocks == 3 * 2 + 9 * 2 and cache.max_sequences == 9
+    pool.take_back(cache)
+    assert pool.lend(CallSizes(8, 4, num_samples=4, max_running=8)) is cache
+    pool.take_back(cache)
+    longer = pool.lend(CallSizes(16, 5, num_samples=4, max_running=8))
+    assert longer.max_context_length == 21
+
+
+def test_a_pool_that_was_not_given_back_is_made_anew():
+    pool, work = make_pool(), CallSizes(8, 5, num_samples=1, max_running=2)
+    assert pool.lend(work) is not pool.lend(work)
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused_with_the_number():
+    with pytest.raises(ValueError, match="num_blocks must be at least 4: .* got 3"):
+        make_pool(num_blocks=3).lend(CallSizes(8, 5, num_samples=1, max_running=2))

@@ -1,0 +1,278 @@
+"""JkvRollout beside tunix's own engine, and under its trainer's hands."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.rl import common
+from tunix.rl import utils as rl_utils
+from tunix.rl.rollout import base_rollout
+from tunix_models import (
+    EOS,
+    MODELS,
+    PAD,
+    Alphabet,
+    make_model,
+    make_vanilla,
+    options,
+    shake,
+)
+
+from jkv.integrations.tunix import JkvRollout
+from jkv.integrations.tunix.weights import adopt, update
+
+# Nine tokens with the one that begins a text.
+PROMPTS = ["to be or", "not to b", "that is ", "to be or"]
+SHORTER = ["to be or", "not", "that is", "to be or"]
+TOLERANCE = 2e-5  # of logprobs in float32, summed in another order
+
+
+def padded(rows, width=12):
+    return np.array([[*row, *[PAD] * (width - len(row))] for row in rows])
+
+
+def assert_same(ours, theirs):
+    for our_row, their_row in zip(ours.tokens, theirs.tokens, strict=True):
+        assert our_row.tolist() == their_row.tolist()
+    assert ours.text == theirs.text
+    np.testing.assert_array_equal(
+        ours.left_padded_prompt_tokens, theirs.left_padded_prompt_tokens
+    )
+    for our_row, their_row in zip(ours.logprobs, theirs.logprobs, strict=True):
+        np.testing.assert_allclose(our_row, their_row, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_and_logprobs_are_those_of_the_vanilla_sampler(name):
+    """In a pool in which two sequences run at a time, and must wait for blocks."""
+    module = make_model(name)
+    # tunix measures the window of Gemma 2 from the first column, padding included.
+    prompts = PROMPTS if name == "gemma2" else SHORTER
+    theirs = make_vanilla(module).generate(prompts, options())
+    assert all(PAD not in row for row in theirs.tokens)
+    assert len(set(np.concatenate(theirs.tokens).tolist())) > 5
+    assert np.std(np.concatenate(theirs.logprobs)) > 0.1
+
+    sizes = dict(block_size=4, num_blocks=9, max_running=2, chunk_size=2)
+    rollout = JkvRollout(module, Alphabet(), **sizes, prefix_caching=False)
+    assert_same(rollout.generate(prompts, options()), theirs)
+
+
+# One compiled loop for the tests below: two prompts, four times each.
+BATCH = ["to be or"] * 4 + ["not"] * 4
+LENGTHS = 9, 4  # with the token that begins a text
+DRAWN = options(top_p=1.0, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def module():
+    return make_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def shared_rollout(module):
+    return JkvRollout(module, Alphabet(), block_size=4, chunk_size=8)
+
+
+@pytest.fixture
+def rollout(shared_rollout):
+    """An engine that has forgotten what other tests asked, and their weights."""
+    weights = nnx.state(make_model("qwen3"), nnx.Param)
+    shared_rollout.update_params(weights, (nnx.Param,))
+    shared_rollout._num_calls = 0
+    return shared_rollout
+
+
+def other_weights():
+    return nnx.state(make_model("qwen3", seed=24), nnx.Param)
+
+
+def test_equal_prompts_are_computed_once(rollout):
+    output = rollout.generate(BATCH, options())
+    assert int(rollout.statistics.prompt_tokens) == sum(LENGTHS)
+    first = output.tokens[0].tolist()
+    assert all(row.tolist() == first for row in output.tokens[:4])
+    drawn = rollout.generate(BATCH, DRAWN)
+    assert len({tuple(row) for row in drawn.tokens}) == len(BATCH)
+
+
+def test_the_weights_are_the_trainers_own_arrays(rollout, module):
+    assert rl_utils.is_sharing_weights(rollout.model(), module)
+    embedding = module.embedder.input_embedding[...]
+
+    def count_copies():
+        alike = (a for a in jax.live_arrays() if a.shape == embedding.shape)
+        return sum(bool(jnp.array_equal(array, embedding)) for array in alike)
+
+    before = count_copies()
+    another = JkvRollout(module, Alphabet())
+    rollout.generate(BATCH, options())
+    assert count_copies() == before and another.model() is module
+
+
+def test_what_ends_a_sequence_is_not_part_of_it(rollout, module):
+    whole = rollout.generate(BATCH, options())
+    end = int(whole.tokens[0][5])
+    with_end = options(eos_tokens=[end])
+    ours = rollout.generate(BATCH, with_end)
+    assert len(ours.tokens[0]) <= 5 and end not in ours.tokens[0]
+    assert_same(ours, make_vanilla(module).generate(BATCH, with_end))
+
+
+def test_logprobs_are_those_of_the_trainer_at_the_temperature(rollout, module):
+    output = rollout.generate(BATCH, DRAWN)
+    completions = padded(output.tokens)
+    expected = common.compute_per_token_logps(
+        *nnx.split(module),
+        prompt_tokens=jnp.array(output.left_padded_prompt_tokens),
+        completion_tokens=jnp.array(completions),
+        pad_id=PAD,
+        eos_id=EOS,
+        temperature=DRAWN.temperature,
+    )
+    for row, tokens, logps in zip(
+        output.logprobs, output.tokens, expected, strict=True
+    ):
+        seen = len(tokens) if PAD not in tokens else tokens.tolist().index(PAD)
+        np.testing.assert_allclose(row[:seen], logps[:seen], atol=TOLERANCE)
+    ours = rollout.get_per_token_logps(
+        jnp.array(output.left_padded_prompt_tokens), jnp.array(completions)
+    )
+    theirs = make_vanilla(module).get_per_token_logps(
+        jnp.array(output.left_padded_prompt_tokens), jnp.array(completions)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+    # They are not those of another temperature.
+    assert np.abs(ours - expected).max() > 0.1
+
+
+def test_top_k_and_top_p_leave_the_likely_tokens(rollout):
+    greedy = rollout.generate(BATCH, options())
+    for fields in (dict(top_k=1, top_p=1.0), dict(top_p=1e-6)):
+        output = rollout.generate(BATCH, options(temperature=0.7, **fields))
+        assert output.text == greedy.text
+
+
+def test_a_run_repeats_itself_from_its_seed(rollout):
+    def run(seed):
+        rollout._num_calls = 0
+        drawn = options(top_p=1.0, seed=seed)
+        outputs = [rollout.generate(BATCH, drawn) for _ in range(2)]
+        return [[row.tolist() for row in output.tokens] for output in outputs]
+
+    once = run(3)
+    assert run(jax.random.PRNGKey(3)) == once
+    assert once[0] != once[1], "two calls of a run draw alike"
+    assert run(4)[0] != once[0]
+
+
+def test_prompts_are_found_again_until_the_weights_change(rollout, module):
+    rollout.generate(BATCH, options())
+    rollout.generate(BATCH, options())
+    assert int(rollout.statistics.cached_tokens) > 0
+
+    # As an optimiser does, which shares the weights and says nothing.
+    nnx.update(module, other_weights())
+    output = rollout.generate(BATCH, options())
+    assert int(rollout.statistics.cached_tokens) == 0
+    assert_same(output, make_vanilla(module).generate(BATCH, options()))
+
+
+def test_update_params_moves_nothing_through_the_host_and_forgets(rollout):
+    rollout.generate(BATCH, options())
+    weights = other_weights()
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
+        rollout.update_params(weights, (nnx.Param,))
+    rollout.generate(BATCH, options())
+    assert int(rollout.statistics.cached_tokens) == 0
+    with pytest.raises(ValueError, match="not those of the model"):
+        rollout.update_params({"other": jnp.zeros(3)})
+
+
+def test_logits_that_are_not_numbers_are_an_error(rollout, module):
+    norm = module.final_norm.w
+    norm[...] = norm[...].at[0].set(jnp.nan)
+    with pytest.raises(FloatingPointError, match="prompt 0 are not numbers"):
+        rollout.generate(BATCH, options())
+
+
+@pytest.mark.parametrize(
+    "prompts, said", [([], "give at least one"), (["a", ""], "prompt 1 has no tokens")]
+)
+def test_prompts_that_cannot_be_continued_are_refused(
+    rollout, prompts, said, monkeypatch
+):
+    monkeypatch.setattr(rollout._tokenizer, "bos_id", lambda: 0)
+    with pytest.raises(ValueError, match=said):
+        rollout.generate(prompts, options())
+
+
+def test_a_model_that_it_does_not_know_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"runs Qwen3, .* got .*\.Linear"):
+        JkvRollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), Alphabet())
+
+
+def test_a_copy_in_another_dtype_follows_the_trainer():
+    theirs = make_model("qwen3")
+    ours = adopt(theirs, None, jnp.bfloat16)
+    assert ours is not theirs and adopt(theirs, None, jnp.float32) is theirs
+    new = other_weights()
+    update(ours, new, (nnx.Param,))
+    for our_leaf, leaf in zip(
+        jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(new), strict=True
+    ):
+        assert our_leaf.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(our_leaf, leaf.astype(jnp.bfloat16))
+
+
+def test_adapters_of_a_model_are_run():
+    """LoRA, as tunix's trainers use it: weights beside weights, found by the layers."""
+    base = make_model("qwen3")
+    provider = qwix.LoraProvider(module_path=".*(_proj)", rank=2, alpha=2.0)
+    module = qwix.apply_lora_to_model(
+        base, provider, rngs=nnx.Rngs(1), **base.get_model_input()
+    )
+    shake(module, seed=1, size=0.1)
+    theirs = make_vanilla(module).generate(PROMPTS, options())
+    assert all(PAD not in row for row in theirs.tokens)
+    sizes = dict(block_size=4, num_blocks=9, max_running=2, chunk_size=2)
+    rollout = JkvRollout(module, Alphabet(), **sizes, prefix_caching=False)
+    assert_same(rollout.generate(PROMPTS, options()), theirs)
+    plain = make_vanilla(base).generate(PROMPTS, options())
+    assert plain.text != theirs.text
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning")
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_weights_may_be_sharded_over_a_mesh():
+    """Rollouts elsewhere than the trainer, which is how a copy comes about."""
+    theirs = make_model("qwen3")
+    expected = make_vanilla(theirs).generate(SHORTER, options())
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
+    rollout = JkvRollout(theirs, Alphabet(), mesh, options(), chunk_size=8)
+    assert not rl_utils.is_sharing_weights(theirs, rollout.model())
+    kernel = rollout.model().layers[0].mlp.up_proj.kernel[...]
+    assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)
+    with mesh:
+        assert_same(rollout.generate(SHORTER, options()), expected)
+
+
+def test_the_class_may_be_given_with_arguments():
+    """As `ClusterConfig` takes it, and with the names that it is called by."""
+    engine = functools.partial(JkvRollout, num_blocks=64)
+    assert issubclass(engine.func, base_rollout.BaseRollout)
+    made = engine(
+        rollout_actor=make_model("qwen3"),
+        tokenizer=Alphabet(),
+        mesh=None,
+        rollout_config=options(),
+    )
+    assert (made.pad_id(), made.eos_id()) == (PAD, EOS)
