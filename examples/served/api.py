@@ -7,7 +7,7 @@ who waits for a whole reply is watched meanwhile.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -164,7 +164,7 @@ async def wait_until_gone(request: Request) -> None:
 
 async def stream(
     served: Served, numbers: list[int], n: int, reply: Reply
-) -> AsyncIterator[tuple[dict[str, Any], int]]:
+) -> AsyncGenerator[tuple[dict[str, Any], int], None]:
     """Yield the pieces of a reply as they come, each with its number of tokens."""
     queue: asyncio.Queue[tuple[int, Event] | None | EngineError] = asyncio.Queue()
 
@@ -197,13 +197,13 @@ async def stream(
 
 
 async def write_lines(
-    pieces: AsyncIterator[tuple[dict[str, Any], int]],
+    pieces: AsyncGenerator[tuple[dict[str, Any], int], None],
     reply: Reply,
     num_prompt: int | None,
 ) -> AsyncIterator[str]:
     """Write pieces as server-sent events, and what it took if that is asked for."""
     num_new = 0
-    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+    async with contextlib.aclosing(pieces):
         async for piece, count in pieces:
             num_new += count
             yield f"data: {json.dumps(piece)}\n\n"

@@ -274,7 +274,9 @@ class Core:
             self._unread = None
             parts = self.book.seated_parts()
             seated = {part.record.request_id: part.record for part in parts if part}
-            logger.error("a step failed with %d requests", len(seated), exc_info=error)
+            if isinstance(error, Exception):  # not an interrupt
+                count = len(seated)
+                logger.error("a step failed with %d requests", count, exc_info=error)
             self._fail_all(list(seated.values()), error)
             self.book.take_cancelled()
             try:

@@ -24,14 +24,14 @@ class Boom(Exception):
     """An exception of a step."""
 
 
-def failing_once(function, *, after):
+def failing_once(function, error=Boom, *, after):
     """Raise instead of returning, at one call; what was donated is gone then."""
     calls = iter(range(10**9))
 
     def wrapped(*args):
         result = function(*args)
         if next(calls) == after:
-            raise Boom
+            raise error
         return result
 
     return wrapped
@@ -67,6 +67,19 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
     assert engine.stats().failed == states.count(RequestState.FAILED)
     assert programs.run_window._cache_size() == num_compiled
     assert "a step failed with" in caplog.text and "Boom" in caplog.text
+    assert_given_back(engine, free_rows=22)
+
+
+def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
+    engine = make_engine(free_rows=22)
+    loop = engine._core.loop
+    number = engine.submit([1, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "run", failing_once(loop.run, KeyboardInterrupt, after=1))
+        with pytest.raises(KeyboardInterrupt):
+            engine.results(number)
+    assert engine.state(number) == RequestState.FAILED and not caplog.text
+    assert len(engine.generate([[1, 2]], max_new_tokens=3)[0].tokens) == 3
     assert_given_back(engine, free_rows=22)
 
 
