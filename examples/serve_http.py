@@ -24,15 +24,13 @@ def main():
 
     import uvicorn
     from served.api import make_app
+    from served.display import warm_up
 
     from jkv.commands.compiled_programs import keep_compiled_programs
 
     keep_compiled_programs()
     served = load(options, max_waiting=options.max_waiting)
-    count = served.engine.warm_up(
-        lambda name, done, count: print(f"compiling {name}, {done} of {count} done")
-    )
-    print(f"{count} programs are ready")
+    print(f"{warm_up(served.engine)} programs are ready")
     uvicorn.run(make_app(served), host=options.host, port=options.port)
 
 

@@ -11,7 +11,7 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.serving import Completion, EngineError, RequestRefused
 
 from .asking import read_body
-from .display import Display
+from .display import Display, warm_up
 from .lines import ResultLines
 from .loading import Served, load
 
@@ -27,8 +27,8 @@ def serve(options: argparse.Namespace) -> None:
         with ResultLines(Path(options.results), lines) as results:
             if len(results.done) < len(lines):
                 served = load(options)
+                warm_up(served.engine)
                 with Display(served.engine, len(lines)) as display:
-                    display.warm_up()
                     answer_all(served, lines, results, display, options.max_running)
             print(
                 f"{len(results.done)} of {len(lines)} results are in {options.results}",

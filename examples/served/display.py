@@ -1,4 +1,4 @@
-"""What a batch looks like while it runs: how far, how fast, and the pool's map."""
+"""What people see: what is compiled, how far a batch is, how fast, the pool's map."""
 
 import time
 from types import TracebackType
@@ -12,6 +12,19 @@ from jkv.serving import Engine
 
 # Drawing the map waits for the device.
 SECONDS_A_FRAME = 0.5
+
+
+def warm_up(engine: Engine) -> int:
+    """Compile an engine's programs, with a bar on standard error; return how many."""
+    columns = "compiling {task.description}", BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+
+        def show(name: str, done: int, count: int) -> None:
+            bar.update(task, description=name, completed=done, total=count)
+            bar.refresh()
+
+        return engine.warm_up(show)
 
 
 class Display:
@@ -40,16 +53,6 @@ class Display:
     ) -> None:
         if self._is_shown:
             self._live.stop()
-
-    def warm_up(self) -> None:
-        """Compile the engine's programs, and say which one."""
-
-        def show(name: str, done: int, count: int) -> None:
-            if self._is_shown:
-                text = f"compiling: {name} ({done} of {count} done)"
-                self._live.update(text, refresh=True)
-
-        self._engine.warm_up(show)
 
     def update(self, num_done: int) -> None:
         """Draw anew, unless it was done a moment ago."""
