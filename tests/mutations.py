@@ -507,13 +507,6 @@ MUTATIONS = (
         "self._cancelled[sequence] |= False",
     ),
     Mutation(
-        "cancelled-again-and-again",
-        "serving",
-        "What was cancelled once is cancelled again, whoever has come in its place.",
-        "taken, self._cancelled = self._cancelled, np.zeros_like(self._cancelled)",
-        "taken = self._cancelled",
-    ),
-    Mutation(
         "a-window-is-read-for-those-who-came-later",
         "serving",
         "A window's tokens go to whoever has the prompt when it is read.",

@@ -36,6 +36,7 @@ from jkv.serving.submission import (
     StopSizes,
     as_salt,
     as_stop_sequences,
+    as_stop_strings,
     as_token_ids,
     check_request,
     split_batch,
@@ -178,7 +179,7 @@ class Engine:
         sampling: Sampling = GREEDY,
         stop_tokens: Integers | None = None,
         stop_sequences: Sequence[Integers] = (),
-        stop_strings: Sequence[str] = (),
+        stop_strings: Sequence[str] | str = (),
         salt: int = 0,
         priority: int = 0,
         timeout: float | None = None,
@@ -193,8 +194,9 @@ class Engine:
             sequence j draws with `seeds + j`.
           stop_tokens: tokens that end a sequence, and are kept; None: the engine's.
           stop_sequences: lists of tokens, likewise.
-          stop_strings: a sequence ends where its text has one. The string is not in the
-            text, the tokens that it took are in the tokens. Looked for between windows.
+          stop_strings: a sequence ends where its text has one, or the only one. It is
+            not in the text; the tokens that it took are in the tokens. Looked for
+            between windows.
           salt: domain of the prefix cache.
           priority: of those that have not begun, smaller ones go first; equal ones in
             the order in which they came.
@@ -230,7 +232,7 @@ class Engine:
                 sampling=spread_sampling(sampling, n),
                 stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
                 stop_sequences=as_stop_sequences(stop_sequences),
-                stop_strings=tuple(stop_strings),
+                stop_strings=as_stop_strings(stop_strings),
                 salt=as_salt(salt),
                 priority=priority,
                 timeout=timeout,

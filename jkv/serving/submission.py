@@ -236,3 +236,8 @@ def as_stop_sequences(sequences: Sequence[Integers]) -> tuple[tuple[int, ...], .
     """Return stop sequences as tuples of token ids."""
     found = [as_token_ids("a stop sequence", sequence) for sequence in sequences]
     return tuple(tuple(ids.tolist()) for ids in found)
+
+
+def as_stop_strings(strings: Sequence[str] | str) -> tuple[str, ...]:
+    """Return stop strings; one alone may stand without a list."""
+    return (strings,) if isinstance(strings, str) else tuple(strings)

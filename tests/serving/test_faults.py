@@ -119,6 +119,9 @@ def test_a_detokenizer_that_raises_fails_its_own_request():
         else:
             (found,) = engine.results(number)
             assert (found.tokens, found.text) == (tokens, "x" * 6)
+    # Of one stop string the letters are no stops of their own.
+    found = engine.results(engine.submit([1], stop_strings="x!", **request))[0]
+    assert (found.text, found.reason) == ("x" * 6, FinishReason.LENGTH)
     assert_given_back(engine)
 
 
