@@ -1,9 +1,8 @@
 """An engine for requests that come and go: `Engine`, and what it takes and gives."""
 
-from jkv.serving.core import QueueFull
 from jkv.serving.engine import Engine
 from jkv.serving.measures import EngineStats, Times
-from jkv.serving.record import Completion, EngineError, Event, RequestState
+from jkv.serving.record import Completion, EngineError, Event, QueueFull, RequestState
 from jkv.serving.submission import RequestRefused, StopSizes
 
 __all__ = [

@@ -4,6 +4,7 @@ A turn (`step`) tells the generation who comes and goes, starts its next window,
 reads the last one. Every end of a sequence, whatever its cause, goes through `_end`.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,14 +19,19 @@ from jkv.serving.loop import Loop
 from jkv.serving.measures import EngineStats, Measures
 from jkv.serving.news import News, wake
 from jkv.serving.programs import STAGES, EngineSizes, WindowReport
-from jkv.serving.record import EngineError, Event, Record, RequestState, Sample
+from jkv.serving.record import (
+    EngineError,
+    Event,
+    QueueFull,
+    Record,
+    RequestState,
+    Sample,
+)
 from jkv.serving.store import Store
 from jkv.serving.submission import Request
 from jkv.serving.texts import Detokenize, TextStream
 
-
-class QueueFull(RuntimeError):
-    """As many requests wait as may; submit again later."""
+logger = logging.getLogger("jkv.serving")
 
 
 class HostOptions(NamedTuple):
@@ -209,7 +215,7 @@ class Core:
                 tokens = report.tokens[sequence, :count].tolist()
                 logprobs = report.logprobs[sequence, :count].tolist()
                 self._take(record, index, tokens, logprobs, reason)
-                self._note_times(record, sample, count, now)
+                self.measures.add_times(record, sample, count, now)
                 num_tokens += len(sample.tokens) - before
             self.measures.add_window(report.statistics, num_tokens, now)
             self.measures.free_blocks = int(report.num_free_blocks)
@@ -233,18 +239,6 @@ class Core:
         if ended != FinishReason.RUNNING:
             goes_on = reason == FinishReason.RUNNING
             self._end(record, index, ended, is_computed=goes_on)
-
-    def _note_times(
-        self, record: Record, sample: Sample, count: int, now: float
-    ) -> None:
-        if not count:
-            return
-        if record.first_token is None:
-            record.first_token = now
-            self.measures.first_token.add(now - record.submitted)
-        if sample.newest is not None:
-            self.measures.next_token.add((now - sample.newest) / count, count)
-        sample.newest = now
 
     # How a request ends.
 
@@ -278,17 +272,21 @@ class Core:
         """Fail the requests in the generation, and begin with an empty one."""
         with self._lock:
             self._unread = None
-            for part in self.book.seated_parts():
-                if part is not None and not part.record.has_ended:
-                    part.record.error = error
-                    self._end_all(part.record, FinishReason.FAILED)
+            parts = self.book.seated_parts()
+            seated = {part.record.request_id: part.record for part in parts if part}
+            logger.error("a step failed with %d requests", len(seated), exc_info=error)
+            self._fail_all(list(seated.values()), error)
             self.book.take_cancelled()
             try:
                 self.loop.start_again()
             except Exception as failure:
+                logger.error("the engine cannot go on: %s", failure)
                 failure.__cause__ = error
                 self._failure = failure
-                for record in list(self.book.records.values()):
-                    record.error = failure
-                    self._end_all(record, FinishReason.FAILED)
+                self._fail_all(list(self.book.records.values()), failure)
             self.measures.free_blocks = self.loop.num_blocks
+
+    def _fail_all(self, records: list[Record], error: BaseException) -> None:
+        for record in records:
+            record.error = error
+            self._end_all(record, FinishReason.FAILED)

@@ -24,11 +24,11 @@ from jkv.decoding.results import FinishReason
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.consumers import await_events, read_events
-from jkv.serving.core import Core, HostOptions, QueueFull
+from jkv.serving.core import Core, HostOptions
 from jkv.serving.loop import Loop, Progress
 from jkv.serving.measures import EngineStats
 from jkv.serving.programs import EngineSizes
-from jkv.serving.record import Completion, Event, Record, RequestState
+from jkv.serving.record import Completion, Event, QueueFull, Record, RequestState
 from jkv.serving.submission import (
     Limits,
     Request,
@@ -127,17 +127,20 @@ class Engine:
           ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
         """
         ahead = max_running if num_ahead is None else num_ahead
-        if min(max_running, max_samples, num_steps) < 1 or ahead < 0:
+        prompt = cache.max_context_length
+        if max_prompt_tokens is not None:
+            prompt = max_prompt_tokens
+        if min(max_running, max_samples, num_steps, prompt) < 1 or ahead < 0:
             raise ValueError(
-                f"max_running, max_samples and num_steps must be at least 1, and "
-                f"num_ahead at least 0; got {max_running}, {max_samples}, {num_steps} "
-                f"and {ahead}"
+                f"max_running, max_samples, num_steps and max_prompt_tokens must be at "
+                f"least 1, and num_ahead at least 0; got {max_running}, {max_samples}, "
+                f"{num_steps}, {prompt} and {ahead}"
             )
         num_prompts = max_running + ahead
         sizes = EngineSizes(
             num_prompts=num_prompts,
             num_samples=max_samples,
-            max_prompt_tokens=max_prompt_tokens or cache.max_context_length,
+            max_prompt_tokens=prompt,
             max_new_tokens=max_new_tokens,
             max_running=max_running,
             chunk_size=chunk_size,

@@ -6,6 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from jkv.decoding.results import Statistics
+from jkv.serving.record import Record, Sample
 
 # Upper ends of the buckets of times, in seconds.
 BUCKETS = (
@@ -123,6 +124,17 @@ class Measures:
             self._readings.append((time, count + num_tokens))
         else:
             self._readings.append((now, num_tokens))
+
+    def add_times(self, record: Record, sample: Sample, count: int, now: float) -> None:
+        """Note when a sequence got so many tokens."""
+        if not count:
+            return
+        if record.first_token is None:
+            record.first_token = now
+            self.first_token.add(now - record.submitted)
+        if sample.newest is not None:
+            self.next_token.add((now - sample.newest) / count, count)
+        sample.newest = now
 
     def read(self, num_blocks: int, now: float, **states: int) -> EngineStats:
         """Return all of it, with the requests in each state of those that go on."""

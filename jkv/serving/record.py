@@ -31,6 +31,10 @@ class EngineError(RuntimeError):
     """A request failed, or the engine cannot go on; the cause is attached."""
 
 
+class QueueFull(RuntimeError):
+    """As many requests wait as may; submit again later."""
+
+
 class Completion(NamedTuple):
     """What came of one sequence of a request."""
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jkv.decoding.options import Sampling
@@ -113,6 +114,8 @@ def split_batch(
     Returns:
       For each prompt `tokens`, `sampling` of its sequences, `limit` and `salt`.
     """
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
     fields = spread_sampling(sampling, len(rows) * count)
     most = np.broadcast_to(I32.max if limits is None else np.asarray(limits), len(rows))

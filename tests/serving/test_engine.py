@@ -152,6 +152,9 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
     }.items():
         room = make_engine() if "room" in words else engine
         assert words in refused(room, **(dict(tokens=[1]) | arguments))[0], words
+    for sizes in (dict(max_running=0), dict(num_steps=0), dict(num_ahead=-1)):
+        with pytest.raises(ValueError, match="at least"):
+            make_engine(**sizes)
     # But for the two of another engine.
     assert engine.is_idle and engine.stats().refused == 2 + 15 - 2
 

@@ -40,7 +40,7 @@ def failing_once(function, *, after):
 @pytest.mark.parametrize("place", ["run", "exchange"])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
-    monkeypatch, place, after
+    monkeypatch, caplog, place, after
 ):
     engine = make_engine(free_rows=22)  # nobody else has a row
     engine.warm_up()
@@ -66,6 +66,7 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
             assert_alone(engine.results(number), requests[number])
     assert engine.stats().failed == states.count(RequestState.FAILED)
     assert programs.run_window._cache_size() == num_compiled
+    assert "a step failed with" in caplog.text and "Boom" in caplog.text
     assert_given_back(engine, free_rows=22)
 
 

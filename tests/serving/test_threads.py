@@ -10,6 +10,8 @@ from engines import assert_alone, assert_given_back, draw_request, make_engine
 from jkv.decoding import FinishReason
 from jkv.serving import EngineError, RequestState
 
+pytestmark = pytest.mark.one_end
+
 
 @pytest.mark.parametrize("has_thread", [False, True])
 def test_threads_submit_and_wait_together(has_thread):
