@@ -116,6 +116,25 @@ def draw_compile(run: Run) -> None:
     axes.set_title("trace, lower and compile: s of processor time", fontsize=9)
 
 
+def draw_trainer(run: Run) -> None:
+    """Draw the rewards of training with each engine, a line a seed, and a rollout."""
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(7.5, 4.6), layout="constrained", height_ratios=(3, 1)
+    )
+    for engine, colour in (("vanilla", THEIRS), ("jkv", OURS)):
+        curves = [c["rewards"] for c in run["curves"] if c["engine"] == engine]
+        for number, rewards in enumerate(curves):
+            label = f"{engine}, {len(curves)} seeds" if number == 0 else None
+            above.plot(range(1, len(rewards) + 1), rewards, color=colour, label=label)
+    above.set_title("reward of a step of GRPO", fontsize=9)
+    above.tick_params(labelsize=8)
+    above.spines[["top", "right"]].set_visible(False)
+    above.legend(fontsize=8, frameon=False)
+    rows = run["rollout"]["rows"]
+    draw_bars(below, [r["engine"] for r in rows], [r["median"] for r in rows])
+    below.set_title("a rollout of 8 prompts, 8 answers each: ms", fontsize=9)
+
+
 PICTURES: dict[str, Callable[[Run], None]] = {
     "operations": draw_operations,
     "attention": draw_attention,
@@ -123,6 +142,7 @@ PICTURES: dict[str, Callable[[Run], None]] = {
     "accuracy": draw_accuracy,
     "generate": draw_generate,
     "compile": draw_compile,
+    "trainer": draw_trainer,
 }
 
 

@@ -22,7 +22,7 @@ from jkv.verbs.appending import append
 from jkv.verbs.lookups import num_free_blocks
 
 
-class StepSizes(NamedTuple):
+class Concurrency(NamedTuple):
     """How much runs at one time, as the caller says."""
 
     max_running: int | None
@@ -67,7 +67,7 @@ def begin_generation(
     stop_tokens: Integers,
     stop_sequences: Texts | None,
     num_samples: int,
-    sizes: StepSizes,
+    sizes: Concurrency,
     salts: Integers,
 ) -> GenerationState:
     """Begin with everything in the queue."""

@@ -40,7 +40,7 @@ def fill_places(
     def trip(carry: Carry) -> Carry:
         cache, state, _ = carry
         state, attempt = admit(cache, state, num_lanes)
-        return _open(cache, state, attempt, num_lanes)
+        return _bring_in(cache, state, attempt, num_lanes)
 
     begins = may_admit(state, slack) | jnp.any(state.places.is_pending)
     cache, state, _ = lax.while_loop(
@@ -59,7 +59,7 @@ class _Lanes(NamedTuple):
     forks: jax.Array  # bool[K], it shares its prompt
 
 
-def _open(
+def _bring_in(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Bring sequences into the cache, at most K.

@@ -121,7 +121,7 @@ def compute_rows(
     def program(num_rows: int | None) -> Callable[[Carry, jax.Array], Carry]:
         def compute(carry: Carry, counts: jax.Array) -> Carry:
             cache, computed = carry
-            cache, (tokens, batch) = _append(cache, state, loads, counts, num_rows)
+            cache, (tokens, batch) = _append_rows(cache, state, loads, counts, num_rows)
             logits, cache = call_model(model, params, tokens, cache, batch)
             logits = logits.astype(jnp.float32)
             return commit(cache, batch), Computed(
@@ -148,7 +148,7 @@ def compute_rows(
     return carry
 
 
-def _append(
+def _append_rows(
     cache: Cache,
     state: GenerationState,
     loads: Loads,

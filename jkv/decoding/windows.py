@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.beginning import StepSizes, begin_generation
+from jkv.decoding.beginning import Concurrency, begin_generation
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.progress import GenerationState
@@ -122,7 +122,7 @@ def begin(
         stop_tokens=stop_tokens,
         stop_sequences=stop_sequences,
         num_samples=num_samples,
-        sizes=StepSizes(max_running, chunk_size, row_counts),
+        sizes=Concurrency(max_running, chunk_size, row_counts),
         salts=salts,
     )
 

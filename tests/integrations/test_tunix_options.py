@@ -9,7 +9,9 @@ from tunix_models import EOS, options
 from jkv.integrations.tunix.paged_model import Pages
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
 from jkv.integrations.tunix.repeats import find_repeats
+from jkv.integrations.tunix.rollout import count_rows
 from jkv.integrations.tunix.rollout_options import read_options
+from jkv.integrations.tunix.texts import find_width, pad_left, pad_right
 
 
 def read(**fields):
@@ -30,6 +32,25 @@ def read(**fields):
 def test_options_of_other_engines_are_refused_by_name(fields):
     with pytest.raises(ValueError, match=f"RolloutConfig.{next(iter(fields))}: "):
         read(**fields)
+
+
+@pytest.mark.parametrize("fields", [dict(top_p=1.5), dict(temperature=-0.5)], ids=str)
+def test_numbers_out_of_range_are_refused(fields):
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} must be"):
+        read(**(dict(top_p=1.0) | fields))
+
+
+def test_rows_of_a_step_are_multiples_that_a_mesh_can_divide():
+    assert count_rows(running=6, chunk_size=512, multiple=1) == (6, 512)
+    assert count_rows(running=6, chunk_size=512, multiple=4) == (8, 512)
+    assert count_rows(running=6, chunk_size=2, multiple=4) == (8,)
+
+
+def test_prompts_are_padded_on_either_side_and_widen_the_batch():
+    texts = [[5, 6, 7], [8]]
+    assert find_width(texts, 4) == 4 and find_width(texts, 2) == 4
+    assert pad_left(texts, 4, 0).tolist() == [[0, 5, 6, 7], [0, 0, 0, 8]]
+    assert pad_right(texts, 4).tolist() == [[5, 6, 7, -1], [8, -1, -1, -1]]
 
 
 def test_lengths_and_ends_are_read():

@@ -255,14 +255,23 @@ def test_adapters_of_a_model_are_run():
 def test_weights_may_be_sharded_over_a_mesh():
     """Rollouts elsewhere than the trainer, which is how a copy comes about."""
     theirs = make_model("qwen3")
-    expected = make_vanilla(theirs).generate(SHORTER, options())
+    vanilla = make_vanilla(theirs)
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
     rollout = JkvRollout(theirs, Alphabet(), mesh, options(), chunk_size=8)
     assert not rl_utils.is_sharing_weights(theirs, rollout.model())
     kernel = rollout.model().layers[0].mlp.up_proj.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)
     with mesh:
+        expected = vanilla.generate(SHORTER, options())
         assert_same(rollout.generate(SHORTER, options()), expected)
+        # The trainer goes on, on its own device, and hands its weights over.
+        nnx.update(theirs, other_weights())
+        rollout.update_params(nnx.state(theirs, nnx.Param), (nnx.Param,))
+        updated = rollout.model().layers[0].mlp.up_proj.kernel[...]
+        assert updated.sharding == kernel.sharding
+        changed = rollout.generate(SHORTER, options())
+    assert changed.text != expected.text
+    assert_same(changed, make_vanilla(theirs).generate(SHORTER, options()))
 
 
 def test_the_class_may_be_given_with_arguments():

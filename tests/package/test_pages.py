@@ -82,3 +82,18 @@ def names_and_values(value: object, name: str = "") -> Iterator[tuple[str, str]]
     elif isinstance(value, list):
         for inner in value:
             yield from names_and_values(inner, name)
+
+
+def test_training_goes_alike_with_either_engine_of_rollouts() -> None:
+    """GRPO of the example: rewards rise, and each engine's are within the other's."""
+    path = ROOT / "benchmarks" / "results" / "trainer.json"
+    ends: dict[str, list[float]] = {"jkv": [], "vanilla": []}
+    for run in json.loads(path.read_text())["runs"]:
+        for curve in run["curves"]:
+            first, last = curve["rewards"][:10], curve["rewards"][-10:]
+            assert sum(last) > 3 * sum(first), (curve["engine"], curve["seed"])
+            ends[curve["engine"]].append(sum(last) / len(last))
+    assert len(ends["jkv"]) == len(ends["vanilla"]) >= 3
+    ours, theirs = ends["jkv"], ends["vanilla"]
+    assert min(theirs) < sum(ours) / len(ours) < max(theirs)
+    assert min(ours) < sum(theirs) / len(theirs) < max(ours)

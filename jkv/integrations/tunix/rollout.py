@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.generate import utils as generate_utils
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
@@ -19,6 +18,7 @@ from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
 from jkv.integrations.tunix.repeats import Repeats, find_repeats
 from jkv.integrations.tunix.rollout_options import Request, check_options, read_options
+from jkv.integrations.tunix.texts import check_texts, find_width, pad_left, pad_right
 
 
 class JkvRollout(BaseRollout):
@@ -112,16 +112,16 @@ class JkvRollout(BaseRollout):
             raise ValueError(f"JkvRollout.generate takes no {', '.join(kwargs)}")
         request = read_options(rollout_config, self.eos_id())
         texts = [self._tokenize(prompt) for prompt in prompts]
-        _check_prompts(texts)
+        check_texts(texts)
         repeats = find_repeats(texts)
         result = self._continue(texts, repeats, request)
         tokens, logprobs = _cut(result, repeats)
-        width = _find_width(texts, request)
+        width = find_width(texts, request.max_prompt_length)
         return RolloutOutput(
             text=[self._tokenizer.decode(row.tolist()) for row in tokens],
             logits=[],
             tokens=tokens,
-            left_padded_prompt_tokens=_pad_left(texts, width, self.pad_id()),
+            left_padded_prompt_tokens=pad_left(texts, width, self.pad_id()),
             logprobs=logprobs if request.wants_logprobs else None,
         )
 
@@ -188,25 +188,26 @@ class JkvRollout(BaseRollout):
         self, texts: list[list[int]], repeats: Repeats, request: Request
     ) -> jkv.Generation:
         """Run the queue and return what came of it, on the host."""
-        prompts = _pad_right(
-            [texts[place] for place in repeats.first], _find_width(texts, request)
-        )
+        width = find_width(texts, request.max_prompt_length)
+        prompts = pad_right([texts[place] for place in repeats.first], width)
         running = min(self._max_running or len(texts), len(texts))
-        work = CallSizes(
+        sizes = CallSizes(
             prompts.shape[1], request.max_new_tokens, repeats.num_samples, running
         )
         state = nnx.state(self._module)
         cache, result = self._run(
             self._model,
             Params(state, jnp.float32(request.temperature)),
-            self._pool.lend(work),
+            self._pool.lend(sizes),
             prompts,
             max_new_tokens=request.max_new_tokens,
             stop_tokens=np.array(request.stop_tokens, np.int32),
             sampling=self._choose_sampling(request),
             num_samples=repeats.num_samples,
             max_running=running,
-            row_counts=self._count_rows(running, prompts.size),
+            row_counts=count_rows(
+                running, min(self._chunk_size, prompts.size), self._row_multiple
+            ),
             salts=np.int32(self._version.look_at(state)),
         )
         self._pool.take_back(cache)
@@ -220,18 +221,17 @@ class JkvRollout(BaseRollout):
         self._num_calls += 1
         seed = jax.random.bits(key, (), jnp.uint32)
         return jkv.Sampling(
-            temperature=jnp.float32(0 if request.is_greedy else 1),
+            temperature=jnp.float32(not request.is_greedy),
             top_p=jnp.float32(request.top_p),
             top_k=jnp.int32(request.top_k),
             seeds=jax.lax.bitcast_convert_type(seed, jnp.int32),
         )
 
-    def _count_rows(self, running: int, most_rows: int) -> tuple[int, ...]:
-        """Return the row counts of a step, which the mesh can divide."""
-        chunk = max(running, min(self._chunk_size, most_rows))
-        multiple = self._row_multiple
-        rounded = {-(-count // multiple) * multiple for count in (running, chunk)}
-        return tuple(sorted(rounded))
+
+def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
+    """Return the row counts of a step, each a multiple that a mesh can divide."""
+    counts = (running, max(running, chunk_size))
+    return tuple(sorted({-(-count // multiple) * multiple for count in counts}))
 
 
 def _jit_generate(sharding: Any) -> Any:
@@ -243,31 +243,6 @@ def _jit_generate(sharding: Any) -> Any:
         donate_argnames="cache",
         out_shardings=sharding,
     )
-
-
-def _check_prompts(texts: list[list[int]]) -> None:
-    if not texts:
-        raise ValueError("prompts is empty; give at least one prompt")
-    for i, text in enumerate(texts):
-        if not text:
-            raise ValueError(f"prompt {i} has no tokens; there is nothing to continue")
-
-
-def _find_width(texts: list[list[int]], request: Request) -> int:
-    """Return the columns of the prompts, as tunix's sampler widens them."""
-    longest = max(len(text) for text in texts)
-    if longest > request.max_prompt_length:
-        return int(generate_utils.next_power_of_2(longest))
-    return request.max_prompt_length
-
-
-def _pad_left(texts: list[list[int]], width: int, pad_id: int) -> np.ndarray:
-    rows = [[pad_id] * (width - len(text)) + text for text in texts]
-    return np.array(rows, np.int32)
-
-
-def _pad_right(texts: list[list[int]], width: int) -> np.ndarray:
-    return np.array([text + [-1] * (width - len(text)) for text in texts], np.int32)
 
 
 def _cut(

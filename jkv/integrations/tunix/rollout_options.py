@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+import jkv
+
 _READ = {
     *("max_tokens_to_generate", "max_prompt_length", "return_logprobs"),
     *("temperature", "top_p", "top_k", "seed", "eos_tokens", "data_type"),
@@ -41,17 +43,23 @@ def read_options(config: RolloutConfig, eos_id: int) -> Request:
       eos_id: what ends a sequence unless `eos_tokens` says.
 
     Raises:
-      ValueError: for an option that is set and has no meaning here.
+      ValueError: for an option that is set and has no meaning here, and a number out
+        of its range.
     """
     check_options(config)
     is_greedy = config.top_p is None or config.temperature == 0
+    asked = jkv.Sampling(  # checks the numbers
+        temperature=config.temperature,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        top_k=max(config.top_k or 0, 0),
+    )
     return Request(
         max_new_tokens=config.max_tokens_to_generate,
         max_prompt_length=config.max_prompt_length,
         is_greedy=is_greedy,
-        temperature=1.0 if is_greedy else float(config.temperature),
-        top_p=1.0 if config.top_p is None else min(float(config.top_p), 1.0),
-        top_k=max(config.top_k or 0, 0),
+        temperature=1.0 if is_greedy else float(asked.temperature),
+        top_p=float(asked.top_p),
+        top_k=int(asked.top_k),
         stop_tokens=tuple(config.eos_tokens or [eos_id]),
         key=_read_seed(config.seed),
         wants_logprobs=config.return_logprobs,
