@@ -46,7 +46,8 @@ class JkvRollout(BaseRollout):
       chunk_size: most prompt tokens that a step computes.
       cache_dtype: of keys and values, such as "int8"; None is what the model computes.
       prefix_caching: keep prompts until the weights change, so that one that begins
-        like an earlier one is computed from there on.
+        like an earlier one is computed from there on. Without, the memory of the cache
+        is free between calls.
 
     Attributes:
       statistics: `jkv.decoding.Statistics` of the last call, None before the first.
@@ -190,7 +191,9 @@ class JkvRollout(BaseRollout):
         """Run the queue and return what came of it, on the host."""
         width = find_width(texts, request.max_prompt_length)
         prompts = pad_right([texts[place] for place in repeats.first], width)
-        running = min(self._max_running or len(texts), len(texts))
+        running = len(texts)
+        if self._max_running is not None:
+            running = min(self._max_running, running)
         sizes = CallSizes(
             prompts.shape[1], request.max_new_tokens, repeats.num_samples, running
         )
