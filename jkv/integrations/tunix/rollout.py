@@ -14,11 +14,15 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 import jkv
 from jkv.decoding.results import Statistics
 from jkv.integrations.tunix import weights
+from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
 from jkv.integrations.tunix.repeats import Repeats, find_repeats
-from jkv.integrations.tunix.rollout_options import Request, check_options, read_options
-from jkv.integrations.tunix.texts import check_texts, find_width, pad_left, pad_right
+from jkv.integrations.tunix.rollout_options import (
+    CallOptions,
+    check_options,
+    read_options,
+)
 
 
 class JkvRollout(BaseRollout):
@@ -76,7 +80,7 @@ class JkvRollout(BaseRollout):
             tokenizer = TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         dtype = None if rollout_config is None else rollout_config.data_type
-        self._module = weights.adopt(rollout_actor, mesh, dtype)
+        self._module = weights.settle(rollout_actor, mesh, dtype)
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
@@ -186,7 +190,7 @@ class JkvRollout(BaseRollout):
         )
 
     def _continue(
-        self, texts: list[list[int]], repeats: Repeats, request: Request
+        self, texts: list[list[int]], repeats: Repeats, request: CallOptions
     ) -> jkv.Generation:
         """Run the queue and return what came of it, on the host."""
         width = find_width(texts, request.max_prompt_length)
@@ -218,7 +222,7 @@ class JkvRollout(BaseRollout):
         self.statistics = result.statistics
         return result
 
-    def _choose_sampling(self, request: Request) -> jkv.Sampling:
+    def _choose_sampling(self, request: CallOptions) -> jkv.Sampling:
         """Return how this call draws; temperature is the model's part."""
         key = jax.random.fold_in(request.key, self._num_calls)
         self._num_calls += 1
