@@ -103,7 +103,7 @@ machine-code: $(VENV)/.machine-code
 
 tunix: $(TUNIX)/.test
 	$(PLAIN_FLAGS) $(TUNIX)/bin/python $(PYTEST) \
-	  $(or $(PYTEST_ARGS),tests/integrations jkv/integrations)
+	  $(or $(PYTEST_ARGS),tests/integrations jkv/integrations/tunix)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/operations.py

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tunix_models import EOS, options
 
+from jkv.integrations.tunix.padding import find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import Pages
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
 from jkv.integrations.tunix.repeats import find_repeats
 from jkv.integrations.tunix.rollout import count_rows
 from jkv.integrations.tunix.rollout_options import read_options
-from jkv.integrations.tunix.texts import find_width, pad_left, pad_right
 
 
 def read(**fields):
@@ -100,8 +100,8 @@ def test_a_group_that_a_micro_batch_cut_shares_what_divides_all_counts():
 PAGES = Pages(num_layers=1, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
 
 
-def make_pool(num_blocks=None):
-    return Pool(PoolSizes(4, num_blocks, None, True), PAGES, None)
+def make_pool(num_blocks=None, prefix_caching=True):
+    return Pool(PoolSizes(4, num_blocks, None, prefix_caching), PAGES, None)
 
 
 def test_the_pool_has_room_for_all_that_run_and_grows_with_the_work():
@@ -119,6 +119,14 @@ def test_the_pool_has_room_for_all_that_run_and_grows_with_the_work():
 def test_a_pool_that_was_not_given_back_is_made_anew():
     pool, work = make_pool(), CallSizes(8, 5, num_samples=1, max_running=2)
     assert pool.lend(work) is not pool.lend(work)
+
+
+def test_a_pool_that_remembers_nothing_is_not_kept():
+    pool = make_pool(prefix_caching=False)
+    sizes = CallSizes(8, 5, num_samples=1, max_running=2)
+    cache = pool.lend(sizes)
+    pool.take_back(cache)
+    assert pool.lend(sizes) is not cache
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_the_number():

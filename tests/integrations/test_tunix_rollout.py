@@ -1,7 +1,5 @@
 """JkvRollout beside tunix's own engine, and under its trainer's hands."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +22,7 @@ from tunix_models import (
 )
 
 from jkv.integrations.tunix import JkvRollout
-from jkv.integrations.tunix.weights import adopt, update
+from jkv.integrations.tunix.weights import settle, update
 
 # Nine tokens with the one that begins a text.
 PROMPTS = ["to be or", "not to b", "that is ", "to be or"]
@@ -222,8 +220,8 @@ def test_a_model_that_it_does_not_know_is_refused_by_name():
 
 def test_a_copy_in_another_dtype_follows_the_trainer():
     theirs = make_model("qwen3")
-    ours = adopt(theirs, None, jnp.bfloat16)
-    assert ours is not theirs and adopt(theirs, None, jnp.float32) is theirs
+    ours = settle(theirs, None, jnp.bfloat16)
+    assert ours is not theirs and settle(theirs, None, jnp.float32) is theirs
     new = other_weights()
     update(ours, new, (nnx.Param,))
     for our_leaf, leaf in zip(
@@ -257,7 +255,8 @@ def test_weights_may_be_sharded_over_a_mesh():
     theirs = make_model("qwen3")
     vanilla = make_vanilla(theirs)
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
-    rollout = JkvRollout(theirs, Alphabet(), mesh, options(), chunk_size=8)
+    sizes = dict(chunk_size=2, prefix_caching=False)
+    rollout = JkvRollout(theirs, Alphabet(), mesh, options(), **sizes)
     assert not rl_utils.is_sharing_weights(theirs, rollout.model())
     kernel = rollout.model().layers[0].mlp.up_proj.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)
@@ -274,11 +273,9 @@ def test_weights_may_be_sharded_over_a_mesh():
     assert_same(changed, make_vanilla(theirs).generate(SHORTER, options()))
 
 
-def test_the_class_may_be_given_with_arguments():
-    """As `ClusterConfig` takes it, and with the names that it is called by."""
-    engine = functools.partial(JkvRollout, num_blocks=64)
-    assert issubclass(engine.func, base_rollout.BaseRollout)
-    made = engine(
+def test_it_is_an_engine_as_the_trainer_makes_it():
+    assert issubclass(JkvRollout, base_rollout.BaseRollout)
+    made = JkvRollout(
         rollout_actor=make_model("qwen3"),
         tokenizer=Alphabet(),
         mesh=None,

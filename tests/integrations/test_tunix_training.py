@@ -1,12 +1,18 @@
 """tunix's GRPO trainer with JkvRollout as its engine, and the page that says how."""
 
 import doctest
+import functools
 
+import jax
 import numpy as np
 import pytest
 import train_with_tunix
+from flax import nnx
 from places import ROOT
+from tunix.rl import rl_cluster
 from tunix.rl import utils as rl_utils
+
+from jkv.integrations.tunix import JkvRollout
 
 # The trainer enters its meshes the way that JAX would rather not see.
 pytestmark = pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning")
@@ -26,6 +32,33 @@ def test_the_trainer_runs_unmodified_and_rollouts_follow_its_weights():
     tokens = len("say c")
     computed = int(cluster.rollout.statistics.prompt_tokens)
     assert computed <= tokens * train_with_tunix.PROMPTS
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_rollouts_on_a_device_of_their_own_get_the_weights_of_each_step(monkeypatch):
+    """The trainer hands them over by `update_params`; the engine has arguments."""
+    engine = functools.partial(JkvRollout, num_blocks=300, prefix_caching=False)
+    monkeypatch.setitem(train_with_tunix.ENGINES, "jkv", engine)
+    device = np.array(jax.devices()[1:2]).reshape(1, 1)
+    elsewhere = jax.sharding.Mesh(device, ("fsdp", "tp"))
+    configure = rl_cluster.ClusterConfig
+
+    def configure_apart(*, role_to_mesh, **fields):
+        meshes = role_to_mesh | {rl_cluster.Role.ROLLOUT: elsewhere}
+        return configure(role_to_mesh=meshes, **fields)
+
+    monkeypatch.setattr(rl_cluster, "ClusterConfig", configure_apart)
+    cluster = train_with_tunix.make_cluster("jkv", seed=0, num_steps=2)
+    train_with_tunix.train(cluster, seed=0, num_steps=2)
+    trained, run = cluster.actor_trainer.model, cluster.rollout.model()
+    pairs = zip(
+        jax.tree.leaves(nnx.state(trained, nnx.Param)),
+        jax.tree.leaves(nnx.state(run, nnx.Param)),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert ours.devices().isdisjoint(theirs.devices())
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_the_page_runs():

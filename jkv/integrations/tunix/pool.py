@@ -61,8 +61,8 @@ class Pool:
         return cache
 
     def take_back(self, cache: jkv.Cache) -> None:
-        """Keep the cache for the next call."""
-        self._cache = cache
+        """Keep the cache for the next call, if it remembers anything."""
+        self._cache = cache if self._sizes.prefix_caching else None
 
     def _fit(self, call: CallSizes) -> jkv.CacheConfig:
         """Return the sizes for the call and for all that came before."""

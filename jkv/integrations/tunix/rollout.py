@@ -14,11 +14,15 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 import jkv
 from jkv.decoding.results import Statistics
 from jkv.integrations.tunix import weights
+from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
 from jkv.integrations.tunix.repeats import Repeats, find_repeats
-from jkv.integrations.tunix.rollout_options import Request, check_options, read_options
-from jkv.integrations.tunix.texts import check_texts, find_width, pad_left, pad_right
+from jkv.integrations.tunix.rollout_options import (
+    CallOptions,
+    check_options,
+    read_options,
+)
 
 
 class JkvRollout(BaseRollout):
@@ -46,7 +50,8 @@ class JkvRollout(BaseRollout):
       chunk_size: most prompt tokens that a step computes.
       cache_dtype: of keys and values, such as "int8"; None is what the model computes.
       prefix_caching: keep prompts until the weights change, so that one that begins
-        like an earlier one is computed from there on.
+        like an earlier one is computed from there on. Without, the memory of the cache
+        is free between calls.
 
     Attributes:
       statistics: `jkv.decoding.Statistics` of the last call, None before the first.
@@ -75,7 +80,7 @@ class JkvRollout(BaseRollout):
             tokenizer = TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         dtype = None if rollout_config is None else rollout_config.data_type
-        self._module = weights.adopt(rollout_actor, mesh, dtype)
+        self._module = weights.settle(rollout_actor, mesh, dtype)
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
@@ -185,12 +190,14 @@ class JkvRollout(BaseRollout):
         )
 
     def _continue(
-        self, texts: list[list[int]], repeats: Repeats, request: Request
+        self, texts: list[list[int]], repeats: Repeats, request: CallOptions
     ) -> jkv.Generation:
         """Run the queue and return what came of it, on the host."""
         width = find_width(texts, request.max_prompt_length)
         prompts = pad_right([texts[place] for place in repeats.first], width)
-        running = min(self._max_running or len(texts), len(texts))
+        running = len(texts)
+        if self._max_running is not None:
+            running = min(self._max_running, running)
         sizes = CallSizes(
             prompts.shape[1], request.max_new_tokens, repeats.num_samples, running
         )
@@ -215,7 +222,7 @@ class JkvRollout(BaseRollout):
         self.statistics = result.statistics
         return result
 
-    def _choose_sampling(self, request: Request) -> jkv.Sampling:
+    def _choose_sampling(self, request: CallOptions) -> jkv.Sampling:
         """Return how this call draws; temperature is the model's part."""
         key = jax.random.fold_in(request.key, self._num_calls)
         self._num_calls += 1

@@ -17,7 +17,7 @@ _READ = {
 }
 
 
-class Request(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of one call."""
 
     max_new_tokens: int
@@ -31,7 +31,7 @@ class Request(NamedTuple):
     wants_logprobs: bool
 
 
-def read_options(config: RolloutConfig, eos_id: int) -> Request:
+def read_options(config: RolloutConfig, eos_id: int) -> CallOptions:
     """Return what a call of a rollout is asked for.
 
     The meaning is that of the vanilla engine: without `top_p` tokens are chosen
@@ -53,7 +53,7 @@ def read_options(config: RolloutConfig, eos_id: int) -> Request:
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=max(config.top_k or 0, 0),
     )
-    return Request(
+    return CallOptions(
         max_new_tokens=config.max_tokens_to_generate,
         max_prompt_length=config.max_prompt_length,
         is_greedy=is_greedy,

@@ -1,17 +1,19 @@
 """The weights of a rollout: the trainer's own, or a copy of them somewhere else."""
 
+import operator
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.rl import reshard
 from tunix.rl import utils as rl_utils
 
 
-def adopt(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
+def settle(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
     """Return the model itself if it stands where it should, else a copy.
 
     Args:
@@ -23,20 +25,17 @@ def adopt(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module
       `model`, or one with its own arrays, placed as their annotations say.
     """
     graph, state = nnx.split(model)
-    given = {leaf.dtype for leaf in jax.tree.leaves(state)}
     if mesh is None or mesh.empty or rl_utils.get_pytree_mesh_info(state) == mesh:
         mesh = None
-    if mesh is None and (dtype is None or given == {np.dtype(dtype)}):
-        return model
-    if dtype is not None:
-        state = jax.tree.map(lambda leaf: leaf.astype(dtype), state)
-    if mesh is not None:
-        shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
-            nnx.get_partition_spec(state),
-        )
-        state = reshard.reshard_pytree(state, shardings)
-    return nnx.merge(graph, state)
+    cast = state if dtype is None else jax.tree.map(partial(_cast, dtype=dtype), state)
+    is_cast = any(map(operator.is_not, jax.tree.leaves(cast), jax.tree.leaves(state)))
+    if mesh is None:
+        return nnx.merge(graph, cast) if is_cast else model
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
+        nnx.get_partition_spec(cast),
+    )
+    return nnx.merge(graph, reshard.reshard_pytree(cast, shardings))
 
 
 def update(
@@ -53,17 +52,31 @@ def update(
       ValueError: if they are not those of this model.
     """
     ours = nnx.state(model) if filter_types is None else nnx.state(model, filter_types)
-    if str(jax.tree.structure(ours)) != str(jax.tree.structure(params)):
+    given = _by_path(params)
+    differing = sorted(given.keys() ^ _by_path(ours).keys())
+    if differing:
         raise ValueError(
-            f"the new weights are not those of the model: it has "
-            f"{jax.tree.structure(ours)}, got {jax.tree.structure(params)}"
+            f"the new weights are not those of the model; {len(differing)} are in one "
+            f"of the two alone, such as {differing[0]}"
         )
-    params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, ours)
-    old, new = ([a.sharding for a in jax.tree.leaves(t)] for t in (ours, params))
-    if old != new:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, ours)
-        params = reshard.reshard_pytree(params, shardings)
-    nnx.update(model, params)
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, old: _cast(given[jax.tree_util.keystr(path)], old.dtype), ours
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, ours)
+    if jax.tree.map(lambda leaf: leaf.sharding, weights) != shardings:
+        weights = reshard.reshard_pytree(weights, shardings)
+    nnx.update(model, weights)
+
+
+def _by_path(tree: Any) -> dict[str, jax.Array]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
+    """Return floats in the dtype; what is no float, or has it, as it was given."""
+    is_other = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != dtype
+    return leaf.astype(dtype) if is_other else leaf
 
 
 class Version:
