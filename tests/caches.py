@@ -43,7 +43,9 @@ def small_config(**changes):
 @functools.cache
 def small_cache(**changes):
     """A fresh cache of `small_config`, its storage full of NaN."""
-    return with_storage_filled(jkv.init(small_config(**changes)), np.nan)
+    cache = with_storage_filled(jkv.init(small_config(**changes)), np.nan)
+    assert not isinstance(cache.keys, jax.core.Tracer), "to be made outside of jit"
+    return cache
 
 
 @functools.cache
