@@ -66,11 +66,10 @@ class Workload:
         """Tokens that the cache of each contender has room for."""
         return self.num_running * self.context
 
-    def padded(self, first: int = 0, count: int | None = None) -> np.ndarray:
+    def padded(self) -> np.ndarray:
         """Return prompts as i32[B, P], -1 past each one's end."""
-        count = len(self.prompts) if count is None else count
-        rows = np.full((count, max(map(len, self.prompts))), -1, np.int32)
-        for row, prompt in zip(rows, self.prompts[first : first + count], strict=False):
+        rows = np.full((len(self.prompts), max(map(len, self.prompts))), -1, np.int32)
+        for row, prompt in zip(rows, self.prompts, strict=True):
             row[: len(prompt)] = prompt
         return rows
 
@@ -217,7 +216,7 @@ class Refilled(Jkv):
             num_samples=samples,
             max_running=workload.num_running,
         )
-        waiting, tokens, steps, rows = list(range(len(texts))), 0, 0, 0
+        waiting, tokens = list(range(len(texts))), 0
         busy = np.zeros((num_slots,), bool)
         while waiting or busy.any():
             running = np.asarray(state.is_running).reshape(num_slots, samples)
@@ -245,15 +244,9 @@ class Refilled(Jkv):
                     sampling=self.sampling,
                     num_steps=np.int32(WINDOW),
                 )
-        statistics = state.result.statistics
-        steps, rows = int(statistics.num_steps), int(statistics.sequence_steps)
-        prompt_tokens = int(statistics.prompt_tokens)
-        return {
-            "tokens": tokens,
-            "num_steps": steps,
-            "sequence_steps": rows,
-            "prompt_tokens": prompt_tokens,
-        }
+        counted = state.result.statistics._asdict()
+        names = ("num_steps", "sequence_steps", "prompt_tokens")
+        return {"tokens": tokens} | {name: int(counted[name]) for name in names}
 
 
 class Transformers:

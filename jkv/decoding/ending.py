@@ -77,18 +77,18 @@ class Stops:
 
         def put(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
             was, now = [() if rows is None else rows.shape for rows in (old, new)]
-            if was[1:] != now[1:] or (old is not None and old.size and was[0] != most):
+            is_shared = old is not None and old.size and was[0] != num_prompts
+            if was[1:] != now[1:] or is_shared:
                 raise ValueError(
                     f"what stops added prompts must have the shape of the first call: "
                     f"its stops are {list(was)}, those added {list(now)}, with rows "
-                    f"for {most} prompts; begin with stop_tokens i32[B, E] and "
+                    f"for {num_prompts} prompts; begin with stop_tokens i32[B, E] and "
                     f"stop_sequences i32[B, F, C], and add both"
                 )
             if old is None or new is None:
                 return None
             return old.at[prompts].set(new, mode="drop")
 
-        most = num_prompts
         tokens = put(self.tokens, stops.tokens)
         assert tokens is not None
         return Stops(tokens=tokens, sequences=put(self.sequences, stops.sequences))

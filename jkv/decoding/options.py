@@ -91,3 +91,9 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+# What the fields are computed in.
+SAMPLING_DTYPES: dict[str, type[np.generic]] = {
+    field.name: np.int32 if field.name in ("top_k", "seeds") else np.float32
+    for field in dataclasses.fields(Sampling)
+}

@@ -14,13 +14,13 @@ so a sequence's text does not depend on its neighbours or on the batch's size.
     B  sequences in a call
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.options import Sampling
+from jkv.decoding.options import SAMPLING_DTYPES, Sampling
 
 # A draw picks one of V / _TILE tiles, then one token of it: two short cumulative
 # sums in place of one of length V.
@@ -112,7 +112,7 @@ class PerRow(NamedTuple):
 def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     """Return the fields of `Sampling` with one value a row."""
 
-    def spread(name: str, dtype: type) -> jax.Array:
+    def spread(name: str, dtype: Any) -> jax.Array:
         value = jnp.asarray(getattr(sampling, name))
         if value.shape not in ((), (num_rows,)):
             raise ValueError(
@@ -121,17 +121,10 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
             )
         return jnp.broadcast_to(value.astype(dtype), (num_rows,))
 
-    seeds = spread("seeds", jnp.int32)
-    if jnp.ndim(sampling.seeds) == 0:
-        seeds = seeds + jnp.arange(num_rows, dtype=jnp.int32)
-    return PerRow(
-        temperature=spread("temperature", jnp.float32),
-        top_k=spread("top_k", jnp.int32),
-        top_p=spread("top_p", jnp.float32),
-        min_p=spread("min_p", jnp.float32),
-        repetition_penalty=spread("repetition_penalty", jnp.float32),
-        seeds=seeds,
-    )
+    rows = PerRow(**{name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()})
+    if jnp.ndim(sampling.seeds) > 0:
+        return rows
+    return rows._replace(seeds=rows.seeds + jnp.arange(num_rows, dtype=jnp.int32))
 
 
 @jax.jit

@@ -18,7 +18,7 @@ import numpy as np
 
 from jkv import decoding
 from jkv.decoding.model import Model
-from jkv.decoding.options import Sampling
+from jkv.decoding.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import Statistics
 from jkv.serving.book import Part
@@ -82,8 +82,8 @@ class Arrivals(NamedTuple):
             salts=filled(0),
             priorities=filled(0),
             sampling={
-                field.name: np.zeros((count, samples), _dtype_of(field.name))
-                for field in dataclasses.fields(Sampling)
+                name: np.zeros((count, samples), dtype)
+                for name, dtype in SAMPLING_DTYPES.items()
             },
         )
         for lane, part in enumerate(parts):
@@ -142,8 +142,8 @@ def begin_empty(
         row_counts=sizes.row_counts,
     )
     fields = {
-        field.name: jnp.zeros((num_sequences,), _dtype_of(field.name))
-        for field in dataclasses.fields(Sampling)
+        name: jnp.zeros((num_sequences,), dtype)
+        for name, dtype in SAMPLING_DTYPES.items()
     }
     return state, Sampling(**fields)
 
@@ -228,7 +228,3 @@ def _empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | Non
     if not stops.sequences or not stops.length:
         return None
     return np.full((count, stops.sequences, stops.length), -1, np.int32)
-
-
-def _dtype_of(name: str) -> type:
-    return np.int32 if name in ("top_k", "seeds") else np.float32

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.decoding.options import Sampling
+from jkv.decoding.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 
@@ -64,12 +64,6 @@ class Request:
     timeout: float | None  # seconds
 
 
-_DTYPES = dict.fromkeys((f.name for f in dataclasses.fields(Sampling)), np.float32) | {
-    "top_k": np.int32,
-    "seeds": np.int32,
-}
-
-
 def spread_sampling(sampling: Sampling, count: int) -> dict[str, np.ndarray[Any, Any]]:
     """Return the fields of `Sampling` with a value for each of n sequences.
 
@@ -81,7 +75,7 @@ def spread_sampling(sampling: Sampling, count: int) -> dict[str, np.ndarray[Any,
       RequestRefused: for a field of another length.
     """
     fields = {}
-    for name, dtype in _DTYPES.items():
+    for name, dtype in SAMPLING_DTYPES.items():
         value = np.asarray(getattr(sampling, name))
         if value.shape not in ((), (count,)):
             raise RequestRefused(

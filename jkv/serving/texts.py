@@ -80,18 +80,16 @@ class TextStream:
     def _extend(self, tokens: Sequence[int]) -> None:
         self._ids += tokens
         self._num_tokens += len(tokens)
-        text = self._decode()
+        decoded = self._detokenize(self._ids)
+        text = decoded.rstrip(BROKEN)
         self._hidden += text[self._known :]
         self._known = max(self._known, len(text))
-        if len(self._ids) > 4 * OVERLAP and not self._is_broken():
+        if len(self._ids) > 4 * OVERLAP and text == decoded:
             self._ids = self._ids[-OVERLAP:]
             self._known = len(self._decode())
 
     def _decode(self) -> str:
         return self._detokenize(self._ids).rstrip(BROKEN)
-
-    def _is_broken(self) -> bool:
-        return self._detokenize(self._ids).endswith(BROKEN)
 
     def _find_stop(self) -> int | None:
         """Return where the first stop string begins, in what was not shown."""
