@@ -97,11 +97,11 @@ def place_weights(layout):
     }
 
 
-def run_model(weights, tokens, cache, batch, *, implementation=None):
-    """The model: see `jkv.Model`."""
+def run_model(weights, tokens, cache, batch, *, implementation=None, axis=None):
+    """The model: see `jkv.Model`. Inside `shard_map` over an axis it sums over that."""
     mesh = jax.typeof(weights["queries"]).sharding.mesh
     whole = {}
-    if AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types and axis is None:
         whole = {"out_sharding": NamedSharding(mesh, PartitionSpec())}
     hidden = weights["embedding"].at[tokens].get(mode="clip")
 
@@ -118,6 +118,8 @@ def run_model(weights, tokens, cache, batch, *, implementation=None):
         found = jkv.attend(cache, layer, batch, queries, implementation=implementation)
         # The one collective of a layer: each device has the sum over its own heads.
         found = jnp.einsum("rhd,hde->re", found, weights["outputs"], **whole)
+        if axis is not None:
+            found = jax.lax.psum(found, axis)
         return (cache, hidden + found), None
 
     layers = {name: weights[name] for name in ("queries", "keys", "values", "outputs")}
