@@ -114,7 +114,7 @@ def attend(
     """
     check_layer(cache, layer)
     check_batch(cache, batch)
-    check_queries(batch, queries)
+    check_queries(cache, batch, queries)
     # Elements, then who reads what, then options that may be traced.
     places = (ROW_HEADS, POOL_HEADS, HEADS, *[None] * 8)
     attend_heads = over_heads(

@@ -32,8 +32,8 @@ def rows_of(seed):
     return [rng.standard_normal((NUM_ROWS, n, HEAD_DIM), np.float32) for n in heads]
 
 
-def serve(counts, keys, values, queries):
-    """All verbs on a pool of the rank's own; two steps, the second without prompts."""
+def serve(counts, keys, values, queries, *, prefix_caching=False):
+    """Two steps on a pool of the rank's own, of prompts and of single tokens."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=1,
@@ -43,48 +43,62 @@ def serve(counts, keys, values, queries):
         max_sequences=4,
         max_context_length=16,
         dtype="float32",
-        prefix_caching=True,
+        prefix_caching=prefix_caching,
     )
     tokens = jnp.arange(NUM_ROWS, dtype=jnp.int32)
     prompts = jnp.broadcast_to(tokens[None, :8], (3, 8))
     prompts = jnp.where(prompts < counts[:, None], prompts, -1)
-    cache, opened = jkv.allocate(jkv.init(config), counts, tokens=prompts)
+    cache, opened = jkv.allocate(
+        jkv.init(config), counts, tokens=prompts if prefix_caching else None
+    )
     cache, batch = jkv.append(
         cache, opened.seq_ids, counts, capacity=NUM_ROWS, tokens=tokens
     )
     cache = jkv.write(cache, 0, batch, keys, values)
-    found = [jkv.attend(cache, 0, batch, queries)]
+    found = jkv.attend(cache, 0, batch, queries)
     cache = jkv.commit(cache, batch)
-    cache, forked = jkv.fork(cache, opened.seq_ids[:1])
-    cache, _ = jkv.truncate(cache, opened.seq_ids[1:], counts[1:] // 2)
-    cache, _ = jkv.reorder(cache, opened.seq_ids[:2], opened.seq_ids[1::-1])
+    cache, _ = jkv.fork(cache, opened.seq_ids[:1])
     cache, batch = jkv.append(cache, opened.seq_ids, tokens=tokens[:3])
     cache = jkv.write(cache, 0, batch, keys[:3], values[:3])
-    found.append(jkv.attend(cache, 0, batch, queries[:3], return_lse=True))
-    cache = jkv.commit(cache, batch)
-    cache, status = jkv.free(cache, forked.seq_ids)
-    cache = jkv.compact(jkv.evict(cache, 9)[0])
-    return found, status, jkv.read(cache, 0, 0), cache.metadata
+    return cache, (found, jkv.attend(cache, 0, batch, queries[:3], return_lse=True))
 
 
-def test_ranks_with_pools_of_their_own_equal_each_alone():
-    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
-    ranks, whole = PartitionSpec("dp"), PartitionSpec()
+def call_all_verbs(counts, *rows):
+    """Every verb that changes a cache, with a prefix index."""
+    cache, found = serve(counts, *rows, prefix_caching=True)
+    ids = jnp.arange(2, dtype=jnp.int32)
+    cache, _ = jkv.truncate(cache, ids, counts[:2] // 2)
+    cache, _ = jkv.reorder(cache, ids, ids[::-1])
+    cache, _ = jkv.free(cache, counts[:1])
+    cache, _ = jkv.evict(cache, counts[0])
+    cache, _ = jkv.evict_older_than(cache, counts[0])
+    cache, _ = jkv.touch(jkv.evict_cached(cache, counts[0]), ids)
+    cache = jkv.compact(cache)
+    cache = jkv.clear_prefixes(jkv.invalidate(cache, ids))
+    return cache, found, jkv.read(cache, 0, ids[0])
+
+
+def on_ranks(function):
+    """A function on eight ranks, each with counts of its own and the same rows."""
 
     def on_rank(counts, *rows):
-        answer = serve(counts[0], *rows)
-        return jax.tree.map(lambda array: array[None], answer)
+        return jax.tree.map(lambda array: array[None], function(counts[0], *rows))
 
-    # Rows are the same on all ranks and counts are not: loops start alike and differ.
-    on_all = jax.shard_map(
-        on_rank, mesh=mesh, in_specs=(ranks, whole, whole, whole), out_specs=ranks
-    )
-    compiled = jax.jit(on_all).lower(COUNTS, *rows_of(0)).compile()
+    ranks, whole = PartitionSpec("dp"), PartitionSpec()
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    in_specs = ranks, whole, whole, whole
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=in_specs, out_specs=ranks)
+
+
+@pytest.mark.one_end
+def test_ranks_with_pools_of_their_own_equal_each_alone():
+    """Rows are the same on all ranks and counts are not: loops start alike."""
+    compiled = jax.jit(on_ranks(serve)).lower(COUNTS, *rows_of(0)).compile()
     assert collectives(compiled) == {}
-    found = jax.device_get(compiled(COUNTS, *rows_of(0)))
+    cache, outputs = jax.device_get(compiled(COUNTS, *rows_of(0)))
     alone = jax.jit(serve)
     for rank in range(8):
-        mine = jax.tree.map(lambda array, rank=rank: array[rank], found)
+        mine = jax.tree.map(lambda array, rank=rank: array[rank], (cache, outputs))
         wanted = jax.device_get(alone(COUNTS[rank], *rows_of(0)))
         leaves = zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True)
         for one, other in leaves:
@@ -92,7 +106,13 @@ def test_ranks_with_pools_of_their_own_equal_each_alone():
                 assert_close(one, other)
             else:
                 np.testing.assert_array_equal(one, other)
-    assert not np.array_equal(found[3].context_lengths[0], found[3].context_lengths[1])
+    lengths = cache.metadata.context_lengths
+    assert not np.array_equal(lengths[0], lengths[1])
+
+
+def test_every_verb_is_traced_with_the_defaults_of_shard_map():
+    found = jax.eval_shape(on_ranks(call_all_verbs), COUNTS, *rows_of(0))
+    assert found[1][0].shape == (8, NUM_ROWS, 2, HEAD_DIM)
 
 
 @pytest.mark.parametrize("layout", [AUTO, TWO_AXES], ids=["Auto", "Explicit"])
