@@ -11,7 +11,14 @@ prompts that begin alike, and evict for the day the pool is full.
 
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
-from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.decoding import (
+    FinishReason,
+    Generation,
+    Model,
+    Sampling,
+    generate,
+    score,
+)
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -138,6 +145,7 @@ __all__ = [
     "reorder",
     "resize",
     "save",
+    "score",
     "should_compact",
     "slots",
     "stats",

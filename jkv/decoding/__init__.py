@@ -7,6 +7,7 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
+from jkv.decoding.scoring import score
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "generate",
     "prefill",
     "sample",
+    "score",
 ]

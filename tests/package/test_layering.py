@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    "decoding": {"metadata", "state", "status", "verbs"},
+    "decoding": {"config", "metadata", "state", "status", "verbs"},
     "commands": {
         "attention",
         "config",
