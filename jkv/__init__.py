@@ -16,6 +16,7 @@ from jkv.decoding import (
     Generation,
     Model,
     Sampling,
+    extend,
     generate,
     score,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "evict",
     "evict_cached",
     "evict_older_than",
+    "extend",
     "fork",
     "fragmentation",
     "free",

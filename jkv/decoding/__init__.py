@@ -1,5 +1,6 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
+from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.interventions import add_prompts, cancel
 from jkv.decoding.model import Model
@@ -21,6 +22,7 @@ __all__ = [
     "begin",
     "cancel",
     "decode",
+    "extend",
     "filter_logits",
     "generate",
     "prefill",
