@@ -9,6 +9,7 @@ from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
 from jkv.decoding.scoring import score
+from jkv.decoding.selection import select_best
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "prefill",
     "sample",
     "score",
+    "select_best",
 ]

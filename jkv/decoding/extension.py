@@ -20,6 +20,7 @@ from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
+from jkv.decoding.scheduling.demand import blocks_for
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
@@ -29,7 +30,6 @@ from jkv.status import Status
 from jkv.verbs.appending import append
 from jkv.verbs.lookups import context_lengths, num_free_blocks
 from jkv.verbs.prefixes import commit
-from jkv.verbs.truncation import truncate
 
 
 @takes_cache
@@ -110,22 +110,39 @@ def extend(
     # What a text may still take.
     room = cache.max_context_length - before
     bounds = Bounds(room, cache.block_size, jnp.int32(cache.num_blocks))
-    is_known = requests.is_live_once(cache.metadata, ids)
-    cancelled = jnp.int32(FinishReason.CANCELLED)
-    reasons = jnp.where(is_known, judge_prompts(given, bounds), cancelled)
+    reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
     extension = _Extension(model, params, ids, sampling)
     texts = Texts(given, stops, bounds, result)
     size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
     cache, texts = _feed(extension, cache, texts, size)
-    # A text of which a part was refused is what it was.
-    is_refused = (reasons == FinishReason.RUNNING) & (
-        texts.result.reasons == FinishReason.OUT_OF_BLOCKS
-    )
-    cache, _ = truncate(cache, jnp.where(is_refused, ids, NO_SEQUENCE), before)
     cache, texts = _decode(extension, cache, texts)
     return cache, texts.result
+
+
+def _judge(
+    cache: Cache,
+    seq_ids: jax.Array,
+    before: jax.Array,
+    given: Prompts,
+    bounds: Bounds,
+) -> jax.Array:
+    """Return why sequences are not continued, RUNNING where they are, i32[B].
+
+    Whose tokens find room is judged before any is fed, in order, as `append` would.
+    """
+    metadata, running = cache.metadata, jnp.int32(FinishReason.RUNNING)
+    reasons = jnp.where(
+        requests.is_live_once(metadata, seq_ids),
+        judge_prompts(given, bounds),
+        jnp.int32(FinishReason.CANCELLED),
+    )
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    need = blocks_for(before + given.lengths, cache.block_size) - mapped
+    need = jnp.where(reasons == running, jnp.maximum(need, 0), 0)
+    no_block, _ = requests.lacks_blocks(metadata, need)
+    return jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
 
 
 class _Extension(NamedTuple):
