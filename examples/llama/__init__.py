@@ -21,13 +21,14 @@ from .config import LlamaConfig, parse_config, read_config
 from .model import Llama
 from .rope import Rope
 from .sampling import read_sampling
-from .tokenizer import load_tokenizer, render_chat
+from .tokenizer import has_chat_template, load_tokenizer, render_chat
 
 __all__ = [
     "Llama",
     "LlamaConfig",
     "Params",
     "Rope",
+    "has_chat_template",
     "load",
     "load_tokenizer",
     "parse_config",
