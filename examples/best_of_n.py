@@ -24,10 +24,10 @@ from jkv.decoding import select_best
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPTS = [
-    'The with statement\n\nThe "with" statement is used to wrap the execution of a block '
-    "with methods defined by a context manager. This allows common usage patterns to be",
-    "Dictionaries\n\nA dictionary maps keys to values. Keys must be hashable, and values "
-    "may be anything. Two dictionaries compare equal if and only if they",
+    'The with statement\n\nThe "with" statement is used to wrap the execution of a '
+    "block with methods defined by a context manager. This allows usage patterns to be",
+    "Dictionaries\n\nA dictionary maps keys to values. Keys must be hashable, and "
+    "values may be anything. Two dictionaries compare equal if and only if they",
 ]
 
 

@@ -21,7 +21,7 @@ PUBLIC = """
     OutOfSequences Ring Slots Status allocate append attend block_ids block_info
     can_allocate check commit fork free init num_free_blocks paged_attention
     raise_for_status read read_slot reorder slots tokens truncate write
-    FinishReason Generation Model Sampling generate
+    FinishReason Generation Model Sampling extend generate score
     MemoryProfile Stats memory_profile stats
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
