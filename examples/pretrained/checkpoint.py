@@ -10,7 +10,8 @@ accelerator the host holds, at one time, one parameter of the layers of a run.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ class Tensors:
         return self._files[path].get_tensor(name) if index is None else stored[index]
 
     def _load_small_floats(self, path: Path, name: str) -> np.ndarray:
-        """Return a tensor of float8_e4m3fn, which safetensors does not hand to numpy."""
+        """Return a tensor of float8_e4m3fn, which safetensors cannot give to numpy."""
         if path not in self._headers:
             self._headers[path] = _read_header(path)
         header, first = self._headers[path]
@@ -200,22 +201,21 @@ def _read_stack(
     """Return a parameter of some layers, [layers, *shape]."""
     stack = _aligned((len(names), *source.shape), dtype)
     for whole, name in zip(stack, names, strict=True):
-        for place, tensor in _read_pieces(tensors, source, name):
-            whole[place] = source.take(tensor)
+        for place, read in _list_pieces(tensors, source, name):
+            # Not kept in a variable: the next one would be read beside it.
+            whole[place] = source.take(read())
     return stack
 
 
-def _read_pieces(
+def _list_pieces(
     tensors: Tensors, source: Source, name: str
-) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yield the tensors that make up a parameter, and the place of each."""
+) -> Iterator[tuple[Any, Callable[[], np.ndarray]]]:
+    """Yield the places in a parameter, and what reads the tensor for each."""
     if not source.num_experts:
-        yield ..., tensors.read(name, source.stored)
+        yield ..., partial(tensors.read, name, source.stored)
     for expert in range(source.num_experts):
-        if "{}" in name:
-            yield expert, tensors.read(name.format(expert), source.stored)
-        else:
-            yield expert, tensors.read(name, source.stored, expert)
+        index = None if "{}" in name else expert
+        yield expert, partial(tensors.read, name.format(expert), source.stored, index)
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:

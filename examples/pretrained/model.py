@@ -20,7 +20,7 @@ from .checkpoint import Params
 from .config import DecoderConfig, Run
 from .experts import apply_experts, route
 from .layers import Weights, cap, norm, perceptron
-from .rope import turns
+from .rope import Rope, turns
 
 # A window that no position reaches, for full layers between windowed ones.
 NO_WINDOW = 2**30
@@ -113,10 +113,11 @@ def _run_layers(
 
     def run_layer(carry, layer):
         hidden, cache = carry
-        place, weights, window, turned = layer
+        place, weights, window, kind = layer
         window = config.windows[run.start] if window is None else window
+        kind = 0 if kind is None else kind
         normed = norm(config, hidden, weights, "attention_norm")
-        turns = tuple(array[turned] for array in all_turns)
+        turns = tuple(array[kind] for array in all_turns)
         attended, cache = attend(
             config, weights, normed, turns, cache, place + run.start, batch, window
         )
@@ -133,17 +134,13 @@ def _run_layers(
         fed = norm(config, fed, weights, "mlp_post_norm")
         return (hidden + fed * config.residual_scale, cache), None
 
-    layers = slice(run.start, run.stop)
-    kinds = _kinds(config.ropes)
-    turned = [kinds.index(rope) for rope in config.ropes[layers]]
-    places = jnp.arange(run.stop - run.start, dtype=jnp.int32)
-    scanned = (
-        places,
+    layers = (
+        jnp.arange(run.stop - run.start, dtype=jnp.int32),
         scanned,
-        _scanned_windows(config.windows[layers]),
-        jnp.asarray(turned, jnp.int32),
+        _scanned_windows(config.windows[run.start : run.stop]),
+        _scanned_kinds(config.ropes, run),
     )
-    return jax.lax.scan(run_layer, (hidden, cache), scanned)[0]
+    return jax.lax.scan(run_layer, (hidden, cache), layers)[0]
 
 
 def _embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
@@ -155,11 +152,6 @@ def _embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Arr
     return jnp.where(valid[:, None], rows, jnp.zeros_like(rows))
 
 
-def _kinds(ropes: tuple) -> list:
-    """Return the different ones, in the order in which they come."""
-    return list(dict.fromkeys(ropes))
-
-
 def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
     """Return what kinds of layers turn by, f32[kinds, R, 1, turned dim / 2] each."""
     # The last request that starts at a row or before owns it.
@@ -168,7 +160,7 @@ def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
     lengths = batch.context_lengths[owner]
     pairs = [
         turns(rope, config.turned_dim, batch.positions, lengths)
-        for rope in _kinds(config.ropes)
+        for rope in dict.fromkeys(config.ropes)
     ]
     cos, sin = zip(*pairs, strict=True)
     return jnp.stack(cos), jnp.stack(sin)
@@ -180,3 +172,12 @@ def _scanned_windows(windows: tuple[int | None, ...]) -> jax.Array | None:
         return None
     full = [NO_WINDOW if window is None else window for window in windows]
     return jnp.asarray(full, jnp.int32)
+
+
+def _scanned_kinds(ropes: tuple[Rope | None, ...], run: Run) -> jax.Array | None:
+    """Return which of the different ropes each layer has, i32[L]; None for only one."""
+    kinds = list(dict.fromkeys(ropes))
+    if len(kinds) == 1:
+        return None
+    found = [kinds.index(rope) for rope in ropes[run.start : run.stop]]
+    return jnp.asarray(found, jnp.int32)
