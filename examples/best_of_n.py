@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import llama
+import pretrained
 import numpy as np
 
 import jkv
@@ -51,8 +51,8 @@ def main():
 
 def show(options):
     """Generate, choose, and print what was chosen among what."""
-    model, params = llama.load(options.model)
-    tokenizer = llama.load_tokenizer(options.model)
+    model, params = pretrained.load(options.model)
+    tokenizer = pretrained.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text).ids for text in options.prompts]
     config = jkv.CacheConfig.for_context_length(
         max(map(len, prompts)) + options.max_new_tokens,

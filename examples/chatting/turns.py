@@ -6,7 +6,7 @@ from functools import partial
 from itertools import takewhile
 
 import jax
-import llama
+import pretrained
 import numpy as np
 from generating.output import TextStream
 
@@ -32,9 +32,9 @@ class Chat:
     def __init__(self, options: argparse.Namespace):
         """Read the checkpoint, and open a conversation in which nothing was said."""
         self.options = options
-        model, self._params = llama.load(options.model)
-        self._tokenizer = llama.load_tokenizer(options.model)
-        self._has_template = llama.has_chat_template(options.model)
+        model, self._params = pretrained.load(options.model)
+        self._tokenizer = pretrained.load_tokenizer(options.model)
+        self._has_template = pretrained.has_chat_template(options.model)
         self._stop_tokens = np.array(model.config.stop_tokens, np.int32)
         config = jkv.CacheConfig.for_context_length(
             min(options.context, model.config.max_context_length),
@@ -91,7 +91,7 @@ class Chat:
         if not self._has_template:
             text = "".join(message["content"] for message in messages)
             return list(self._tokenizer.encode(text).ids)
-        text = llama.render_chat(self.options.model, messages)
+        text = pretrained.render_chat(self.options.model, messages)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _generate(
