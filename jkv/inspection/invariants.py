@@ -59,6 +59,7 @@ def _implied_sizes(cache: Cache) -> Sizes:
     """Return the sizes that a few of the arrays tell of all the others."""
     values_in_keys = cache.latent_value_dim is not None
     has_values = values_in_keys or cache.values is not None
+    window = cache.metadata.window
     return Sizes(
         num_layers=cache.num_layers,
         num_kv_heads=cache.num_kv_heads,
@@ -72,6 +73,8 @@ def _implied_sizes(cache: Cache) -> Sizes:
         dtype=cache.dtype,
         record_tokens=cache.metadata.tokens is not None,
         prefix_caching=cache.metadata.prefix is not None,
+        sliding_window=None if window is None else window.length,
+        num_sink_tokens=0 if window is None else window.num_sink_tokens,
     )
 
 
@@ -84,6 +87,10 @@ def _block_tables(meta: Metadata) -> Iterator[str]:
     mapped = np.asarray(meta.num_mapped_blocks)
     for row in range(meta.max_sequences):
         used, rest = tables[row, : mapped[row]], tables[row, max(mapped[row], 0) :]
+        start, end = _gap(meta, row)
+        if np.any(used[start:end] != meta.num_blocks):
+            yield f"block_tables: row {row} names a block that it gave back"
+        used = np.delete(used, slice(start, end))
         if np.any((used < 0) | (used >= meta.num_blocks)):
             yield f"block_tables: row {row} maps an id outside the pool"
         if np.any(rest != meta.num_blocks):
@@ -224,6 +231,30 @@ def _committed(meta: Metadata) -> Iterator[str]:
             yield f"committed: row {row} may still write an indexed block"
 
 
+def _gap(meta: Metadata, row: int) -> tuple[int, int]:
+    """Return the columns of a row that were given back, from and to."""
+    if meta.window is None:
+        return 0, 0
+    start = -(-meta.window.num_sink_tokens // meta.block_size)
+    return start, start + int(np.asarray(meta.window.num_given_back)[row])
+
+
+def _given_back(meta: Metadata) -> Iterator[str]:
+    if meta.window is None:
+        return
+    lengths, is_open = np.asarray(meta.context_lengths), np.asarray(meta.is_open)
+    for row, count in enumerate(np.asarray(meta.window.num_given_back).tolist()):
+        if count < 0 or (count > 0 and not is_open[row]):
+            yield f"given_back: row {row} has given back {count} blocks"
+        first_seen = max(int(lengths[row]) - meta.window.length + 1, 0)
+        _, end = _gap(meta, row)
+        if count > 0 and end * meta.block_size > first_seen:
+            yield (
+                f"given_back: row {row} keeps tokens from {end * meta.block_size} on, "
+                f"its next row sees those from {first_seen} on"
+            )
+
+
 # Tables first: the recounts of the others rely on them.
 _INVARIANTS = (
     _block_tables,
@@ -236,6 +267,7 @@ _INVARIANTS = (
     _private_tail,
     _prefix_blocks,
     _committed,
+    _given_back,
 )
 
 
@@ -244,6 +276,8 @@ def _recount(meta: Metadata) -> np.ndarray:
     tables = np.asarray(meta.block_tables)
     columns = np.arange(tables.shape[1])
     entries = tables[columns < np.asarray(meta.num_mapped_blocks)[:, None]]
+    if meta.window is not None:
+        entries = entries[entries < meta.num_blocks]
     return np.bincount(entries, minlength=meta.num_blocks)
 
 
