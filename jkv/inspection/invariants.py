@@ -11,6 +11,7 @@ import numpy as np
 
 from jkv.config.layout import ArrayLayout, Sizes, lay_out
 from jkv.inspection.arrays import named_arrays
+from jkv.inspection.given_back import check_given_back, find_gap
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.state.entry import for_host
 from jkv.status import InvariantError
@@ -87,7 +88,7 @@ def _block_tables(meta: Metadata) -> Iterator[str]:
     mapped = np.asarray(meta.num_mapped_blocks)
     for row in range(meta.max_sequences):
         used, rest = tables[row, : mapped[row]], tables[row, max(mapped[row], 0) :]
-        start, end = _gap(meta, row)
+        start, end = find_gap(meta, row)
         if np.any(used[start:end] != meta.num_blocks):
             yield f"block_tables: row {row} names a block that it gave back"
         used = np.delete(used, slice(start, end))
@@ -231,30 +232,6 @@ def _committed(meta: Metadata) -> Iterator[str]:
             yield f"committed: row {row} may still write an indexed block"
 
 
-def _gap(meta: Metadata, row: int) -> tuple[int, int]:
-    """Return the columns of a row that were given back, from and to."""
-    if meta.window is None:
-        return 0, 0
-    start = -(-meta.window.num_sink_tokens // meta.block_size)
-    return start, start + int(np.asarray(meta.window.num_given_back)[row])
-
-
-def _given_back(meta: Metadata) -> Iterator[str]:
-    if meta.window is None:
-        return
-    lengths, is_open = np.asarray(meta.context_lengths), np.asarray(meta.is_open)
-    for row, count in enumerate(np.asarray(meta.window.num_given_back).tolist()):
-        if count < 0 or (count > 0 and not is_open[row]):
-            yield f"given_back: row {row} has given back {count} blocks"
-        first_seen = max(int(lengths[row]) - meta.window.length + 1, 0)
-        _, end = _gap(meta, row)
-        if count > 0 and end * meta.block_size > first_seen:
-            yield (
-                f"given_back: row {row} keeps tokens from {end * meta.block_size} on, "
-                f"its next row sees those from {first_seen} on"
-            )
-
-
 # Tables first: the recounts of the others rely on them.
 _INVARIANTS = (
     _block_tables,
@@ -267,7 +244,7 @@ _INVARIANTS = (
     _private_tail,
     _prefix_blocks,
     _committed,
-    _given_back,
+    check_given_back,
 )
 
 

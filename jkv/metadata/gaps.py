@@ -64,24 +64,20 @@ def find_unseen(metadata: Metadata, lengths: jax.Array) -> jax.Array:
     return jnp.maximum(column - num_sink_columns(metadata, window), 0)
 
 
-def is_kept_from(
-    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> jax.Array:
-    """Return whether sequences could go on from earlier lengths, bool[B].
+def cut_off(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return which sequences could not go on from earlier lengths, bool[B].
 
     What the row after that length sees must be there still. A sequence can always begin
     anew, from length 0.
 
     Args:
-      metadata: the state.
+      metadata: with a window.
       seq_ids: i32[B].
       lengths: i32[B], no longer than the sequences are; for a negative one the answer
         may be anything.
     """
-    gap = find_gap(metadata, seq_ids)
-    if gap is None:
-        return jnp.ones(lengths.shape, bool)
-    return (lengths == 0) | (gap <= find_unseen(metadata, jnp.maximum(lengths, 0)))
+    gap = window_of(metadata).num_given_back.at[seq_ids].get(mode="clip")
+    return (lengths != 0) & (gap > find_unseen(metadata, jnp.maximum(lengths, 0)))
 
 
 def set_gap(metadata: Metadata, row: jax.Array, gap: jax.Array | int) -> Metadata:

@@ -156,6 +156,30 @@ def release_kept(
     )
 
 
+def give_back(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
+) -> Metadata:
+    """Return the blocks that no row of growing sequences sees again.
+
+    In most steps of decoding few sequences have one: the loop makes a trip or none.
+
+    Args:
+      metadata: the state; without a window nothing is given back.
+      seq_ids: i32[B], distinct where they grow.
+      lengths: i32[B], positions of their first new rows.
+      grows: bool[B].
+    """
+    old = gaps.find_gap(metadata, seq_ids)
+    if old is None:
+        return metadata
+    gap = jnp.maximum(old, gaps.find_unseen(metadata, lengths))
+    gap = jnp.where(grows, gap, old)
+    row = jnp.where(grows, seq_ids, metadata.max_sequences)
+    metadata = gaps.set_gap(metadata, row, gap)
+    sinks = gaps.num_sink_columns(metadata, gaps.window_of(metadata))
+    return release_blocks(metadata, seq_ids, sinks + old, sinks + gap)
+
+
 def _release_entries(
     seq_ids: jax.Array,
     last: jax.Array,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, gaps, requests, ring, tables
+from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
@@ -106,7 +106,8 @@ def _append(
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
-    metadata = _give_back(metadata, seq_ids, growth)
+    grows = growth.query_lengths > 0
+    metadata = tables.give_back(metadata, seq_ids, growth.length, grows)
     metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)
@@ -208,23 +209,6 @@ def _judge_growth(
         need=jnp.where(served, need, 0),
         taken_before=taken_before,
     )
-
-
-def _give_back(metadata: Metadata, seq_ids: jax.Array, growth: _Growth) -> Metadata:
-    """Return the blocks that the first new row of each request does not see any more.
-
-    In most steps of decoding few sequences have one: the loop makes a trip or none.
-    """
-    old = gaps.find_gap(metadata, seq_ids)
-    if old is None:
-        return metadata
-    grows = growth.query_lengths > 0
-    gap = jnp.maximum(old, gaps.find_unseen(metadata, growth.length))
-    gap = jnp.where(grows, gap, old)
-    row = jnp.where(grows, seq_ids, metadata.max_sequences)
-    metadata = gaps.set_gap(metadata, row, gap)
-    sinks = gaps.num_sink_columns(metadata, gaps.window_of(metadata))
-    return tables.release_blocks(metadata, seq_ids, sinks + old, sinks + gap)
 
 
 class _Cells(NamedTuple):

@@ -86,7 +86,7 @@ def _fork(
     # What is no length of the parent was clipped to one.
     wrong = jnp.zeros_like(live) if lengths is None else past.length != lengths
     if lengths is not None and metadata.window is not None:
-        wrong |= ~gaps.is_kept_from(metadata, parents, past.length)
+        wrong |= gaps.cut_off(metadata, parents, past.length)
     eligible = live & ~wrong & ~padding
     need = (eligible & (past.tail > 0)).astype(jnp.int32)
     no_row, no_block = tables.lacks_room(metadata, eligible, need)

@@ -67,7 +67,7 @@ def _truncate(
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     wrong = (lengths < 0) | (lengths > length)
     if metadata.window is not None:
-        wrong |= ~gaps.is_kept_from(metadata, seq_ids, lengths)
+        wrong |= gaps.cut_off(metadata, seq_ids, lengths)
     causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
@@ -100,9 +100,8 @@ def _truncate(
         context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
     )
-    if metadata.window is not None:
-        emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
-        metadata = gaps.set_gap(metadata, emptied, 0)
+    emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
+    metadata = gaps.set_gap(metadata, emptied, 0)
     metadata = sequences.cut_back(metadata, row, lengths)
     metadata = counters.mark_used(metadata, row)
     metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
