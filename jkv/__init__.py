@@ -11,7 +11,10 @@ prompts that begin alike, and evict for the day the pool is full.
 
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.groups.grouped_cache import GroupedCache, init_groups
+from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -89,6 +92,10 @@ __all__ = [
     "Fork",
     "Fragmentation",
     "Generation",
+    "GroupLayer",
+    "GroupedBatch",
+    "GroupedCache",
+    "GroupedConfig",
     "InvalidArgument",
     "InvalidSequence",
     "InvariantError",
@@ -126,6 +133,7 @@ __all__ = [
     "free",
     "generate",
     "init",
+    "init_groups",
     "memory_profile",
     "invalidate",
     "kept_from",
