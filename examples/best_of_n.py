@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import pretrained
 import numpy as np
+import pretrained
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs

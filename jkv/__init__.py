@@ -11,6 +11,7 @@ prompts that begin alike, and evict for the day the pool is full.
 
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding import (
     FinishReason,
     Generation,
@@ -20,6 +21,8 @@ from jkv.decoding import (
     generate,
     score,
 )
+from jkv.groups.grouped_cache import GroupedCache, init_groups
+from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -59,6 +62,7 @@ from jkv.verbs.lookups import (
     block_ids,
     block_info,
     context_lengths,
+    kept_from,
     num_free_blocks,
     slots,
     tokens,
@@ -96,6 +100,10 @@ __all__ = [
     "Fork",
     "Fragmentation",
     "Generation",
+    "GroupLayer",
+    "GroupedBatch",
+    "GroupedCache",
+    "GroupedConfig",
     "InvalidArgument",
     "InvalidSequence",
     "InvariantError",
@@ -134,8 +142,10 @@ __all__ = [
     "free",
     "generate",
     "init",
+    "init_groups",
     "memory_profile",
     "invalidate",
+    "kept_from",
     "least_recently_used",
     "load",
     "match",

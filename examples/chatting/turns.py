@@ -6,8 +6,8 @@ from functools import partial
 from itertools import takewhile
 
 import jax
-import pretrained
 import numpy as np
+import pretrained
 from generating.output import TextStream
 
 import jkv

@@ -8,7 +8,13 @@ from jkv.attention import paged_attention
 from jkv.metadata.requests import Integer
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
+from jkv.verbs.arguments import (
+    any_layer,
+    check_batch,
+    check_layer,
+    check_queries,
+    checked_window,
+)
 
 
 @overload
@@ -86,7 +92,9 @@ def attend(
       batch: the plan that `append` returned.
       queries: [R, H, D], H a multiple of K.
       scale: of the scores, default 1/sqrt(D).
-      window: tokens a row sees, itself counted; may be traced. `None` for all.
+      window: tokens a row sees, itself counted; may be traced. `None` for all. On a
+        cache with a sliding window it must be given, and no larger; a traced one counts
+        as no larger than that.
       soft_cap: c in `c * tanh(score / c)`.
       sinks: f32[H], a logit per head that takes part in the softmax with no value.
       return_lse: also return the log of the sum of exponentials, f32[R, H].
@@ -97,7 +105,8 @@ def attend(
 
     Raises:
       ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
-        layer known not to exist, or a cache without storage.
+        layer known not to exist, a cache without storage, or a window that looks past
+        the cache's.
       NotImplementedError: if the implementation named cannot do what is asked.
 
     Example:
@@ -125,7 +134,7 @@ def attend(
         batch.query_lengths,
         batch.context_lengths,
         scale=scale,
-        window=window,
+        window=checked_window(cache, window),
         soft_cap=soft_cap,
         sinks=sinks,
         return_lse=return_lse,

@@ -49,10 +49,13 @@ def init(
     numpy = jnp if traced else np
     arrays = {name: _fill(a, numpy) for name, a in lay_out_metadata(sizes).items()}
     arrays = jax.device_put(arrays, device) if traced else place(arrays, device)
-    constants = {
+    constants: dict[str, Any] = {
         "block_size": config.block_size,
         "max_context_length": config.max_context_length,
     }
+    if config.sliding_window is not None:
+        constants["window.length"] = config.sliding_window
+        constants["window.num_sink_tokens"] = config.num_sink_tokens
     return Cache(
         metadata=fields.build(Metadata, arrays | constants),
         keys=pools["keys"],

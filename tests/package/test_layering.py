@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
+    "groups": {"config", "inspection", "metadata", "state", "status", "verbs"},
     "decoding": {"config", "metadata", "state", "status", "verbs"},
     "commands": {
         "attention",

@@ -27,7 +27,8 @@ PUBLIC = """
     Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
-    context_lengths debug DebugError
+    context_lengths kept_from debug DebugError
+    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups
 """.split()
 
 
@@ -87,6 +88,8 @@ RAISE_NOTHING = {
     "context_lengths",
     "fragmentation",
     "init",
+    "init_groups",
+    "kept_from",
     "memory_profile",
     "num_free_blocks",
     "stats",
