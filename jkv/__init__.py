@@ -67,6 +67,7 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
+from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
@@ -151,6 +152,7 @@ __all__ = [
     "match",
     "num_free_blocks",
     "paged_attention",
+    "partition_specs",
     "raise_for_status",
     "read",
     "read_slot",

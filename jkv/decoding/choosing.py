@@ -17,6 +17,7 @@ from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.sampling import by_row, sample
+from jkv.sharding.loops import while_loop
 
 
 def choose_tokens(
@@ -87,7 +88,7 @@ def _choose_for_samples(
         )
         return todo.at[place].set(False), state
 
-    _, state = lax.while_loop(lambda carry: jnp.any(carry[0]), trip, (is_first, state))
+    _, state = while_loop(lambda carry: jnp.any(carry[0]), trip, (is_first, state))
     return state
 
 

@@ -182,6 +182,9 @@ def _plan(
         dtype=jnp.float32,
         prefix_caching=False,
         record_tokens=False,
+        # The rows of a prompt see what a window would have given back.
+        sliding_window=None,
+        num_sink_tokens=0,
     )
     num_rows = num_prompts * width + count * fed
     slot_rows = jnp.full((config.num_blocks, block_size), num_rows, jnp.int32)

@@ -28,7 +28,7 @@ PUBLIC = """
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError
-    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups
+    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups partition_specs
 """.split()
 
 
@@ -87,7 +87,6 @@ RAISE_NOTHING = {
     "compact",
     "context_lengths",
     "fragmentation",
-    "init",
     "init_groups",
     "kept_from",
     "memory_profile",
