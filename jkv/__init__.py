@@ -11,7 +11,15 @@ prompts that begin alike, and evict for the day the pool is full.
 
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
-from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.decoding import (
+    BeamSearch,
+    FinishReason,
+    Generation,
+    Model,
+    Sampling,
+    beam_search,
+    generate,
+)
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -77,6 +85,7 @@ __all__ = [
     "Allocation",
     "Batch",
     "BatchFull",
+    "BeamSearch",
     "BlockInfo",
     "Cache",
     "CacheConfig",
@@ -107,6 +116,7 @@ __all__ = [
     "allocate",
     "append",
     "attend",
+    "beam_search",
     "block_ids",
     "block_info",
     "can_allocate",
