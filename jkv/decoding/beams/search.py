@@ -132,10 +132,10 @@ def beam_search(
         are not [B, V], when it is traced.
 
     Example:
-      >>> import jax, jkv
+      >>> import jax.numpy as jnp, jkv
+      >>> table = (2.0 * jnp.eye(10, k=1)).at[:, 9].add(1.0)
       >>> def spell(params, tokens, cache, batch):
-      ...     logits = 2.0 * jax.nn.one_hot(tokens + 1, 10) + jax.nn.one_hot(9, 10)
-      ...     return logits[batch.last_rows], cache
+      ...     return table[tokens][batch.last_rows], cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16))
       >>> cache, found = jkv.beam_search(spell, None, cache, [[1, 2]], num_beams=2,
