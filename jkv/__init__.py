@@ -13,10 +13,12 @@ from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding import (
+    BeamSearch,
     FinishReason,
     Generation,
     Model,
     Sampling,
+    beam_search,
     extend,
     generate,
     score,
@@ -90,6 +92,7 @@ __all__ = [
     "Allocation",
     "Batch",
     "BatchFull",
+    "BeamSearch",
     "BlockInfo",
     "Cache",
     "CacheConfig",
@@ -124,6 +127,7 @@ __all__ = [
     "allocate",
     "append",
     "attend",
+    "beam_search",
     "block_ids",
     "block_info",
     "can_allocate",

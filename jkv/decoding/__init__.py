@@ -1,5 +1,7 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
+from jkv.decoding.beams.progress import BeamSearch, BeamStatistics
+from jkv.decoding.beams.search import beam_search
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.interventions import add_prompts, cancel
@@ -13,6 +15,8 @@ from jkv.decoding.selection import select_best
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
+    "BeamSearch",
+    "BeamStatistics",
     "FinishReason",
     "Generation",
     "GenerationState",
@@ -20,6 +24,7 @@ __all__ = [
     "Sampling",
     "Statistics",
     "add_prompts",
+    "beam_search",
     "begin",
     "cancel",
     "decode",

@@ -60,7 +60,7 @@ def complaint(script, *arguments, monkeypatch):
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py", "block_map.py"}
-    here |= {"parallel_sampling.py", "best_of_n.py"}
+    here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -74,6 +74,7 @@ def test_every_script_is_run_by_some_test():
         ("generate.py", 40),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
+        ("beam_search.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
         ("train_with_tunix.py", 160),
@@ -163,6 +164,20 @@ def test_parallel_samples_share_blocks():
     assert free == total
     samples = re.split(r"--- sample \d\n", output.rsplit("\n\n", 1)[0])[1:]
     assert len(set(samples)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
+def test_beams_share_blocks():
+    output = run_example("beam_search.py", "--max-new-tokens", "12", "--beams", "3")
+    lines = re.findall(r"^(?:greedy|beam \d) +(-[\d.]+)  (.+)$", output.stdout, re.M)
+    greedy, *scores = [float(score) for score, _ in lines]
+    assert len(set(lines)) >= 3 and scores == sorted(scores, reverse=True)
+    assert scores[0] >= greedy
+    shared, alone = re.search(
+        r"(\d+) blocks of \d+ tokens at the peak; .* would take (\d+):", output.stdout
+    ).groups()
+    assert int(shared) < 0.7 * int(alone)
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ PUBLIC = """
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError
-    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups partition_specs
+    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups
+    partition_specs BeamSearch beam_search
 """.split()
 
 
