@@ -130,7 +130,7 @@ $(VENV)/.examples: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jkv, its tests and JAX $(OLDEST_JAX) (once)"
 	@$(VENV)/bin/python $(PIP) -e ".[test]" jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers || \
+	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers accelerate || \
 	  echo "no CPU build of torch to be had: parity tests read the committed logits"
 	@$(call BYTECODE,$(VENV))
 	@touch $@

@@ -110,6 +110,24 @@ def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
             )
 
 
+def checked_window(
+    cache: Cache, window: int | jax.Array | None
+) -> int | jax.Array | None:
+    """Return the window of a call; refuse one that would look at what is gone."""
+    kept = cache.metadata.window
+    if kept is None:
+        return window
+    if isinstance(window, jax.core.Tracer):
+        return jnp.minimum(window, kept.length)
+    if window is None or np.any(np.asarray(window) > kept.length):
+        raise UsageError(
+            f"this cache keeps the last {kept.length} tokens of a sequence "
+            f"(CacheConfig.sliding_window), so attend needs window= of at most that, "
+            f"got {window}; layers that see more need a cache without a window"
+        )
+    return window
+
+
 def any_layer(layer: Integer, batch: Batch) -> jax.Array:
     """Return the layer, i32[], so that programs for different ones are alike."""
     number = requests.as_index(layer)

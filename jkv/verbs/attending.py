@@ -9,7 +9,13 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.heads import HEADS, POOL_HEADS, ROW_HEADS, over_heads
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
+from jkv.verbs.arguments import (
+    any_layer,
+    check_batch,
+    check_layer,
+    check_queries,
+    checked_window,
+)
 
 
 @overload
@@ -87,7 +93,9 @@ def attend(
       batch: the plan that `append` returned.
       queries: [R, H, D], H a multiple of K.
       scale: of the scores, default 1/sqrt(D).
-      window: tokens a row sees, itself counted; may be traced. `None` for all.
+      window: tokens a row sees, itself counted; may be traced. `None` for all. On a
+        cache with a sliding window it must be given, and no larger; a traced one counts
+        as no larger than that.
       soft_cap: c in `c * tanh(score / c)`.
       sinks: f32[H], a logit per head that takes part in the softmax with no value.
       return_lse: also return the log of the sum of exponentials, f32[R, H].
@@ -98,7 +106,8 @@ def attend(
 
     Raises:
       ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
-        layer known not to exist, or a cache without storage.
+        layer known not to exist, a cache without storage, or a window that looks past
+        the cache's.
       NotImplementedError: if the implementation named cannot do what is asked.
 
     Example:
@@ -140,7 +149,7 @@ def attend(
         batch.query_lengths,
         batch.context_lengths,
         scale,
-        window,
+        checked_window(cache, window),
     )
     return answer
 

@@ -65,10 +65,13 @@ def init(
     arrays = {name: _fill(a, numpy) for name, a in lay_out_metadata(sizes).items()}
     put = jax.device_put if traced else place
     arrays = put(arrays, placements.metadata)
-    constants = {
+    constants: dict[str, Any] = {
         "block_size": config.block_size,
         "max_context_length": config.max_context_length,
     }
+    if config.sliding_window is not None:
+        constants["window.length"] = config.sliding_window
+        constants["window.num_sink_tokens"] = config.num_sink_tokens
     return Cache(
         metadata=fields.build(Metadata, arrays | constants),
         keys=pools["keys"],

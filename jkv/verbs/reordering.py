@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata import counters, gaps, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
@@ -129,5 +129,5 @@ def _exchange(
     """
     metadata = sharing.count_owners(metadata, past, served)
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    last = jnp.where(served, mapped, 0)
-    return tables.release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+    gap = gaps.find_gap(metadata, seq_ids)
+    return tables.release_kept(metadata, seq_ids, jnp.where(served, mapped, 0), gap)

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    "decoding": {"metadata", "sharding", "state", "status", "verbs"},
+    "groups": {"config", "inspection", "metadata", "state", "status", "verbs"},
+    "decoding": {"config", "metadata", "sharding", "state", "status", "verbs"},
     "commands": {
         "attention",
         "config",
