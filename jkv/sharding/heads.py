@@ -25,7 +25,7 @@ class HeadSharding:
 
     Attributes:
       mesh: the devices.
-      axis: the mesh axis over which the heads are spread, of size 2 at least.
+      axis: the mesh axis over which the heads are spread.
       copies: places in the pool that hold each head of the model: more than 1 where the
         axis has more devices than the model has kv heads. Each device then holds one.
     """
@@ -36,7 +36,10 @@ class HeadSharding:
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str, num_kv_heads: int) -> "HeadSharding | None":
-        """Spread K heads over an axis; None where it has one device only.
+        """Spread K heads over an axis.
+
+        None where it has one device only, unless types say even then that arrays are
+        divided by it, as those of an Explicit axis do.
 
         Raises:
           ValueError: for an axis that the mesh lacks, or one that K heads do not fit.
@@ -54,9 +57,8 @@ class HeadSharding:
                 f"{num_kv_heads} devices, or leave heads out to have the whole pool on "
                 f"every device"
             )
-        if num_devices == 1:
-            return None
-        return cls(mesh, axis, max(num_devices // num_kv_heads, 1))
+        sharding = cls(mesh, axis, max(num_devices // num_kv_heads, 1))
+        return None if num_devices == 1 and not sharding.is_explicit else sharding
 
     @property
     def is_manual(self) -> bool:
