@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jkv.sharding.resharding import divide, is_explicit
 
@@ -32,12 +31,14 @@ class HeadSharding:
         axis has more devices than the model has kv heads. Each device then holds one.
     """
 
-    mesh: Mesh
+    mesh: jax.sharding.Mesh
     axis: str
     copies: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str, num_kv_heads: int) -> "HeadSharding | None":
+    def of(
+        cls, mesh: jax.sharding.Mesh, axis: str, num_kv_heads: int
+    ) -> "HeadSharding | None":
         """Spread K heads over an axis.
 
         None where it has one device only, unless types say even then that arrays are
@@ -67,11 +68,11 @@ class HeadSharding:
         """Whether this is traced for one device of the axis, inside `shard_map`."""
         return self.axis in jax.sharding.get_abstract_mesh().manual_axes
 
-    def spec(self, place: int | None) -> PartitionSpec:
+    def spec(self, place: int | None) -> jax.sharding.PartitionSpec:
         """Return the partition of an array whose heads are this axis of it, if any."""
         if place is None:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * place, self.axis)
+            return jax.sharding.PartitionSpec()
+        return jax.sharding.PartitionSpec(*[None] * place, self.axis)
 
 
 def copies_of(sharding: HeadSharding | None) -> int:
@@ -134,7 +135,7 @@ def over_heads(
 @functools.cache
 def _map_over_heads(
     sharding: HeadSharding,
-    mesh: Mesh | AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     function: Callable[..., Any],
     places: tuple[int | None, ...],
     result: int,

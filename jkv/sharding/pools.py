@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.sharding.resharding import divide
 
@@ -21,7 +20,7 @@ class PoolSharding:
       axis: the mesh axis of which each rank has a pool.
     """
 
-    mesh: Mesh
+    mesh: jax.sharding.Mesh
     axis: str
 
     def __post_init__(self) -> None:
@@ -37,9 +36,11 @@ class PoolSharding:
         """Pools."""
         return int(self.mesh.shape[self.axis])
 
-    def place(self, within: PartitionSpec) -> NamedSharding:
+    def place(self, within: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
         """Return where arrays go that lie in their rank as a spec says."""
-        return NamedSharding(self.mesh, PartitionSpec(self.axis, *within))
+        return jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(self.axis, *within)
+        )
 
     def map(
         self,
@@ -58,7 +59,10 @@ class PoolSharding:
         mapped = jax.shard_map(
             function,
             mesh=self.mesh if context.empty else context,
-            in_specs=(PartitionSpec(self.axis), PartitionSpec()),
+            in_specs=(
+                jax.sharding.PartitionSpec(self.axis),
+                jax.sharding.PartitionSpec(),
+            ),
             out_specs=out_specs,
             axis_names={self.axis},
             check_vma=False,

@@ -4,18 +4,19 @@ import functools
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Arrays = TypeVar("Arrays")
 
 
-def is_explicit(mesh: Mesh, axis: str) -> bool:
+def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
     """Return whether types of arrays say how the axis divides them."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return types[axis] == AxisType.Explicit
+    return types[axis] == jax.sharding.AxisType.Explicit
 
 
-def divide(arrays: Arrays, mesh: Mesh, axis: str, place: int | None) -> Arrays:
+def divide(
+    arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, place: int | None
+) -> Arrays:
     """Divide arrays by a mesh axis at one of their axes, None for none.
 
     `shard_map` wants that of Explicit axes; on others this does nothing. What further
@@ -27,15 +28,17 @@ def divide(arrays: Arrays, mesh: Mesh, axis: str, place: int | None) -> Arrays:
     return jax.tree.map(reshard, arrays)
 
 
-def _reshard(array: Any, *, mesh: Mesh, axis: str, place: int | None) -> Any:
+def _reshard(
+    array: Any, *, mesh: jax.sharding.Mesh, axis: str, place: int | None
+) -> Any:
     kind: Any = jax.typeof(array)
     old = [*kind.sharding.spec, *[None] * (kind.ndim - len(kind.sharding.spec))]
     new = [_change(part, axis, is_divided=place == i) for i, part in enumerate(old)]
     if new == old:
         return array
-    spec = PartitionSpec(*new)
+    spec = jax.sharding.PartitionSpec(*new)
     if jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.reshard(array, NamedSharding(mesh, spec))
+        return jax.sharding.reshard(array, jax.sharding.NamedSharding(mesh, spec))
     return jax.sharding.reshard(array, spec)
 
 

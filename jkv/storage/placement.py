@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.sharding.heads import POOL_HEADS, HeadSharding, copies_of, with_copies_of_heads
 from jkv.sharding.pools import PoolSharding
@@ -38,7 +37,7 @@ class Placements(NamedTuple):
 def choose_placements(
     num_kv_heads: int,
     device: Placement,
-    mesh: Mesh | None,
+    mesh: jax.sharding.Mesh | None,
     heads: str | None,
     pools: str | None = None,
 ) -> Placements:
@@ -70,13 +69,17 @@ def choose_placements(
             f"all heads of Explicit axes on every device; make the mesh with "
             f"axis_types of AxisType.Auto, or take JAX 0.12"
         )
-    spread = PartitionSpec() if sharding is None else sharding.spec(POOL_HEADS)
+    spread = (
+        jax.sharding.PartitionSpec() if sharding is None else sharding.spec(POOL_HEADS)
+    )
     if pools is None:
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return Placements(sharding, None, NamedSharding(mesh, spread), everywhere)
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return Placements(
+            sharding, None, jax.sharding.NamedSharding(mesh, spread), everywhere
+        )
     ranks = PoolSharding(mesh, pools)
     return Placements(
-        sharding, ranks, ranks.place(spread), ranks.place(PartitionSpec())
+        sharding, ranks, ranks.place(spread), ranks.place(jax.sharding.PartitionSpec())
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jkv.config.cache_config import CacheConfig
 from jkv.sharding.heads import POOL_HEADS
@@ -56,8 +55,8 @@ def partition_specs(
     if heads is None and shapes.sharding is not None:
         heads = shapes.sharding.axis
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
-    specs: Any = jax.tree.map(lambda _: PartitionSpec(*ranks), shapes)
+    specs: Any = jax.tree.map(lambda _: jax.sharding.PartitionSpec(*ranks), shapes)
     if heads is not None:
-        of_pools = PartitionSpec(*ranks, *[None] * POOL_HEADS, heads)
+        of_pools = jax.sharding.PartitionSpec(*ranks, *[None] * POOL_HEADS, heads)
         specs = specs.with_storage(dict.fromkeys(shapes.storage, of_pools))
     return specs  # type: ignore[no-any-return]

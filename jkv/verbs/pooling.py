@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jkv.sharding.heads import POOL_HEADS, without_copies_of_heads
 from jkv.sharding.pools import PoolSharding, with_rank, without_rank
@@ -56,7 +55,7 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
                 "over_pools is for a cache with a pool for each rank, of init(config, "
                 "mesh=mesh, pools=axis); call verbs on other caches directly"
             )
-        ranks = PartitionSpec(pools.axis)
+        ranks = jax.sharding.PartitionSpec(pools.axis)
         return pools.map(
             lambda divided, _: on_rank(divided, pools),
             (cache, *arguments),
