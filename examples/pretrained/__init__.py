@@ -25,7 +25,7 @@ from .config import DecoderConfig, parse_config, read_config
 from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
-from .tokenizer import load_tokenizer, render_chat
+from .tokenizer import has_chat_template, load_tokenizer, render_chat
 
 __all__ = [
     "ARCHITECTURES",
@@ -34,6 +34,7 @@ __all__ = [
     "DecoderConfig",
     "Params",
     "Rope",
+    "has_chat_template",
     "load",
     "load_tokenizer",
     "parse_config",

@@ -76,6 +76,16 @@ def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]])
         raise ValueError(f"the chat template of {folder}: {error}") from error
 
 
+def has_chat_template(folder: str | Path) -> bool:
+    """Whether the checkpoint was taught to chat."""
+    path = Path(folder) / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    try:
+        return bool(_find_template(folder, settings))
+    except ValueError:
+        return False
+
+
 def _find_template(folder: str | Path, settings: Mapping[str, Any]) -> str:
     """Return the template, from a file of its own or from the tokenizer's settings."""
     path = Path(folder) / "chat_template.jinja"

@@ -133,8 +133,10 @@ def find_longest_context(sizes: Sizes, num_sequences: int) -> int:
     """Return the tokens that so many sequences can have each, nothing shared."""
     if not 1 <= num_sequences <= sizes.max_sequences:
         return 0
-    tokens = sizes.num_blocks // num_sequences * sizes.block_size
-    return min(tokens, sizes.max_context_length)
+    blocks = sizes.num_blocks // num_sequences
+    if blocks >= find_most_blocks(sizes, 1):
+        return sizes.max_context_length
+    return min(blocks * sizes.block_size, sizes.max_context_length)
 
 
 def find_most_sequences(sizes: Sizes, context_length: int) -> int:
@@ -142,4 +144,17 @@ def find_most_sequences(sizes: Sizes, context_length: int) -> int:
     if context_length > sizes.max_context_length:
         return 0
     blocks = max(-(-context_length // sizes.block_size), 1)
+    blocks = min(blocks, find_most_blocks(sizes, 1))
     return min(sizes.num_blocks // blocks, sizes.max_sequences)
+
+
+def find_most_blocks(sizes: Sizes, num_tokens: int) -> int:
+    """Return the most blocks of a sequence that grows by so many tokens at a time."""
+    if sizes.sliding_window is None:
+        return sizes.max_blocks_per_sequence
+    # Blocks are taken before those that the step gives back count as free. Until then
+    # a sequence has what the first row of the step before saw, and this step's rows.
+    kept = sizes.sliding_window - 1 + 2 * num_tokens
+    blocks = (kept - 2) // sizes.block_size + 2  # wherever in a block they begin
+    blocks += -(-sizes.num_sink_tokens // sizes.block_size)
+    return min(blocks, sizes.max_blocks_per_sequence)
