@@ -219,6 +219,17 @@ CASES = {
         dict(**NO_IDS, num_key_value_heads=2),
         seed=3,
     ),
+    # The second of three layers has no window, and is not turned.
+    "exaone4": Case(
+        "exaone4",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            sliding_window_pattern=2,
+        ),
+        seed=9,
+    ),
     # Of three layers the second one has no positions, and a window.
     "smollm3": Case(
         "smollm3",

@@ -133,6 +133,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
         choices=dict(norms="after", qk_norm="all"),
     ),
+    "exaone4": Architecture(
+        defaults=dict(
+            num_key_value_heads=32,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            sliding_window=4096,
+        ),
+        choices=dict(norms="after", qk_norm="head"),
+        read=readings.read_exaone4,
+        windows=4,
+        biases="none",
+    ),
     "smollm3": Architecture(
         defaults=dict(
             num_key_value_heads=4,

@@ -43,9 +43,20 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
 
 
 def read_smollm3(settings: Settings) -> dict[str, Any]:
-    rope = read_rope(settings, settings.count("head_dim", _even_head_dim(settings)))
+    """Read which layers positions turn."""
+    rope = read_rope(settings, _head_dim(settings))
     turned = list_turned(settings, settings.count("num_hidden_layers"))
     return dict(ropes=tuple(rope if is_turned else None for is_turned in turned))
+
+
+def read_exaone4(settings: Settings) -> dict[str, Any]:
+    """Beside layers with a window, those without one are not turned."""
+    rope = read_rope(settings, _head_dim(settings))
+    num_layers = settings.count("num_hidden_layers")
+    if settings.get("sliding_window") is None:
+        return dict(ropes=(rope,) * num_layers)
+    windowed = list_windowed(settings, 4, num_layers)
+    return dict(ropes=tuple(rope if has_window else None for has_window in windowed))
 
 
 def read_granite(settings: Settings) -> dict[str, Any]:
@@ -151,5 +162,6 @@ def _all_layers(settings: Settings) -> tuple[bool, ...]:
     return (True,) * settings.count("num_hidden_layers")
 
 
-def _even_head_dim(settings: Settings) -> int:
-    return settings.count("hidden_size") // settings.count("num_attention_heads")
+def _head_dim(settings: Settings) -> int:
+    heads = settings.count("num_attention_heads")
+    return settings.count("head_dim", settings.count("hidden_size") // heads)
