@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from .config import DecoderConfig
 from .quantised import Quantisation, decode_mxfp4, scale_blocks
+from .spreading import Place, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
 Params = dict[str, Any]  # arrays, and under "layers" a dict of arrays for each run
@@ -34,7 +35,10 @@ ALIGNMENT = 64
 
 
 def read_params(
-    folder: str | Path, config: DecoderConfig, dtype: jnp.dtype | None = None
+    folder: str | Path,
+    config: DecoderConfig,
+    dtype: jnp.dtype | None = None,
+    place: Place = put_whole,
 ) -> Params:
     """Read the weights of a checkpoint folder.
 
@@ -43,6 +47,7 @@ def read_params(
         config: what ``read_config`` made of the folder's config.json.
         dtype: floating type to cast to; float32 on a CPU and the checkpoint's own
             elsewhere when it is None.
+        place: puts each parameter on its devices, as it is read.
 
     Raises:
         FileNotFoundError: when a file is missing.
@@ -53,7 +58,7 @@ def read_params(
     tensors = Tensors(_tensor_files(Path(folder)), config.quantisation)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
-        name: jax.device_put(_read_stack(tensors, source, (source.name,), dtype)[0])
+        name: place(name, _read_stack(tensors, source, (source.name,), dtype)[0])
         for name, source in model_tensors(config).items()
     }
     if config.tied and "lm_head.weight" in tensors.paths:
@@ -66,7 +71,7 @@ def read_params(
             )
     params["layers"] = [
         {
-            name: jax.device_put(_read_stack(tensors, source, names, dtype))
+            name: place(name, _read_stack(tensors, source, names, dtype))
             for name, source in layer_tensors(config, run.has_experts).items()
             for names in [_layer_names(source.name, range(run.start, run.stop))]
         }
