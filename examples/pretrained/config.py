@@ -111,6 +111,12 @@ class DecoderConfig:
         )
 
     @property
+    def turn_kinds(self) -> tuple[int, ...]:
+        """Per layer, which of the different ropes it has."""
+        kinds = list(dict.fromkeys(self.ropes))
+        return tuple(kinds.index(rope) for rope in self.ropes)
+
+    @property
     def turned_dim(self) -> int:
         """Components of a head that positions turn, in the layers where they do."""
         return next((rope.dim for rope in self.ropes if rope), 0)

@@ -9,6 +9,7 @@ pool would be copied on every call.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from .checkpoint import Params
 from .config import DecoderConfig, Run
 from .experts import apply_experts, route
 from .layers import Weights, cap, norm, perceptron
-from .rope import Rope, turns
+from .rope import turns
 
 # A window that no position reaches, for full layers between windowed ones.
 NO_WINDOW = 2**30
@@ -109,17 +110,14 @@ def _run_layers(
     """Send rows through neighbouring layers with the same parameters."""
     # A scan hands each layer a copy of its weights. Experts are many and few are used.
     experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
-    scanned = {n: w for n, w in weights.items() if n not in experts}
+    others = {n: w for n, w in weights.items() if n not in experts}
 
-    def run_layer(carry, layer):
+    def run_layer(carry, place, number, weights, window, kind):
         hidden, cache = carry
-        place, weights, window, kind = layer
-        window = config.windows[run.start] if window is None else window
-        kind = 0 if kind is None else kind
         normed = norm(config, hidden, weights, "attention_norm")
         turns = tuple(array[kind] for array in all_turns)
         attended, cache = attend(
-            config, weights, normed, turns, cache, place + run.start, batch, window
+            config, weights, normed, turns, cache, number, batch, window
         )
         attended = norm(config, attended, weights, "attention_post_norm")
         hidden = hidden + attended * config.residual_scale
@@ -132,15 +130,60 @@ def _run_layers(
         else:
             fed = perceptron(config, normed, weights)
         fed = norm(config, fed, weights, "mlp_post_norm")
-        return (hidden + fed * config.residual_scale, cache), None
+        return hidden + fed * config.residual_scale, cache
 
+    scan = _scan_periods if isinstance(cache, jkv.GroupedCache) else _scan_layers
+    return scan(config, run, run_layer, (hidden, cache), others)
+
+
+def _scan_layers(config, run, run_layer, carry, weights):
+    """Run layers one by one; windows and turns are scanned over where they differ."""
+
+    def step(carry, layer):
+        place, weights, window, kind = layer
+        window = config.windows[run.start] if window is None else window
+        kind = config.turn_kinds[run.start] if kind is None else kind
+        return run_layer(carry, place, place + run.start, weights, window, kind), None
+
+    windows = [NO_WINDOW if window is None else window for window in config.windows]
     layers = (
         jnp.arange(run.stop - run.start, dtype=jnp.int32),
-        scanned,
-        _scanned_windows(config.windows[run.start : run.stop]),
-        _scanned_kinds(config.ropes, run),
+        weights,
+        _differing(windows[run.start : run.stop]),
+        _differing(config.turn_kinds[run.start : run.stop]),
     )
-    return jax.lax.scan(run_layer, (hidden, cache), layers)[0]
+    return jax.lax.scan(step, carry, layers)[0]
+
+
+def _scan_periods(config, run, run_layer, carry, weights):
+    """Run layers whose cache is one of groups, which must know each layer's window.
+
+    A step goes through as many layers as their windows take to repeat; those that are
+    left at the end follow one by one.
+    """
+    windows, num_layers = config.windows, run.stop - run.start
+    period = next(
+        n
+        for n in range(1, len(windows) + 1)
+        if all(window == windows[i % n] for i, window in enumerate(windows))
+    )
+    num_steps = 0 if run.start % period else num_layers // period
+
+    def run_next(carry, place, first, number):
+        layer = {name: array[place] for name, array in weights.items()}
+        kind = jnp.asarray(config.turn_kinds, jnp.int32)[run.start + place]
+        return run_layer(carry, place, number, layer, windows[run.start + first], kind)
+
+    def step(carry, number):
+        for i in range(period):
+            layer = carry[1].find_periodic(i, period, run.start // period + number)
+            carry = run_next(carry, number * period + i, i, layer)
+        return carry, None
+
+    carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
+    for place in range(num_steps * period, num_layers):
+        carry = run_next(carry, place, place, run.start + place)
+    return carry
 
 
 def _embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
@@ -166,18 +209,6 @@ def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
     return jnp.stack(cos), jnp.stack(sin)
 
 
-def _scanned_windows(windows: tuple[int | None, ...]) -> jax.Array | None:
-    """Return the windows to scan over, i32[L], or None when all layers are alike."""
-    if len(set(windows)) == 1:
-        return None
-    full = [NO_WINDOW if window is None else window for window in windows]
-    return jnp.asarray(full, jnp.int32)
-
-
-def _scanned_kinds(ropes: tuple[Rope | None, ...], run: Run) -> jax.Array | None:
-    """Return which of the different ropes each layer has, i32[L]; None for only one."""
-    kinds = list(dict.fromkeys(ropes))
-    if len(kinds) == 1:
-        return None
-    found = [kinds.index(rope) for rope in ropes[run.start : run.stop]]
-    return jnp.asarray(found, jnp.int32)
+def _differing(numbers: Sequence[int]) -> jax.Array | None:
+    """Return numbers of layers to scan over, i32[L], or None when all are alike."""
+    return None if len(set(numbers)) == 1 else jnp.asarray(numbers, jnp.int32)

@@ -213,6 +213,33 @@ def test_fifty_decode_steps(checkpoint):
     assert_close(detailed, expected["decode"])
 
 
+@pytest.mark.one_end
+def test_layers_in_groups_by_their_windows():
+    """A scan over periods of two layers, and a last one, from the pools of both kinds."""
+    checkpoint = load_committed("smollm3")
+    fields = {**checkpoint.model.cache_fields}
+    del fields["num_layers"]
+    config = jkv.GroupedConfig.for_context_length(
+        96,
+        max_sequences=4,
+        layer_windows=checkpoint.model.config.windows,
+        step_tokens=CAPACITY,
+        block_size=4,
+        dtype=jnp.float32,
+        **fields,
+    )
+    assert len(config.groups) == 2
+    cache, opened = jkv.allocate(jkv.init_groups(config), np.zeros(3, np.int32))
+    arguments = checkpoint.model, checkpoint.params
+    cache, logits = feed(*arguments, cache, opened.seq_ids, checkpoint.prompts)
+    for got, expected in zip(logits, checkpoint.prefill, strict=True):
+        assert_close(got, expected)
+    first = np.asarray([rows[-1].argmax() for rows in logits])
+    steps = list(decode(*arguments, cache, opened.seq_ids, first, fixtures.NUM_STEPS))
+    chosen = np.stack([first, *(step.argmax(-1) for step in steps)], axis=1)
+    np.testing.assert_array_equal(chosen, checkpoint.expected["generated"])
+
+
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to compare with")
 def test_committed_checkpoints_are_those_that_transformers_gives(checkpoint):
     committed, kept = load_committed(checkpoint.name), checkpoint.expected["steps"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import tracemalloc
 from functools import partial
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pretrained
 import pytest
-from places import FIXTURES
+from places import FIXTURES, ROOT
 from pretrained import checkpoint, experts, quantised
 from safetensors.numpy import load_file, save_file
 
@@ -120,6 +121,19 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
     assert weights < peak < weights + 1.2 * largest
     # The stack of a parameter, which would be there twice if it were copied, is larger.
     assert 4 * 768 * 256 * dtype.dtype.itemsize > 2 * largest
+
+
+# The page
+
+
+def test_the_page_shows_the_code_that_runs():
+    page = (ROOT / "docs/how-to/architectures.md").read_text()
+    places = ("architectures", "readings", "../../tests/write_checkpoints")
+    files = [(ROOT / f"examples/pretrained/{name}.py").read_text() for name in places]
+    shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [code in file for code, file in zip(shown, files, strict=True)] == [True] * 3
+    for name in pretrained.ARCHITECTURES:
+        assert page.count(f"`{name}`") >= 2, name
 
 
 # Expert layers
