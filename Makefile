@@ -116,6 +116,7 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/reuse.py
 	$(VENV)/bin/python benchmarks/accuracy.py
 	$(VENV)/bin/python benchmarks/compile.py
+	$(VENV)/bin/python benchmarks/experts.py
 	$(VENV)/bin/python benchmarks/scheduling.py
 	$(VENV)/bin/python benchmarks/plots.py
 

@@ -215,7 +215,7 @@ def test_fifty_decode_steps(checkpoint):
 
 @pytest.mark.one_end
 def test_layers_in_groups_by_their_windows():
-    """A scan over periods of two layers, and a last one, from the pools of both kinds."""
+    """A scan over periods of two layers, then a last one; each kind has its pool."""
     checkpoint = load_committed("smollm3")
     fields = {**checkpoint.model.cache_fields}
     del fields["num_layers"]

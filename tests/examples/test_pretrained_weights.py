@@ -17,6 +17,8 @@ from places import FIXTURES, ROOT
 from pretrained import checkpoint, experts, quantised
 from safetensors.numpy import load_file, save_file
 
+import jkv
+
 pytestmark = pytest.mark.one_end
 CHECKPOINTS = FIXTURES / "checkpoints"
 
@@ -233,6 +235,25 @@ def test_random_params_have_the_structure_of_loaded_ones(name):
     draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
     drawn = jax.eval_shape(draw, jax.random.key(0))
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "phi3", "granite", "gpt_oss", "deepseek_v3"]
+)
+def test_activations_have_the_dtype_of_the_parameters(name):
+    """Traced in bfloat16: strict promotion refuses what two types would be mixed in."""
+    model = pretrained.Decoder(pretrained.read_config(CHECKPOINTS / name))
+    draw = partial(pretrained.random_params, model.config, dtype=jnp.bfloat16)
+    params = jax.eval_shape(draw, jax.random.key(0))
+    sizes = dict(num_blocks=4, max_sequences=2, max_context_length=16)
+    cache = jkv.init(jkv.CacheConfig(**model.cache_fields, **sizes, dtype=jnp.bfloat16))
+    cache, opened = jkv.allocate(cache, [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, 3, capacity=4)
+    tokens = jnp.zeros(4, jnp.int32)
+    logits, after = jax.eval_shape(model, params, tokens, cache, batch)
+    assert (logits.shape, logits.dtype) == ((1, model.config.vocab_size), jnp.float32)
+    kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)]
+    assert kinds == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
