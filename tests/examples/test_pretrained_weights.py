@@ -14,7 +14,7 @@ import numpy as np
 import pretrained
 import pytest
 from places import FIXTURES, ROOT
-from pretrained import checkpoint, experts, quantised
+from pretrained import checkpoint, experts, files, quantised
 from safetensors.numpy import load_file, save_file
 
 import jkv
@@ -66,7 +66,7 @@ def test_a_lost_scale_is_named(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "deepseek_v3", tmp_path / "checkpoint")
     # numpy's reader has no type for what is stored: its bytes do as well here.
     path = folder / "model.safetensors"
-    header, first = checkpoint._read_header(path)
+    header, first = files._read_header(path)
     name = next(name for name in header if name.endswith("q_a_proj.weight_scale_inv"))
     del header[name]
     text = json.dumps(header).encode()
