@@ -6,9 +6,11 @@ and those of each window. A group is a cache of its own, with a pool of its own.
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.huggingface import read_sizes
 from jkv.config.units import human_bytes, parse_bytes
 
 # In what the groups of a model agree.
@@ -68,6 +70,11 @@ class GroupedConfig:
                 raise ValueError(f"all groups need the same {name}, got {values}")
 
     @property
+    def max_sequences(self) -> int:
+        """Sequences open at one time, S."""
+        return self.groups[0].max_sequences
+
+    @property
     def bytes(self) -> int:
         """Bytes of all groups, equal to the sum of the arrays' `nbytes`."""
         return sum(group.bytes for group in self.groups)
@@ -123,6 +130,47 @@ class GroupedConfig:
             )
         count = 1 + (limit - one) // (two - one)
         return cls._fit(count, layer_windows, step_tokens, sizes)
+
+    @classmethod
+    def from_model(
+        cls,
+        folder: str | Path,
+        *,
+        max_sequences: int | None = None,
+        budget: int | str | None = None,
+        step_tokens: int = 512,
+        **overrides: Any,
+    ) -> Self:
+        """Return the configuration for a Hugging Face checkpoint.
+
+        The folder's config.json tells which layers have a window, beside what
+        `CacheConfig.from_model` reads of it.
+
+        Args:
+          folder: where config.json lies.
+          max_sequences: sequences of the longest context, as for `for_context_length`.
+          budget: bytes for as many as fit, or text such as "40GB".
+          step_tokens: the most tokens that one `append` adds to a sequence.
+          **overrides: fields of `CacheConfig`, instead of what the model says.
+
+        Returns:
+          The configuration, a group for each different window.
+
+        Raises:
+          FileNotFoundError: without a config.json.
+          ValueError: as `for_context_length`, or for a model of unknown sizes.
+        """
+        fields, _, layer_windows = read_sizes(folder, overrides)
+        sizes = dict(fields | overrides)
+        del sizes["num_layers"]
+        return cls.for_context_length(
+            sizes.pop("max_context_length"),
+            layer_windows=layer_windows,
+            max_sequences=max_sequences,
+            budget=budget,
+            step_tokens=step_tokens,
+            **sizes,
+        )
 
     @classmethod
     def _fit(

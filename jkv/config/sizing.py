@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
 from jkv.config.names import check_names
 from jkv.config.units import parse_bytes
@@ -122,7 +123,14 @@ def fit_model(
     check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
-    fields, notes, _ = read_sizes(folder, overrides)
+    fields, notes, layer_windows = read_sizes(folder, overrides)
+    windows = count_windows(layer_windows)
+    if windows and overrides.get("sliding_window") is None:
+        notes.append(
+            f"a sliding window of {windows.length} tokens is ignored: all tokens are "
+            f"kept ({windows.num_layers} of {fields['num_layers']} layers have it); "
+            f"GroupedConfig.from_model keeps what they see"
+        )
     for note in notes:
         logger.info("%s: %s", folder, note)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides

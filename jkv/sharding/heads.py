@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 # Where the heads stand: in [L, N, K, T, D] of a pool, in [R, K, D] of rows, in [H].
 POOL_HEADS, ROW_HEADS, HEADS = 2, 1, 0
@@ -30,12 +29,14 @@ class HeadSharding:
         axis has more devices than the model has kv heads. Each device then holds one.
     """
 
-    mesh: Mesh
+    mesh: jax.sharding.Mesh
     axis: str
     copies: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str, num_kv_heads: int) -> "HeadSharding | None":
+    def of(
+        cls, mesh: jax.sharding.Mesh, axis: str, num_kv_heads: int
+    ) -> "HeadSharding | None":
         """Spread K heads over an axis; None where it has one device only.
 
         Raises:
@@ -67,13 +68,13 @@ class HeadSharding:
     def is_explicit(self) -> bool:
         """Whether types of arrays say how the axis divides them."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return types[self.axis] == AxisType.Explicit
+        return types[self.axis] == jax.sharding.AxisType.Explicit
 
-    def spec(self, place: int | None) -> PartitionSpec:
+    def spec(self, place: int | None) -> jax.sharding.PartitionSpec:
         """Return the partition of an array whose heads are this axis of it, if any."""
         if place is None:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * place, self.axis)
+            return jax.sharding.PartitionSpec()
+        return jax.sharding.PartitionSpec(*[None] * place, self.axis)
 
 
 def copies_of(sharding: HeadSharding | None) -> int:
@@ -136,7 +137,7 @@ def over_heads(
 @functools.cache
 def _map_over_heads(
     sharding: HeadSharding,
-    mesh: Mesh | AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     function: Callable[..., Any],
     places: tuple[int | None, ...],
     result: int,
@@ -176,9 +177,11 @@ def _reshard(sharding: HeadSharding, place: int | None, array: jax.Array) -> jax
     ]
     if new == old:
         return array
-    spec = PartitionSpec(*new)
+    spec = jax.sharding.PartitionSpec(*new)
     if jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+        return jax.sharding.reshard(
+            array, jax.sharding.NamedSharding(sharding.mesh, spec)
+        )
     return jax.sharding.reshard(array, spec)
 
 

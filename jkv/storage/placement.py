@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.sharding.heads import POOL_HEADS, HeadSharding, copies_of, with_copies_of_heads
 from jkv.state.cache import Device
@@ -33,7 +32,10 @@ class Placements(NamedTuple):
 
 
 def choose_placements(
-    num_kv_heads: int, device: Placement, mesh: Mesh | None, heads: str | None
+    num_kv_heads: int,
+    device: Placement,
+    mesh: jax.sharding.Mesh | None,
+    heads: str | None,
 ) -> Placements:
     """Return where a cache of K heads goes, on a device or on a mesh.
 
@@ -54,11 +56,11 @@ def choose_placements(
         return Placements(None, device, device)
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     sharding = HeadSharding.of(mesh, heads, num_kv_heads) if heads else None
     if sharding is None:
         return Placements(None, everywhere, everywhere)
-    spread = NamedSharding(mesh, sharding.spec(POOL_HEADS))
+    spread = jax.sharding.NamedSharding(mesh, sharding.spec(POOL_HEADS))
     return Placements(sharding, spread, everywhere)
 
 

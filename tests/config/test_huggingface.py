@@ -9,6 +9,7 @@ from settings import LLAMA, folder
 
 import jkv
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_windows import count_windows
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -207,8 +208,31 @@ def test_settings_by_many_names(tmp_path, settings, expected):
     ],
 )
 def test_windows_by_many_names(tmp_path, settings, expected):
-    found = read_sizes(folder(tmp_path, **LLAMA | settings), {}).windows
-    assert found == expected
+    layers = read_sizes(folder(tmp_path, **LLAMA | settings), {}).layer_windows
+    assert count_windows(layers) == expected
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # Of four layers: the last sees everything, those from the second on do not,
+        # the first and third do not, and one of three that attend.
+        (dict(sliding_window=8, sliding_window_pattern=4), (8, 8, 8, None)),
+        (dict(sliding_window=8, max_window_layers=1), (None, 8, 8, 8)),
+        (dict(sliding_window=8, model_type="gemma2", head_dim=128), (8, None, 8, None)),
+        (
+            dict(
+                sliding_window=8,
+                layer_types=["mamba", "full_attention", "sliding_attention", "mamba"],
+            ),
+            (None, 8),
+        ),
+        (dict(), (None,) * 4),
+    ],
+)
+def test_the_layers_with_a_window_are_known(tmp_path, settings, expected):
+    path = folder(tmp_path, **LLAMA | dict(num_hidden_layers=4) | settings)
+    assert read_sizes(path, {}).layer_windows == expected
 
 
 def test_a_sliding_window_is_noted(tmp_path, caplog):

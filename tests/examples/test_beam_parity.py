@@ -13,7 +13,7 @@ import numpy as np
 import pretrained
 import pytest
 import write_beam_fixtures as fixtures
-import write_llama_fixtures as checkpoints
+import write_checkpoints as checkpoints
 from ends import dealt
 
 import jkv
