@@ -113,6 +113,7 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/accuracy.py
 	$(VENV)/bin/python benchmarks/compile.py
 	$(VENV)/bin/python benchmarks/scheduling.py
+	$(VENV)/bin/python benchmarks/windows.py
 	$(VENV)/bin/python benchmarks/plots.py
 
 $(VENV)/bin/python:
