@@ -12,7 +12,17 @@ prompts that begin alike, and evict for the day the pool is full.
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding import FinishReason, Generation, Model, Sampling, generate
+from jkv.decoding import (
+    BeamSearch,
+    FinishReason,
+    Generation,
+    Model,
+    Sampling,
+    beam_search,
+    extend,
+    generate,
+    score,
+)
 from jkv.groups.grouped_cache import GroupedCache, init_groups
 from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.debugging import debug
@@ -59,6 +69,7 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
+from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
@@ -81,6 +92,7 @@ __all__ = [
     "Allocation",
     "Batch",
     "BatchFull",
+    "BeamSearch",
     "BlockInfo",
     "Cache",
     "CacheConfig",
@@ -115,6 +127,7 @@ __all__ = [
     "allocate",
     "append",
     "attend",
+    "beam_search",
     "block_ids",
     "block_info",
     "can_allocate",
@@ -128,6 +141,7 @@ __all__ = [
     "evict",
     "evict_cached",
     "evict_older_than",
+    "extend",
     "fork",
     "fragmentation",
     "free",
@@ -142,12 +156,14 @@ __all__ = [
     "match",
     "num_free_blocks",
     "paged_attention",
+    "partition_specs",
     "raise_for_status",
     "read",
     "read_slot",
     "reorder",
     "resize",
     "save",
+    "score",
     "should_compact",
     "slots",
     "stats",

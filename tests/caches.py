@@ -110,8 +110,11 @@ def with_storage_filled(cache, value, blocks=None):
         array[:, blocks] = bits
         return array
 
-    filled = {name: fill(name, pool) for name, pool in cache.storage.items()}
-    return cache.with_storage(place(filled, None))
+    filled = {
+        name: place(fill(name, pool), pool.sharding if pool.committed else None)
+        for name, pool in cache.storage.items()
+    }
+    return cache.with_storage(filled)
 
 
 def with_metadata(cache, **changes):

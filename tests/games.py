@@ -186,6 +186,7 @@ class Game:
         donate=False,
         folder=None,
         dtype="float32",
+        where=None,
         window=(None, 0),
     ):
         num_blocks, block_size, max_sequences, max_context = shape
@@ -204,7 +205,10 @@ class Game:
             sliding_window=window[0],
             num_sink_tokens=window[1],
         )
-        self.cache = with_storage_filled(jkv.init(config, storage=storage), np.nan)
+        # On which devices, as `init` and `load` are told.
+        self.where = where or {}
+        fresh = jkv.init(config, storage=storage, **self.where)
+        self.cache = with_storage_filled(fresh, np.nan)
         self.has_storage = storage
         self.has_tokens = record_tokens or self.prefix_caching
         self.donate = donate
@@ -406,7 +410,7 @@ class Game:
             return
         expected, path = self.saved[int(self.rng.integers(len(self.saved)))]
         if isinstance(expected, Oracle) and self.rng.random() < 0.5:
-            self.oracle, self.cache = expected.copy(), jkv.load(path)
+            self.oracle, self.cache = expected.copy(), jkv.load(path, **self.where)
             return
         if isinstance(expected, Oracle):  # the sequences of a whole cache
             expected = expected.copy().swap_out(sorted(expected.open))

@@ -14,12 +14,18 @@ from jkv.config.text_part import find_text_part
 
 # What transformers assumes when a config.json of this model type leaves a key out.
 DEFAULTS: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
-    "qwen3": {"head_dim": 128},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 128, "use_sliding_window": False},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
 
 # One size goes by several names.

@@ -14,7 +14,7 @@ WINDOWED = {"sliding_attention", "chunked_attention"}
 FULL = {"full_attention", "attention"}
 
 # Every how many-th layer sees everything, where the model type alone says it.
-FULL_EVERY = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}
+FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "gemma3_text": 6}
 
 
 class Windows(NamedTuple):

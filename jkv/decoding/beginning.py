@@ -39,14 +39,14 @@ class Concurrency(NamedTuple):
           most_rows: rows that all prompts have together.
         """
         running = num_sequences if self.max_running is None else self.max_running
-        _check_counts(max_running=running, chunk_size=self.chunk_size)
+        check_counts(max_running=running, chunk_size=self.chunk_size)
         num_places = min(running, num_sequences)
         if self.row_counts is None:
             chunk = min(self.chunk_size, most_rows)
             return num_places, tuple(sorted({num_places, max(num_places, chunk)}))
         counts = tuple(self.row_counts)
         for count in counts:
-            _check_counts(row_counts=count)
+            check_counts(row_counts=count)
         if list(counts) != sorted(set(counts)) or not counts or counts[-1] < running:
             raise ValueError(
                 f"row_counts must ascend, and the last be at least max_running, as a "
@@ -71,7 +71,7 @@ def begin_generation(
     salts: Integers,
 ) -> GenerationState:
     """Begin with everything in the queue."""
-    _check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
+    check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
     prompts = Prompts.of(
         texts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
@@ -86,7 +86,7 @@ def begin_generation(
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
-    vocabulary = _find_vocabulary(model, params, cache, num_places)
+    vocabulary = find_vocabulary(model, params, cache, num_places)
     return GenerationState(
         result=Generation.empty(reasons, max_new_tokens),
         prompts=prompts,
@@ -102,7 +102,7 @@ def begin_generation(
     )
 
 
-def _find_vocabulary(model: Model, params: Any, cache: Cache, num_places: int) -> int:
+def find_vocabulary(model: Model, params: Any, cache: Cache, num_places: int) -> int:
     """Return the number of tokens there are; the model's own shapes tell it."""
 
     def probe(cache: Cache) -> jax.Array:
@@ -118,7 +118,7 @@ def _find_vocabulary(model: Model, params: Any, cache: Cache, num_places: int) -
     return int(jax.eval_shape(probe, cache).shape[1])
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise ValueError(

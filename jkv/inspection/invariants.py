@@ -63,7 +63,7 @@ def _implied_sizes(cache: Cache) -> Sizes:
     window = cache.metadata.window
     return Sizes(
         num_layers=cache.num_layers,
-        num_kv_heads=cache.num_kv_heads,
+        num_kv_heads=cache.keys.shape[2],  # with copies on a mesh
         head_dim=cache.head_dim,
         num_blocks=cache.num_blocks,
         max_sequences=cache.max_sequences,

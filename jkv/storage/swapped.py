@@ -181,9 +181,10 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
     }
     for name in sorted(swapped.contents.storage.keys() & pools.keys()):
         pool = pools[name]
-        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(pool.shape[2:])[1:-1]}]"
+        of_block = cache.num_kv_heads, *pool.shape[3:]
+        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
         for piece in swapped.contents.storage[name]:
-            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + pool.shape[2:]
+            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + of_block
             if not same or piece.dtype != pool.dtype:
                 found = f"{piece.dtype}{list(piece.shape)}"
                 kinds[name] = (found, kind)

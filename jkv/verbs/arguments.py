@@ -91,14 +91,23 @@ def check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
         )
 
 
-def check_queries(batch: Batch, queries: jax.Array) -> None:
-    """Reject queries that are not one for each row of the batch."""
+def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
+    """Reject queries that are not one for each row, or that a mesh cannot share."""
     kind = _array_kind(queries)
     if kind is None or len(kind[1]) != 3 or kind[1][0] != batch.num_rows:
         raise UsageError(
             f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
             f"the batch, got {name_kind(queries)}"
         )
+    sharding = cache.sharding
+    if sharding is not None and not sharding.is_manual:
+        num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.axis]
+        if num_heads % num_devices:
+            raise ValueError(
+                f"{num_heads} query heads cannot be shared evenly by the {num_devices} "
+                f"devices of mesh axis {sharding.axis!r}, over which init spread this "
+                f"cache's heads; use an axis whose size divides the query heads"
+            )
 
 
 def checked_window(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import gaps, requests
 from jkv.metadata.requests import Integer
+from jkv.sharding.heads import without_copies_of_heads
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -120,7 +121,10 @@ def _read(
         tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
         return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
 
-    keys, values = _restored(cache, lambda pool: pool.at[layer, row].get(mode="clip"))
+    # [M, K, T, ...] of each array
+    keys, values = _restored(
+        cache, 1, lambda pool: pool.at[layer, row].get(mode="clip")
+    )
     return in_order(keys), in_order(values), length, start
 
 
@@ -133,15 +137,25 @@ def _read_slot(
     block_id = jnp.where(known, block_id, cache.num_blocks)
     return _restored(
         cache,
+        0,
         lambda pool: pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0),
     )
 
 
 def _restored(
-    cache: Cache, gather: Callable[[jax.Array], jax.Array]
+    cache: Cache, place: int, gather: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return keys and values of what a function gathers from each array."""
-    found = {name: gather(pool) for name, pool in cache.storage.items()}
+    """Return keys and values of what a function gathers from each array.
+
+    Args:
+      cache: the cache.
+      place: the axis of what is gathered that has the heads.
+      gather: the function.
+    """
+    found = {
+        name: without_copies_of_heads(cache.sharding, gather(pool), place)
+        for name, pool in cache.storage.items()
+    }
     keys, values = (
         quantization.restore(found[name], found.get(SCALE_NAMES[name]), cache.dtype)
         if name in found

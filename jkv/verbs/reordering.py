@@ -8,6 +8,7 @@ from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -111,7 +112,7 @@ def _lacks_blocks(
         fits = num_served <= tried.free_blocks.count
         return jnp.where(fits, num_served, num_served - 1), fits
 
-    num_served, _ = jax.lax.while_loop(
+    num_served, _ = while_loop(
         lambda state: ~state[1],
         try_fewer,
         (wanted, wanted <= metadata.free_blocks.count),

@@ -132,6 +132,30 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 8, 128, 32_768, "float16"),
         ),
+        # Of a class whose heads are not the hidden size: gpt-oss 20B.
+        (
+            dict(
+                model_type="gpt_oss",
+                num_hidden_layers=24,
+                num_attention_heads=64,
+                hidden_size=2880,
+                max_position_embeddings=131_072,
+                torch_dtype="bfloat16",
+            ),
+            (24, 8, 64, 131_072, "bfloat16"),
+        ),
+        # Latent, the sizes of its vector left out: DeepSeek-V3.
+        (
+            dict(
+                model_type="deepseek_v3",
+                num_hidden_layers=61,
+                num_attention_heads=128,
+                hidden_size=7168,
+                max_position_embeddings=163_840,
+                torch_dtype="bfloat16",
+            ),
+            (61, 1, 576, 163_840, "bfloat16"),
+        ),
         # Three of four layers without keys: Qwen3-Next.
         (
             LLAMA
@@ -162,6 +186,8 @@ def test_settings_by_many_names(tmp_path, settings, expected):
         (dict(sliding_window=4096, max_window_layers=28), (4, 4096)),
         (dict(sliding_window=512, sliding_window_pattern=6), (27, 512)),
         (dict(sliding_window=512, model_type="gemma2", head_dim=128), (16, 512)),
+        (dict(sliding_window=128, model_type="gpt_oss"), (16, 128)),
+        (dict(sliding_window=4096, model_type="qwen3"), None),
         (dict(sliding_window=8, layer_types=["full_attention"] * 32), None),
         (
             dict(

@@ -19,6 +19,7 @@ pytest.importorskip("rich")
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
+    "chat.py": "test_chat",
     "corpus.py": "test_bundled_model",
     "pydoc_model.py": "test_bundled_model",
     "train_pydoc.py": "test_bundled_model",
@@ -58,7 +59,8 @@ def complaint(script, *arguments, monkeypatch):
 @pytest.mark.one_end
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
+    here = {"quickstart.py", "generate.py", "block_map.py"}
+    here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -72,6 +74,7 @@ def test_every_script_is_run_by_some_test():
         ("generate.py", 40),
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
+        ("beam_search.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
         ("train_with_tunix.py", 160),
@@ -133,6 +136,19 @@ def test_generate_ends_a_text_before_a_stop():
 
 @pytest.mark.slow
 @pytest.mark.one_end
+def test_the_best_of_several_samples():
+    options = ("--samples", "3", "--max-new-tokens", "4", "--temperature", "0")
+    vote = ("--by", "majority", "--answer", "no such words")
+    for choice in ((), vote):
+        output = run_example("best_of_n.py", *options, *choice).stdout
+        votes = re.findall(r"prompt \d: sample 0, .*; (\d) of 3 votes", output)
+        assert votes == ["3", "3"]  # they are alike, or alike in having no answer
+        # A tail of its own for each sample; the prompts' whole blocks are shared.
+        assert "10 blocks at the peak, 18 if each sample" in output
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
 def test_parallel_samples_share_blocks():
     output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
     tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
@@ -148,6 +164,20 @@ def test_parallel_samples_share_blocks():
     assert free == total
     samples = re.split(r"--- sample \d\n", output.rsplit("\n\n", 1)[0])[1:]
     assert len(set(samples)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
+def test_beams_share_blocks():
+    output = run_example("beam_search.py", "--max-new-tokens", "12", "--beams", "3")
+    lines = re.findall(r"^(?:greedy|beam \d) +(-[\d.]+)  (.+)$", output.stdout, re.M)
+    greedy, *scores = [float(score) for score, _ in lines]
+    assert len(set(lines)) >= 3 and scores == sorted(scores, reverse=True)
+    assert scores[0] >= greedy
+    shared, alone = re.search(
+        r"(\d+) blocks of \d+ tokens at the peak; .* would take (\d+):", output.stdout
+    ).groups()
+    assert int(shared) < 0.7 * int(alone)
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ class BlockSize(NamedTuple):
     """How many blocks a text takes: all of it, or with a window no more than some."""
 
     tokens: int  # T
-    most: int | None  # blocks that one sequence ever has at a time; None without window
+    # Blocks that one sequence ever has at a time; None: those of the whole text.
+    most: int | None = None
 
     def at_most(self, blocks: jax.Array) -> jax.Array:
         """Return numbers of blocks, i32[...], no more than a sequence ever has."""

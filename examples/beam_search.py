@@ -1,0 +1,108 @@
+"""The most likely continuations of a text, by beam search on shared blocks.
+
+    python examples/beam_search.py --beams 4 "The with statement"
+
+The beams of a prompt share the blocks of what they have in common; only a beam that
+branches copies a partly filled block. The script shows the texts, best first, beside
+the one that greedy search finds, and the blocks in use at the peak beside those that
+copies of the cache would take.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pretrained
+
+import jkv
+from jkv.commands.compiled_programs import keep_compiled_programs
+
+BUNDLED = Path(__file__).parent / "models" / "pydoc"
+PROMPT = """The with statement
+
+The "with" statement is used to wrap the execution of a block with methods defined by a
+context manager. This allows"""
+
+beam_search = jax.jit(
+    jkv.beam_search,
+    static_argnames=(
+        "model",
+        "num_beams",
+        "max_new_tokens",
+        "early_stopping",
+        "num_return",
+    ),
+    donate_argnames="cache",
+)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
+    parser.add_argument("--beams", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--length-penalty", type=float, default=1.0)
+    options = parser.parse_args()
+    keep_compiled_programs()
+    try:
+        model, params = pretrained.load(options.model)
+        tokenizer = pretrained.load_tokenizer(options.model)
+        prompt = tokenizer.encode(options.prompt).ids
+        length = len(prompt) + options.max_new_tokens
+        if not prompt or options.beams < 1 or options.max_new_tokens < 1:
+            raise ValueError("the prompt and both numbers must be at least 1 long")
+        if length > model.config.max_context_length:
+            raise ValueError(
+                f"{length} tokens do not fit the context of "
+                f"{model.config.max_context_length}"
+            )
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+    cache = jkv.init(
+        jkv.CacheConfig.for_context_length(
+            length,
+            max_sequences=options.beams,
+            dtype=params["embedding"].dtype,
+            **model.cache_fields,
+        )
+    )
+    found = {}
+    for num_beams in (1, options.beams):
+        cache, found[num_beams] = beam_search(
+            model,
+            params,
+            cache,
+            [prompt],
+            num_beams=num_beams,
+            max_new_tokens=options.max_new_tokens,
+            stop_tokens=model.config.stop_tokens,
+            length_penalty=options.length_penalty,
+            num_return=num_beams,
+        )
+
+    def show(title, result, i):
+        tokens = np.asarray(result.tokens[0, i, : result.lengths[0, i]]).tolist()
+        text = " ".join(tokenizer.decode(tokens).split())
+        print(f"{title} {result.scores[0, i]:7.3f}  {text}")
+
+    print(f"{options.prompt}\n")
+    show("greedy", found[1], 0)
+    best = found[options.beams]
+    for i in range(options.beams):
+        show(f"beam {i}", best, i)
+
+    statistics = best.statistics
+    shared, alone = statistics.peak_blocks, statistics.unshared_peak_blocks
+    print(f"\n{len(prompt)} prompt tokens were computed once; ", end="")
+    print(f"{statistics.forked_beams} times a beam went on from another's past")
+    print(f"{shared} blocks of {cache.block_size} tokens at the peak; ", end="")
+    print(f"copies of the cache would take {alone}: {1 - shared / alone:.0%} saved")
+    print(f"{jkv.num_free_blocks(cache)} of {cache.num_blocks} blocks free at the end")
+
+
+if __name__ == "__main__":
+    main()

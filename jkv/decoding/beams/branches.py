@@ -1,0 +1,191 @@
+"""The cache's side of a beam search: rows opened, forked, exchanged and given back.
+
+Each beam has a row of the cache. A prompt is computed in one row and forked. After a
+step a beam goes on in the row of its parent if it is the parent's best child; the
+others take rows that are left over, and share what their parents have (`reorder`).
+
+Where rows or blocks lack, the search of the last prompt gives its own back and waits to
+begin anew. So only a search that runs alone can lack any.
+
+Symbols: Q prompts, K beams of each.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.decoding.beams.progress import SearchState
+from jkv.decoding.conditions import when
+from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.demand import BlockSize, blocks_for
+from jkv.metadata.xla_cpu import divide
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.status import Status
+from jkv.verbs.allocation import allocate, free
+from jkv.verbs.forking import fork
+from jkv.verbs.lookups import num_free_blocks
+from jkv.verbs.reordering import reorder
+
+Carry = tuple[Cache, SearchState, jax.Array]
+
+
+def open_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
+    """Open a row for each prompt that waits, as many as can have all of their beams."""
+    prompts = state.prompts
+    cache, opened = allocate(
+        cache,
+        jnp.where(state.is_open, prompts.lengths, NO_SEQUENCE),
+        tokens=None if cache.metadata.prefix is None else prompts.tokens,
+        salts=prompts.salts,
+    )
+    seq_ids = jnp.full_like(state.seq_ids, NO_SEQUENCE).at[:, 0].set(opened.seq_ids)
+    is_running = opened.seq_ids >= 0
+    state = dataclasses.replace(state, seq_ids=seq_ids, is_running=is_running)
+
+    # Nobody else is there: what the first that waits cannot have it never will.
+    first = jnp.arange(is_running.shape[0]) == jnp.argmax(state.is_open)
+    lacks_rows = opened.status == Status.OUT_OF_SEQUENCES
+    state = state.end(
+        first & state.is_open & ~is_running,
+        _lacking(lacks_rows),
+    )
+    _, tail = divide(prompts.lengths, cache.block_size)
+    more = jnp.int32(state.num_beams - 1)
+    cache, state, lacking = make_room(
+        cache, state, jnp.where(tail > 0, more, 0), jnp.full_like(tail, more)
+    )
+    state = state.end(lacking != FinishReason.RUNNING, lacking)
+    cached = jnp.where(state.is_running, opened.num_cached, 0)
+    computed = jnp.where(state.is_running, prompts.lengths - opened.num_cached, 0)
+    return cache, state.count(
+        cached_tokens=jnp.sum(cached, dtype=jnp.int32),
+        prompt_tokens=jnp.sum(computed, dtype=jnp.int32),
+    )
+
+
+def fork_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
+    """Let all beams have the prompt that the first of them has."""
+    if state.num_beams == 1:
+        return cache, state
+    first = jnp.where(state.is_running, state.seq_ids[:, 0], NO_SEQUENCE)
+    cache, forked = fork(cache, jnp.repeat(first, state.num_beams - 1))
+    others = forked.seq_ids.reshape(-1, state.num_beams - 1)
+    return cache, dataclasses.replace(
+        state, seq_ids=jnp.concatenate([state.seq_ids[:, :1], others], axis=1)
+    )
+
+
+def follow_parents(
+    cache: Cache, state: SearchState, parents: jax.Array
+) -> tuple[Cache, SearchState]:
+    """Let each beam that runs have the past of its parent, i32[Q, K]."""
+    rows = assign_rows(state.seq_ids, parents)
+    sources = jnp.take_along_axis(state.seq_ids, parents, axis=1)
+    moves = (rows != sources) & state.is_running[:, None]
+    cache, _ = reorder(
+        cache,
+        jnp.where(moves, rows, NO_SEQUENCE).reshape(-1),
+        sources.reshape(-1),
+    )
+    state = dataclasses.replace(
+        state,
+        seq_ids=jnp.where(state.is_running[:, None], rows, state.seq_ids),
+    )
+    return cache, state.count(forked_beams=jnp.sum(moves, dtype=jnp.int32))
+
+
+def assign_rows(
+    seq_ids: jax.Array,  # i32[Q, K]
+    parents: jax.Array,  # i32[Q, K]
+) -> jax.Array:
+    """Return the row of each beam, i32[Q, K]: its parent's, or one that is left over.
+
+    The first child of a parent takes the parent's row, so that only beams which branch
+    are copied. The n-th of the other children takes the n-th row without a child.
+    """
+    num_beams = parents.shape[1]
+    beam = jnp.arange(num_beams, dtype=jnp.int32)
+    is_same = parents[:, :, None] == parents[:, None]
+    is_first = ~jnp.any(is_same & (beam[:, None] > beam[None])[None], axis=2)
+    is_spare = ~jnp.any(parents[:, :, None] == beam[None, None], axis=1)
+    rank = jnp.cumsum(~is_first, axis=1, dtype=jnp.int32)
+    spare_rank = jnp.cumsum(is_spare, axis=1, dtype=jnp.int32)
+    takes = is_spare[:, None] & (spare_rank[:, None] == rank[:, :, None])
+    spare = jnp.argmax(takes, axis=2).astype(jnp.int32)
+    return jnp.take_along_axis(seq_ids, jnp.where(is_first, parents, spare), axis=1)
+
+
+def make_room(
+    cache: Cache, state: SearchState, num_blocks: jax.Array, num_rows: jax.Array
+) -> tuple[Cache, SearchState, jax.Array]:
+    """Let searches wait, the last prompt's first, until the others have room.
+
+    Args:
+      cache: the cache.
+      state: the searches.
+      num_blocks: i32[Q], blocks that each search needs if it runs.
+      num_rows: i32[Q], rows.
+
+    Returns:
+      The cache, the state, and i32[Q]: what one lacks that runs alone, else RUNNING. It
+      has given its rows back and does not run any more.
+    """
+
+    def lacks(cache: Cache, state: SearchState) -> tuple[jax.Array, jax.Array]:
+        def total(needs: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(state.is_running, needs, 0), dtype=jnp.int32)
+
+        rows = cache.metadata.free_sequences.count
+        return total(num_rows) > rows, total(num_blocks) > num_free_blocks(cache)
+
+    def goes_on(carry: Carry) -> jax.Array:
+        lacks_rows, lacks_blocks = lacks(*carry[:2])
+        return lacks_rows | lacks_blocks
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, lacking = carry
+        number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
+        last = number == jnp.max(jnp.where(state.is_running, number, -1))
+        is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
+        reason = _lacking(lacks(cache, state)[0])
+        lacking = jnp.where(last & is_alone, reason, lacking)
+        cache = give_back(cache, state, last)
+        state = dataclasses.replace(state, is_running=state.is_running & ~last)
+        state = state.count(restarts=(~is_alone).astype(jnp.int32))
+        return cache, state, lacking
+
+    nothing = jnp.full(state.reasons.shape, FinishReason.RUNNING, jnp.int32)
+    return lax.while_loop(goes_on, trip, (cache, state, nothing))
+
+
+def give_back(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
+    """Free the rows of prompts, bool[Q]."""
+    rows = jnp.where(ended[:, None], state.seq_ids, NO_SEQUENCE).reshape(-1)
+    return when(jnp.any(ended), lambda cache, rows: free(cache, rows)[0], cache, rows)
+
+
+def count_blocks(cache: Cache, state: SearchState) -> SearchState:
+    """Note the blocks in use, and those of beams that would share nothing."""
+    old = state.statistics
+    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
+    whole = blocks_for(
+        state.prompts.lengths + state.length, BlockSize(cache.block_size)
+    )
+    each = jnp.where(state.is_running, whole * state.num_beams, 0)
+    statistics = old._replace(
+        peak_blocks=jnp.maximum(old.peak_blocks, used),
+        unshared_peak_blocks=jnp.maximum(
+            old.unshared_peak_blocks, jnp.sum(each, dtype=jnp.int32)
+        ),
+    )
+    return dataclasses.replace(state, statistics=statistics)
+
+
+def _lacking(lacks_rows: jax.Array) -> jax.Array:
+    return jnp.where(
+        lacks_rows,
+        jnp.int32(FinishReason.OUT_OF_SEQUENCES),
+        jnp.int32(FinishReason.OUT_OF_BLOCKS),
+    )

@@ -1,0 +1,74 @@
+"""Beam search finds the texts and scores that transformers finds, prompts of a batch.
+
+What transformers found is committed; where it is installed it is asked again.
+"""
+
+import importlib.util
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+import pytest
+import write_beam_fixtures as fixtures
+import write_checkpoints as checkpoints
+from ends import dealt
+
+import jkv
+
+HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
+if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
+    raise ImportError("JKV_REQUIRE_PARITY is set, but transformers or torch is missing")
+
+# Relative; the largest difference seen was 2e-6, a penalty off by 0.01 gives 1e-2.
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(
+    "search", dealt(fixtures.SEARCHES, share=2), ids=lambda case: case.name
+)
+def test_texts_and_scores_are_those_of_transformers(search):
+    wanted = json.loads(fixtures.FIXTURE.read_text())[search.name]
+    if HAS_TRANSFORMERS:
+        live = fixtures.expected(search)
+        for ours, theirs in zip(wanted["found"], live["found"], strict=True):
+            assert ours["texts"] == theirs["texts"]
+    model, params = pretrained.load(checkpoints.checkpoint_folder(search.name))
+    params = jax.tree.map(lambda weights: weights.astype(jnp.float32), params)
+    prompts, width = wanted["prompts"], search.num_beams
+    cache = jkv.init(
+        jkv.CacheConfig(
+            **model.cache_fields,
+            num_blocks=200,
+            block_size=4,
+            max_sequences=len(prompts) * width,
+            max_context_length=64,
+            dtype=jnp.float32,
+        )
+    )
+    find = jax.jit(
+        lambda params, cache, penalty: jkv.beam_search(
+            model,
+            params,
+            cache,
+            prompts,
+            num_beams=width,
+            max_new_tokens=fixtures.NEW_TOKENS,
+            stop_tokens=wanted["stops"],
+            length_penalty=penalty,
+            early_stopping=search.early_stopping,
+            num_return=width,
+        )
+    )
+    for penalty, found in zip(search.penalties, wanted["found"], strict=True):
+        after, result = find(params, cache, jnp.float32(penalty))
+        jkv.check(after)
+        lengths = np.asarray(result.lengths).reshape(-1)
+        tokens = np.asarray(result.tokens).reshape(len(lengths), -1)
+        texts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+        assert texts == found["texts"]
+        if found["scores"] is not None:
+            scores = np.asarray(result.scores).reshape(-1)
+            np.testing.assert_allclose(scores, found["scores"], rtol=TOLERANCE)
