@@ -67,6 +67,11 @@ def call_on_groups(
     if name in _OF_A_LAYER:
         found = cache.find_layer(given.pop("layer"))
         return function(cache.groups[found.group], found.place, **given)
+    if "model" in given:
+        raise UsageError(
+            f"{name} does not take groups of layers yet: step with append, the model "
+            f"and free, or keep all layers in one cache"
+        )
     if name not in _VERBS:
         raise UsageError(
             f"{name} takes one cache: pass one of cache.groups, the caches of "
