@@ -9,6 +9,7 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
+from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Generation",
     "GenerationState",
     "Model",
+    "PromptLookup",
     "Sampling",
     "Statistics",
     "add_prompts",

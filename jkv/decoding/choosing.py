@@ -4,6 +4,7 @@ Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,19 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.sampling import by_row, sample
+
+
+class Sampler(Protocol):
+    """How tokens are chosen from logits; arguments and results as `sample`."""
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        sampling: Sampling,
+        counts: jax.Array,
+        *,
+        seen: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def choose_tokens(
@@ -42,7 +56,39 @@ def choose_tokens(
         state = _choose_for_samples(
             state, bounds, logits, is_ready & (counts == 0), sampling
         )
-    place = jnp.arange(places.num_places, dtype=jnp.int32)
+    return _note_seen(state, is_ready, tokens)
+
+
+def choose_more(
+    state: GenerationState,
+    bounds: Bounds,
+    logits: jax.Array,
+    is_ready: jax.Array,
+    sampling: Sampling,
+    sampler: Sampler,
+) -> tuple[GenerationState, jax.Array]:
+    """Choose the next token of texts that have one already, in a way of one's own.
+
+    Args:
+      state, bounds, logits, is_ready, sampling: as for `choose_tokens`.
+      sampler: chooses them.
+
+    Returns:
+      The state, and the tokens, i32[W].
+    """
+    nobody = state.result.lengths.shape[0]
+    sequences = jnp.where(is_ready, state.places.sequences, nobody)
+    state, tokens = _choose(
+        state, bounds, logits, sequences, state.seen, sampling, sampler
+    )
+    return _note_seen(state, is_ready, tokens), tokens
+
+
+def _note_seen(
+    state: GenerationState, is_ready: jax.Array, tokens: jax.Array
+) -> GenerationState:
+    """Note that the texts in some places, bool[W], have these tokens now, i32[W]."""
+    place = jnp.arange(state.places.num_places, dtype=jnp.int32)
     token = jnp.where(is_ready, tokens, state.seen.shape[1])
     seen = state.seen.at[place, token].set(True, mode="drop")
     return dataclasses.replace(state, seen=seen)
@@ -96,6 +142,7 @@ def _choose(
     sequences: jax.Array,
     seen: jax.Array,
     sampling: Sampling,
+    sampler: Sampler = sample,
 ) -> tuple[GenerationState, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
@@ -106,6 +153,7 @@ def _choose(
       sequences: i32[K]; N is nobody.
       seen: bool[K, V], tokens of their texts.
       sampling: of N sequences.
+      sampler: how.
 
     Returns:
       The state, and i32[K], the tokens.
@@ -114,7 +162,7 @@ def _choose(
     known = jnp.minimum(sequences, nobody - 1)
     lengths = result.lengths[known]
     chosen = _sampling_of(sampling, nobody, known)
-    tokens, logprobs = sample(logits, chosen, lengths, seen=seen)
+    tokens, logprobs = sampler(logits, chosen, lengths, seen=seen)
 
     # Without numbers there is no token: the text ends as it is.
     is_nan = jnp.isnan(logprobs)
