@@ -9,12 +9,13 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
-from jkv.decoding.speculation.options import PromptLookup
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
     "BeamSearch",
     "BeamStatistics",
+    "DraftModel",
     "FinishReason",
     "Generation",
     "GenerationState",

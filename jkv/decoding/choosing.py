@@ -161,7 +161,7 @@ def _choose(
     result, nobody = state.result, state.result.lengths.shape[0]
     known = jnp.minimum(sequences, nobody - 1)
     lengths = result.lengths[known]
-    chosen = _sampling_of(sampling, nobody, known)
+    chosen = sampling_of(sampling, nobody, known)
     tokens, logprobs = sampler(logits, chosen, lengths, seen=seen)
 
     # Without numbers there is no token: the text ends as it is.
@@ -187,7 +187,7 @@ def _choose(
     return dataclasses.replace(state, result=result), tokens
 
 
-def _sampling_of(
+def sampling_of(
     sampling: Sampling, num_sequences: int, sequences: jax.Array
 ) -> Sampling:
     """Return how tokens of some of N sequences, i32[K], are chosen.

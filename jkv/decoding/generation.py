@@ -17,7 +17,7 @@ from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.results import Generation
 from jkv.decoding.speculation.loop import run_speculatively
-from jkv.decoding.speculation.options import PromptLookup
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE, begin, run_steps
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
@@ -41,7 +41,7 @@ def generate(
     chunk_size: int = CHUNK_SIZE,
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
-    speculate: PromptLookup | None = None,
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -53,7 +53,7 @@ def generate(
             jkv.generate,
             static_argnames=(
                 "model", "max_new_tokens", "num_samples", "max_running", "chunk_size",
-                "row_counts", "speculate",
+                "row_counts",
             ),
             donate_argnames="cache",
         )
@@ -88,8 +88,8 @@ def generate(
         is W and the larger of W and `chunk_size`, which is B * P at most.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
         earlier prompts of a domain left behind is not computed again.
-      speculate: how to guess tokens, which are checked several in a step; None does
-        not. The model must take `all_rows`. Static.
+      speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
+        or a `DraftModel`; None does not. The model must take `all_rows`.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.

@@ -40,7 +40,8 @@ def look_up(
     best = jnp.max(jnp.where(is_match, matched * width + column, -1), axis=1)
     found = best >= 0
     start = jnp.where(found, best % width + 1, 0)
-    place = start[:, None] + jnp.arange(options.num_tokens, dtype=jnp.int32)[None]
-    guesses = jnp.take_along_axis(texts, jnp.minimum(place, width - 1), axis=1)
-    count = jnp.minimum(lengths - start, options.num_tokens)
-    return jnp.maximum(guesses, 0), jnp.where(found, count, 0)
+    # Past the end of the text its guesses follow: what repeats goes on repeating.
+    period = jnp.maximum(lengths - start, 1)[:, None]
+    ahead = jnp.arange(options.num_tokens, dtype=jnp.int32)[None]
+    guesses = jnp.take_along_axis(texts, start[:, None] + ahead % period, axis=1)
+    return jnp.maximum(guesses, 0), jnp.where(found, options.num_tokens, 0)

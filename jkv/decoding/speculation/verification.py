@@ -37,6 +37,14 @@ class Guesses(NamedTuple):
     tokens: jax.Array  # i32[W, K]
     counts: jax.Array  # i32[W], how many there are
 
+    @classmethod
+    def none(cls, num_places: int, num_tokens: int) -> "Guesses":
+        """Guess nothing."""
+        return cls(
+            tokens=jnp.zeros((num_places, num_tokens), jnp.int32),
+            counts=jnp.zeros((num_places,), jnp.int32),
+        )
+
 
 def limit_guesses(
     cache: Cache, state: GenerationState, loads: Loads, counts: jax.Array
