@@ -35,6 +35,8 @@ PLAIN_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
 WITH_MLIR := $(patsubst %,tests/%.py,metadata/test_stages storage/test_quantization \
   verbs/test_in_place)
+# On eight simulated devices, which a process has from its start or not at all.
+DEVICES := -m pytest -n 0 tests/devices
 # Four minutes of compiling kernels, for cards that are not there: a target of its own.
 MACHINE_CODE := tests/attention/kernel/test_kernel_machine_code.py
 
@@ -82,6 +84,7 @@ test-oldest: $(VENV)/.test
 ifndef PYTEST_ARGS
 	$(PLAIN_FLAGS) JKV_REQUIRE_PARITY=$(if $(CI),1) \
 	  $(VENV)/bin/python $(PYTEST) $(addprefix --ignore=,$(WITH_MLIR) $(MACHINE_CODE))
+	$(TEST_FLAGS) $(VENV)/bin/python $(DEVICES)
 endif
 
 newest:
@@ -95,7 +98,8 @@ test-newest: newest
 	  $(NEWEST)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
 	    sys.version_info[:2], "JAX", jax.__version__, "(newest)")' && \
 	  $(TEST_FLAGS) $(NEWEST)/bin/python $(PYTEST) \
-	    $(or $(PYTEST_ARGS),--ignore=$(MACHINE_CODE)); \
+	    $(or $(PYTEST_ARGS),--ignore=$(MACHINE_CODE)) && \
+	  $(if $(PYTEST_ARGS),true,$(TEST_FLAGS) $(NEWEST)/bin/python $(DEVICES)); \
 	fi
 
 machine-code: $(VENV)/.machine-code
@@ -126,7 +130,7 @@ $(VENV)/.examples: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jkv, its tests and JAX $(OLDEST_JAX) (once)"
 	@$(VENV)/bin/python $(PIP) -e ".[test]" jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers || \
+	@$(VENV)/bin/python $(PIP) "$(TORCH)" && $(VENV)/bin/python $(PIP) transformers accelerate || \
 	  echo "no CPU build of torch to be had: parity tests read the committed logits"
 	@$(call BYTECODE,$(VENV))
 	@touch $@

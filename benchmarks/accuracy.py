@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus  # noqa: E402
-import llama  # noqa: E402
+import pretrained  # noqa: E402
 import pydoc_model  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "accuracy.json"
@@ -84,7 +84,7 @@ def attention_errors(num_seeds: int = 8) -> list[dict[str, Any]]:
 
 def held_out_windows(most: int | None) -> list[np.ndarray]:
     """Return windows of held-out documents, tokens i32[T + 1], T above 1,000."""
-    tokenizer = llama.load_tokenizer(pydoc_model.FOLDER)
+    tokenizer = pretrained.load_tokenizer(pydoc_model.FOLDER)
     documents = pydoc_model.encode(tokenizer, corpus.split()[1])
     length = pydoc_model.CONFIG["max_position_embeddings"]
     windows = []
@@ -114,7 +114,7 @@ def token_losses(model: Any, config: jkv.CacheConfig) -> Any:
 
 def perplexities(windows: list[np.ndarray]) -> list[dict[str, Any]]:
     """Return the perplexity at positions from 1,000 on, by the cache's dtype."""
-    model, params = llama.load(pydoc_model.FOLDER, jnp.float32)
+    model, params = pretrained.load(pydoc_model.FOLDER, jnp.float32)
     length = pydoc_model.CONFIG["max_position_embeddings"]
     sums = {}
     for dtype in DTYPES:

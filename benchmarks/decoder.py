@@ -31,9 +31,14 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def compute_logits(
-    params: Any, tokens: jax.Array, positions: jax.Array, attend: Attend, shapes: Shapes
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    shapes: Shapes,
+    rows: jax.Array | slice = slice(None),
 ) -> jax.Array:
-    """Return the logits, [B, V]; `attend` stores and attends in the cache."""
+    """Return the logits of rows, [B, V]; `attend` stores and attends in the cache."""
     hidden = params["embedding"][tokens]
     for layer, weights in enumerate(params["layers"]):
         normed = _normalised(hidden)
@@ -47,7 +52,7 @@ def compute_logits(
         normed = _normalised(hidden)
         gate = jax.nn.silu(normed @ weights["gate"])
         hidden += (gate * (normed @ weights["up"])) @ weights["down"]
-    return _normalised(hidden) @ params["embedding"].T
+    return _normalised(hidden[rows]) @ params["embedding"].T
 
 
 def _normalised(hidden: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ BUNDLED = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "generate.json"
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
-import llama  # noqa: E402  (found through the line above)
+import pretrained  # noqa: E402  (found through the line above)
 
 NEW_TOKENS = 64  # of the longer call, beside the first
 
@@ -64,7 +64,7 @@ class Jkv:
 
     def __init__(self, folder: pathlib.Path) -> None:
         """Load the checkpoint."""
-        self.model, self.params = llama.load(folder, jnp.float32)
+        self.model, self.params = pretrained.load(folder, jnp.float32)
         self.generate = jax.jit(
             jkv.generate,
             static_argnames=("model", "max_new_tokens"),

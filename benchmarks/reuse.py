@@ -37,9 +37,9 @@ BUNDLED = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "reuse.json"
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
-import llama  # noqa: E402  (found through the line above)
-from llama.checkpoint import random_params  # noqa: E402
-from llama.config import parse_config  # noqa: E402
+import pretrained  # noqa: E402  (found through the line above)
+from pretrained.checkpoint import random_params  # noqa: E402
+from pretrained.config import parse_config  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPTS, PROMPT_LENGTH, COMMITTED = 16, 64, 2048, 8
 SHARED, OWN = 1000, 24
@@ -224,7 +224,7 @@ class BareManager:
 
 def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
     """One new token after a prompt of which 1,000 tokens were seen before."""
-    model, params = llama.load(BUNDLED, jnp.float32)
+    model, params = pretrained.load(BUNDLED, jnp.float32)
     random = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
     shared = random.integers(1, vocabulary, SHARED).tolist()
@@ -309,7 +309,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
 
 def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
     """A decode step with an index that finds nothing, and without one."""
-    model = llama.Llama(parse_config(MODEL))
+    model = pretrained.Decoder(parse_config(MODEL))
     params = random_params(model.config, jax.random.key(0), jnp.float32)
     num_params = sum(a.size for a in jax.tree.leaves(params))
     seq_ids = np.arange(BATCH_SIZE, dtype=np.int32)

@@ -95,9 +95,9 @@ def read_conversations() -> Iterator[tuple[str, str]]:
 
 def draw_workload(options: argparse.Namespace) -> Workload:
     """Draw conversations, the same for everyone."""
-    import llama
+    import pretrained
 
-    tokenizer = llama.load_tokenizer(FOLDER)
+    tokenizer = pretrained.load_tokenizer(FOLDER)
     found: list[tuple[list[int], int]] = []
     every = 37  # the file is sorted by nothing, but neighbours are alike
     for i, (question, answer) in enumerate(read_conversations()):
@@ -129,7 +129,7 @@ class Jkv:
         """Load the model and make the pool."""
         import jax
         import jax.numpy as jnp
-        import llama
+        import pretrained
 
         import jkv
         from jkv import decoding
@@ -137,7 +137,7 @@ class Jkv:
         self.workload, self.jax = workload, jax
         self.sampling = jkv.Sampling(temperature=1.0)
         self.decoding = decoding
-        self.model, self.params = llama.load(FOLDER, jnp.float32)
+        self.model, self.params = pretrained.load(FOLDER, jnp.float32)
         config = jkv.CacheConfig(
             num_blocks=workload.cache_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,

@@ -28,7 +28,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
-import llama  # noqa: E402
+import pretrained  # noqa: E402
 
 import jkv  # noqa: E402
 from jkv.decoding import DraftModel, PromptLookup, Sampling  # noqa: E402
@@ -95,12 +95,13 @@ class Subject:
 
     def random_draft(self, rows: int, length: int) -> DraftModel:
         """Return a draft model that knows nothing: one layer, tokens mixed up."""
+        old = self.model.config
         config = dataclasses.replace(
-            self.model.config, num_layers=1, windows=self.model.config.windows[:1]
+            old, num_layers=1, windows=old.windows[:1], ropes=old.ropes[:1]
         )
         model = dataclasses.replace(self.model, config=config)
-        layers = jax.tree.map(lambda weights: weights[:1], self.params["layers"])
-        params = dict(self.params, layers=layers)
+        first = jax.tree.map(lambda weights: weights[:1], self.params["layers"][0])
+        params = dict(self.params, layers=[first])
         params["embedding"] = params["embedding"][::-1]
         fields = dict(self.model.cache_fields, num_layers=1)
         cache = jkv.init(
@@ -268,8 +269,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=("speculation", "beams"))
     options = parser.parse_args()
-    model, params = llama.load(FOLDER)
-    subject = Subject(model, params, llama.load_tokenizer(FOLDER))
+    model, params = pretrained.load(FOLDER)
+    subject = Subject(model, params, pretrained.load_tokenizer(FOLDER))
     where = harness.machine()
     print(harness.header("Decoding strategies", where))
     parts = {"speculation": measure_speculation, "beams": measure_beams}

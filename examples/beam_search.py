@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import jax
-import llama
 import numpy as np
+import pretrained
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -48,8 +48,8 @@ def main():
     options = parser.parse_args()
     keep_compiled_programs()
     try:
-        model, params = llama.load(options.model)
-        tokenizer = llama.load_tokenizer(options.model)
+        model, params = pretrained.load(options.model)
+        tokenizer = pretrained.load_tokenizer(options.model)
         prompt = tokenizer.encode(options.prompt).ids
         length = len(prompt) + options.max_new_tokens
         if not prompt or options.beams < 1 or options.max_new_tokens < 1:

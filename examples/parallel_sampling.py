@@ -13,8 +13,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import llama
 import numpy as np
+import pretrained
 
 import jkv
 from jkv import decoding
@@ -50,8 +50,8 @@ def main():
     keep_compiled_programs()
 
     try:
-        model, params = llama.load(options.model)
-        tokenizer = llama.load_tokenizer(options.model)
+        model, params = pretrained.load(options.model)
+        tokenizer = pretrained.load_tokenizer(options.model)
         prompt = tokenizer.encode(options.prompt).ids
         if not prompt or num_samples < 1 or num_new < 1:
             raise ValueError("the prompt and both numbers must be at least 1 long")

@@ -1,7 +1,7 @@
 """The model that `train_pydoc.py` trains: a Llama in plain JAX, and how good it is.
 
 A forward pass without a cache, dense causal attention over whole windows, as training
-and the measurement of perplexity want it. (`llama` reads the same checkpoint and
+and the measurement of perplexity want it. (`pretrained` reads the same checkpoint and
 decodes with a cache.) `measure` writes the last part of the model card; to measure the
 bundled checkpoint again:
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import llama
 import numpy as np
+import pretrained
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -39,20 +39,20 @@ generate = jax.jit(
 
 def first_layers(model, params, num_layers):
     """A model of the first layers of another, with the same head."""
-    windows = model.config.windows[:num_layers]
-    config = dataclasses.replace(model.config, num_layers=num_layers, windows=windows)
-    layers = jax.tree.map(lambda weights: weights[:num_layers], params["layers"])
-    return dataclasses.replace(model, config=config), dict(params, layers=layers)
+    old = model.config
+    windows, ropes = old.windows[:num_layers], old.ropes[:num_layers]
+    config = dataclasses.replace(
+        old, num_layers=num_layers, windows=windows, ropes=ropes
+    )
+    first = jax.tree.map(lambda weights: weights[:num_layers], params["layers"][0])
+    return dataclasses.replace(model, config=config), dict(params, layers=[first])
 
 
 def make_cache(model, params, length):
     """A cache for one text."""
-    dtype = params["embedding"].dtype
-    return jkv.init(
-        jkv.CacheConfig.for_context_length(
-            length, max_sequences=1, dtype=dtype, **model.cache_fields
-        )
-    )
+    fields = dict(max_sequences=1, dtype=params["embedding"].dtype)
+    fields |= model.cache_fields
+    return jkv.init(jkv.CacheConfig.for_context_length(length, **fields))
 
 
 def main():
@@ -64,14 +64,16 @@ def main():
     options = parser.parse_args()
     keep_compiled_programs()
     try:
-        model, params = llama.load(options.model)
-        tokenizer = llama.load_tokenizer(options.model)
+        model, params = pretrained.load(options.model)
+        tokenizer = pretrained.load_tokenizer(options.model)
         prompt = tokenizer.encode(options.prompt).ids
         length = len(prompt) + options.max_new_tokens
         if not prompt or options.max_new_tokens < 1:
             raise ValueError("the prompt and the number must be at least 1 long")
-        if not 1 <= options.draft_layers <= model.config.num_layers:
-            raise ValueError("--draft-layers must be a number of the model's layers")
+        if not 1 <= options.draft_layers <= model.config.runs[0].stop:
+            raise ValueError(
+                "--draft-layers must be among the model's first ones alike"
+            )
         if length > model.config.max_context_length:
             raise ValueError(f"{length} tokens do not fit the model's context")
     except (OSError, ValueError) as error:
@@ -89,7 +91,7 @@ def main():
     }
     cache, texts, lines = make_cache(model, params, length), [], []
     for name, speculate in ways.items():
-        for _ in range(2):  # the first time compiles
+        for _ in range(2):  # the first one compiles
             began = time.perf_counter()
             cache, result = generate(
                 model,

@@ -11,6 +11,7 @@ prompts that begin alike, and evict for the day the pool is full.
 
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding import (
     BeamSearch,
     FinishReason,
@@ -18,8 +19,12 @@ from jkv.decoding import (
     Model,
     Sampling,
     beam_search,
+    extend,
     generate,
+    score,
 )
+from jkv.groups.grouped_cache import GroupedCache, init_groups
+from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -59,10 +64,12 @@ from jkv.verbs.lookups import (
     block_ids,
     block_info,
     context_lengths,
+    kept_from,
     num_free_blocks,
     slots,
     tokens,
 )
+from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
@@ -97,6 +104,10 @@ __all__ = [
     "Fork",
     "Fragmentation",
     "Generation",
+    "GroupLayer",
+    "GroupedBatch",
+    "GroupedCache",
+    "GroupedConfig",
     "InvalidArgument",
     "InvalidSequence",
     "InvariantError",
@@ -130,24 +141,29 @@ __all__ = [
     "evict",
     "evict_cached",
     "evict_older_than",
+    "extend",
     "fork",
     "fragmentation",
     "free",
     "generate",
     "init",
+    "init_groups",
     "memory_profile",
     "invalidate",
+    "kept_from",
     "least_recently_used",
     "load",
     "match",
     "num_free_blocks",
     "paged_attention",
+    "partition_specs",
     "raise_for_status",
     "read",
     "read_slot",
     "reorder",
     "resize",
     "save",
+    "score",
     "should_compact",
     "slots",
     "stats",

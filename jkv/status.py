@@ -118,7 +118,7 @@ class InvalidSequence(CacheError):
 
 
 class InvalidArgument(CacheError):
-    """A count or length is negative or above what the sequence holds."""
+    """A count or length is negative, or above or below what the sequence holds."""
 
     status = Status.INVALID_ARGUMENT
 

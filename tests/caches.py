@@ -88,10 +88,11 @@ def with_free_rows(cache, count):
     return cache
 
 
-def with_storage_filled(cache, value):
+def with_storage_filled(cache, value, blocks=None):
     """Fill the K/V arrays with one value, such as the NaN of recycled memory.
 
-    With scales these are filled, and the elements' bits are those of a one.
+    With scales these are filled, and the elements' bits are those of a one. Given
+    blocks, only those are filled.
     """
     is_quantized = cache.key_scales is not None
 
@@ -103,10 +104,17 @@ def with_storage_filled(cache, value):
             bits = int(np.float32(value).view(np.uint32)) >> 16
         else:
             bits = value
-        return np.full(pool.shape, bits, pool.dtype)
+        if blocks is None:
+            return np.full(pool.shape, bits, pool.dtype)
+        array = np.array(pool)
+        array[:, blocks] = bits
+        return array
 
-    filled = {name: fill(name, pool) for name, pool in cache.storage.items()}
-    return cache.with_storage(place(filled, None))
+    filled = {
+        name: place(fill(name, pool), pool.sharding if pool.committed else None)
+        for name, pool in cache.storage.items()
+    }
+    return cache.with_storage(filled)
 
 
 def with_metadata(cache, **changes):

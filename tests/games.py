@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from caches import refusal_counts, ring_order, with_storage_filled, without_refusals
-from oracle import BATCH_FULL, OK, PADDING, Oracle
+from oracle import BATCH_FULL, OK, PADDING, Oracle, held
 
 import jkv
 from jkv.storage import quantization
@@ -38,6 +38,12 @@ SHAPES = {
     "blocks of one": (13, 1, 5, 7),
     "many sequences": (9, 4, 9, 18),
     "blocks of 16": (4, 16, 5, 37),
+}
+# A shape whose sequences outgrow the pool, a window, and tokens of sinks.
+WINDOWED = {
+    "window": ((7, 3, 4, 31), (4, 0)),
+    "window and sinks": ((12, 4, 6, 47), (6, 3)),
+    "window of one": ((13, 1, 5, 19), (1, 2)),
 }
 
 
@@ -107,7 +113,7 @@ def can_allocate(cache, num_tokens):
 def read(cache, layer, seq_id):
     recorded = cache.metadata.tokens is not None
     tokens = jkv.tokens(cache, seq_id) if recorded else None
-    return *jkv.read(cache, layer, seq_id), tokens
+    return *jkv.read(cache, layer, seq_id, return_start=True), tokens
 
 
 def read_all(cache, seq_ids):
@@ -118,7 +124,9 @@ def read_all(cache, seq_ids):
 
 
 def attend(cache, layer, batch, queries):
-    return jkv.attend(cache, layer, batch, queries)
+    window = cache.metadata.window
+    window = None if window is None else window.length
+    return jkv.attend(cache, layer, batch, queries, window=window)
 
 
 CHANGING = [
@@ -178,6 +186,8 @@ class Game:
         donate=False,
         folder=None,
         dtype="float32",
+        where=None,
+        window=(None, 0),
     ):
         num_blocks, block_size, max_sequences, max_context = shape
         config = jkv.CacheConfig(
@@ -192,8 +202,13 @@ class Game:
             dtype=dtype,
             record_tokens=record_tokens,
             prefix_caching=self.prefix_caching,
+            sliding_window=window[0],
+            num_sink_tokens=window[1],
         )
-        self.cache = with_storage_filled(jkv.init(config, storage=storage), np.nan)
+        # On which devices, as `init` and `load` are told.
+        self.where = where or {}
+        fresh = jkv.init(config, storage=storage, **self.where)
+        self.cache = with_storage_filled(fresh, np.nan)
         self.has_storage = storage
         self.has_tokens = record_tokens or self.prefix_caching
         self.donate = donate
@@ -205,6 +220,8 @@ class Game:
             block_size=block_size,
             max_sequences=max_sequences,
             max_context_length=max_context,
+            sliding_window=window[0],
+            num_sink_tokens=window[1],
         )
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
@@ -349,7 +366,7 @@ class Game:
             return
         self.cache, swapped = jkv.swap_out(self.cache, i32(seq_ids))
         assert swapped.num_sequences == len(expected)
-        blocks = {block for each in expected for block in each.table}
+        blocks = {block for each in expected for block in held(each)}
         assert swapped.num_blocks == len(blocks)
         self.outside.append((expected, swapped))
 
@@ -393,7 +410,7 @@ class Game:
             return
         expected, path = self.saved[int(self.rng.integers(len(self.saved)))]
         if isinstance(expected, Oracle) and self.rng.random() < 0.5:
-            self.oracle, self.cache = expected.copy(), jkv.load(path)
+            self.oracle, self.cache = expected.copy(), jkv.load(path, **self.where)
             return
         if isinstance(expected, Oracle):  # the sequences of a whole cache
             expected = expected.copy().swap_out(sorted(expected.open))
@@ -439,7 +456,7 @@ class Game:
             )
             assert slot is None or int(slots.offsets[i]) == slot[1]
         for seq_id in set(seq_ids):
-            table = self.oracle.table(seq_id)
+            table = self.table_of(seq_id)
             rest = self.cache.max_blocks_per_sequence - len(table)
             found = jkv.block_ids(self.cache, i32(seq_id))
             same(found, table + [self.cache.num_blocks] * rest)
@@ -479,6 +496,9 @@ class Game:
         """Play random operations and compare everything after each."""
         plays = self.plays()
         weights = np.array([weight for _, weight in plays], np.float64)
+        if self.oracle.window is not None:  # sequences must grow to leave a window
+            grows = [play.__name__.startswith("play_append") for play, _ in plays]
+            weights[grows] *= 6
         for _ in range(num_operations):
             self.before = without_refusals(self.cache)
             play = plays[self.rng.choice(len(plays), p=weights / weights.sum())][0]
@@ -515,6 +535,11 @@ class Game:
             last_row = expected.query_starts[i] + length - 1
             assert length == 0 or int(batch.last_rows[i]) == last_row
 
+    def table_of(self, seq_id):
+        """The blocks of a sequence as the tables name them."""
+        nothing = self.cache.num_blocks
+        return [nothing if b is None else b for b in self.oracle.table(seq_id)]
+
     def compare_state(self):
         """Tables, counts and contents are the oracle's, and `check` agrees."""
         self.oracle.check()
@@ -522,7 +547,7 @@ class Game:
         cache, oracle = self.cache, self.oracle
         metadata = jax.device_get(cache.metadata)
         for seq_id in range(oracle.max_sequences):
-            table, length = oracle.table(seq_id), len(oracle.tokens(seq_id))
+            table, length = self.table_of(seq_id), len(oracle.tokens(seq_id))
             assert bool(metadata.is_open[seq_id]) == (seq_id in oracle.open)
             assert int(metadata.context_lengths[seq_id]) == length
             assert int(metadata.num_mapped_blocks[seq_id]) == len(table)
@@ -551,28 +576,37 @@ class Game:
         for layer in range(NUM_LAYERS):
             for i, seq_id in enumerate(seq_ids):
                 one = [array[layer, i] for array in found if array is not None]
-                self.compare_contents(seq_id, layer, (*one, None)[:4])
+                self.compare_contents(seq_id, layer, (*one, None)[:5])
 
     def compare_contents(self, seq_id, layer, found):
         """Keys, values, length and tokens as `read` gives them."""
-        keys, values, length, tokens = found
+        keys, values, length, start, tokens = found
         contents = self.oracle.tokens(seq_id)
         assert int(length) == len(contents)
+        assert int(start) == self.oracle.kept_from(seq_id)
+        places = range(len(contents))
+        kept = np.array([self.oracle.is_kept(seq_id, p) for p in places], bool)
         if self.has_tokens:
             rest = [-1] * (self.oracle.max_context - len(contents))
-            same(tokens, contents + rest)
-        same(keys[: len(contents)], self.stored_keys[contents, layer])
-        same(values[: len(contents)], self.stored_values[contents, layer])
+            same(tokens, [*np.where(kept, contents, -1), *rest])
+        kept = kept[:, None, None]
+        for found, stored in ((keys, self.stored_keys), (values, self.stored_values)):
+            same(found[: len(contents)], np.where(kept, stored[contents, layer], 0))
 
     def compare_attention(self, batch, expected):
         """Attention over the oracle's own tokens, by the textbook."""
         queries = self.rng.standard_normal((CAPACITY, NUM_HEADS, HEAD_DIM), np.float32)
         layer = int(self.rng.integers(NUM_LAYERS))
+        window = self.oracle.window
+        if window is not None:  # nothing that was given back may be looked at
+            free = self.oracle.free_blocks
+            self.cache = with_storage_filled(self.cache, np.nan, free)
         found = self.verbs["attend"](self.cache, i32(layer), batch, queries)
         wanted = np.zeros((CAPACITY, NUM_HEADS, VALUE_HEAD_DIM), np.float32)
         for row, slot in enumerate(expected.rows):
             if slot is not None:
                 past = self.oracle.tokens(slot.seq_id)[: slot.position + 1]
+                past = past[-(window or len(past)) :]
                 keys = self.stored_keys[past, layer, 0]
                 values = self.stored_values[past, layer, 0]
                 logits = queries[row] @ keys.T / np.sqrt(HEAD_DIM)

@@ -38,6 +38,17 @@ def pretend(platform):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
+def mesh_of_cards(platform, count, axis_type):
+    """A mesh with one axis "tp" of cards that are not there."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    options = {}
+    if jax.__version_info__ >= (0, 11):
+        device = AbstractDevice(_ANY_DEVICE[platform], 1, platform)
+        options = {"abstract_device": device}
+    return AbstractMesh((count,), ("tp",), axis_types=(axis_type,), **options)
+
+
 def lower(function, arguments, platform):
     """Trace and lower `function(*arguments)` for "rocm" or "cuda"."""
     with pretend(platform):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import write_llama_fixtures as checkpoints
+import write_checkpoints as checkpoints
 
 FIXTURE = Path(__file__).parent / "fixtures" / "beams.json"
 NEW_TOKENS = 16

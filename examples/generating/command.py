@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-import llama
 import numpy as np
+import pretrained
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
@@ -26,8 +26,8 @@ STEPS_A_WINDOW = 4
 class Task(NamedTuple):
     """What is to be done."""
 
-    model: llama.Llama
-    params: llama.Params
+    model: pretrained.Decoder
+    params: pretrained.Params
     tokenizer: Tokenizer
     prompts: list[list[int]]  # token ids, B of them
     padded: np.ndarray  # i32[B, P], the same as an array
@@ -127,10 +127,10 @@ def prepare(options: argparse.Namespace) -> Task:
         raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
-    model, params = llama.load(options.model)
-    tokenizer = llama.load_tokenizer(options.model)
+    model, params = pretrained.load(options.model)
+    tokenizer = pretrained.load_tokenizer(options.model)
     if options.chat:
-        texts = [llama.render_chat(options.model, text) for text in texts]
+        texts = [pretrained.render_chat(options.model, text) for text in texts]
     context = model.config.max_context_length
     ids = prompts.encode(
         tokenizer,
@@ -154,7 +154,7 @@ def prepare(options: argparse.Namespace) -> Task:
 
 def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:
     """Take the command line's values, else the checkpoint's, else our own."""
-    chosen: dict[str, Any] = SAMPLING | llama.read_sampling(options.model)
+    chosen: dict[str, Any] = SAMPLING | pretrained.read_sampling(options.model)
     given = {name: getattr(options, name) for name in SAMPLING}
     chosen |= {name: value for name, value in given.items() if value is not None}
     return jkv.Sampling(**chosen)

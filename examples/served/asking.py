@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import llama
+import pretrained
 
 import jkv
 
@@ -97,7 +97,7 @@ def _read_chat(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError("a message is an object with role and content")
     messages = [{**m, "content": _read_content(m.get("content"))} for m in messages]
-    text = llama.render_chat(served.folder, messages)
+    text = pretrained.render_chat(served.folder, messages)
     return [served.tokenizer.encode(text, add_special_tokens=False).ids]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-import llama
+import pretrained
 from tokenizers import Tokenizer
 
 import jkv
@@ -45,8 +45,8 @@ def load(options: argparse.Namespace, **changes: object) -> Served:
         OSError: when a file cannot be read.
         ValueError: when a size cannot be.
     """
-    model, params = llama.load(options.model)
-    tokenizer = llama.load_tokenizer(options.model)
+    model, params = pretrained.load(options.model)
+    tokenizer = pretrained.load_tokenizer(options.model)
     context = min(options.context, model.config.max_context_length)
     config = jkv.CacheConfig.for_context_length(
         context,

@@ -17,6 +17,7 @@ from jkv.attention.kernel.platforms import find_kernel, interpret_kernel, why_re
 from jkv.attention.reference import attend_reference
 from jkv.attention.xla.gradients import attend_differentiably
 from jkv.attention.xla.loops import attend_plainly, attend_xla
+from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 # Platforms with a kernel, as JAX names what it lowers for, and who finds the one for a
 # call: None where the kernel does not take it.
@@ -46,7 +47,7 @@ def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
     A program for one platform carries one of them, one that was exported for several
     platforms carries several.
     """
-    return lax.platform_dependent(call, default=attend_plainly, **_find_kernels(call))
+    return _choose_platform(call, default=attend_plainly, **_find_kernels(call))
 
 
 def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -61,9 +62,27 @@ def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
             f"implementation='pallas' does not apply: {reason}; leave implementation "
             "out to have the plain path in such a case"
         )
-    return lax.platform_dependent(
+    return _choose_platform(
         call, cpu=interpret_kernel, default=_refuse_platform, **_find_kernels(call)
     )
+
+
+def _choose_platform(call: Call, **attends: Attend) -> tuple[jax.Array, jax.Array]:
+    """Return what the implementation for the platform does with the call.
+
+    Inside `shard_map` all of them must answer with what varies over the same axes.
+    """
+    if is_manual():
+        attends = {
+            platform: functools.partial(_attend_varying, attend)
+            for platform, attend in attends.items()
+        }
+    return lax.platform_dependent(call, **attends)
+
+
+def _attend_varying(attend: Attend, call: Call) -> tuple[jax.Array, jax.Array]:
+    """Attend; the results vary over all axes that anything in the call varies over."""
+    return vary_over(attend(call), varying_axes(call))
 
 
 def _find_kernels(call: Call) -> dict[str, Attend]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
 from jkv.config.huggingface import read_sizes
-from jkv.config.layer_windows import Windows
+from jkv.config.layer_windows import Windows, count_windows
 from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
 
@@ -21,6 +22,9 @@ from jkv.config.units import human_bytes, parse_bytes
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+# Fields that a plan chooses for each length.
+TABLES = {"max_context_length", "max_sequences"}
 
 # Less than this, written without a unit, was most likely meant in gigabytes.
 LEAST_MEMORY = 2**20
@@ -36,9 +40,12 @@ class Plan:
     reserve: int  # kept back on each device
     budget: int  # for the cache on each device
     bytes_per_token: int  # on all devices together
-    config: CacheConfig  # of one device's part
+    config: CacheConfig  # of one device's part, all layers in one pool
     sequences: dict[int, int]  # by context length: most sequences of it at once
-    windows: Windows | None  # of the model's layers; the cache keeps all tokens
+    # With windows, of one device's part: as many of the longest sequences as fit.
+    groups: GroupedConfig | None
+    bytes_needed: dict[int, int]  # of a sequence, by its length, on all devices
+    windows: Windows | None  # of the model's layers
     notes: list[str]
 
     def report(self) -> str:
@@ -51,7 +58,7 @@ class Plan:
             f"            - {human_bytes(self.weights / devices)} weights, "
             f"{human_bytes(self.reserve)} reserve "
             f"= {human_bytes(self.budget)} for the cache",
-            *(f"{head:12}{line}" for head, line in self._described()),
+            *self._described(),
             f"per token   {human_bytes(self.bytes_per_token)}{here}",
             "",
             *self._table(),
@@ -59,30 +66,28 @@ class Plan:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _table(self) -> Iterator[str]:
-        """Yield a line for each context length; with windows, what those would need."""
+        """Yield a line for each context length; with windows, what they spare."""
         head = "context length   sequences at once"
         if self.windows:
-            head += "   bytes of each   its windows need"
+            head += "   bytes of each   all tokens kept"
         yield head
         for length, number in self.sequences.items():
             line = f"{length:14,}   {number:17,}"
             if self.windows:
-                line += f"   {human_bytes(length * self.bytes_per_token):>13}"
-                line += f"   {human_bytes(self.bytes_needed(length)):>16}"
+                line += f"   {human_bytes(self.bytes_needed[length]):>13}"
+                line += f"   {human_bytes(length * self.bytes_per_token):>15}"
             yield line
 
-    def bytes_needed(self, context_length: int) -> int:
-        """Return what a sequence would take if layers with a window kept no more."""
-        num_layers = self.config.num_layers
-        tokens = num_layers * context_length
-        if self.windows:
-            tokens = self.windows.count_needed(num_layers, context_length)
-        return tokens * self.bytes_per_token // num_layers
-
-    def _described(self) -> list[tuple[str, str]]:
-        """Name the lines of the configuration's own description."""
-        heads = ["device" if self.num_devices > 1 else "model", "blocks", "tables", ""]
-        return list(zip(heads, str(self.config).splitlines(), strict=True))
+    def _described(self) -> Iterator[str]:
+        """Yield the lines of the configuration's own description, with names."""
+        groups = self.groups.groups if self.groups else (self.config,)
+        for i, group in enumerate(groups):
+            name = "device" if self.num_devices > 1 else "model"
+            if self.groups:
+                name = f"group {i}"
+            lines = str(group).splitlines()
+            for head, line in zip((name, "blocks", "tables", ""), lines, strict=True):
+                yield f"{head:12}{line}"
 
 
 def make_plan(
@@ -92,6 +97,7 @@ def make_plan(
     tensor_parallel: int = 1,
     weights: int | str | None = None,
     reserve: float = 0.1,
+    step_tokens: int = 512,
     **overrides: Any,
 ) -> Plan:
     """Find out what fits beside a model.
@@ -104,6 +110,8 @@ def make_plan(
         devices than heads, each head is kept by several.
       weights: of the whole model; default the size of the weight files in the folder.
       reserve: share of the memory kept for activations and the rest.
+      step_tokens: the most tokens of a sequence in one step, which layers with a window
+        keep beside it.
       **overrides: fields of `CacheConfig`.
 
     Returns:
@@ -118,7 +126,9 @@ def make_plan(
             f"the reserve must be a share from 0 to below 1, got {reserve}"
         )
     total = _read_memory(memory)
-    fields, notes, windows = read_sizes(folder, overrides)
+    fields, notes, layer_windows = read_sizes(folder, overrides)
+    # An index finds prompts in one pool of all layers.
+    windows = None if overrides.get("prefix_caching") else count_windows(layer_windows)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
     whole = CacheConfig(num_blocks=1, **fields)
     fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
@@ -138,6 +148,14 @@ def make_plan(
     config = CacheConfig.for_memory(budget, **fields)
     longest = config.max_context_length
     lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
+    notes += _note_windows(windows, config, step_tokens)
+    sizes = {name: fields[name] for name in fields.keys() - TABLES}
+    layers = _Layers(layer_windows if windows else None, step_tokens, sizes)
+    everywhere = dataclasses.replace(
+        layers, sizes=sizes | {"num_kv_heads": whole.num_kv_heads}
+    )
+    fits = {length: layers.fit_most(length, budget) for length in lengths}
+    groups = [found for found in fits.values() if isinstance(found, GroupedConfig)]
     return Plan(
         memory=total,
         num_devices=tensor_parallel,
@@ -146,7 +164,9 @@ def make_plan(
         budget=budget,
         bytes_per_token=whole.bytes_per_token,
         config=config,
-        sequences={n: _most_sequences(n, budget, fields) for n in lengths},
+        sequences={n: f.max_sequences if f else 0 for n, f in fits.items()},
+        groups=groups[-1] if groups else None,
+        bytes_needed={n: everywhere.count_bytes(n) for n in lengths},
         windows=windows,
         notes=notes,
     )
@@ -164,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="DEVICES")
     parser.add_argument("--weights", help="default: the weight files in the folder")
     parser.add_argument("--reserve", type=float, default=0.1, help="share kept free")
+    parser.add_argument("--step-tokens", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-sequences", type=int, default=DEFAULT_SEQUENCES)
     parser.add_argument("--max-context-length", type=int, help="default: the model's")
@@ -187,6 +208,19 @@ def _read_memory(memory: int | str) -> int:
             f"{memory}GiB? Write the unit"
         )
     return count
+
+
+def _note_windows(
+    windows: Windows | None, config: CacheConfig, step_tokens: int
+) -> list[str]:
+    """Say what a plan with windows is for."""
+    if windows is None:
+        return []
+    return [
+        f"{windows.num_layers} of {config.num_layers} layers have a window of "
+        f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
+        f"to {step_tokens} tokens of a sequence"
+    ]
 
 
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:
@@ -214,14 +248,38 @@ def _weights(folder: str | Path, given: int | str | None) -> int:
     return 0
 
 
-def _most_sequences(length: int, budget: int, fields: dict[str, Any]) -> int:
-    """Return how many sequences of a length fit, with tables made for just them."""
-    others = ("max_context_length", "max_sequences")
-    sizes = {name: value for name, value in fields.items() if name not in others}
-    one = CacheConfig.for_context_length(length, max_sequences=1, **sizes)
-    if one.bytes > budget:
-        return 0
-    return CacheConfig.for_context_length(length, budget=budget, **sizes).max_sequences
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """What is the same for all lengths: the layers' windows, and the other fields."""
+
+    windows: tuple[int | None, ...] | None  # None: all layers are in one pool
+    step_tokens: int
+    sizes: dict[str, Any]
+
+    def fit(self, length: int, **limit: Any) -> CacheConfig | GroupedConfig:
+        """Return the configuration for sequences of a length, with tables for them."""
+        if self.windows is None:
+            return CacheConfig.for_context_length(length, **limit, **self.sizes)
+        sizes = {n: value for n, value in self.sizes.items() if n != "num_layers"}
+        return GroupedConfig.for_context_length(
+            length,
+            layer_windows=self.windows,
+            step_tokens=self.step_tokens,
+            **limit,
+            **sizes,
+        )
+
+    def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
+        """Return what holds the most sequences of a length; None if none fits."""
+        if self.fit(length, max_sequences=1).bytes > budget:
+            return None
+        return self.fit(length, budget=budget)
+
+    def count_bytes(self, length: int) -> int:
+        """Return the bytes of keys and values of one sequence of a length."""
+        found = self.fit(length, max_sequences=1)
+        groups = found.groups if isinstance(found, GroupedConfig) else (found,)
+        return sum(group.storage_bytes for group in groups)
 
 
 if __name__ == "__main__":

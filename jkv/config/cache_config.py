@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config import sizing
-from jkv.config.counts import check_tables, checked_count, checked_num_blocks
+from jkv.config.counts import (
+    check_tables,
+    check_window,
+    checked_count,
+    checked_num_blocks,
+)
 from jkv.config.description import describe
 from jkv.config.dtypes import checked_dtype, needs_scales
 from jkv.config.layout import Sizes, lay_out, lay_out_storage
@@ -44,6 +49,10 @@ class CacheConfig:
       prefix_caching: index full blocks by their tokens, so that a prompt that begins
         like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
         recorded) and 116 a block.
+      sliding_window: tokens that a row of any layer sees, itself counted; `None`: all.
+        `append` gives back the blocks that no row will see again, so that a sequence
+        keeps about that many tokens however long it is. 4 bytes a sequence.
+      num_sink_tokens: first tokens of each sequence that are kept all the same.
 
     Raises:
       ValueError: for a size that cannot work, saying what to change.
@@ -69,6 +78,8 @@ class CacheConfig:
     dtype: Any = jnp.bfloat16
     record_tokens: bool = False
     prefix_caching: bool = False
+    sliding_window: int | None = None
+    num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Normalise the dtype and reject what cannot work."""
@@ -78,6 +89,11 @@ class CacheConfig:
         for name in COUNTS:
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         checked_num_blocks(self.num_blocks, self.prefix_caching)
+        window, sinks = check_window(
+            self.sliding_window, self.num_sink_tokens, self.prefix_caching
+        )
+        object.__setattr__(self, "sliding_window", window)
+        object.__setattr__(self, "num_sink_tokens", sinks)
         assert self.value_head_dim is not None
         if self.values_in_keys and self.value_head_dim > self.head_dim:
             raise ValueError(
@@ -134,6 +150,28 @@ class CacheConfig:
         """Bytes of one token's keys and values in all layers."""
         return self.storage_bytes // self.capacity_tokens
 
+    def most_blocks(self, num_tokens: int = 1) -> int:
+        """Return the most blocks that one sequence ever has, nothing reserved.
+
+        A pool with so many for each sequence refuses nobody for want of blocks.
+
+        Args:
+          num_tokens: the most that one `append` adds to a sequence. It matters with a
+            sliding window only: rows of one step keep what the first of them sees.
+
+        Returns:
+          The blocks, at most `max_blocks_per_sequence`.
+
+        Example:
+          >>> import jkv
+          >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+          ...     num_blocks=10, max_sequences=4, max_context_length=100, block_size=4,
+          ...     sliding_window=8)
+          >>> config.most_blocks(), config.most_blocks(16), config.most_blocks(100)
+          (3, 11, 25)
+        """
+        return sizing.find_most_blocks(self.sizes, num_tokens)
+
     def longest_context(self, num_sequences: int) -> int:
         """Return how many tokens so many sequences can have each, all at once.
 
@@ -142,7 +180,7 @@ class CacheConfig:
 
         Returns:
           The tokens of each, nothing shared: at most `max_context_length`, and 0 if
-          there cannot be so many sequences.
+          there cannot be so many sequences. With a sliding window they are decoding.
 
         Example:
           >>> import jkv
@@ -161,7 +199,7 @@ class CacheConfig:
 
         Returns:
           The number of sequences, nothing shared: at most `max_sequences`, and 0 if no
-          sequence can be that long.
+          sequence can be that long. With a sliding window they are decoding.
 
         Example:
           >>> import jkv

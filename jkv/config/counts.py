@@ -37,6 +37,29 @@ def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
     return num_blocks
 
 
+def check_window(
+    sliding_window: Any, num_sink_tokens: Any, prefix_caching: bool
+) -> tuple[int | None, int]:
+    """Return a window and its sinks as Python ints, or say what cannot be."""
+    if sliding_window is None:
+        if num_sink_tokens != 0:
+            raise ValueError(
+                f"num_sink_tokens {num_sink_tokens!r} are kept where a window gives "
+                f"others back; give sliding_window too, or leave num_sink_tokens out"
+            )
+        return None, 0
+    window = checked_count("sliding_window", sliding_window)
+    sinks = num_sink_tokens
+    if sinks != 0:
+        sinks = checked_count("num_sink_tokens", sinks)
+    if prefix_caching:
+        raise ValueError(
+            "prefix_caching finds a prompt from its first block on, which a "
+            "sliding_window gives back; leave one of the two out"
+        )
+    return window, int(sinks)
+
+
 def check_tables(max_sequences: int, max_blocks_per_sequence: int) -> None:
     """Refuse block tables with more entries than a 32-bit index can tell apart."""
     entries = max_sequences * max_blocks_per_sequence

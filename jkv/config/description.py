@@ -17,6 +17,9 @@ def describe(sizes: Sizes) -> str:
     what = [f"{sizes.num_layers} layers", heads, sizes.dtype.name]
     what += ["tokens recorded"] * sizes.record_tokens
     what += ["prefix caching"] * sizes.prefix_caching
+    if sizes.sliding_window is not None:
+        sinks = f" and {sizes.num_sink_tokens} sinks" * (sizes.num_sink_tokens > 0)
+        what.append(f"a window of {sizes.sliding_window:,} tokens{sinks}")
     tokens = sizes.num_blocks * sizes.block_size
     stored = sum(array.nbytes for array in lay_out_storage(sizes).values())
     total = sum(array.nbytes for array in lay_out(sizes).values())

@@ -9,17 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jkv.config.layer_windows import Windows, find_windows
+from jkv.config.layer_windows import list_windows
 from jkv.config.text_part import find_text_part
 
 # What transformers assumes when a config.json of this model type leaves a key out.
 DEFAULTS: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
-    "qwen3": {"head_dim": 128},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 128, "use_sliding_window": False},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
 
 # One size goes by several names.
@@ -57,7 +63,8 @@ class ModelSizes(NamedTuple):
 
     fields: dict[str, Any]
     notes: list[str]
-    windows: Windows | None  # of layers that look back only so far
+    # The window of each layer that keeps keys and values, None for all tokens.
+    layer_windows: tuple[int | None, ...]
 
 
 def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
@@ -70,7 +77,7 @@ def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
 
     Returns:
       The fields, those given among them, notes on what the cache does not mirror, and
-      the windows of the model's layers.
+      the window of each layer.
 
     Raises:
       FileNotFoundError: without a config.json.
@@ -118,13 +125,7 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
     fields = latent | {
         name: known[name] if name in known else read() for name, read in readers.items()
     }
-    windows = find_windows(model, fields["num_layers"])
-    if windows:
-        notes.append(
-            f"a sliding window of {windows.length} tokens is ignored: all tokens are "
-            f"kept ({windows.num_layers} of {fields['num_layers']} layers have it)"
-        )
-    return ModelSizes(fields, notes, windows)
+    return ModelSizes(fields, notes, list_windows(model, fields["num_layers"]))
 
 
 def _num_layers(model: dict[str, Any], notes: list[str]) -> int:

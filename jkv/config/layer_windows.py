@@ -1,16 +1,20 @@
 """Which layers of a model look back over a window only.
 
-The cache keeps all tokens of every layer. A layer with a window of 1,024 tokens would
-need no more than those: the difference is what another layout could save.
+One cache keeps all tokens of every layer. With a group for each window
+(`GroupedConfig`) the others keep no more than their rows see.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # Kinds of layers whose keys are needed only so far back.
 WINDOWED = {"sliding_attention", "chunked_attention"}
 
+# And those whose keys are needed for ever.
+FULL = {"full_attention", "attention"}
+
 # Every how many-th layer sees everything, where the model type alone says it.
-FULL_EVERY = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}
+FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "gemma3_text": 6}
 
 
 class Windows(NamedTuple):
@@ -19,20 +23,9 @@ class Windows(NamedTuple):
     num_layers: int
     length: int
 
-    def count_needed(self, num_layers: int, context_length: int) -> int:
-        """Return the tokens that all layers need of one sequence, summed over layers.
 
-        Args:
-          num_layers: those that keep keys and values, those with a window among them.
-          context_length: tokens of the sequence.
-        """
-        windowed = min(self.num_layers, num_layers)
-        seen = min(context_length, self.length)
-        return (num_layers - windowed) * context_length + windowed * seen
-
-
-def find_windows(model: dict[str, Any], num_layers: int) -> Windows | None:
-    """Return the windows of a model's layers, None if all see everything.
+def list_windows(model: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer that keeps keys and values, None for all tokens.
 
     Args:
       model: the language model's settings, from a config.json.
@@ -40,16 +33,33 @@ def find_windows(model: dict[str, Any], num_layers: int) -> Windows | None:
     """
     length = model.get("sliding_window") or model.get("attention_chunk_size")
     if not isinstance(length, int) or not model.get("use_sliding_window", True):
-        return None
+        return (None,) * num_layers
+    return tuple(
+        length if has_window else None for has_window in _have_window(model, num_layers)
+    )
+
+
+def _have_window(model: dict[str, Any], num_layers: int) -> list[bool]:
+    """Return which layers have the window, bool[num_layers]."""
     kinds = model.get("layer_types")
     every = model.get("sliding_window_pattern") or FULL_EVERY.get(
         str(model.get("model_type"))
     )
     first = model.get("max_window_layers") or 0
     if isinstance(kinds, list):
-        windowed = sum(kind in WINDOWED for kind in kinds[:num_layers])
-    elif isinstance(every, int):
-        windowed = num_layers - num_layers // every
-    else:
-        windowed = max(num_layers - first, 0)
-    return Windows(windowed, length) if windowed else None
+        windowed = [kind in WINDOWED for kind in kinds if kind in WINDOWED | FULL]
+        windowed += [False] * (num_layers - len(windowed))
+        return windowed[:num_layers]
+    if isinstance(every, int):
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return [layer >= first for layer in range(num_layers)]
+
+
+def count_windows(layers: Sequence[int | None]) -> Windows | None:
+    """Return how many layers have a window, None if all see everything.
+
+    Args:
+      layers: the window of each, as `list_windows` returns them.
+    """
+    lengths = [length for length in layers if length is not None]
+    return Windows(len(lengths), max(lengths)) if lengths else None

@@ -41,6 +41,8 @@ class Sizes(NamedTuple):
     dtype: np.dtype[Any]  # that the stored bits mean
     record_tokens: bool
     prefix_caching: bool
+    sliding_window: int | None
+    num_sink_tokens: int
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -97,6 +99,8 @@ def lay_out_metadata(sizes: Sizes) -> dict[str, ArrayLayout]:
     }
     if sizes.record_tokens or sizes.prefix_caching:
         arrays["tokens"] = ArrayLayout((blocks, sizes.block_size), _I32, fill=-1)
+    if sizes.sliding_window is not None:
+        arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
     if sizes.prefix_caching:
         arrays |= _lay_out_index(blocks, sequences)
     return arrays

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
 from jkv.config.names import check_names
 from jkv.config.units import parse_bytes
@@ -122,7 +123,14 @@ def fit_model(
     check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
-    fields, notes, _ = read_sizes(folder, overrides)
+    fields, notes, layer_windows = read_sizes(folder, overrides)
+    windows = count_windows(layer_windows)
+    if windows and overrides.get("sliding_window") is None:
+        notes.append(
+            f"a sliding window of {windows.length} tokens is ignored: all tokens are "
+            f"kept ({windows.num_layers} of {fields['num_layers']} layers have it); "
+            f"GroupedConfig.from_model keeps what they see"
+        )
     for note in notes:
         logger.info("%s: %s", folder, note)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
@@ -133,8 +141,10 @@ def find_longest_context(sizes: Sizes, num_sequences: int) -> int:
     """Return the tokens that so many sequences can have each, nothing shared."""
     if not 1 <= num_sequences <= sizes.max_sequences:
         return 0
-    tokens = sizes.num_blocks // num_sequences * sizes.block_size
-    return min(tokens, sizes.max_context_length)
+    blocks = sizes.num_blocks // num_sequences
+    if blocks >= find_most_blocks(sizes, 1):
+        return sizes.max_context_length
+    return min(blocks * sizes.block_size, sizes.max_context_length)
 
 
 def find_most_sequences(sizes: Sizes, context_length: int) -> int:
@@ -142,4 +152,17 @@ def find_most_sequences(sizes: Sizes, context_length: int) -> int:
     if context_length > sizes.max_context_length:
         return 0
     blocks = max(-(-context_length // sizes.block_size), 1)
+    blocks = min(blocks, find_most_blocks(sizes, 1))
     return min(sizes.num_blocks // blocks, sizes.max_sequences)
+
+
+def find_most_blocks(sizes: Sizes, num_tokens: int) -> int:
+    """Return the most blocks of a sequence that grows by so many tokens at a time."""
+    if sizes.sliding_window is None:
+        return sizes.max_blocks_per_sequence
+    # Blocks are taken before those that the step gives back count as free. Until then
+    # a sequence has what the first row of the step before saw, and this step's rows.
+    kept = sizes.sliding_window - 1 + 2 * num_tokens
+    blocks = (kept - 2) // sizes.block_size + 2  # wherever in a block they begin
+    blocks += -(-sizes.num_sink_tokens // sizes.block_size)
+    return min(blocks, sizes.max_blocks_per_sequence)

@@ -2,6 +2,7 @@
 
 from jkv.decoding.beams.progress import BeamSearch, BeamStatistics
 from jkv.decoding.beams.search import beam_search
+from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.interventions import add_prompts, cancel
 from jkv.decoding.model import Model
@@ -9,6 +10,8 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
+from jkv.decoding.scoring import score
+from jkv.decoding.selection import select_best
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import begin, decode, prefill
 
@@ -28,8 +31,11 @@ __all__ = [
     "begin",
     "cancel",
     "decode",
+    "extend",
     "filter_logits",
     "generate",
     "prefill",
     "sample",
+    "score",
+    "select_best",
 ]

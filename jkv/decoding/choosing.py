@@ -4,18 +4,20 @@ Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.conditions import when
-from jkv.decoding.ending import Bounds, judge_texts
+from jkv.decoding.ending import Bounds, Stops, judge_texts
 from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
+from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.sampling import by_row, sample
+from jkv.sharding.loops import while_loop
 
 
 class Sampler(Protocol):
@@ -27,7 +29,7 @@ class Sampler(Protocol):
         sampling: Sampling,
         counts: jax.Array,
         *,
-        seen: jax.Array,
+        seen: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -131,7 +133,7 @@ def _choose_for_samples(
         )
         return todo.at[place].set(False), state
 
-    _, state = lax.while_loop(lambda carry: jnp.any(carry[0]), trip, (is_first, state))
+    _, state = while_loop(lambda carry: jnp.any(carry[0]), trip, (is_first, state))
     return state
 
 
@@ -144,21 +146,43 @@ def _choose(
     sampling: Sampling,
     sampler: Sampler = sample,
 ) -> tuple[GenerationState, jax.Array]:
+    """Choose a token for sequences of a generation, as `choose_next`."""
+    texts = Texts(state.prompts, state.stops, bounds, state.result)
+    result, tokens = choose_next(texts, logits, sequences, seen, sampling, sampler)
+    return dataclasses.replace(state, result=result), tokens
+
+
+class Texts(NamedTuple):
+    """Texts of N sequences, and what ends them."""
+
+    prompts: Prompts
+    stops: Stops
+    bounds: Bounds
+    result: Generation
+
+
+def choose_next(
+    texts: Texts,
+    logits: jax.Array,
+    sequences: jax.Array,
+    seen: jax.Array | None,
+    sampling: Sampling,
+    sampler: Sampler = sample,
+) -> tuple[Generation, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
     Args:
-      state: the generation.
-      bounds: how long a text can become.
+      texts: of N sequences.
       logits: f32[K, V].
       sequences: i32[K]; N is nobody.
-      seen: bool[K, V], tokens of their texts.
+      seen: bool[K, V], tokens of their texts; None where no penalty applies to any.
       sampling: of N sequences.
       sampler: how.
 
     Returns:
-      The state, and i32[K], the tokens.
+      What there is then, and i32[K], the tokens.
     """
-    result, nobody = state.result, state.result.lengths.shape[0]
+    result, nobody = texts.result, texts.result.lengths.shape[0]
     known = jnp.minimum(sequences, nobody - 1)
     lengths = result.lengths[known]
     chosen = sampling_of(sampling, nobody, known)
@@ -174,7 +198,7 @@ def _choose(
         logprobs=result.logprobs.at[gets, lengths].set(logprobs, mode="drop"),
         statistics=result.statistics,
     )
-    reasons = judge_texts(state.prompts, state.stops, bounds, result, known)
+    reasons = judge_texts(texts.prompts, texts.stops, texts.bounds, result, known)
     reasons = jnp.where(is_nan, jnp.int32(FinishReason.NAN_LOGITS), reasons)
     # They all ran until now, and mostly go on.
     ended = jnp.where(reasons == FinishReason.RUNNING, nobody, sequences)
@@ -183,8 +207,7 @@ def _choose(
         lambda old: old.at[ended].set(reasons, mode="drop"),
         result.reasons,
     )
-    result = result._replace(reasons=reasons)
-    return dataclasses.replace(state, result=result), tokens
+    return result._replace(reasons=reasons), tokens
 
 
 def sampling_of(

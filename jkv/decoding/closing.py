@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.conditions import when
 from jkv.decoding.progress import GenerationState, note_texts
@@ -24,6 +23,7 @@ from jkv.decoding.scheduling.places import (
     preempt_youngest,
     vacate,
 )
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status
 from jkv.verbs.allocation import free
@@ -72,7 +72,7 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
         return cache, left.at[chosen].set(False, mode="drop")
 
     left = seq_ids != NO_SEQUENCE
-    cache, _ = lax.while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
+    cache, _ = while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
     return cache
 
 
@@ -94,7 +94,7 @@ def make_room(
 
     none = jnp.zeros((), jnp.int32)
     promised = jnp.sum(demand, dtype=jnp.int32)
-    pool = lax.while_loop(
+    pool = while_loop(
         lacks_blocks,
         lambda pool: _take_back(cache, pool, demand),
         _Pool(cache.metadata, state.places, state.holder, promised, none),
@@ -172,7 +172,7 @@ def _hand_over(
         state = _receive(state, receiver, seq_id, loads.prompts[giver])
         return cache, state, left.at[giver].set(False), given.at[giver].set(is_cut)
 
-    cache, state, _, given = lax.while_loop(
+    cache, state, _, given = while_loop(
         lambda carry: jnp.any(carry[2]),
         trip,
         (cache, state, gives, jnp.zeros_like(gives)),

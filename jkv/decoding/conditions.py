@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
 
@@ -35,5 +36,5 @@ def when(
         return function(carry, *given), [jnp.zeros_like(array) for array in given]
 
     trips = condition.astype(jnp.int32)
-    carry, _ = lax.fori_loop(jnp.int32(0), trips, trip, (carry, list(given)))
+    carry, _ = fori_loop(jnp.int32(0), trips, trip, (carry, list(given)))
     return carry

@@ -116,7 +116,7 @@ def _to_the_right(sequences: jax.Array) -> jax.Array:
 class Bounds(NamedTuple):
     """How long a text can become in this cache."""
 
-    max_context_length: int
+    max_context_length: jax.Array | int  # i32[K] where texts differ
     block_size: int
     num_blocks: jax.Array  # i32[], those it would find if it were alone
 

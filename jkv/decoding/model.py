@@ -75,7 +75,7 @@ def call_model(
             f"returned it, got {said}"
         )
     logits, cache = answer
-    num_sequences = batch.seq_ids.shape[0]
+    num_sequences = batch.last_rows.shape[0]
     shape, dtype = jnp.shape(logits), jnp.result_type(logits)
     if len(shape) != 2 or shape[0] != num_sequences:
         raise UsageError(

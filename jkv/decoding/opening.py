@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.admission import Attempt, admit, may_admit
 from jkv.decoding.ending import find_first
@@ -18,6 +17,7 @@ from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Loads
 from jkv.decoding.scheduling.groups import Holder, find_pending
 from jkv.decoding.scheduling.places import LANES, find_oldest
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate
@@ -43,9 +43,7 @@ def fill_places(
         return _bring_in(cache, state, attempt, num_lanes)
 
     begins = may_admit(state, slack) | jnp.any(state.places.is_pending)
-    cache, state, _ = lax.while_loop(
-        lambda carry: carry[2], trip, (cache, state, begins)
-    )
+    cache, state, _ = while_loop(lambda carry: carry[2], trip, (cache, state, begins))
     return cache, state
 
 

@@ -41,16 +41,20 @@ class Prompts:
         if tokens.shape[1] == 0:
             tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
         num_prompts = tokens.shape[0]
-        is_token = (tokens >= 0).astype(jnp.int32)
-        is_token = jnp.cumprod(is_token, axis=1, dtype=jnp.int32)
         salts, priorities = broadcast(num_prompts, salts=salts, priorities=priorities)
         return cls(
             tokens=tokens,
-            lengths=jnp.sum(is_token, axis=1, dtype=jnp.int32),
+            lengths=count_tokens(tokens),
             limits=_fill_limits(limits, num_prompts, max_new_tokens),
             salts=jnp.asarray(salts),
             priorities=jnp.asarray(priorities),
         )
+
+
+def count_tokens(texts: jax.Array) -> jax.Array:
+    """Count the tokens before each row's first negative entry, i32[B, P] to i32[B]."""
+    is_token = jnp.cumprod((texts >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    return jnp.sum(is_token, axis=1, dtype=jnp.int32)
 
 
 def find_tokens(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.options import SAMPLING_DTYPES, Sampling
+from jkv.sharding.loops import while_loop
 
 # A draw picks one of V / _TILE tiles, then one token of it: two short cumulative
 # sums in place of one of length V.
@@ -209,7 +210,7 @@ def _smallest_kept(
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     high = jnp.max(ranks, axis=-1)
-    _, kept = lax.while_loop(
+    _, kept = while_loop(
         lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (start, high)
     )
     return kept

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.beginning import Concurrency, begin_generation
 from jkv.decoding.model import Model
@@ -21,6 +20,7 @@ from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.step import run_step
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
+from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
@@ -46,7 +46,7 @@ def run_steps(
         return num_steps + 1, cache, state, logits
 
     logits = jnp.zeros(state.seen.shape, jnp.float32)
-    _, cache, state, _ = lax.while_loop(
+    _, cache, state, _ = while_loop(
         lambda carry: goes_on(carry[2], carry[0]),
         step,
         (jnp.zeros((), jnp.int32), cache, state, logits),

@@ -11,6 +11,7 @@ import numpy as np
 
 from jkv.config.layout import ArrayLayout, Sizes, lay_out
 from jkv.inspection.arrays import named_arrays
+from jkv.inspection.given_back import check_given_back, find_gap
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.state.entry import for_host
 from jkv.status import InvariantError
@@ -59,9 +60,10 @@ def _implied_sizes(cache: Cache) -> Sizes:
     """Return the sizes that a few of the arrays tell of all the others."""
     values_in_keys = cache.latent_value_dim is not None
     has_values = values_in_keys or cache.values is not None
+    window = cache.metadata.window
     return Sizes(
         num_layers=cache.num_layers,
-        num_kv_heads=cache.num_kv_heads,
+        num_kv_heads=cache.keys.shape[2],  # with copies on a mesh
         head_dim=cache.head_dim,
         num_blocks=cache.num_blocks,
         max_sequences=cache.max_sequences,
@@ -72,6 +74,8 @@ def _implied_sizes(cache: Cache) -> Sizes:
         dtype=cache.dtype,
         record_tokens=cache.metadata.tokens is not None,
         prefix_caching=cache.metadata.prefix is not None,
+        sliding_window=None if window is None else window.length,
+        num_sink_tokens=0 if window is None else window.num_sink_tokens,
     )
 
 
@@ -84,6 +88,10 @@ def _block_tables(meta: Metadata) -> Iterator[str]:
     mapped = np.asarray(meta.num_mapped_blocks)
     for row in range(meta.max_sequences):
         used, rest = tables[row, : mapped[row]], tables[row, max(mapped[row], 0) :]
+        start, end = find_gap(meta, row)
+        if np.any(used[start:end] != meta.num_blocks):
+            yield f"block_tables: row {row} names a block that it gave back"
+        used = np.delete(used, slice(start, end))
         if np.any((used < 0) | (used >= meta.num_blocks)):
             yield f"block_tables: row {row} maps an id outside the pool"
         if np.any(rest != meta.num_blocks):
@@ -236,6 +244,7 @@ _INVARIANTS = (
     _private_tail,
     _prefix_blocks,
     _committed,
+    check_given_back,
 )
 
 
@@ -244,6 +253,8 @@ def _recount(meta: Metadata) -> np.ndarray:
     tables = np.asarray(meta.block_tables)
     columns = np.arange(tables.shape[1])
     entries = tables[columns < np.asarray(meta.num_mapped_blocks)[:, None]]
+    if meta.window is not None:
+        entries = entries[entries < meta.num_blocks]
     return np.bincount(entries, minlength=meta.num_blocks)
 
 

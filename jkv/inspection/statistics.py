@@ -96,6 +96,7 @@ class Tally(NamedTuple):
     pinned_blocks: int
     live_sequences: int
     mapped_blocks: int  # table entries: a shared block counts for each owner
+    given_back: int  # table entries that a window has given back
     extent: int  # 1 + the highest live block id, 0 if there is none
     free_blocks: int
     fewest_free: int
@@ -173,7 +174,8 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
     A block with a slot to spare has one owner, so the spare slots of all sequences are
     all different.
     """
-    spare = sums.mapped_blocks * cache.block_size - sums.tokens
+    entries = sums.mapped_blocks + sums.given_back
+    spare = entries * cache.block_size - sums.tokens
     return sums.live_blocks * cache.block_size - spare
 
 
@@ -185,6 +187,9 @@ def _sums(metadata: Metadata) -> jax.Array:
     indexed = jnp.zeros_like(live)
     if metadata.prefix is not None:
         indexed = metadata.prefix.hashes != 0
+    given_back = jnp.int32(0)
+    if metadata.window is not None:
+        given_back = jnp.sum(metadata.window.num_given_back, dtype=jnp.int32)
     ends = jnp.arange(1, metadata.num_blocks + 1, dtype=jnp.int32)
     words = [
         _count_true(live),
@@ -193,7 +198,8 @@ def _sums(metadata: Metadata) -> jax.Array:
         _count_true(indexed & live),
         _count_true(metadata.is_open),
         # At most S * M, which the configuration keeps below 2**30.
-        jnp.sum(metadata.num_mapped_blocks, dtype=jnp.int32),
+        jnp.sum(metadata.num_mapped_blocks, dtype=jnp.int32) - given_back,
+        given_back,
         jnp.max(jnp.where(live, ends, 0)),
         metadata.free_blocks.count,
         metadata.free_blocks.fewest,

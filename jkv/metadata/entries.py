@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import fori_loop
+from jkv.sharding.varying import is_manual
 
 Carry = TypeVar("Carry")
 
@@ -28,6 +30,10 @@ def find_owners(starts: jax.Array, places: jax.Array) -> jax.Array:
       starts: i32[B], ascending from 0 on.
       places: i32[P], not negative.
     """
+    if is_manual():
+        # JAX cannot trace a search where only some axes of a mesh are manual.
+        before = starts[None] <= places[:, None]
+        return jnp.sum(before, axis=1, dtype=jnp.int32) - 1
     # A search is a loop of small operations; a comparison of all is one.
     method = "compare_all" if starts.shape[0] <= MOST_COMPARED else "scan"
     later = jnp.searchsorted(starts, places, side="right", method=method)
@@ -65,4 +71,4 @@ def for_each_entry(
         return body(carry, entry, request, rank, entry < ends[-1])
 
     num_trips = (ends[-1] + width - 1) // width
-    return jax.lax.fori_loop(jnp.int32(0), num_trips, trip, carry)
+    return fori_loop(jnp.int32(0), num_trips, trip, carry)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, ring, tables
+from jkv.metadata import allocator, gaps, ring, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.prefixes import holes
 from jkv.metadata.tails import BlockCopies, copy_tokens
@@ -25,6 +25,7 @@ class Past(NamedTuple):
     length: jax.Array  # i32[B], its context length, or how much of it counts
     num_full: jax.Array  # i32[B], blocks that are full
     tail: jax.Array  # i32[B], tokens in the block after them
+    gap: jax.Array | None  # i32[B], of the full blocks, those given back
 
 
 def find_past(
@@ -41,7 +42,10 @@ def find_past(
     if lengths is not None:
         length = jnp.clip(lengths, 0, length)
     blocks = metadata.block_tables.at[parents].get(mode="clip")
-    return Past(blocks, length, *tables.locate(metadata, length))
+    gap = gaps.find_gap(metadata, parents)
+    if gap is not None:
+        gap = jnp.where(length > 0, gap, 0)
+    return Past(blocks, length, *tables.locate(metadata, length), gap)
 
 
 def count_owners(metadata: Metadata, past: Past, served: jax.Array) -> Metadata:
@@ -54,12 +58,16 @@ def count_owners(metadata: Metadata, past: Past, served: jax.Array) -> Metadata:
         rank: jax.Array,
         valid: jax.Array,
     ) -> jax.Array:
-        block = past.blocks.at[request, rank].get(mode="clip")
+        column = rank
+        if past.gap is not None:
+            column = gaps.skip_gap(metadata, rank, past.gap[request])
+        block = past.blocks.at[request, column].get(mode="clip")
         block = jnp.where(valid, block, metadata.num_blocks)
         return counts.at[block].add(1, mode="drop")
 
+    num_kept = past.num_full if past.gap is None else past.num_full - past.gap
     counts = for_each_entry(
-        jnp.where(served, past.num_full, 0),
+        jnp.where(served, num_kept, 0),
         past.blocks.size,
         body,
         metadata.reference_counts,
@@ -98,6 +106,8 @@ def adopt(
         context_lengths=lengths.at[row].set(past.length, mode="drop"),
         num_mapped_blocks=counts.at[row].set(mapped, mode="drop"),
     )
+    if past.gap is not None:
+        metadata = gaps.set_gap(metadata, row, past.gap)
     return take_tails(metadata, copied, seq_ids, past.num_full, source)
 
 

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, ring
+from jkv.metadata import allocator, counters, gaps, requests, ring
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.xla_cpu import divide, running_sum, stage, written_after
 from jkv.state import NO_SEQUENCE, Metadata
@@ -88,7 +88,9 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     last = jnp.where(closable, mapped, 0)
     row = jnp.where(closable, seq_ids, metadata.max_sequences)
+    gap = gaps.find_gap(metadata, seq_ids)
     # Before the loop, or it would carry a copy of what is read here and written after.
+    metadata = gaps.set_gap(metadata, row, 0)
     metadata = dataclasses.replace(
         metadata,
         context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
@@ -96,7 +98,7 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
         is_open=metadata.is_open.at[row].set(False, mode="drop"),
         free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
     )
-    return release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+    return release_kept(metadata, seq_ids, last, gap)
 
 
 @stage
@@ -127,14 +129,61 @@ def release_blocks(
     return for_each_entry(
         jnp.maximum(last - first, 0),
         seq_ids.shape[0] * metadata.max_blocks_per_sequence,
-        functools.partial(_release_entries, seq_ids, last),
+        functools.partial(_release_entries, seq_ids, last, None),
         metadata,
     )
+
+
+def release_kept(
+    metadata: Metadata, seq_ids: jax.Array, last: jax.Array, gap: jax.Array | None
+) -> Metadata:
+    """Unmap all table columns before `last` of each sequence, as `release_blocks`.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B], distinct where 0 < last.
+      last: i32[B]; nothing is released where it is 0.
+      gap: i32[B], the columns given back, which cost nothing; None without a window.
+    """
+    if gap is None:
+        return release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+    gap = jnp.where(last > 0, gap, 0)
+    return for_each_entry(
+        last - gap,
+        seq_ids.shape[0] * metadata.max_blocks_per_sequence,
+        functools.partial(_release_entries, seq_ids, last - gap, gap),
+        metadata,
+    )
+
+
+def give_back(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
+) -> Metadata:
+    """Return the blocks that no row of growing sequences sees again.
+
+    In most steps of decoding few sequences have one: the loop makes a trip or none.
+
+    Args:
+      metadata: the state; without a window nothing is given back.
+      seq_ids: i32[B], distinct where they grow.
+      lengths: i32[B], positions of their first new rows.
+      grows: bool[B].
+    """
+    old = gaps.find_gap(metadata, seq_ids)
+    if old is None:
+        return metadata
+    gap = jnp.maximum(old, gaps.find_unseen(metadata, lengths))
+    gap = jnp.where(grows, gap, old)
+    row = jnp.where(grows, seq_ids, metadata.max_sequences)
+    metadata = gaps.set_gap(metadata, row, gap)
+    sinks = gaps.num_sink_columns(metadata, gaps.window_of(metadata))
+    return release_blocks(metadata, seq_ids, sinks + old, sinks + gap)
 
 
 def _release_entries(
     seq_ids: jax.Array,
     last: jax.Array,
+    gap: jax.Array | None,
     metadata: Metadata,
     _entry: jax.Array,
     request: jax.Array,
@@ -145,6 +194,8 @@ def _release_entries(
     num_blocks = metadata.num_blocks
     row = jnp.where(valid, seq_ids[request], metadata.max_sequences)
     column = last[request] - 1 - rank
+    if gap is not None:
+        column = gaps.skip_gap(metadata, column, gap[request])
     block = blocks_at(metadata, row, column)
     row = written_after(block < num_blocks, row, metadata.max_sequences)
     tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")

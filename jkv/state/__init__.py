@@ -6,7 +6,13 @@ about blocks can be tested, simulated and jitted without touching storage.
 
 from jkv.state.batch import Batch, Slots
 from jkv.state.cache import Cache
-from jkv.state.ownership import NO_SEQUENCE, Metadata, PrefixIndex, Ring
+from jkv.state.ownership import (
+    NO_SEQUENCE,
+    Metadata,
+    PrefixIndex,
+    Ring,
+    SlidingWindow,
+)
 
 __all__ = [
     "NO_SEQUENCE",
@@ -15,5 +21,6 @@ __all__ = [
     "Metadata",
     "PrefixIndex",
     "Ring",
+    "SlidingWindow",
     "Slots",
 ]

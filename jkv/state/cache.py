@@ -15,6 +15,7 @@ import numpy as np
 
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
+from jkv.sharding.heads import HeadSharding, copies_of
 from jkv.state.batch import StepSizes
 from jkv.state.ownership import Metadata, Ring
 
@@ -63,6 +64,11 @@ class Cache:
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
     # Dv of values that lie in the keys, else None; static, as no shape tells it.
     latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
+    # How the heads lie on a mesh, None where they do not; static, as a step is compiled
+    # for it. With it the arrays hold each head `sharding.copies` times, side by side.
+    sharding: HeadSharding | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @property
     def storage(self) -> dict[str, jax.Array]:
@@ -104,8 +110,8 @@ class Cache:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads, K."""
-        return self.keys.shape[2]
+        """Key/value heads of the model, K; inside `shard_map` those of the device."""
+        return self.keys.shape[2] // copies_of(self.sharding)
 
     @property
     def head_dim(self) -> int:
@@ -138,11 +144,11 @@ class Cache:
     @property
     def sizes(self) -> StepSizes:
         """The sizes in which the cache and the batches planned on it agree."""
-        num_layers, num_blocks, num_kv_heads, block_size, head_dim = self.keys.shape
+        num_layers, num_blocks, _, block_size, head_dim = self.keys.shape
         return StepSizes(
             num_layers=num_layers,
             num_blocks=num_blocks,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
             value_head_dim=self.value_head_dim,

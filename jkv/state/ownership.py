@@ -92,6 +92,23 @@ class PrefixIndex:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SlidingWindow:
+    """How far back the rows of a sequence see, and which of its blocks are gone.
+
+    A *given back* column of the block tables maps no block any more, as no row will see
+    its tokens again. Those of a sequence follow each other: before them are the blocks
+    of the sinks, behind them what the window needs.
+    """
+
+    num_given_back: jax.Array  # i32[S], given back columns of each sequence
+    # Tokens that a row sees, itself counted; static, as no shape tells it.
+    length: int = dataclasses.field(metadata={"static": True})
+    # Tokens at the start of a sequence that are never given back; static, likewise.
+    num_sink_tokens: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Metadata:
     """Who owns which block. All that the verbs decide on, without the K/V arrays.
 
@@ -105,20 +122,24 @@ class Metadata:
     3. `free_blocks`: each free block is in the ring exactly once, nothing else is.
     4. `free_sequences`: each closed row is in its ring exactly once, nothing else is.
     5. `private_tail`: a block its sequence may still write to has no second owner.
-    6. `mapped_blocks`: ceil(context length / T) <= mapped blocks <= M; lengths lie in
-       0..max_context_length.
-    7. `block_tables`: mapped entries are block ids, all others are N, none twice a row.
+    6. `mapped_blocks`: ceil(context length / T) <= mapped blocks <= M, those given back
+       counted; lengths lie in 0..max_context_length.
+    7. `block_tables`: mapped entries are block ids, all others and those given back are
+       N, none twice a row.
     8. `closed_rows`: a closed row has length 0 and no blocks.
     9. `shapes`: every array has the shape and dtype that the others imply.
     10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
        equal, and a parent that is indexed and is not handed out before it.
     11. `committed`: what a sequence committed is a chain of indexed blocks, the rest of
        what it maps is not indexed; 0 <= committed <= context length, or -1.
+    12. `given_back`: all tokens that the next row of a sequence will see are kept; a
+       closed row has given nothing back.
     """
 
     block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
     context_lengths: jax.Array  # i32[S], tokens of each sequence
-    num_mapped_blocks: jax.Array  # i32[S], blocks of each sequence, reserved ones too
+    # i32[S], blocks of each sequence, those reserved and those given back too
+    num_mapped_blocks: jax.Array
     is_open: jax.Array  # bool[S], handed out by allocate or fork, not yet freed
     reference_counts: jax.Array  # i32[N], table entries that name each block
     free_blocks: Ring  # [N], blocks with reference count 0, oldest first
@@ -129,6 +150,7 @@ class Metadata:
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
     tokens: jax.Array | None  # i32[N, T], token ids if the configuration records them
     prefix: PrefixIndex | None  # if the configuration has prefix caching
+    window: SlidingWindow | None  # if the configuration has a sliding window
     # T; static, as no shape tells it when there are no tokens.
     block_size: int = dataclasses.field(metadata={"static": True})
     # Most tokens of a sequence; static, as it need not be a multiple of T.

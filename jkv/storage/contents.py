@@ -18,8 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.attention import lazy_chex as chex
+from jkv.sharding.heads import (
+    POOL_HEADS,
+    HeadSharding,
+    with_copies_of_heads,
+    without_copies_of_heads,
+)
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
@@ -65,7 +72,9 @@ def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
         gathered = [({k: v[:, p] for k, v in pools.items()}, None) for p in pieces]
         tokens = None if recorded is None else np.asarray(recorded)[blocks]
     else:
-        gathered = [_gather_blocks(pools, recorded, piece) for piece in pieces]
+        gathered = [
+            _gather_blocks(pools, recorded, piece, cache.sharding) for piece in pieces
+        ]
         gathered = _to_host(gathered)
         empty = np.zeros((0, cache.block_size), np.int32)
         tokens = np.concatenate([empty, *(t for _, t in gathered if t is not None)])
@@ -92,21 +101,29 @@ def put(cache: Cache, blocks: np.ndarray, contents: Contents, *, donate: bool) -
         rows = np.full((len(blocks), cache.block_size), -1, np.int32)
     for number, piece in enumerate(in_pieces(len(blocks))):
         crossed = {
-            name: _placed(pieces[number], pools[name])
+            name: _placed(pieces[number], pools[name], cache.sharding)
             for name, pieces in contents.storage.items()
         }
-        pools, tokens = _scatter(pools, tokens, blocks[piece], crossed, rows[piece])
+        pools, tokens = _scatter(
+            pools, tokens, blocks[piece], crossed, rows[piece], cache.sharding
+        )
     metadata = dataclasses.replace(cache.metadata, tokens=tokens)
     return dataclasses.replace(cache, metadata=metadata).with_storage(pools)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=3)
 def _gather_blocks(
-    pools: dict[str, jax.Array], tokens: jax.Array | None, blocks: jax.Array
+    pools: dict[str, jax.Array],
+    tokens: jax.Array | None,
+    blocks: jax.Array,
+    sharding: HeadSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Copy blocks, i32[p], out of the storage and the recorded tokens."""
     storage = {
-        name: pool.at[:, blocks].get(mode="clip") for name, pool in pools.items()
+        name: without_copies_of_heads(
+            sharding, pool.at[:, blocks].get(mode="clip"), POOL_HEADS
+        )
+        for name, pool in pools.items()
     }
     return storage, None if tokens is None else tokens.at[blocks].get(mode="clip")
 
@@ -137,7 +154,9 @@ def _has_pinned_memory(array: jax.Array) -> bool:
     )
 
 
-def _placed(piece: HostArray, pool: jax.Array) -> HostArray:
+def _placed(
+    piece: HostArray, pool: jax.Array, sharding: HeadSharding | None
+) -> HostArray:
     """Bring a piece to the devices of the pool it goes to.
 
     jit does so itself for numpy arrays. What `device_put` places is committed to its
@@ -146,20 +165,28 @@ def _placed(piece: HostArray, pool: jax.Array) -> HostArray:
     """
     if isinstance(piece, np.ndarray) and not pool.committed:
         return piece
+    if sharding is not None and sharding.copies > 1:
+        # Fewer heads than devices: all go to each.
+        return jax.device_put(piece, NamedSharding(sharding.mesh, PartitionSpec()))
     return jax.device_put(piece, pool.sharding)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
+@functools.partial(jax.jit, donate_argnums=(0, 1), static_argnums=5)
 def _scatter(
     pools: dict[str, jax.Array],
     tokens: jax.Array | None,
     blocks: jax.Array,
     contents: dict[str, HostArray],
     rows: jax.Array,
+    sharding: HeadSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its blocks, i32[p], all different."""
     chex.assert_rank(blocks, 1)
     chex.assert_trees_all_equal_dtypes(pools, contents)
+    contents = {
+        name: with_copies_of_heads(sharding, jnp.asarray(piece), POOL_HEADS)
+        for name, piece in contents.items()
+    }
     for name, pool in pools.items():
         chex.assert_shape(contents[name], (len(pool), len(blocks), *pool.shape[2:]))
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from jkv.attention import lazy_chex as chex
 from jkv.metadata.tails import BlockCopies
+from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, Metadata
 
 
@@ -39,7 +40,7 @@ def _copy_blocks(
     # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
     # conditional it leaves the storage in place.
     any_copy = jnp.any(copies.target < storage["keys"].shape[1]).astype(jnp.int32)
-    return jax.lax.fori_loop(
+    return fori_loop(
         jnp.int32(0),
         any_copy,
         lambda _, pools: jax.tree.map(copy, pools),

@@ -7,12 +7,13 @@ without a program to be compiled for its shape.
 """
 
 import functools
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.sharding.heads import POOL_HEADS, HeadSharding, copies_of, with_copies_of_heads
 from jkv.state.cache import Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
@@ -20,6 +21,47 @@ Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choi
 Arrays = TypeVar("Arrays")
 
 _ALIGNMENT = 64
+
+
+class Placements(NamedTuple):
+    """Where the arrays of a cache go."""
+
+    sharding: HeadSharding | None  # what the cache remembers
+    storage: Placement  # of keys, values and scales
+    metadata: Placement
+
+
+def choose_placements(
+    num_kv_heads: int,
+    device: Placement,
+    mesh: jax.sharding.Mesh | None,
+    heads: str | None,
+) -> Placements:
+    """Return where a cache of K heads goes, on a device or on a mesh.
+
+    Args:
+      num_kv_heads: K of the model.
+      device: a device or a sharding, for all arrays.
+      mesh: devices instead.
+      heads: the mesh axis over which the heads are spread, None for no axis.
+
+    Raises:
+      ValueError: for arguments that exclude each other, or heads that do not fit.
+    """
+    if mesh is None:
+        if heads is not None:
+            raise ValueError(
+                f"heads={heads!r} is an axis of a mesh; give the mesh, too"
+            )
+        return Placements(None, device, device)
+    if device is not None:
+        raise ValueError("give a device or a mesh, not both; a mesh is its devices")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = HeadSharding.of(mesh, heads, num_kv_heads) if heads else None
+    if sharding is None:
+        return Placements(None, everywhere, everywhere)
+    spread = jax.sharding.NamedSharding(mesh, sharding.spec(POOL_HEADS))
+    return Placements(sharding, spread, everywhere)
 
 
 def place(arrays: Arrays, device: Placement) -> Arrays:
@@ -36,15 +78,23 @@ def place(arrays: Arrays, device: Placement) -> Arrays:
     return jax.device_put(jax.tree.map(_unaligned, arrays), device)
 
 
-def place_by_layers(array: np.ndarray | jax.Array, device: Placement) -> jax.Array:
-    """Put an array, [L, ...], on a device a layer at a time.
+def place_by_layers(
+    array: np.ndarray | jax.Array,
+    device: Placement,
+    sharding: HeadSharding | None = None,
+) -> jax.Array:
+    """Put an array of storage, [L, N, K, ...], on a device a layer at a time.
 
     One mapped from a file is then never in the host's memory as a whole.
     """
-    pool = jnp.zeros(array.shape, array.dtype, device=device)
+    shape = list(array.shape)
+    shape[POOL_HEADS] *= copies_of(sharding)
+    pool = jnp.zeros(shape, array.dtype, device=device)
     for number, layer in enumerate(array):
         # Waiting keeps copies of layers from piling up on their way.
-        pool = jax.block_until_ready(_set_layer(pool, np.int32(number), layer))
+        pool = jax.block_until_ready(
+            _set_layer(pool, np.int32(number), layer, sharding)
+        )
     return pool
 
 
@@ -57,6 +107,11 @@ def _unaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(pool: jax.Array, number: jax.Array, layer: jax.Array) -> jax.Array:
-    return pool.at[number].set(layer)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _set_layer(
+    pool: jax.Array,
+    number: jax.Array,
+    layer: jax.Array,
+    sharding: HeadSharding | None,
+) -> jax.Array:
+    return pool.at[number].set(with_copies_of_heads(sharding, layer, POOL_HEADS - 1))

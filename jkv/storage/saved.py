@@ -13,6 +13,12 @@ import numpy as np
 
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
+from jkv.sharding.heads import (
+    POOL_HEADS,
+    HeadSharding,
+    copies_of,
+    without_copies_of_heads,
+)
 from jkv.state import Cache
 from jkv.storage import contents, fields, files
 from jkv.storage.files import FileError, Path, Tensor
@@ -26,7 +32,11 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     """Write a value to a file, whole or not at all, K/V a layer at a time."""
     tensors: dict[str, Tensor] = {}
     constants: dict[str, int | str] = {}
-    for name, leaf in fields.list_leaves(value):
+    # A file knows nothing of a mesh: it holds the model's heads.
+    kept = (
+        dataclasses.replace(value, sharding=None) if isinstance(value, Cache) else value
+    )
+    for name, leaf in fields.list_leaves(kept):
         if isinstance(leaf, np.dtype):
             constants[name] = leaf.name
         elif isinstance(leaf, int):
@@ -34,7 +44,8 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
         elif (meant := _meant_dtype(name, value.dtype)) is None:
             tensors[name] = Tensor(leaf.dtype, leaf.shape, (np.asarray(leaf),))
         else:
-            tensors[name] = _by_layers(leaf, meant)
+            sharding = value.sharding if isinstance(value, Cache) else None
+            tensors[name] = _by_layers(leaf, meant, sharding)
     (holds,) = (name for name, kind in _KINDS.items() if isinstance(value, kind))
     files.write_file(path, tensors, {"holds": holds, "fields": json.dumps(constants)})
 
@@ -74,18 +85,26 @@ def _meant_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     return SCALE_DTYPE if field in SCALE_NAMES.values() else dtype
 
 
-def _by_layers(leaf: Any, dtype: np.dtype[Any]) -> Tensor:
-    """Describe K/V or scales as layers on the host, one at a time.
+def _by_layers(
+    leaf: Any, dtype: np.dtype[Any], sharding: HeadSharding | None
+) -> Tensor:
+    """Describe K/V or scales as layers on the host, one at a time, heads once.
 
     Args:
       leaf: the array, [L, P, ...], or a tuple of its pieces, [L, p, ...].
       dtype: what its bits mean.
+      sharding: of the array's heads.
     """
     # Pieces are on the host already, even where JAX holds them.
     pieces = tuple(map(np.asarray, leaf)) if isinstance(leaf, tuple) else (leaf,)
     if not pieces:
         return Tensor(dtype, (0, 0), ())
     shape = pieces[0].shape
-    shape = (shape[0], sum(piece.shape[1] for piece in pieces), *shape[2:])
-    layers = (piece[i] for i in range(shape[0]) for piece in pieces)
-    return Tensor(dtype, shape, (np.asarray(layer) for layer in layers))
+    num_heads = shape[POOL_HEADS] // copies_of(sharding)
+    num_blocks = sum(piece.shape[1] for piece in pieces)
+    shape = (shape[0], num_blocks, num_heads, *shape[POOL_HEADS + 1 :])
+    layers = (np.asarray(piece[i]) for i in range(shape[0]) for piece in pieces)
+    heads = (
+        without_copies_of_heads(sharding, layer, POOL_HEADS - 1) for layer in layers
+    )
+    return Tensor(dtype, shape, heads)

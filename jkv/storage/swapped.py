@@ -42,6 +42,9 @@ class Swapped:
     contents: Contents  # of the P blocks with tokens
     num_blocks: int  # P and the reserved ones
     block_size: int  # tokens per block, T
+    # i32[B], columns that a sliding window gave back; None without one. Earlier
+    # versions wrote none.
+    num_given_back: np.ndarray | None = None
     dtype: np.dtype[Any]  # that the stored bits mean
 
     @property
@@ -90,7 +93,7 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     rows = jax.tree.map(lambda array: array[named], rows)
     mapped = rows.block_tables < cache.num_blocks
     num_filled = -(-rows.context_lengths[:, None] // cache.block_size)
-    filled = np.arange(mapped.shape[1]) < num_filled
+    filled = mapped & (np.arange(mapped.shape[1]) < num_filled)
     blocks, num_blocks, tables = _renumbered(rows.block_tables, filled, mapped)
     return Swapped(
         seq_ids=np.asarray(seq_ids)[named],
@@ -102,6 +105,7 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
         contents=contents.fetch(cache, blocks),
         num_blocks=num_blocks,
         block_size=cache.block_size,
+        num_given_back=rows.num_given_back,
         dtype=cache.dtype,
     )
 
@@ -115,6 +119,7 @@ class _Found(NamedTuple):
     num_uses: Any  # u32[B]
     committed: Any  # i32[B] or None
     salts: Any  # i32[B] or None
+    num_given_back: Any  # i32[B] or None
 
 
 @jax.jit
@@ -122,7 +127,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     closable = requests.is_live(metadata, seq_ids)
     closable &= requests.is_first_mention(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
-    prefix = metadata.prefix
+    prefix, window = metadata.prefix, metadata.window
 
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
@@ -134,6 +139,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
         rows(metadata.num_uses),
         None if prefix is None else rows(prefix.committed),
         None if prefix is None else rows(prefix.sequence_salts),
+        None if window is None else rows(window.num_given_back),
     )
 
 
@@ -165,7 +171,8 @@ def _renumbered(
 
 
 def check_same_kind(cache: Cache, swapped: Swapped) -> None:
-    """Reject sequences from a cache of another shape or dtype."""
+    """Reject sequences from a cache of another shape, dtype or window."""
+    _check_given_back(cache, swapped)
     pools = cache.storage
     kinds = {
         "block_size": (swapped.block_size, cache.block_size),
@@ -174,9 +181,10 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
     }
     for name in sorted(swapped.contents.storage.keys() & pools.keys()):
         pool = pools[name]
-        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(pool.shape[2:])[1:-1]}]"
+        of_block = cache.num_kv_heads, *pool.shape[3:]
+        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
         for piece in swapped.contents.storage[name]:
-            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + pool.shape[2:]
+            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + of_block
             if not same or piece.dtype != pool.dtype:
                 found = f"{piece.dtype}{list(piece.shape)}"
                 kinds[name] = (found, kind)
@@ -189,6 +197,31 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
         raise ValueError(
             f"sequences can be swapped into a cache of the same layers, heads, sizes "
             f"and dtype only: {'; '.join(different)}"
+        )
+
+
+def _check_given_back(cache: Cache, swapped: Swapped) -> None:
+    """Reject sequences that have given back what this cache's layers would see."""
+    given_back = swapped.num_given_back
+    if given_back is None or not np.any(given_back):
+        return
+    window, size = cache.metadata.window, swapped.block_size
+    if window is None:
+        raise ValueError(
+            "these sequences have given back what their sliding window does not see; "
+            "this cache keeps all tokens: make it with the same sliding_window"
+        )
+    # The gap begins behind the sinks' blocks: the first column that maps nothing.
+    gone = np.flatnonzero(given_back)
+    first = np.argmax(swapped.block_tables[gone] >= swapped.num_blocks, axis=1)
+    end = (first + given_back[gone]) * size
+    seen = swapped.context_lengths[gone] - window.length + 1
+    sinks = -(-window.num_sink_tokens // size)
+    if np.any(first != sinks) or np.any(end > seen):
+        raise ValueError(
+            f"these sequences have given back tokens that this cache keeps, with a "
+            f"window of {window.length} and {window.num_sink_tokens} sinks; make it "
+            f"with the sliding_window and num_sink_tokens of the cache they left"
         )
 
 

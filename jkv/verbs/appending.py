@@ -37,7 +37,8 @@ def append(
 
     Blocks are taken from the pool exactly when a token needs one. Rows are packed in
     request order: request i owns rows `sum(num_tokens[:i])` and on, refused or not, as
-    does padding.
+    does padding. With a sliding window, blocks that no row of the step or of a later
+    one sees are given back: write and attend what you append before the next `append`.
 
     Args:
       cache: the cache.
@@ -105,6 +106,8 @@ def _append(
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
+    grows = growth.query_lengths > 0
+    metadata = tables.give_back(metadata, seq_ids, growth.length, grows)
     metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
     metadata, block_ids = _map_cells(metadata, rows, growth, cells)

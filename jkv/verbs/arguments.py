@@ -91,14 +91,41 @@ def check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
         )
 
 
-def check_queries(batch: Batch, queries: jax.Array) -> None:
-    """Reject queries that are not one for each row of the batch."""
+def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
+    """Reject queries that are not one for each row, or that a mesh cannot share."""
     kind = _array_kind(queries)
     if kind is None or len(kind[1]) != 3 or kind[1][0] != batch.num_rows:
         raise UsageError(
             f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
             f"the batch, got {name_kind(queries)}"
         )
+    sharding = cache.sharding
+    if sharding is not None and not sharding.is_manual:
+        num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.axis]
+        if num_heads % num_devices:
+            raise ValueError(
+                f"{num_heads} query heads cannot be shared evenly by the {num_devices} "
+                f"devices of mesh axis {sharding.axis!r}, over which init spread this "
+                f"cache's heads; use an axis whose size divides the query heads"
+            )
+
+
+def checked_window(
+    cache: Cache, window: int | jax.Array | None
+) -> int | jax.Array | None:
+    """Return the window of a call; refuse one that would look at what is gone."""
+    kept = cache.metadata.window
+    if kept is None:
+        return window
+    if isinstance(window, jax.core.Tracer):
+        return jnp.minimum(window, kept.length)
+    if window is None or np.any(np.asarray(window) > kept.length):
+        raise UsageError(
+            f"this cache keeps the last {kept.length} tokens of a sequence "
+            f"(CacheConfig.sliding_window), so attend needs window= of at most that, "
+            f"got {window}; layers that see more need a cache without a window"
+        )
+    return window
 
 
 def any_layer(layer: Integer, batch: Batch) -> jax.Array:

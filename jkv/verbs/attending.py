@@ -1,14 +1,21 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 
 from jkv.attention import paged_attention
 from jkv.metadata.requests import Integer
+from jkv.sharding.heads import HEADS, POOL_HEADS, ROW_HEADS, over_heads
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_queries
+from jkv.verbs.arguments import (
+    any_layer,
+    check_batch,
+    check_layer,
+    check_queries,
+    checked_window,
+)
 
 
 @overload
@@ -86,7 +93,9 @@ def attend(
       batch: the plan that `append` returned.
       queries: [R, H, D], H a multiple of K.
       scale: of the scores, default 1/sqrt(D).
-      window: tokens a row sees, itself counted; may be traced. `None` for all.
+      window: tokens a row sees, itself counted; may be traced. `None` for all. On a
+        cache with a sliding window it must be given, and no larger; a traced one counts
+        as no larger than that.
       soft_cap: c in `c * tanh(score / c)`.
       sinks: f32[H], a logit per head that takes part in the softmax with no value.
       return_lse: also return the log of the sum of exponentials, f32[R, H].
@@ -97,7 +106,8 @@ def attend(
 
     Raises:
       ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
-        layer known not to exist, or a cache without storage.
+        layer known not to exist, a cache without storage, or a window that looks past
+        the cache's.
       NotImplementedError: if the implementation named cannot do what is asked.
 
     Example:
@@ -113,26 +123,67 @@ def attend(
     """
     check_layer(cache, layer)
     check_batch(cache, batch)
-    check_queries(batch, queries)
-    return paged_attention(
+    check_queries(cache, batch, queries)
+    # Elements, then who reads what, then options that may be traced.
+    places = (ROW_HEADS, POOL_HEADS, HEADS, *[None] * 8)
+    attend_heads = over_heads(
+        cache.sharding,
+        _attend,
+        places,
+        ROW_HEADS,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
+        kv_dtype=cache.dtype,
+        value_head_dim=cache.latent_value_dim,
+        max_query_length=1 if batch.is_decoding else None,
+        implementation=implementation,
+    )
+    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_heads(
         queries,
-        cache.keys,
-        cache.values,
+        cache.storage,
+        sinks,
         any_layer(layer, batch),
         cache.metadata.block_tables,
         batch.seq_ids,
         batch.query_starts,
         batch.query_lengths,
         batch.context_lengths,
+        scale,
+        checked_window(cache, window),
+    )
+    return answer
+
+
+def _attend(
+    queries: jax.Array,
+    storage: dict[str, jax.Array],
+    sinks: jax.Array | None,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_ids: jax.Array,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    context_lengths: jax.Array,
+    scale: float | jax.Array | None,
+    window: int | jax.Array | None,
+    **static: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend with the query heads and the kv heads that are here, all or some."""
+    answer: jax.Array | tuple[jax.Array, jax.Array] = paged_attention(
+        queries,
+        storage["keys"],
+        storage.get("values"),
+        layer,
+        block_tables,
+        seq_ids,
+        query_starts,
+        query_lengths,
+        context_lengths,
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
         sinks=sinks,
-        return_lse=return_lse,
-        key_scales=cache.key_scales,
-        value_scales=cache.value_scales,
-        kv_dtype=cache.dtype,
-        value_head_dim=cache.latent_value_dim,
-        max_query_length=1 if batch.is_decoding else None,
-        implementation=implementation,
+        key_scales=storage.get("key_scales"),
+        value_scales=storage.get("value_scales"),
+        **static,
     )
+    return answer

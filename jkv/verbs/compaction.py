@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
+from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 
@@ -72,4 +73,4 @@ def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
     # No trip where every block is in its place.
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))
     trips = jnp.where(in_order, jnp.int32(0), jnp.int32(array.shape[0]))
-    return jax.lax.fori_loop(jnp.int32(0), trips, permute_layer, array)
+    return fori_loop(jnp.int32(0), trips, permute_layer, array)

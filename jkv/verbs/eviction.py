@@ -11,6 +11,7 @@ import numpy as np
 
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.requests import Integer, Integers
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Counter, Status
@@ -228,7 +229,7 @@ def _evict(
         closed = tables.close_rows(metadata, seq_id, jnp.ones((1,), bool))
         return closed, i + 1
 
-    metadata, num = jax.lax.while_loop(
+    metadata, num = while_loop(
         lambda state: (
             (state[0].free_blocks.count < num_blocks) & (state[1] < num_listed)
         ),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata import counters, gaps, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
@@ -43,11 +43,13 @@ def fork(
       cache: the cache.
       seq_ids: i32[B] or int, the parents; one may appear many times, -1 is padding.
       lengths: i32[B] or int, tokens that each child takes over, 0 to the parent's
-        context length; None takes all.
+        context length; None takes all. With a sliding window what the row after them
+        sees must be kept, as for `truncate`.
 
     Returns:
       The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
-      length below 0 or above the parent's), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
+      length below 0, above the parent's or below its window), OUT_OF_SEQUENCES or
+      OUT_OF_BLOCKS.
 
     Raises:
       ValueError: for arguments that are no integers, have more than one axis, or differ
@@ -83,6 +85,8 @@ def _fork(
     past = sharing.find_past(metadata, parents, lengths)
     # What is no length of the parent was clipped to one.
     wrong = jnp.zeros_like(live) if lengths is None else past.length != lengths
+    if lengths is not None and metadata.window is not None:
+        wrong |= gaps.cut_off(metadata, parents, past.length)
     eligible = live & ~wrong & ~padding
     need = (eligible & (past.tail > 0)).astype(jnp.int32)
     no_row, no_block = tables.lacks_room(metadata, eligible, need)

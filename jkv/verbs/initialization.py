@@ -9,9 +9,10 @@ import numpy as np
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.layout import ArrayLayout, lay_out_metadata, lay_out_storage
+from jkv.sharding.heads import copies_of
 from jkv.state import Cache, Metadata
 from jkv.storage import fields
-from jkv.storage.placement import Placement, place
+from jkv.storage.placement import Placement, choose_placements, place
 
 
 def init(
@@ -19,6 +20,8 @@ def init(
     *,
     storage: bool = True,
     device: Placement = None,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
 ) -> Cache:
     """Return a fresh cache: every block free, no sequence open.
 
@@ -27,9 +30,18 @@ def init(
       storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
         the metadata alone, to simulate a schedule or to test one.
       device: where the arrays go, a device or a sharding; default JAX's own choice.
+      mesh: devices that the cache lies on, instead of `device`. The cache remembers it,
+        so the verbs work with and without `jax.set_mesh`.
+      heads: the mesh axis over which the kv heads of keys and values are spread. The
+        metadata, and everything if it is None, is on every device. Where the axis has
+        more devices than there are kv heads, each head is held several times.
 
     Returns:
       A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
+
+    Raises:
+      ValueError: if the devices of the axis cannot share the kv heads evenly, or for
+        arguments that exclude each other.
 
     Example:
       >>> import jkv
@@ -40,19 +52,26 @@ def init(
       (4, 0)
     """
     sizes = config.sizes if storage else config.sizes._replace(num_layers=0)
+    placements = choose_placements(config.num_kv_heads, device, mesh, heads)
+    sharding = placements.sharding
+    stored = sizes._replace(num_kv_heads=sizes.num_kv_heads * copies_of(sharding))
     pools = {
-        name: jnp.zeros(pool.shape, pool.dtype, device=device)
-        for name, pool in lay_out_storage(sizes).items()
+        name: jnp.zeros(pool.shape, pool.dtype, device=placements.storage)
+        for name, pool in lay_out_storage(stored).items()
     }
     # Under jit, what numpy makes would become constants of the program.
     traced = isinstance(pools["keys"], jax.core.Tracer)
     numpy = jnp if traced else np
     arrays = {name: _fill(a, numpy) for name, a in lay_out_metadata(sizes).items()}
-    arrays = jax.device_put(arrays, device) if traced else place(arrays, device)
-    constants = {
+    put = jax.device_put if traced else place
+    arrays = put(arrays, placements.metadata)
+    constants: dict[str, Any] = {
         "block_size": config.block_size,
         "max_context_length": config.max_context_length,
     }
+    if config.sliding_window is not None:
+        constants["window.length"] = config.sliding_window
+        constants["window.num_sink_tokens"] = config.num_sink_tokens
     return Cache(
         metadata=fields.build(Metadata, arrays | constants),
         keys=pools["keys"],
@@ -61,6 +80,7 @@ def init(
         value_scales=pools.get("value_scales"),
         dtype=sizes.dtype,
         latent_value_dim=sizes.value_head_dim if sizes.values_in_keys else None,
+        sharding=sharding,
     )
 
 

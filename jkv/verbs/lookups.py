@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import requests, tables
+from jkv.metadata import gaps, requests, tables
 from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.requests import Integer, Integers
 from jkv.state import Cache, Metadata, Slots
@@ -31,7 +31,8 @@ def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
       seq_id: i32[] or int; may be traced.
 
     Returns:
-      i32[M], N from the first column on that maps no block; all N for a closed id.
+      i32[M], N from the first column on that maps no block, and where a sliding window
+      has given blocks back; all N for a closed id.
 
     Example:
       >>> import jkv
@@ -54,7 +55,8 @@ def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
       positions: i32[B] or int; one past the tokens but in a reserved block has a slot.
 
     Returns:
-      `Slots` of i32[B] arrays; block N where the id is not open or nothing is mapped.
+      `Slots` of i32[B] arrays; block N where the id is not open, nothing is mapped, or
+      a sliding window has given the token back.
 
     Raises:
       ValueError: for arguments that are no integers, have more than one axis, or differ
@@ -83,8 +85,8 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
       seq_id: i32[] or int; may be traced.
 
     Returns:
-      i32[max_context_length], -1 from the context length on, and for tokens that
-      `append` was not told.
+      i32[max_context_length], -1 from the context length on, for tokens that `append`
+      was not told, and for those that a sliding window has given back.
 
     Raises:
       ValueError: if the cache does not record tokens.
@@ -155,6 +157,35 @@ def context_lengths(cache: Cache) -> jax.Array:
 
 
 @takes_cache
+def kept_from(cache: Cache) -> jax.Array:
+    """Return the position from which each sequence has its tokens in the cache.
+
+    Without a sliding window that is 0. With one, `append` gives back the blocks of the
+    tokens before it, but for those of the sinks, which come first.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      i32[max_sequences] by sequence id, a multiple of `block_size`; 0 for sequences
+      that have all their tokens, and for those that are not open.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=64,
+      ...     sliding_window=8)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> for _ in range(3):
+      ...     cache, _ = jkv.append(cache, 0, 7, capacity=7)
+      >>> jkv.context_lengths(cache).tolist(), jkv.kept_from(cache).tolist()
+      ([21, 0], [4, 0])
+    """
+    rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
+    return gaps.find_start(cache.metadata, rows)
+
+
+@takes_cache
 def num_free_blocks(cache: Cache) -> jax.Array:
     """Return the number of blocks that can be handed out.
 
@@ -205,7 +236,10 @@ def _slots(metadata: Metadata, seq_ids: jax.Array, positions: jax.Array) -> Slot
 def _tokens(metadata: Metadata, recorded: jax.Array, seq_id: jax.Array) -> jax.Array:
     most = metadata.max_context_length
     rows = recorded.at[table_of(metadata, seq_id)].get(mode="clip")
-    valid = jnp.arange(most, dtype=jnp.int32) < length_of(metadata, seq_id)
+    position = jnp.arange(most, dtype=jnp.int32)
+    valid = position < length_of(metadata, seq_id)
+    if metadata.window is not None:
+        valid &= gaps.is_kept(metadata, seq_id, position)
     return jnp.where(valid, rows.reshape(-1)[:most], -1)
 
 

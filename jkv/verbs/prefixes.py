@@ -20,6 +20,7 @@ from jkv.metadata.prefixes.commitment import commit_blocks
 from jkv.metadata.prefixes.prefix_index import if_indexed
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Cache, Metadata, PrefixIndex
 from jkv.state.entry import takes_cache
 from jkv.status import Counter
@@ -213,7 +214,7 @@ def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
         evicted += jnp.sum(goes, dtype=jnp.int32)
         return prefix, start + lanes.shape[0], evicted
 
-    prefix, _, evicted = jax.lax.while_loop(
+    prefix, _, evicted = while_loop(
         lambda state: (state[1] < free.span) & (state[2] < num_blocks),
         chunk,
         (prefix_index.index_of(metadata), jnp.int32(0), jnp.int32(0)),

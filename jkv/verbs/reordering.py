@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata import counters, gaps, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -111,7 +112,7 @@ def _lacks_blocks(
         fits = num_served <= tried.free_blocks.count
         return jnp.where(fits, num_served, num_served - 1), fits
 
-    num_served, _ = jax.lax.while_loop(
+    num_served, _ = while_loop(
         lambda state: ~state[1],
         try_fewer,
         (wanted, wanted <= metadata.free_blocks.count),
@@ -128,5 +129,5 @@ def _exchange(
     """
     metadata = sharing.count_owners(metadata, past, served)
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    last = jnp.where(served, mapped, 0)
-    return tables.release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
+    gap = gaps.find_gap(metadata, seq_ids)
+    return tables.release_kept(metadata, seq_ids, jnp.where(served, mapped, 0), gap)

@@ -18,7 +18,12 @@ from jkv.state.entry import for_host
 from jkv.status import InvariantError
 from jkv.storage import saved
 from jkv.storage.files import FileError, Path
-from jkv.storage.placement import Placement, place, place_by_layers
+from jkv.storage.placement import (
+    Placement,
+    choose_placements,
+    place,
+    place_by_layers,
+)
 from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.swapping import SwapIn, swap_in
 
@@ -58,7 +63,14 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
 
 
 @overload
-def load(path: Path, cache: None = None, *, device: Placement = None) -> Cache: ...
+def load(
+    path: Path,
+    cache: None = None,
+    *,
+    device: Placement = None,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
+) -> Cache: ...
 
 
 @overload
@@ -70,6 +82,8 @@ def load(
     cache: Cache | None = None,
     *,
     device: Placement = None,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
     donate: bool = False,
 ) -> Cache | tuple[Cache, SwapIn]:
     """Read what `save` wrote. For the host, outside jit.
@@ -84,6 +98,8 @@ def load(
       path: the file.
       cache: where its sequences go; without it the file must hold a whole cache.
       device: where a whole cache's arrays go, a device or a sharding as for `init`.
+      mesh, heads: the devices instead and the axis for the kv heads, as for `init`,
+        whatever devices the file was written from.
       donate: as for `swap_in`.
 
     Returns:
@@ -120,11 +136,17 @@ def load(
             f"{os.fspath(path)} holds {value.num_sequences} sequences, not a whole "
             f"cache; load(path, cache) opens them in a cache"
         )
-    value = dataclasses.replace(value, metadata=place(value.metadata, device))
+    where = choose_placements(value.num_kv_heads, device, mesh, heads)
     pools = {
-        name: place_by_layers(pool, device) for name, pool in value.storage.items()
+        name: place_by_layers(pool, where.storage, where.sharding)
+        for name, pool in value.storage.items()
     }
-    return jax.block_until_ready(value.with_storage(pools))
+    loaded = dataclasses.replace(
+        value.with_storage(pools),
+        metadata=place(value.metadata, where.metadata),
+        sharding=where.sharding,
+    )
+    return jax.block_until_ready(loaded)
 
 
 def _check_saved(path: Path, cache: Cache) -> None:

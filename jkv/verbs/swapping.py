@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, ring, tables
+from jkv.metadata import allocator, counters, gaps, requests, ring, tables
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
@@ -92,7 +92,8 @@ def swap_in(
       cache's `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for sequences from a cache of another shape or dtype.
+      ValueError: for sequences from a cache of another shape or dtype, or that have
+        given back what this cache's window sees.
 
     Example:
       >>> import jkv
@@ -137,6 +138,7 @@ class _Entering(NamedTuple):
     num_uses: Any  # u32[B]
     committed: Any  # i32[B]
     salts: Any  # i32[B]
+    num_given_back: Any  # i32[B], columns without a block between those with one
     num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
     too_long: Any  # bool[], whether one does not fit the block tables
 
@@ -151,7 +153,7 @@ class _Entering(NamedTuple):
         is_first[np.unique(tables, return_index=True)[1]] = True
         cut_off = swapped.block_tables[:, columns:] < swapped.num_blocks
         lengths = swapped.context_lengths
-        salts = swapped.salts
+        salts, gap = swapped.salts, swapped.num_given_back
         return cls(
             block_tables=tables,
             is_first=is_first.reshape(tables.shape),
@@ -159,6 +161,7 @@ class _Entering(NamedTuple):
             num_uses=swapped.num_uses,
             committed=_committed_on_return(swapped),
             salts=np.zeros_like(lengths) if salts is None else salts,
+            num_given_back=np.zeros_like(lengths) if gap is None else gap,
             num_blocks=np.int32(swapped.num_blocks),
             too_long=np.any(cut_off) | np.any(lengths > cache.max_context_length),
         )
@@ -211,6 +214,9 @@ def _open(
     again = jnp.where(entering.is_first, metadata.num_blocks, block)
     counts = metadata.reference_counts.at[again].add(1, mode="drop")
     num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32)
+    if metadata.window is not None:
+        num_mapped += entering.num_given_back
+        metadata = gaps.set_gap(metadata, row, entering.num_given_back)
 
     def enter(array: jax.Array, rows: jax.Array) -> jax.Array:
         return array.at[row].set(rows, mode="drop")

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata import counters, gaps, requests, sharing, tables
 from jkv.metadata.prefixes import prefix_index, sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
@@ -30,11 +30,13 @@ def truncate(
     Args:
       cache: the cache.
       seq_ids: i32[B] or int; -1 is padding.
-      lengths: i32[B] or int, tokens to keep, 0 to the context length.
+      lengths: i32[B] or int, tokens to keep, 0 to the context length. With a sliding
+        window, what the row after them sees must be kept still: the last `append` can
+        always be undone, and a sequence can begin anew from 0.
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
-      length below 0 or above the current one) or OUT_OF_BLOCKS.
+      length below 0, above the current one or below the window) or OUT_OF_BLOCKS.
 
     Raises:
       ValueError: for arguments that are no integers, have more than one axis, or differ
@@ -63,10 +65,10 @@ def _truncate(
     live = requests.is_live_once(metadata, seq_ids)
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    causes = [
-        (Status.INVALID_SEQUENCE, ~live),
-        (Status.INVALID_ARGUMENT, (lengths < 0) | (lengths > length)),
-    ]
+    wrong = (lengths < 0) | (lengths > length)
+    if metadata.window is not None:
+        wrong |= gaps.cut_off(metadata, seq_ids, lengths)
+    causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
 
@@ -98,6 +100,8 @@ def _truncate(
         context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
         num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
     )
+    emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
+    metadata = gaps.set_gap(metadata, emptied, 0)
     metadata = sequences.cut_back(metadata, row, lengths)
     metadata = counters.mark_used(metadata, row)
     metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))

@@ -10,6 +10,12 @@ import numpy as np
 from jkv.attention import lazy_chex as chex
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata.requests import Integer
+from jkv.sharding.heads import (
+    POOL_HEADS,
+    ROW_HEADS,
+    over_heads,
+    with_copies_of_heads,
+)
 from jkv.state import Batch, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -64,13 +70,15 @@ def write(
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
     for name, array in rows.items():
         check_rows(cache, batch, name, array)
-    storage = _write(
+        rows[name] = with_copies_of_heads(cache.sharding, array, ROW_HEADS)
+    places = (POOL_HEADS, None, None, None, ROW_HEADS)
+    store = over_heads(cache.sharding, _write, places, POOL_HEADS, dtype=cache.dtype)
+    storage = store(
         cache.storage,
         any_layer(layer, batch),
         Slots(batch.block_ids, batch.offsets),
         batch.valid,
         rows,
-        dtype=cache.dtype,
     )
     return cache.with_storage(storage)
 

@@ -97,13 +97,55 @@ def test_windows_are_shown_beside_what_is_kept(tmp_path):
     settings = LLAMA | dict(
         model_type="gemma3_text", num_hidden_layers=6, sliding_window=1024
     )
-    found = make_plan(folder(tmp_path, **settings), "80GB", weights="1GB")
+    path = folder(tmp_path, **settings)
+    found = make_plan(path, "80GB", weights="1GB", step_tokens=256)
     a_layer = found.bytes_per_token // 6
     assert found.windows == (5, 1024)
-    assert found.bytes_needed(1000) == 6 * 1000 * a_layer
-    assert found.bytes_needed(10_000) == (10_000 + 5 * 1024) * a_layer
-    assert "bytes of each   its windows need" in found.report()
-    assert any("(5 of 6 layers have it)" in note for note in found.notes)
+    assert found.bytes_needed[1024] == 6 * 1024 * a_layer
+    # 1,023 tokens before a row, 256 of its step and 256 of the step before lie in
+    # 97 blocks at most: (1023 + 512 - 2) // 16 + 2.
+    assert found.bytes_needed[131_072] == (131_072 + 5 * 97 * 16) * a_layer
+    assert found.groups is not None
+    assert [group.num_layers for group in found.groups.groups] == [1, 5]
+    assert found.groups.bytes <= found.budget
+    assert found.sequences[131_072] == found.groups.max_sequences
+    head = "context length   sequences at once   bytes of each   all tokens kept"
+    assert head in found.report()
+    assert found.notes[-1].startswith("5 of 6 layers have a window of 1024 tokens")
+    # An index keeps all layers in one pool.
+    plain = make_plan(path, "80GB", weights="1GB", prefix_caching=True)
+    assert plain.windows is None and plain.groups is None
+    assert plain.sequences[131_072] < found.sequences[131_072]
+
+
+# Layers, those with a window, its tokens, kv heads, head dim, longest context; and the
+# bytes of one longest sequence by hand: tokens of full layers, then of windows in
+# blocks of 16 of (window + 1,021) // 16 + 2, times keys and values of 2 bytes.
+MODELS = {
+    "Llama 3.1 8B": ((32, 0, None, 8, 128, 131_072), 17_179_869_184),
+    "Mistral 7B 0.1": ((32, 32, 4096, 8, 128, 32_768), 673_185_792),
+    "Gemma 2 9B": ((42, 21, 4096, 8, 256, 8192), 2_292_842_496),
+    "Gemma 3 27B": ((62, 52, 1024, 16, 128, 131_072), 11_616_649_216),
+    "gpt-oss 20B": ((24, 12, 128, 8, 64, 131_072), 3_249_930_240),
+    "gpt-oss 120B": ((36, 18, 128, 8, 64, 131_072), 4_874_895_360),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models_take_what_was_found_by_hand(tmp_path, name):
+    (layers, windowed, window, heads, head_dim, longest), expected = MODELS[name]
+    every = layers // max(layers - windowed, 1) if windowed < layers else None
+    settings = LLAMA | dict(
+        num_hidden_layers=layers,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        max_position_embeddings=longest,
+        sliding_window=window,
+        sliding_window_pattern=every if window else None,
+    )
+    found = make_plan(folder(tmp_path, **settings), "192GiB", weights="1GB")
+    assert (found.windows.num_layers if found.windows else 0) == windowed
+    assert found.bytes_needed[longest] == expected
 
 
 def run(*arguments):
@@ -128,14 +170,15 @@ def test_the_command_prints_what_fits(tmp_path):
     assert lines[0] == "memory      192.0 GiB on each of 8 devices"
     assert "1.9 GiB weights, 19.2 GiB reserve = 170.9 GiB for" in lines[1]
     assert "32 layers, 1 kv heads of 128, bfloat16" in lines[2]
+    assert lines[2].startswith("group 0") and "a window of 4,096 tokens" in lines[2]
     assert " blocks of 32 = " in lines[3]
     assert "per token   128.0 KiB, 16.0 KiB on each" in lines
     rows = [line.split() for line in lines if line[:14].strip("0123456789, ") == ""]
     lengths = [int(row[0].replace(",", "")) for row in rows if len(row) == 6]
     assert lengths == [1024, 4096, 16_384, 65_536, 131_072]
-    # 128 KiB a token, of which all layers need the last 4096.
-    assert rows[-1][2:] == ["16.0", "GiB", "512.0", "MiB"]
-    assert lines[-1].startswith("note: a sliding window of 4096 tokens is ignored")
+    # 128 KiB a token, of which all layers keep 4,095 and two steps of 512.
+    assert rows[-1][2:] == ["644.0", "MiB", "16.0", "GiB"]
+    assert lines[-1].startswith("note: 32 of 32 layers have a window of 4096 tokens")
 
 
 def test_the_command_fails_in_one_sentence(tmp_path):

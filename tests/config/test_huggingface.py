@@ -9,6 +9,7 @@ from settings import LLAMA, folder
 
 import jkv
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_windows import count_windows
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -131,6 +132,30 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 8, 128, 32_768, "float16"),
         ),
+        # Of a class whose heads are not the hidden size: gpt-oss 20B.
+        (
+            dict(
+                model_type="gpt_oss",
+                num_hidden_layers=24,
+                num_attention_heads=64,
+                hidden_size=2880,
+                max_position_embeddings=131_072,
+                torch_dtype="bfloat16",
+            ),
+            (24, 8, 64, 131_072, "bfloat16"),
+        ),
+        # Latent, the sizes of its vector left out: DeepSeek-V3.
+        (
+            dict(
+                model_type="deepseek_v3",
+                num_hidden_layers=61,
+                num_attention_heads=128,
+                hidden_size=7168,
+                max_position_embeddings=163_840,
+                torch_dtype="bfloat16",
+            ),
+            (61, 1, 576, 163_840, "bfloat16"),
+        ),
         # Three of four layers without keys: Qwen3-Next.
         (
             LLAMA
@@ -161,6 +186,8 @@ def test_settings_by_many_names(tmp_path, settings, expected):
         (dict(sliding_window=4096, max_window_layers=28), (4, 4096)),
         (dict(sliding_window=512, sliding_window_pattern=6), (27, 512)),
         (dict(sliding_window=512, model_type="gemma2", head_dim=128), (16, 512)),
+        (dict(sliding_window=128, model_type="gpt_oss"), (16, 128)),
+        (dict(sliding_window=4096, model_type="qwen3"), None),
         (dict(sliding_window=8, layer_types=["full_attention"] * 32), None),
         (
             dict(
@@ -181,8 +208,31 @@ def test_settings_by_many_names(tmp_path, settings, expected):
     ],
 )
 def test_windows_by_many_names(tmp_path, settings, expected):
-    found = read_sizes(folder(tmp_path, **LLAMA | settings), {}).windows
-    assert found == expected
+    layers = read_sizes(folder(tmp_path, **LLAMA | settings), {}).layer_windows
+    assert count_windows(layers) == expected
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # Of four layers: the last sees everything, those from the second on do not,
+        # the first and third do not, and one of three that attend.
+        (dict(sliding_window=8, sliding_window_pattern=4), (8, 8, 8, None)),
+        (dict(sliding_window=8, max_window_layers=1), (None, 8, 8, 8)),
+        (dict(sliding_window=8, model_type="gemma2", head_dim=128), (8, None, 8, None)),
+        (
+            dict(
+                sliding_window=8,
+                layer_types=["mamba", "full_attention", "sliding_attention", "mamba"],
+            ),
+            (None, 8),
+        ),
+        (dict(), (None,) * 4),
+    ],
+)
+def test_the_layers_with_a_window_are_known(tmp_path, settings, expected):
+    path = folder(tmp_path, **LLAMA | dict(num_hidden_layers=4) | settings)
+    assert read_sizes(path, {}).layer_windows == expected
 
 
 def test_a_sliding_window_is_noted(tmp_path, caplog):

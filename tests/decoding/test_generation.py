@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 from caches import copied, small_cache
 from compiled_modules import in_the_steps_of_a_loop
+from small_model import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    attention_model,
+    attention_params,
+    dense_rows,
+)
 
 import jkv
 from jkv import decoding
 from jkv.decoding import FinishReason, Sampling
 
-VOCABULARY, LAYERS, HEADS, KV_HEADS, DIM = 19, 2, 4, 2, 4
 ROWS, WIDTH, NEW_TOKENS, CONTEXT = 8, 32, 12, 30
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "chunk_size")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6]]
@@ -29,74 +37,13 @@ decode = jax.jit(decoding.decode, static_argnames="model")
 call = jax.jit(lambda model, *arguments: model(*arguments), static_argnums=0)
 
 
-# Two small models. The first needs the cache: attention, with learned positions.
-
-
-@functools.cache
-def attention_params():
-    rng = np.random.default_rng(3)
-    width = HEADS * DIM
-
-    def draw(*shape):
-        return rng.standard_normal(shape, np.float32) / np.float32(shape[-2] ** 0.5)
-
-    params = dict(
-        embedding=4 * draw(VOCABULARY, width),
-        positions=4 * draw(64, width),
-        layers=dict(
-            query=draw(LAYERS, width, HEADS * DIM),
-            key=draw(LAYERS, width, KV_HEADS * DIM),
-            value=draw(LAYERS, width, KV_HEADS * DIM),
-        ),
-        head=2 * draw(width, VOCABULARY),
-    )
-    return jax.device_put(params)
-
-
-def attention_model(params, tokens, cache, batch, *, all_rows=False):
-    hidden = params["embedding"][tokens] + params["positions"][batch.positions]
-    num_rows = tokens.shape[0]
-
-    def run_layer(carry, scanned):
-        hidden, cache = carry
-        layer, weights = scanned
-        keys = (hidden @ weights["key"]).reshape(num_rows, KV_HEADS, DIM)
-        values = (hidden @ weights["value"]).reshape(num_rows, KV_HEADS, DIM)
-        queries = (hidden @ weights["query"]).reshape(num_rows, HEADS, DIM)
-        cache = jkv.write(cache, layer, batch, keys, values)
-        attended = jkv.attend(cache, layer, batch, queries)
-        return (jnp.tanh(hidden + attended.reshape(num_rows, -1)), cache), None
-
-    layers = (jnp.arange(LAYERS, dtype=jnp.int32), params["layers"])
-    (hidden, cache), _ = jax.lax.scan(run_layer, (hidden, cache), layers)
-    if not all_rows:
-        hidden = hidden[jnp.minimum(batch.last_rows, num_rows - 1)]
-    return hidden @ params["head"], cache
-
-
 def dense_logits(tokens):
-    """The same model over one whole sequence, without jkv: f32[V] after its end."""
+    """The attention model over a whole sequence, without jkv: f32[V] after its end."""
     params = jax.tree.map(np.asarray, attention_params())
-    length = len(tokens)
-    hidden = params["embedding"][np.array(tokens)] + params["positions"][:length]
-    is_past = np.tril(np.ones((length, length), bool))
-    for layer in range(LAYERS):
-        query, key, value = (
-            hidden @ params["layers"][name][layer] for name in ("query", "key", "value")
-        )
-        groups = HEADS // KV_HEADS
-        keys = np.repeat(key.reshape(length, KV_HEADS, DIM), groups, axis=1)
-        values = np.repeat(value.reshape(length, KV_HEADS, DIM), groups, axis=1)
-        queries = query.reshape(length, HEADS, DIM)
-        scores = np.einsum("qhd,khd->hqk", queries, keys) / DIM**0.5
-        weights = np.exp(np.where(is_past, scores, -np.inf))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", weights, values)
-        hidden = np.tanh(hidden + attended.reshape(length, -1))
-    return hidden[-1] @ params["head"]
+    return dense_rows(params, np.asarray(tokens))[-1]
 
 
-# The second is readable by eye: after token t comes t + 1.
+# Another model is readable by eye: after token t comes t + 1.
 
 
 def counting_model(_, tokens, cache, batch, *, all_rows=False):

@@ -9,11 +9,11 @@ import os
 
 import jax
 import jax.numpy as jnp
-import llama
 import numpy as np
+import pretrained
 import pytest
 import write_beam_fixtures as fixtures
-import write_llama_fixtures as checkpoints
+import write_checkpoints as checkpoints
 from ends import dealt
 
 import jkv
@@ -35,7 +35,7 @@ def test_texts_and_scores_are_those_of_transformers(search):
         live = fixtures.expected(search)
         for ours, theirs in zip(wanted["found"], live["found"], strict=True):
             assert ours["texts"] == theirs["texts"]
-    model, params = llama.load(checkpoints.checkpoint_folder(search.name))
+    model, params = pretrained.load(checkpoints.checkpoint_folder(search.name))
     params = jax.tree.map(lambda weights: weights.astype(jnp.float32), params)
     prompts, width = wanted["prompts"], search.num_beams
     cache = jkv.init(

@@ -16,8 +16,8 @@ import sys
 
 import corpus
 import jax
-import llama
 import numpy as np
+import pretrained
 import pydoc_model
 import pytest
 from places import EXAMPLES
@@ -190,7 +190,7 @@ if HAS_TRANSFORMERS:
         expected = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        assert llama.render_chat(tmp_path, messages) == expected
+        assert pretrained.render_chat(tmp_path, messages) == expected
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ pytest.importorskip("rich")
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
+    "chat.py": "test_chat",
     "corpus.py": "test_bundled_model",
     "pydoc_model.py": "test_bundled_model",
     "train_pydoc.py": "test_bundled_model",
@@ -58,8 +59,9 @@ def complaint(script, *arguments, monkeypatch):
 @pytest.mark.one_end
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    here = {"quickstart.py", "generate.py", "parallel_sampling.py", "block_map.py"}
-    here |= {"beam_search.py", "speculate.py"}
+    here = {"quickstart.py", "generate.py", "block_map.py"}
+    here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
+    here |= {"speculate.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -132,6 +134,19 @@ def test_generate_ends_a_text_before_a_stop():
     done = run_example("generate.py", *options, "--stop", stop, "--stop", "never")
     assert whole.startswith(done.stdout) and stop not in done.stdout.partition("to")[2]
     assert whole[len(done.stdout) :].startswith(stop) and "ended by STOP" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
+def test_the_best_of_several_samples():
+    options = ("--samples", "3", "--max-new-tokens", "4", "--temperature", "0")
+    vote = ("--by", "majority", "--answer", "no such words")
+    for choice in ((), vote):
+        output = run_example("best_of_n.py", *options, *choice).stdout
+        votes = re.findall(r"prompt \d: sample 0, .*; (\d) of 3 votes", output)
+        assert votes == ["3", "3"]  # they are alike, or alike in having no answer
+        # A tail of its own for each sample; the prompts' whole blocks are shared.
+        assert "10 blocks at the peak, 18 if each sample" in output
 
 
 @pytest.mark.slow

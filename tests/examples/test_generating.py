@@ -18,7 +18,7 @@ from jkv.serving import Completion
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
-import llama
+import pretrained
 from generating import command, ending, output, prompts
 from generating.options import BUNDLED, SAMPLING, parse_arguments
 from tokenizers import Tokenizer, decoders, models
@@ -66,14 +66,14 @@ def test_bytes_that_are_no_text_do_not_repeat_what_was_shown(byte_tokenizer):
 
 
 def test_characters_in_parts_wait_for_the_rest():
-    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokens = tokenizer.encode("東京 is 🐍").ids
     shown = pieces(tokenizer, tokens[:1], tokens[1:])
     assert "".join(shown) == "東京 is 🐍" and "\ufffd" not in "".join(shown)
 
 
 def test_of_a_chat_the_answer_alone_is_shown():
-    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokens = tokenizer.encode("Question Answer").ids
     num_asked = len(tokenizer.encode("Question").ids)
     stream = output.TextStream(tokenizer, tokens[:num_asked], is_chat=True)
@@ -81,12 +81,14 @@ def test_of_a_chat_the_answer_alone_is_shown():
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path):
-    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(2)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    found = llama.load_tokenizer(tmp_path).encode_batch(["one two three", "four"])
-    expected = llama.load_tokenizer(BUNDLED).encode_batch(["one two three", "four"])
+    found = pretrained.load_tokenizer(tmp_path).encode_batch(["one two three", "four"])
+    expected = pretrained.load_tokenizer(BUNDLED).encode_batch(
+        ["one two three", "four"]
+    )
     assert [each.ids for each in found] == [each.ids for each in expected]
 
 
@@ -108,7 +110,7 @@ def test_prompts_of_a_file(tmp_path, monkeypatch):
 
 
 def test_tokens_that_the_model_has_not_are_refused():
-    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
     options = dict(context=64, has_special_tokens=False)
     ids = prompts.encode(tokenizer, ["The with"], vocabulary=3072, **options)
     with pytest.raises(ValueError, match=rf"prompt 1 has token {max(ids[0])} .* of 5:"):
@@ -170,7 +172,7 @@ def test_settings_of_sampling_are_checked(monkeypatch, tmp_path):
     for settings in ({"top_k": "many"}, {"top_k": 1.5}, {"do_sample": "yes"}):
         path.write_text(json.dumps(settings))
         with pytest.raises(ValueError, match=next(iter(settings))):
-            llama.read_sampling(tmp_path)
+            pretrained.read_sampling(tmp_path)
     options = parsed(monkeypatch, "--top-p", "2")
     with pytest.raises(ValueError, match="Sampling.top_p must be from 0 to 1"):
         command.choose_sampling(options)
@@ -196,20 +198,20 @@ def test_a_chat_is_written_as_the_checkpoint_has_it(tmp_path, place):
     else:
         (tmp_path / "chat_template.jinja").write_text(CHATML)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert llama.render_chat(tmp_path, "it's <é>") == (
+    assert pretrained.render_chat(tmp_path, "it's <é>") == (
         '<s><user>"it\'s <é>"\n<assistant>'
     )
     with pytest.raises(ValueError, match="no aliens"):
-        llama.render_chat(tmp_path, [{"role": "alien", "content": ""}])
+        pretrained.render_chat(tmp_path, [{"role": "alien", "content": ""}])
 
 
 def test_a_model_that_cannot_chat_is_named():
     with pytest.raises(ValueError, match="pydoc has no chat template"):
-        llama.render_chat(BUNDLED, "hello")
+        pretrained.render_chat(BUNDLED, "hello")
 
 
 def test_samples_as_json(capsys):
-    tokenizer = llama.load_tokenizer(BUNDLED)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
     options = argparse.Namespace(chat=False, json=True, stop=[])
     shown, reason = output.Shown(tokenizer, [[4]], options), jkv.FinishReason
     shown.show(0, Completion(7, 0, [5, 6], [-1.0, -0.5], reason.STOP, "x"))
@@ -286,12 +288,12 @@ def test_ctrl_c_is_answered_while_jax_is_imported(monkeypatch, capsys):
 )
 def test_every_key_of_a_config_is_checked_by_type(key, value):
     kind = "qwen2" if "window" in key or key == "layer_types" else "llama3"
-    raw = json.loads((FIXTURES / "llama" / kind / "config.json").read_text())
+    raw = json.loads((FIXTURES / "checkpoints" / kind / "config.json").read_text())
     if kind == "qwen2":
         raw |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
-    llama.parse_config(raw)
+    pretrained.parse_config(raw)
     with pytest.raises(ValueError, match="config.json"):
-        llama.parse_config(raw | {key: value})
+        pretrained.parse_config(raw | {key: value})
 
 
 def test_options_that_count_start_at_one():

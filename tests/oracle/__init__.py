@@ -23,6 +23,7 @@ from oracle.cache import (
     Batch,
     Row,
     Sequence,
+    held,
 )
 from oracle.moving import Oracle
 from oracle.prefixes import PrefixOracle
@@ -41,4 +42,5 @@ __all__ = [
     "PrefixOracle",
     "Row",
     "Sequence",
+    "held",
 ]

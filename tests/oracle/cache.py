@@ -14,7 +14,7 @@ PADDING = -1
 class Sequence:
     """An open sequence."""
 
-    table: list[int]  # its blocks
+    table: list[int | None]  # its blocks, None where a window gave one back
     tokens: list[Any]  # its stored tokens
     created: int  # the clock when it was opened
     last_used: int  # and when it was last used
@@ -23,6 +23,8 @@ class Sequence:
     # None once its chain has a gap.
     salt: int = 0
     visible: int | None = 0
+    # With a sliding window: the blocks it gave back, those behind the sinks'.
+    num_gone: int = 0
 
 
 class Row(NamedTuple):
@@ -49,8 +51,19 @@ class Batch(NamedTuple):
 class Cache:
     """The cache. Its verbs serve requests one after the other."""
 
-    def __init__(self, *, num_blocks, block_size, max_sequences, max_context_length):
+    def __init__(
+        self,
+        *,
+        num_blocks,
+        block_size,
+        max_sequences,
+        max_context_length,
+        sliding_window=None,
+        num_sink_tokens=0,
+    ):
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.window = sliding_window
+        self.num_sinks = self._blocks_for(num_sink_tokens)  # blocks never given back
         self.max_sequences, self.max_context = max_sequences, max_context_length
         self.open: dict[int, Sequence] = {}
         self.free_blocks = list(range(num_blocks))
@@ -122,6 +135,11 @@ class Cache:
             batch.context_lengths.append(length + served)
             batch.epochs.append(self.open[seq_id].epoch if seq_id in self.open else 0)
             start += max(count, 0)
+        # What rows see is given back by no request of the call, and what is given back
+        # is free for later calls only: it is behind all that was taken.
+        for seq_id, served in zip(seq_ids, batch.query_lengths, strict=True):
+            if served:
+                self._give_back(self.open[seq_id], before[seq_id])
         self._tick(used=served_of(seq_ids, batch.status))
         self._count(batch.status)
         return batch
@@ -198,7 +216,7 @@ class Cache:
             tables |= {
                 seq_id: self._full_blocks(parent) for _, seq_id, parent in served
             }
-            kept = {block for table in tables.values() for block in table}
+            kept = {block for table in tables.values() for block in table} - {None}
             if num_served <= self.num_blocks - len(kept):
                 break
         for i, _, _ in refused:
@@ -228,6 +246,15 @@ class Cache:
         """The stored tokens of a sequence, none if it is not open."""
         return self.open[seq_id].tokens if seq_id in self.open else []
 
+    def is_kept(self, seq_id, position):
+        """Whether a token of an open sequence has not been given back."""
+        return self.table(seq_id)[position // self.block_size] is not None
+
+    def kept_from(self, seq_id):
+        """The first position that is kept, but for the sinks; 0 if nothing is gone."""
+        gone = self.open[seq_id].num_gone if seq_id in self.open else 0
+        return (self.num_sinks + gone) * self.block_size if gone else 0
+
     def reference_count(self, block):
         return sum(each.table.count(block) for each in self.open.values())
 
@@ -236,15 +263,21 @@ class Cache:
         table = self.table(seq_id)
         if not 0 <= position < len(table) * self.block_size:
             return None
+        if not self.is_kept(seq_id, position):
+            return None
         return table[position // self.block_size], position % self.block_size
 
     def check(self):
         """The oracle's own sanity: every block and every id is somewhere once."""
-        live = {block for each in self.open.values() for block in each.table}
+        live = {block for each in self.open.values() for block in held(each)}
         assert sorted([*self.free_blocks, *live]) == list(range(self.num_blocks))
         assert sorted([*self.free_ids, *self.open]) == list(range(self.max_sequences))
         for each in self.open.values():
             assert self._blocks_for(len(each.tokens)) <= len(each.table)
+            assert self._can_go_on(each, len(each.tokens))
+            gone = range(self.num_sinks, self.num_sinks + each.num_gone)
+            for column, block in enumerate(each.table):
+                assert (block is None) == (column in gone)
             owned = each.table[len(each.tokens) // self.block_size :]
             assert all(self.reference_count(block) == 1 for block in owned)
 
@@ -301,12 +334,12 @@ class Cache:
         """Take over a past: share its full blocks, and own a copy of its tail."""
         mine = self.open[seq_id]
         mine.table = self._full_blocks(parent) + self._take(self._tail(parent))
-        mine.tokens = list(parent.tokens)
+        mine.tokens, mine.num_gone = list(parent.tokens), parent.num_gone
         mine.visible, mine.salt = parent.visible, parent.salt
 
     def _cut(self, mine, length, shared):
         """Cut a sequence back; returns the cause where that cannot be."""
-        if not 0 <= length <= len(mine.tokens):
+        if not 0 <= length <= len(mine.tokens) or not self._can_go_on(mine, length):
             return INVALID_ARGUMENT
         # A writer owns its tail, so one that was shared before the call is copied.
         full, blocks = length // self.block_size, self._blocks_for(length)
@@ -316,12 +349,33 @@ class Cache:
         if blocks > full and not is_copied:
             self._forget_from(mine.table[full])
         self._shrink(mine, full if is_copied else blocks)
+        mine.num_gone = mine.num_gone if length else 0
         mine.table += self._take(int(is_copied))
         del mine.tokens[length:]
         if mine.visible is not None or length == 0:
             mine.visible = min(mine.visible or 0, length)
         mine.epoch = self.clock + 1
         return OK
+
+    def _give_back(self, mine, length):
+        """Give back what no row from this length on sees, the last block first."""
+        if self.window is None:
+            return
+        seen_from = max(length - self.window + 1, 0)
+        gone = max(seen_from // self.block_size - self.num_sinks, mine.num_gone)
+        for column in reversed(range(mine.num_gone, gone)):
+            block = mine.table[self.num_sinks + column]
+            mine.table[self.num_sinks + column] = None
+            if self.reference_count(block) == 0:
+                self.free_blocks.append(block)
+        mine.num_gone = gone
+
+    def _can_go_on(self, mine, length):
+        """Whether all that a row at this position sees is kept; at 0 it sees none."""
+        if self.window is None or length == 0 or mine.num_gone == 0:
+            return True
+        kept_from = (self.num_sinks + mine.num_gone) * self.block_size
+        return kept_from <= length - self.window + 1
 
     def _take(self, count):
         """Take the blocks that have been free longest."""
@@ -334,7 +388,11 @@ class Cache:
         """Drop blocks from the end; one is free when nobody names it any more."""
         while len(mine.table) > count:
             block = mine.table.pop()
-            if self.reference_count(block) == 0 and block not in kept:
+            if (
+                block is not None
+                and self.reference_count(block) == 0
+                and block not in kept
+            ):
                 self.free_blocks.append(block)
 
     def _blocks_for(self, length):
@@ -360,6 +418,11 @@ class Cache:
     def _count(self, status):
         self.refusals.update(cause for cause in status if cause != OK)
         return status
+
+
+def held(sequence):
+    """The blocks that a sequence has."""
+    return [block for block in sequence.table if block is not None]
 
 
 def served_of(seq_ids, status):

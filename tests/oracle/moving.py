@@ -9,6 +9,7 @@ from oracle.cache import (
     OUT_OF_SEQUENCES,
     PADDING,
     Cache,
+    held,
     served_of,
 )
 
@@ -52,7 +53,7 @@ class Oracle(Cache):
 
     def compact(self):
         """Number blocks by their first mention, row by row; then the free in order."""
-        named = [block for _, each in sorted(self.open.items()) for block in each.table]
+        named = [block for _, each in sorted(self.open.items()) for block in held(each)]
         order = [*dict.fromkeys(named), *self.free_blocks]
         self._rename({block: number for number, block in enumerate(order)})
 
@@ -92,7 +93,7 @@ class Oracle(Cache):
         for each in swapped:
             filled += each.table[: self._blocks_for(len(each.tokens))]
             reserved += each.table[self._blocks_for(len(each.tokens)) :]
-        old = list(dict.fromkeys(filled + reserved))
+        old = [block for block in dict.fromkeys(filled + reserved) if block is not None]
         most = self._blocks_for(self.max_context)
         if any(
             len(each.table) > most or len(each.tokens) > self.max_context
@@ -107,11 +108,12 @@ class Oracle(Cache):
             cause = OK
         seq_ids = [PADDING] * len(swapped)
         if cause == OK:
-            new = dict(zip(old, self._take(len(old)), strict=True))
+            new = {None: None} | dict(zip(old, self._take(len(old)), strict=True))
             for i, each in enumerate(swapped):
                 seq_ids[i] = self._open([new[block] for block in each.table])
                 opened = self.open[seq_ids[i]]
                 opened.tokens, opened.salt = list(each.tokens), each.salt
+                opened.num_gone = each.num_gone
                 opened.visible = None if each.visible != 0 else 0
             self._tick(opened=seq_ids)
         return seq_ids, self._count([cause] * len(swapped))
@@ -120,7 +122,7 @@ class Oracle(Cache):
 
     def _not_to_be_lost(self):
         """Blocks that keep their contents."""
-        return {block for each in self.open.values() for block in each.table}
+        return {block for each in self.open.values() for block in held(each)}
 
     def _first_to_leave(self):
         """The free blocks, in the order in which a smaller pool gives them up."""
@@ -129,5 +131,5 @@ class Oracle(Cache):
     def _rename(self, number):
         """Give all blocks their new numbers."""
         for each in self.open.values():
-            each.table = [number[block] for block in each.table]
+            each.table = [None if b is None else number[b] for b in each.table]
         self.free_blocks = [number[block] for block in self.free_blocks]

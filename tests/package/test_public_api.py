@@ -21,13 +21,15 @@ PUBLIC = """
     OutOfSequences Ring Slots Status allocate append attend block_ids block_info
     can_allocate check commit fork free init num_free_blocks paged_attention
     raise_for_status read read_slot reorder slots tokens truncate write
-    FinishReason Generation Model Sampling generate
+    FinishReason Generation Model Sampling extend generate score
     MemoryProfile Stats memory_profile stats
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
-    context_lengths debug DebugError BeamSearch beam_search
+    context_lengths kept_from debug DebugError
+    GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups
+    partition_specs BeamSearch beam_search
 """.split()
 
 
@@ -86,7 +88,8 @@ RAISE_NOTHING = {
     "compact",
     "context_lengths",
     "fragmentation",
-    "init",
+    "init_groups",
+    "kept_from",
     "memory_profile",
     "num_free_blocks",
     "stats",

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from caches import with_metadata, with_storage_filled
 from ends import dealt
-from games import DTYPES, SHAPES, Game, make_verbs
+from games import DTYPES, SHAPES, WINDOWED, Game, make_verbs
+from oracle import INVALID_ARGUMENT, OK
 
 import jkv
 
@@ -43,6 +44,33 @@ def test_random_operations(name, mode, tmp_path):
         # for all, some come up by luck only.
         if not name.startswith("one"):
             assert set(game.num_requests) == set(range(7)), game.num_requests
+
+
+# Each end plays with one window in one mode.
+DEALT_WINDOWED = dealt([("window", "donated"), ("window and sinks", "jitted")])
+ALL_WINDOWED = [(name, mode) for name in WINDOWED for mode in MODES]
+
+
+@pytest.mark.parametrize("name, mode", DEALT_WINDOWED if EFFORT == 1 else ALL_WINDOWED)
+def test_random_operations_with_a_window(name, mode, tmp_path):
+    """Blocks that no row will see again are given back."""
+    verbs, num_gone = make_verbs(mode), 0
+    shape, window = WINDOWED[name]
+    for seed in range(EFFORT):
+        game = Game(
+            shape,
+            verbs,
+            seed=555 * len(name) + seed,
+            record_tokens=mode != "eager",
+            donate=mode == "donated",
+            folder=tmp_path,
+            window=window,
+        )
+        for _ in range(120):
+            game.play(num_operations=1)
+            num_gone += sum(each.num_gone for each in game.oracle.open.values())
+        assert {OK, INVALID_ARGUMENT} <= set(game.num_requests)
+    assert num_gone > 100
 
 
 @pytest.mark.parametrize("name", EAGER)

@@ -18,6 +18,14 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jkv.sharding.varying import (
+    is_manual,
+    type_alike,
+    unvarying,
+    vary_over,
+    varying_axes,
+)
+
 
 @functools.cache
 def _pallas() -> tuple[ModuleType, ModuleType]:
@@ -117,15 +125,18 @@ def launch(
     warnings.filterwarnings(
         "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
     )
+    results: Any = (
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
+    )
+    if is_manual():
+        results = tuple(map(unvarying, results))
     output, sums = pl.pallas_call(
         body,
         grid=grid,
         in_specs=[whole] * len(leaves),
         out_specs=(whole, whole),
-        out_shape=(
-            jax.ShapeDtypeStruct(shape, dtype),
-            jax.ShapeDtypeStruct(shape[:2], jnp.float32),
-        ),
+        out_shape=results,
         input_output_aliases={last - 1: 0, last: 1} if in_place else {},
         compiler_params=triton.CompilerParams(
             num_warps=num_warps, num_stages=num_stages
@@ -139,6 +150,8 @@ def defer(
     function: Callable[..., tuple[jax.Array, ...]],
     operands: tuple[Any, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Return `function(*operands)`, traced only where it is lowered for a GPU.
 
@@ -147,19 +160,28 @@ def defer(
     `platform_dependent` does in such a program. So what launches kernels is a primitive
     of its own, which other platforms lower to zeros that nobody sees. Where no GPU is
     meant, nothing of it is ever traced.
+
+    Inside `shard_map`, where Pallas takes nothing that varies over a mesh, the function
+    is traced for one device alone. What is interpreted there is lowered everywhere.
     """
+    if is_manual():
+        operands = vary_over(operands, varying_axes(operands))
     leaves, structure = jax.tree.flatten(operands)
 
     def call(*leaves: jax.Array) -> list[jax.Array]:
         return list(function(*jax.tree.unflatten(structure, leaves)))
 
-    return tuple(_deferred.bind(*leaves, call=call, results=results))
+    primitive = _interpreted if interpret else _deferred
+    return tuple(primitive.bind(*leaves, call=call, results=results))
 
 
 _deferred = Primitive("jkv_deferred")
 
 
-_deferred.multiple_results = True
+_interpreted = Primitive("jkv_interpreted")
+
+
+_deferred.multiple_results = _interpreted.multiple_results = True
 
 
 def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
@@ -168,13 +190,21 @@ def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
 
 
 def _find_types(*leaves: Any, results: Any, **params: Any) -> Any:
-    del leaves, params
-    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+    del params
+    # All leaves vary over the same axes of a mesh, and so do the results.
+    more = type_alike(leaves[0]) if leaves else {}
+    return [
+        jax.core.ShapedArray(result.shape, result.dtype, **more) for result in results
+    ]
 
 
 def _lower(ctx: Any, *leaves: Any, call: Callable[..., Any], results: Any) -> Any:
     del results
-    return mlir.lower_fun(call)(ctx, *leaves)
+    alone = ctx.replace(
+        avals_in=list(map(unvarying, ctx.avals_in)),
+        avals_out=list(map(unvarying, ctx.avals_out)),
+    )
+    return mlir.lower_fun(call)(alone, *leaves)
 
 
 def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
@@ -184,7 +214,7 @@ def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
         del leaves
         return [jnp.zeros(result.shape, result.dtype) for result in results]
 
-    return mlir.lower_fun(zeros)(ctx, *leaves)
+    return _lower(ctx, *leaves, call=zeros, results=results)
 
 
 def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) -> Any:
@@ -233,7 +263,16 @@ _deferred.def_impl(_run)
 _deferred.def_abstract_eval(_find_types)
 
 
+_interpreted.def_impl(_run)
+
+
+_interpreted.def_abstract_eval(_find_types)
+
+
 mlir.register_lowering(_deferred, _lower_unused)
+
+
+mlir.register_lowering(_interpreted, _lower)
 
 
 for _platform in ("rocm", "cuda"):

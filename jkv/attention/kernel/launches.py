@@ -25,6 +25,7 @@ from jkv.attention.kernel.work import (
     num_decode_entries,
     num_prefill_entries,
 )
+from jkv.sharding.varying import is_manual
 
 
 def attend_kernel(
@@ -33,9 +34,9 @@ def attend_kernel(
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
     launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
-    if interpret:
+    if interpret and not is_manual():
         return launch(call)
-    output, lse = backend.defer(launch, (call,), call.results)
+    output, lse = backend.defer(launch, (call,), call.results, interpret=interpret)
     return output, lse
 
 

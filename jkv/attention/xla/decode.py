@@ -26,6 +26,7 @@ from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_su
 from jkv.attention.xla.lanes import Lanes, attend_lanes
 from jkv.attention.xla.operations import divide_up, gather, multiply
 from jkv.attention.xla.pieces import WorkList, list_work
+from jkv.sharding.loops import fori_loop
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
 # pieces are quicker to join, shorter ones waste less at the end of a request.
@@ -62,10 +63,10 @@ def attend_decode(
     walk = _plan_walk(call, queries)
     num_trips = divide_up(walk.work.num_requests, walk.num_segments)
     take_edges = functools.partial(_take_edges, walk)
-    sums = lax.fori_loop(jnp.int32(0), num_trips, take_edges, _start_sums(walk))
+    sums = fori_loop(jnp.int32(0), num_trips, take_edges, _start_sums(walk))
     num_trips = divide_up(walk.work.num_pieces, walk.num_lanes)
     take_pieces = functools.partial(_take_pieces, walk)
-    sums = lax.fori_loop(jnp.int32(0), num_trips, take_pieces, sums)
+    sums = fori_loop(jnp.int32(0), num_trips, take_pieces, sums)
     return _finish_rows(walk, sums)
 
 

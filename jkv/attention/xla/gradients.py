@@ -28,6 +28,7 @@ from jkv.attention.xla.tiling import (
     make_tiling,
     score_chunk,
 )
+from jkv.sharding.loops import fori_loop
 
 
 class Gradients(NamedTuple):
@@ -137,7 +138,7 @@ def attend_backward(call: Call, rows: Rows) -> Gradients:
         _empty_gradient(pools.keys),
         _empty_gradient(pools.values),
     )
-    return lax.fori_loop(jnp.int32(0), tiling.ends[-1], add_tile, grads)
+    return fori_loop(jnp.int32(0), tiling.ends[-1], add_tile, grads)
 
 
 def _empty_gradient(pool: jax.Array | None) -> jax.Array | None:
@@ -161,7 +162,7 @@ def _add_tile(tiling: Tiling, tile: RowTile, rows: Rows, grads: Gradients) -> Gr
     )
     add_chunk = functools.partial(_add_chunk, tiling, tile, tile_rows)
     tile_grads = grads._replace(queries=jnp.zeros_like(tile_rows.queries))
-    tile_grads = lax.fori_loop(jnp.int32(0), tile.num_chunks, add_chunk, tile_grads)
+    tile_grads = fori_loop(jnp.int32(0), tile.num_chunks, add_chunk, tile_grads)
     # Rows of other tiles and requests get nothing.
     d_rows = jnp.moveaxis(tile_grads.queries, 2, 0)
     d_rows = jnp.where(tile.valid[:, None, None, None], d_rows, 0.0)

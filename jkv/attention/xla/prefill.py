@@ -24,6 +24,7 @@ from jkv.attention.xla.tiling import (
     make_tiling,
     score_chunk,
 )
+from jkv.sharding.loops import fori_loop
 
 
 def attend_prefill(
@@ -44,7 +45,7 @@ def attend_prefill(
             results[1], found[1], tile
         )
 
-    return lax.fori_loop(jnp.int32(0), tiling.ends[-1], fill_tile, (output, lse))
+    return fori_loop(jnp.int32(0), tiling.ends[-1], fill_tile, (output, lse))
 
 
 def attend_tile(
@@ -61,7 +62,7 @@ def attend_tile(
         sinks = call.sinks.reshape(call.pools.num_kv_heads, call.group, 1)
     sums = empty_sums(rows.shape[:3], call.pools.value_dim, sinks)
     attend = functools.partial(_attend_chunk, tiling, tile, rows)
-    sums = lax.fori_loop(jnp.int32(0), tile.num_chunks, attend, sums)
+    sums = fori_loop(jnp.int32(0), tile.num_chunks, attend, sums)
     sees = tile.valid & (tile.positions >= 0)
     if call.window is not None:
         sees &= call.window > 0

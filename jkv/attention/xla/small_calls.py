@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
 from jkv.attention.xla.lanes import Lanes, attend_lanes
 from jkv.attention.xla.operations import divide_up, quotient
+from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
 # closely, more shares the cost of a trip.
@@ -66,7 +66,7 @@ def attend_rows(
     sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
     sums = empty_sums((call.num_rows, *by_group), call.pools.value_dim, sinks)
     take_columns = functools.partial(_take_columns, call, queries, rows, width)
-    sums = lax.fori_loop(start, end, take_columns, sums)
+    sums = fori_loop(start, end, take_columns, sums)
     return finish_sums(sums, sees[:, None, None])
 
 

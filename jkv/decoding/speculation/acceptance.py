@@ -39,7 +39,7 @@ def make_rejection_sampler(
         sampling: Sampling,
         counts: jax.Array,
         *,
-        seen: jax.Array,
+        seen: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         rows = by_row(sampling, logits.shape[0])
         is_greedy = rows.temperature <= 0

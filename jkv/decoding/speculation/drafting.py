@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.beginning import find_vocabulary
 from jkv.decoding.choosing import sampling_of
@@ -27,6 +26,7 @@ from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import Guesses
 from jkv.metadata.entries import find_owners
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
 from jkv.verbs.allocation import allocate
@@ -181,7 +181,7 @@ def _catch_up(
         _, cache = call_model(options.model, options.params, tokens, cache, batch)
         return cache, is_ready & (batch.status == Status.OK)
 
-    return lax.while_loop(
+    return while_loop(
         lambda carry: jnp.any(find_missing(carry) > 2), trip, (drafts.cache, is_ready)
     )
 
@@ -227,4 +227,4 @@ def _run_ahead(
         cache, batch = append(cache, jnp.where(goes_on, seq_ids, NO_SEQUENCE))
         return note(i, cache, batch, carry, tokens)
 
-    return lax.fori_loop(jnp.int32(1), jnp.int32(num_tokens), trip, carry)
+    return fori_loop(jnp.int32(1), jnp.int32(num_tokens), trip, carry)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.choosing import Sampler
 from jkv.decoding.conditions import when
@@ -36,6 +35,7 @@ from jkv.decoding.speculation.verification import (
     limit_guesses,
 )
 from jkv.decoding.step import advance, settle
+from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 
 Speculation = PromptLookup | DraftModel
@@ -102,7 +102,7 @@ def run_speculatively(
 
     drafts = begin_drafts(options, state) if isinstance(options, DraftModel) else None
     logits = jnp.zeros(state.seen.shape, jnp.float32)
-    loop = lax.while_loop(
+    loop = while_loop(
         lambda loop: jnp.any(loop.state.is_running),
         step,
         _Loop(cache, state, logits, Pace.begin(), drafts),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.choosing import Sampler, choose_more
 from jkv.decoding.model import Model, call_model_for_rows
@@ -24,6 +23,7 @@ from jkv.decoding.scheduling.demand import Loads, blocks_for
 from jkv.decoding.step import Computed, count_step, note_refusals
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.lookups import num_free_blocks
@@ -172,7 +172,7 @@ def _choose(
         runs = state.is_running[state.places.sequences]
         return i + 1, goes_on & is_right & runs, state
 
-    _, _, state = lax.while_loop(
+    _, _, state = while_loop(
         lambda carry: jnp.any(carry[1]), trip, (jnp.int32(0), is_ready, state)
     )
     return state

@@ -17,6 +17,7 @@ from jkv.metadata.prefixes.columns import (
     first_lanes,
 )
 from jkv.metadata.prefixes.prefix_index import forget, index_of
+from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata, PrefixIndex
 
 
@@ -56,7 +57,7 @@ def _commit_one_each(
     """
     fills = chains.num_columns > 0
     lanes = CommitLanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
-    return jax.lax.fori_loop(
+    return fori_loop(
         jnp.int32(0),
         jnp.any(fills).astype(jnp.int32),
         lambda _, carry: _commit_lanes(carry[0], carry[1], chains, lanes),
@@ -203,6 +204,6 @@ def _prove(
         prefix = forget(state[0], jnp.where(lost(*state), answer, nothing))
         return prefix, cut(prefix)
 
-    return jax.lax.while_loop(
+    return while_loop(
         lambda state: jnp.any(lost(*state)), round_, (prefix, cut(prefix))
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jkv.metadata import mentions
 from jkv.metadata.prefixes import hashing
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
+from jkv.sharding.loops import while_loop
 from jkv.state import Metadata, PrefixIndex
 
 
@@ -72,7 +73,7 @@ def insert(
         )
         return prefix, jnp.where(wins, block, answer), pending & ~wins
 
-    prefix, answer, _ = jax.lax.while_loop(
+    prefix, answer, _ = while_loop(
         lambda state: jnp.any(state[2]),
         round_,
         (
@@ -106,7 +107,7 @@ def insert_children(
         children, wins = _claim(children, row, column, block, pending)
         return children, pending & ~wins
 
-    children, _ = jax.lax.while_loop(
+    children, _ = while_loop(
         lambda state: jnp.any(state[1]),
         round_,
         (table, block < prefix.hashes.shape[0]),

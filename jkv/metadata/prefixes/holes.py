@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jkv.metadata import counters, mentions, ring
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
 from jkv.metadata.xla_cpu import running_sum, stage, written_after
+from jkv.sharding.loops import while_loop
 from jkv.state import Metadata, PrefixIndex, Ring
 from jkv.status import Counter
 
@@ -127,7 +128,7 @@ def _entries(
 
 def _reach(free: Ring, prefix: PrefixIndex, num: jax.Array) -> jax.Array:
     """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
-    return jax.lax.while_loop(
+    return while_loop(
         lambda state: state[1] < num,
         lambda state: _count_chunk(free, prefix.positions, *state),
         (jnp.int32(0), jnp.int32(0)),
@@ -149,7 +150,7 @@ def _squeeze(
 ) -> tuple[Ring, PrefixIndex]:
     """Move the entries before `end` together, up to `end`; the head follows."""
     # From the end towards the head: an entry only moves to places already read.
-    free, positions, _, start = jax.lax.while_loop(
+    free, positions, _, start = while_loop(
         lambda state: state[2] > 0,
         lambda state: _squeeze_chunk(*state),
         (free, prefix.positions, end, end),

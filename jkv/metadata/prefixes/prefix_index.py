@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters
 from jkv.metadata.xla_cpu import written_after
+from jkv.sharding.loops import fori_loop
 from jkv.state import Metadata, PrefixIndex
 from jkv.status import Counter
 
@@ -99,7 +100,7 @@ def forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
 
     # A pass over the pool, so only where there is something to forget.
     any_indexed = jnp.any(indexed < nothing).astype(jnp.int32)
-    hashes = jax.lax.fori_loop(jnp.int32(0), any_indexed, forget_all, prefix.hashes)
+    hashes = fori_loop(jnp.int32(0), any_indexed, forget_all, prefix.hashes)
     return dataclasses.replace(
         metadata, prefix=dataclasses.replace(prefix, hashes=hashes)
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jkv.metadata import counters
 from jkv.metadata.prefixes import hash_tables, hashing
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
+from jkv.sharding.loops import while_loop
 from jkv.state import Metadata, PrefixIndex
 from jkv.status import Counter
 
@@ -102,7 +103,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         return (hashes != 0) & has_parent & (_hash_above(before, hashes) == 0)
 
     # Hardly ever a trip: a row has eight places for one block on average.
-    return metadata, jax.lax.while_loop(
+    return metadata, while_loop(
         lambda hashes: jnp.any(is_cut_off(hashes)),
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
         jnp.where(answer == place, before.hashes, jnp.uint32(0)),

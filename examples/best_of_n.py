@@ -1,0 +1,107 @@
+"""The best of n samples of each prompt, by likelihood or by vote.
+
+    python examples/best_of_n.py --samples 8 "The with statement"
+    python examples/best_of_n.py --by majority --answer '\\b(\\w+)\\.' "A tuple is"
+
+Each prompt is computed once; its samples share its blocks (`fork`) and take their own
+as they grow. By majority the samples vote with what `--answer` finds in their texts
+first (self-consistency); without it, with their whole texts.
+"""
+
+import argparse
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pretrained
+
+import jkv
+from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding import select_best
+
+BUNDLED = Path(__file__).parent / "models" / "pydoc"
+PROMPTS = [
+    'The with statement\n\nThe "with" statement is used to wrap the execution of a '
+    "block with methods defined by a context manager. This allows usage patterns to be",
+    "Dictionaries\n\nA dictionary maps keys to values. Keys must be hashable, and "
+    "values may be anything. Two dictionaries compare equal if and only if they",
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("prompts", nargs="*", default=PROMPTS)
+    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add("--samples", type=int, default=8, help="of each prompt; %(default)s")
+    add("--max-new-tokens", type=int, default=48)
+    add("--temperature", type=float, default=0.9)
+    add("--by", choices=["mean_logprob", "majority"], default="mean_logprob")
+    add("--answer", help="regular expression of what samples vote with")
+    options = parser.parse_args()
+    keep_compiled_programs()
+    try:
+        show(options)
+    except (OSError, ValueError, re.error) as error:
+        sys.exit(f"error: {error}")
+
+
+def show(options):
+    """Generate, choose, and print what was chosen among what."""
+    model, params = pretrained.load(options.model)
+    tokenizer = pretrained.load_tokenizer(options.model)
+    prompts = [tokenizer.encode(text).ids for text in options.prompts]
+    config = jkv.CacheConfig.for_context_length(
+        max(map(len, prompts)) + options.max_new_tokens,
+        max_sequences=len(prompts) * options.samples,
+        dtype=params["embedding"].dtype,
+        **model.cache_fields,
+    )
+    generate = partial(
+        jkv.generate,
+        model,
+        max_new_tokens=options.max_new_tokens,
+        num_samples=options.samples,
+    )
+    cache, result = jax.jit(generate, donate_argnames="cache")(
+        params,
+        cache=jkv.init(config),
+        prompts=prompts,
+        stop_tokens=np.array(model.config.stop_tokens, np.int32),
+        sampling=jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1),
+    )
+    lengths, tokens = np.asarray(result.lengths), np.asarray(result.tokens)
+    rows = zip(tokens, lengths, strict=True)
+    texts = [tokenizer.decode(row[:length].tolist()) for row, length in rows]
+    answers = find_answers(texts, options.answer)
+    best = select_best(result, options.samples, by=options.by, answers=answers)
+    means = np.asarray(result.logprobs).sum(axis=1) / np.maximum(lengths, 1)
+    for i, row in enumerate(best.tolist()):
+        samples = slice(i * options.samples, (i + 1) * options.samples)
+        votes = int(np.sum(answers[samples] == answers[row]))
+        print(f"--- prompt {i}: sample {row - samples.start}", end="")
+        print(f", mean log-probability {means[row]:.2f} of", end=" ")
+        print(*(f"{mean:.2f}" for mean in means[samples]), end="; ")
+        print(f"{votes} of {options.samples} votes\n{options.prompts[i]}{texts[row]}\n")
+    # A sequence's last token is never put in the cache.
+    whole = np.repeat([len(ids) for ids in prompts], options.samples) + lengths - 1
+    blocks = int(np.sum(-(-whole // cache.block_size)))
+    peak = int(result.statistics.peak_blocks)
+    print(f"{peak} blocks at the peak, {blocks} if each sample had its own prompt")
+
+
+def find_answers(texts, pattern):
+    """Number the answers, alike for texts that answer alike; -1 is none, i32[N]."""
+    said = list(texts)
+    if pattern:
+        matches = [re.search(pattern, text) for text in texts]
+        said = [m.group(m.lastindex or 0) if m else None for m in matches]
+    names = list(dict.fromkeys(answer for answer in said if answer is not None))
+    return np.array([-1 if a is None else names.index(a) for a in said], np.int32)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of `examples/chat.py`: turns and branches, and the commands."""

@@ -1,0 +1,130 @@
+"""Branches of a chat over one cache, and the turns that are taken in them."""
+
+import argparse
+import dataclasses
+from functools import partial
+from itertools import takewhile
+
+import jax
+import numpy as np
+import pretrained
+from generating.output import TextStream
+
+import jkv
+
+PIECE = 8  # tokens generated before they are shown
+WIDTH = 64  # tokens are padded to a multiple of it: few programs to compile
+
+
+@dataclasses.dataclass
+class Branch:
+    """A conversation: its sequence, the tokens in the cache, and what was said."""
+
+    seq_id: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)  # before each turn
+
+
+class Chat:
+    """All branches, one of which is spoken in."""
+
+    def __init__(self, options: argparse.Namespace):
+        """Read the checkpoint, and open a conversation in which nothing was said."""
+        self.options = options
+        model, self._params = pretrained.load(options.model)
+        self._tokenizer = pretrained.load_tokenizer(options.model)
+        self._has_template = pretrained.has_chat_template(options.model)
+        self._stop_tokens = np.array(model.config.stop_tokens, np.int32)
+        config = jkv.CacheConfig.for_context_length(
+            min(options.context, model.config.max_context_length),
+            max_sequences=options.branches,
+            dtype=self._params["embedding"].dtype,
+            **model.cache_fields,
+        )
+        extend = partial(jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4)
+        self._extend = jax.jit(extend, donate_argnames="cache")
+        self.cache, opened = jkv.allocate(jkv.init(config), [0])
+        self.branches: list[Branch] = []
+        self.add(Branch(int(opened.seq_ids[0])))
+
+    def add(self, branch: Branch) -> None:
+        """Go on in a branch that was not there; it shares no list with another."""
+        branch = dataclasses.replace(
+            branch,
+            tokens=list(branch.tokens),
+            messages=list(branch.messages),
+            lengths=list(branch.lengths),
+        )
+        self.branches.append(branch)
+        self.branch = branch
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens of the branch from a length on."""
+        cache, status = jkv.truncate(self.cache, [self.branch.seq_id], [length])
+        jkv.raise_for_status(status)
+        self.cache = cache
+        del self.branch.tokens[length:]
+
+    def take_turn(self, line: str) -> None:
+        """Answer a message: tokens that are as they were stay, others are computed."""
+        branch = self.branch
+        messages = [*branch.messages, {"role": "user", "content": line}]
+        ids = self._encode(messages)
+        # A token is computed at least: what follows the last one is asked for.
+        pairs = zip(ids[:-1], branch.tokens, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.cut(kept)
+        answer, reason = self._generate(ids, kept)
+        if not answer:
+            print(f"(no room: {reason.name}; /undo, or start with a larger --context)")
+            return
+        branch.tokens = ids + answer[:-1]
+        branch.lengths.append(kept)
+        text = self._tokenizer.decode(self._without_stops(answer))
+        branch.messages = [*messages, {"role": "assistant", "content": text}]
+        computed = len(ids) - kept
+        print(f"\n({computed} tokens computed, {kept} kept, {len(answer)} generated)")
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the tokens of a whole conversation, up to the next answer."""
+        if not self._has_template:
+            text = "".join(message["content"] for message in messages)
+            return list(self._tokenizer.encode(text).ids)
+        text = pretrained.render_chat(self.options.model, messages)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _generate(
+        self, ids: list[int], kept: int
+    ) -> tuple[list[int], jkv.FinishReason]:
+        """Show an answer as it comes; return its tokens, and why it ended."""
+        stream, given = TextStream(self._tokenizer, ids, is_chat=True), ids[kept:]
+        answer: list[int] = []
+        reason = jkv.FinishReason.LENGTH
+        while reason == reason.LENGTH and len(answer) < self.options.max_new_tokens:
+            self.cache, piece = self._extend(
+                self._params,
+                cache=self.cache,
+                seq_ids=np.array([self.branch.seq_id], np.int32),
+                tokens=_padded(given),
+                limits=np.minimum(self.options.max_new_tokens - len(answer), [PIECE]),
+                stop_tokens=self._stop_tokens,
+                sampling=jkv.Sampling(
+                    temperature=self.options.temperature, seeds=len(ids) + len(answer)
+                ),
+            )
+            reason = jkv.FinishReason(piece.reasons[0])
+            answer += piece.tokens[0, : piece.lengths[0]].tolist()
+            given = answer[-1:]  # it is not in the cache yet
+            print(stream.advance(self._without_stops(answer)), end="", flush=True)
+        return answer, reason
+
+    def _without_stops(self, tokens: list[int]) -> list[int]:
+        return [token for token in tokens if token not in self._stop_tokens]
+
+
+def _padded(tokens: list[int]) -> np.ndarray:
+    """Return tokens as i32[1, P], P a multiple of `WIDTH`."""
+    padded = np.full((1, -(-len(tokens) // WIDTH) * WIDTH), -1, np.int32)
+    padded[0, : len(tokens)] = tokens
+    return padded

@@ -1,0 +1,65 @@
+"""Checkpoints of many architectures in plain JAX, on a paged cache.
+
+    model, params = pretrained.load("path/to/checkpoint")
+    tokenizer = pretrained.load_tokenizer("path/to/checkpoint")
+    cache = jkv.init(jkv.CacheConfig(**model.cache_fields, num_blocks=256, ...))
+
+``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
+is read as it is: config.json, one or many safetensors files, tokenizer.json.
+
+Files in reading order: ``architectures.py`` (the table: in what each differs from
+Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
+``windows.py``, ``rope_settings.py`` and ``parts.py`` are for parts of it), ``model.py``
+(the forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``),
+``tensors.py`` and ``checkpoint.py`` (weights; ``quantised.py``), ``tokenizer.py``
+(texts and chats), ``sampling.py`` (generation_config.json).
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from .architectures import ARCHITECTURES, Architecture
+from .checkpoint import Params, random_params, read_params
+from .config import DecoderConfig, parse_config, read_config
+from .model import Decoder
+from .rope import Rope
+from .sampling import read_sampling
+from .tokenizer import has_chat_template, load_tokenizer, render_chat
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Decoder",
+    "DecoderConfig",
+    "Params",
+    "Rope",
+    "has_chat_template",
+    "load",
+    "load_tokenizer",
+    "parse_config",
+    "random_params",
+    "read_config",
+    "read_params",
+    "read_sampling",
+    "render_chat",
+]
+
+
+def load(folder: str | Path, dtype: jnp.dtype | None = None) -> tuple[Decoder, Params]:
+    """Read a checkpoint folder.
+
+    Args:
+        folder: a Hugging Face checkpoint: config.json and safetensors.
+        dtype: type of weights and activations; float32 on a CPU and the checkpoint's
+            own elsewhere when it is None.
+
+    Returns:
+        The model, a callable with static settings, and its parameters.
+
+    Raises:
+        FileNotFoundError: when a file is missing.
+        ValueError: when the checkpoint is damaged or of a kind not supported here.
+    """
+    config = read_config(folder)
+    return Decoder(config), read_params(folder, config, dtype)

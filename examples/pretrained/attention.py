@@ -1,0 +1,108 @@
+"""Attention over the paged cache, with keys of each head or one vector for all."""
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+
+from .config import DecoderConfig
+from .layers import Weights, linear, norm
+from .parts import Latent
+from .rope import rotate
+
+Turns = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, turned dim / 2]
+
+
+def attend(
+    config: DecoderConfig,
+    weights: Weights,
+    x: jax.Array,
+    turns: Turns,
+    cache: jkv.Cache,
+    layer: jax.Array,
+    batch: jkv.Batch,
+    window: int | jax.Array | None,
+) -> tuple[jax.Array, jkv.Cache]:
+    """Write a layer's keys and values and attend to them.
+
+    Args:
+        config: the model's settings.
+        weights: of the layer.
+        x: [R, E].
+        turns: what positions turn by.
+        cache: the cache.
+        layer: i32[], its number in the cache.
+        batch: what ``append`` returned.
+        window: tokens that a row sees, itself counted.
+
+    Returns:
+        [R, E], and the cache.
+    """
+    latent, values = config.latent, None
+    if latent is None:
+        queries, keys, values = _project_heads(config, weights, x, turns)
+    else:
+        queries, keys = _project_latent(config, latent, weights, x, turns)
+    cache = jkv.write(cache, layer, batch, keys, values)
+    heads = jkv.attend(
+        cache,
+        layer,
+        batch,
+        queries,
+        scale=config.scale,
+        window=window,
+        soft_cap=config.soft_cap,
+        sinks=weights["sinks"].astype(jnp.float32) if config.has_sinks else None,
+    )
+    if latent is not None:
+        # From the latent vector that was attended to, to each head's value.
+        heads = jnp.einsum("rhc,hvc->rhv", heads, weights["value_up"])
+    return linear(heads.reshape(x.shape[0], -1), weights, "output"), cache
+
+
+def _project_heads(
+    config: DecoderConfig, weights: Weights, x: jax.Array, turns: Turns
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return turned queries [R, H, D] and keys [R, K, D], and values [R, K, D]."""
+
+    def project(name: str) -> jax.Array:
+        rows = linear(x, weights, name)
+        if config.qk_norm == "all":
+            rows = norm(config, rows, weights, f"{name}_norm")
+        heads = rows.reshape(x.shape[0], -1, config.head_dim)
+        if config.qk_norm == "head":
+            heads = norm(config, heads, weights, f"{name}_norm")
+        return heads
+
+    queries, keys = (rotate(project(name), *turns) for name in ("query", "key"))
+    return queries, keys, project("value")
+
+
+def _project_latent(
+    config: DecoderConfig, latent: Latent, weights: Weights, x: jax.Array, turns: Turns
+) -> tuple[jax.Array, jax.Array]:
+    """Return queries [R, H, C + T] and keys [R, 1, C + T], of which C are the values.
+
+    A head's key without position is ``key_up @ latent``. Its product with a query is
+    that of the latent vector with ``query @ key_up``: so queries come to the latent
+    vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
+    """
+    is_interleaved = config.ropes[0].is_interleaved
+    if latent.query_rank is None:
+        queries = linear(x, weights, "query")
+    else:
+        squeezed = linear(x, weights, "query_down")
+        squeezed = norm(config, squeezed, weights, "query_down_norm")
+        queries = linear(squeezed, weights, "query_up")
+    queries = queries.reshape(x.shape[0], config.num_heads, -1)
+    plain, turned = jnp.split(queries, [latent.plain_dim], axis=-1)
+    absorbed = jnp.einsum("rhp,hpc->rhc", plain, weights["key_up"])
+
+    vectors, shared = jnp.split(linear(x, weights, "latent"), [latent.rank], axis=-1)
+    vectors = norm(config, vectors, weights, "latent_norm")
+    shared = rotate(shared[:, None, :], *turns, is_interleaved)
+    turned = rotate(turned, *turns, is_interleaved)
+    return (
+        jnp.concatenate([absorbed, turned], axis=-1),
+        jnp.concatenate([vectors[:, None, :], shared], axis=-1),
+    )

@@ -1,0 +1,257 @@
+"""What a checkpoint's config.json says, checked.
+
+One frozen, hashable object holds every static setting of the model, so that it can be
+closed over by jit. Whatever the forward pass would compute wrongly is refused here, by
+name, instead of giving fluent nonsense later.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from .architectures import ARCHITECTURES, Architecture
+from .parts import Experts, Latent
+from .quantised import Quantisation, read_quantisation
+from .rope import Rope
+from .rope_settings import read_rope
+from .settings import Settings, read_json
+from .windows import read_windows
+
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+
+
+class Run(NamedTuple):
+    """Neighbouring layers with the same parameters, which one scan goes through."""
+
+    start: int
+    stop: int
+    has_experts: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shapes and switches of a model.
+
+    architecture: the row of ``ARCHITECTURES``.
+    vocab_size, hidden_size, intermediate_size: ints, `V`, `E` and `F` below.
+    num_layers, num_heads, num_kv_heads, head_dim: ints, `L`, `H`, `K`, `D`.
+    max_context_length: int, positions that the model was trained for.
+    norm_epsilon: float, added to the mean square in RMSNorm.
+    ropes: per layer, how positions turn queries and keys; None if they do not.
+    windows: per layer, how many tokens a token sees, itself counted; None is all.
+    tied: the output projection is the embedding.
+    has_qkv_bias, has_output_bias, has_mlp_bias: biases of the projections.
+    norms: whether attention and perceptron are normed before, after, or both.
+    norm_offset: float, added to the norms' weights.
+    qk_norm: queries and keys are normed before they are turned: each "head", or "all".
+    scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
+    soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
+    has_sinks: each head has a logit that takes part in the softmax with no value.
+    activation: one of ``ACTIVATIONS``.
+    swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
+    embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, what
+        each half of a layer adds, and logits.
+    latent: the sizes of latent attention; None for keys and values of each head.
+    experts: the sizes of expert layers; None if there are none.
+    expert_layers: per layer, whether it has experts.
+    num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
+        guess more than one token; they are not read.
+    stop_tokens: ids after which a generation ends; empty when none is named.
+    dtype_name: the type the checkpoint says its weights have.
+    quantisation: how the checkpoint stores matrices; they are dequantised when read.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context_length: int
+    norm_epsilon: float
+    ropes: tuple[Rope | None, ...]
+    windows: tuple[int | None, ...]
+    tied: bool = False
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+    qk_norm: Literal["head", "all"] | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+    has_sinks: bool = False
+    activation: str = "silu"
+    swiglu_limits: tuple[float, float] | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    latent: Latent | None = None
+    experts: Experts | None = None
+    expert_layers: tuple[bool, ...] = ()
+    num_guessing_layers: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    dtype_name: str = "float32"
+    quantisation: Quantisation | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers in order, neighbours of one kind together."""
+        kinds = self.expert_layers or (False,) * self.num_layers
+        sizes = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+        stops = itertools.accumulate(size for _, size in sizes)
+        return tuple(
+            Run(stop - size, stop, has_experts)
+            for (has_experts, size), stop in zip(sizes, stops, strict=True)
+        )
+
+    @property
+    def turn_kinds(self) -> tuple[int, ...]:
+        """Per layer, which of the different ropes it has."""
+        kinds = list(dict.fromkeys(self.ropes))
+        return tuple(kinds.index(rope) for rope in self.ropes)
+
+    @property
+    def turned_dim(self) -> int:
+        """Components of a head that positions turn, in the layers where they do."""
+        return next((rope.dim for rope in self.ropes if rope), 0)
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """Read the config.json (and generation_config.json) of a checkpoint folder.
+
+    Raises:
+        FileNotFoundError: when there is no config.json.
+        ValueError: when it asks for something that this model does not compute.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: a checkpoint is a folder with config.json, "
+            "*.safetensors and tokenizer.json"
+        )
+    config = parse_config(read_json(path))
+
+    # Chat models name further stop tokens beside their config.
+    generation = path.with_name("generation_config.json")
+    if generation.is_file():
+        stop = Settings(read_json(generation)).token_ids("eos_token_id")
+        config = dataclasses.replace(config, stop_tokens=stop or config.stop_tokens)
+    return config
+
+
+def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Turn the contents of a config.json into a ``DecoderConfig``.
+
+    Raises:
+        ValueError: when it asks for something that this model does not compute.
+    """
+    model_type = _supported_model_type(raw)
+    row = ARCHITECTURES[model_type]
+    settings = Settings(raw, row.defaults)
+    num_layers, head_dim = settings.count("num_hidden_layers"), _read_head_dim(settings)
+    fields = _read_biases(settings, row) | dict(
+        num_heads=settings.count("num_attention_heads"),
+        num_kv_heads=_read_kv_heads(settings),
+        head_dim=head_dim,
+        windows=read_windows(settings, row.windows, num_layers),
+    )
+    fields |= row.choices | row.read(settings)
+    if "ropes" not in fields:
+        dim = settings.count("qk_rope_head_dim", head_dim)
+        rope = read_rope(settings, dim, can_be_partial=row.can_turn_partly)
+        fields["ropes"] = (rope,) * num_layers
+    return DecoderConfig(
+        architecture=model_type,
+        vocab_size=settings.count("vocab_size"),
+        hidden_size=settings.count("hidden_size"),
+        intermediate_size=settings.count("intermediate_size"),
+        num_layers=num_layers,
+        max_context_length=settings.count("max_position_embeddings"),
+        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+        tied=settings.flag("tie_word_embeddings"),
+        activation=_read_activation(settings),
+        stop_tokens=settings.token_ids("eos_token_id"),
+        dtype_name=_read_dtype(settings),
+        quantisation=read_quantisation(settings),
+        **fields,
+    )
+
+
+def _read_head_dim(settings: Settings) -> int:
+    hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
+    head_dim = settings.count("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"config.json: head_dim must be even, got {head_dim}")
+    return head_dim
+
+
+def _read_kv_heads(settings: Settings) -> int:
+    num_heads = settings.count("num_attention_heads")
+    num_kv_heads = settings.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"config.json: {num_heads} query heads cannot share {num_kv_heads} "
+            "key-value heads evenly"
+        )
+    return num_kv_heads
+
+
+def _read_biases(settings: Settings, row: Architecture) -> dict[str, Any]:
+    """Return which projections have biases."""
+    has_bias, has_mlp_bias = settings.flag("attention_bias"), settings.flag("mlp_bias")
+    if has_mlp_bias and row.biases != "asked":
+        raise ValueError("config.json: mlp_bias is not supported for this architecture")
+    return dict(
+        has_qkv_bias=row.biases == "qkv" or (row.biases == "asked" and has_bias),
+        has_output_bias=row.biases == "asked" and has_bias,
+        has_mlp_bias=has_mlp_bias,
+    )
+
+
+def _read_activation(settings: Settings) -> str:
+    key = (
+        "hidden_activation"
+        if "hidden_activation" in settings.defaults
+        else "hidden_act"
+    )
+    name = settings.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: {key} {name!r} is not supported, only "
+            + ", ".join(ACTIVATIONS)
+        )
+    return str(name)
+
+
+def _read_dtype(settings: Settings) -> str:
+    """Return the name of the weights' type; float32 when none is named."""
+    value = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    if not isinstance(value, str):
+        raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
+    return value
+
+
+def _supported_model_type(raw: Mapping[str, Any]) -> str:
+    """Return the model type, or refuse what this model does not compute."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"config.json names the architecture {model_type!r}; supported are "
+            + ", ".join(ARCHITECTURES)
+        )
+    names = raw.get("architectures") or ()
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: 'architectures' must be names, got {names!r}")
+    for name in names:
+        if not name.endswith("ForCausalLM"):
+            raise ValueError(
+                f"config.json says the checkpoint is a {name}, which does not predict "
+                "tokens; a ...ForCausalLM checkpoint is needed"
+            )
+    return model_type

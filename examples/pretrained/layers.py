@@ -1,0 +1,60 @@
+"""What every part of the model is made of: products, norms and the gated perceptron."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from .config import DecoderConfig
+
+Weights = Mapping[str, jax.Array]  # parameters of one layer
+
+
+def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """Multiply rows [R, in] by a matrix [out, in] and add its bias if it has one."""
+    product = jnp.einsum("ri,oi->ro", x, weights[name])
+    bias = weights.get(f"{name}_bias")
+    return product if bias is None else product + bias[None, :]
+
+
+def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """Scale to unit root mean square over the last axis, where the layer has this norm.
+
+    Computed in float32.
+    """
+    if name not in weights:
+        return x
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + config.norm_epsilon)
+    weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
+    if config.norm_offset:
+        # Rounded once, after the product: the weights lie around 0, not around 1.
+        weight = weight.astype(jnp.float32) + config.norm_offset
+        return (normed * weight).astype(x.dtype)
+    return normed.astype(x.dtype) * weight
+
+
+def perceptron(
+    config: DecoderConfig, x: jax.Array, weights: Weights, prefix: str = ""
+) -> jax.Array:
+    """Apply the gated perceptron: down(activation(gate(x)) * up(x))."""
+    gate = linear(x, weights, f"{prefix}gate")
+    gated = activate(config, gate, linear(x, weights, f"{prefix}up"))
+    return linear(gated, weights, f"{prefix}down")
+
+
+def activate(config: DecoderConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return what the second matrix of a gated perceptron is multiplied with."""
+    if config.swiglu_limits:
+        slope, bound = config.swiglu_limits
+        gate, up = jnp.minimum(gate, bound), jnp.clip(up, -bound, bound)
+        return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
+    if config.activation == "gelu_pytorch_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return jax.nn.silu(gate) * up
+
+
+def cap(x: jax.Array, bound: float | None) -> jax.Array:
+    """Squeeze into (-bound, bound), if there is one."""
+    return x if bound is None else bound * jnp.tanh(x / bound)

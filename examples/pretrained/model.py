@@ -1,0 +1,214 @@
+"""A decoder as plain functions over a paged cache.
+
+Symbols: `R` token rows in the batch, `E` hidden size, `H` query heads, `K` key-value
+heads, `D` head dim, `V` vocabulary, `L` layers, `B` requests.
+
+Layers with the same parameters run in one ``lax.scan`` whose carry holds the cache: as
+a carry its arrays are written in place, while as scanned inputs and outputs the whole
+pool would be copied on every call.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+
+from .attention import Turns, attend
+from .checkpoint import Params
+from .config import DecoderConfig, Run
+from .experts import apply_experts, route
+from .layers import Weights, cap, norm, perceptron
+from .rope import turns
+
+# A window that no position reaches, for full layers between windowed ones.
+NO_WINDOW = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A model: its static settings, called with its parameters.
+
+    Hashable and without arrays, so jit can close over it or take it as static.
+    """
+
+    config: DecoderConfig
+
+    @property
+    def cache_fields(self) -> dict[str, int]:
+        """The fields of ``jkv.CacheConfig`` that the model decides."""
+        fields = {
+            "num_layers": self.config.num_layers,
+            "num_kv_heads": self.config.num_kv_heads,
+            "head_dim": self.config.head_dim,
+        }
+        if self.config.latent:
+            fields |= {
+                "value_head_dim": self.config.latent.rank,
+                "values_in_keys": True,
+            }
+        return fields
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        cache: jkv.Cache,
+        batch: jkv.Batch,
+        *,
+        all_rows: bool = False,
+    ) -> tuple[jax.Array, jkv.Cache]:
+        """Run the tokens of a batch through the model, storing their keys and values.
+
+        The caller has appended the rows to the cache (``jkv.append``) and commits the
+        batch afterwards. Activations have the parameters' dtype.
+
+        Args:
+            params: what ``load`` returned.
+            tokens: i32[R], packed as the batch's rows are; invalid rows may hold
+                anything. An id outside the vocabulary makes its sequence NaN.
+            cache: the cache that ``append`` returned.
+            batch: the batch that ``append`` returned.
+            all_rows: return logits for every row, not for each request's last.
+
+        Returns:
+            f32[B, V] logits (zeros for a request without rows) or, with ``all_rows``,
+            f32[R, V]; and the cache with the rows written.
+        """
+        config = self.config
+        hidden = _embed(params["embedding"], tokens, batch.valid)  # [R, E]
+        hidden = hidden * config.embedding_scale
+        all_turns = _stack_turns(config, batch)
+        for run, weights in zip(config.runs, params["layers"], strict=True):
+            hidden, cache = _run_layers(
+                config, run, weights, hidden, all_turns, cache, batch
+            )
+        if not all_rows:
+            # Requests without rows point past the end: filled with zeros.
+            hidden = jnp.take(
+                hidden, batch.last_rows, axis=0, mode="fill", fill_value=0
+            )
+        hidden = norm(config, hidden, params, "final_norm")
+        head = params["embedding" if config.tied else "head"]
+        logits = jnp.einsum(
+            "re,ve->rv", hidden, head, preferred_element_type=jnp.float32
+        )
+        return cap(logits * config.logit_scale, config.logit_cap), cache
+
+
+def _run_layers(
+    config: DecoderConfig,
+    run: Run,
+    weights: Weights,
+    hidden: jax.Array,
+    all_turns: Turns,
+    cache: jkv.Cache,
+    batch: jkv.Batch,
+) -> tuple[jax.Array, jkv.Cache]:
+    """Send rows through neighbouring layers with the same parameters."""
+    # A scan hands each layer a copy of its weights. Experts are many and few are used.
+    experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
+    others = {n: w for n, w in weights.items() if n not in experts}
+
+    def run_layer(carry, place, number, weights, window, kind):
+        hidden, cache = carry
+        normed = norm(config, hidden, weights, "attention_norm")
+        turns = tuple(array[kind] for array in all_turns)
+        attended, cache = attend(
+            config, weights, normed, turns, cache, number, batch, window
+        )
+        attended = norm(config, attended, weights, "attention_post_norm")
+        hidden = hidden + attended * config.residual_scale
+        normed = norm(config, hidden, weights, "mlp_norm")
+        if run.has_experts:
+            chosen = route(config.experts, weights, normed)
+            fed = apply_experts(config, experts, place, normed, *chosen, batch.valid)
+            if config.experts.shared_inner:
+                fed = fed + perceptron(config, normed, weights, "shared_")
+        else:
+            fed = perceptron(config, normed, weights)
+        fed = norm(config, fed, weights, "mlp_post_norm")
+        return hidden + fed * config.residual_scale, cache
+
+    scan = _scan_periods if isinstance(cache, jkv.GroupedCache) else _scan_layers
+    return scan(config, run, run_layer, (hidden, cache), others)
+
+
+def _scan_layers(config, run, run_layer, carry, weights):
+    """Run layers one by one; windows and turns are scanned over where they differ."""
+
+    def step(carry, layer):
+        place, weights, window, kind = layer
+        window = config.windows[run.start] if window is None else window
+        kind = config.turn_kinds[run.start] if kind is None else kind
+        return run_layer(carry, place, place + run.start, weights, window, kind), None
+
+    windows = [NO_WINDOW if window is None else window for window in config.windows]
+    layers = (
+        jnp.arange(run.stop - run.start, dtype=jnp.int32),
+        weights,
+        _differing(windows[run.start : run.stop]),
+        _differing(config.turn_kinds[run.start : run.stop]),
+    )
+    return jax.lax.scan(step, carry, layers)[0]
+
+
+def _scan_periods(config, run, run_layer, carry, weights):
+    """Run layers whose cache is one of groups, which must know each layer's window.
+
+    A step goes through as many layers as their windows take to repeat; those that are
+    left at the end follow one by one.
+    """
+    windows, num_layers = config.windows, run.stop - run.start
+    period = next(
+        n
+        for n in range(1, len(windows) + 1)
+        if all(window == windows[i % n] for i, window in enumerate(windows))
+    )
+    num_steps = 0 if run.start % period else num_layers // period
+
+    def run_next(carry, place, first, number):
+        layer = {name: array[place] for name, array in weights.items()}
+        kind = jnp.asarray(config.turn_kinds, jnp.int32)[run.start + place]
+        return run_layer(carry, place, number, layer, windows[run.start + first], kind)
+
+    def step(carry, number):
+        for i in range(period):
+            layer = carry[1].find_periodic(i, period, run.start // period + number)
+            carry = run_next(carry, number * period + i, i, layer)
+        return carry, None
+
+    carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
+    for place in range(num_steps * period, num_layers):
+        carry = run_next(carry, place, place, run.start + place)
+    return carry
+
+
+def _embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+    """Look up token rows; ids outside the vocabulary give NaN, invalid rows zeros."""
+    # A negative index would wrap around, so it is moved past the end.
+    outside = (tokens < 0) | (tokens >= embedding.shape[0])
+    index = jnp.where(outside, embedding.shape[0], tokens)
+    rows = jnp.take(embedding, index, axis=0, mode="fill", fill_value=jnp.nan)
+    return jnp.where(valid[:, None], rows, jnp.zeros_like(rows))
+
+
+def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
+    """Return what kinds of layers turn by, f32[kinds, R, 1, turned dim / 2] each."""
+    # The last request that starts at a row or before owns it.
+    rows = jnp.arange(batch.num_rows, dtype=jnp.int32)
+    owner = jnp.searchsorted(batch.query_starts, rows, side="right") - 1
+    lengths = batch.context_lengths[owner]
+    pairs = [
+        turns(rope, config.turned_dim, batch.positions, lengths)
+        for rope in dict.fromkeys(config.ropes)
+    ]
+    cos, sin = zip(*pairs, strict=True)
+    return jnp.stack(cos), jnp.stack(sin)
+
+
+def _differing(numbers: Sequence[int]) -> jax.Array | None:
+    """Return numbers of layers to scan over, i32[L], or None when all are alike."""
+    return None if len(set(numbers)) == 1 else jnp.asarray(numbers, jnp.int32)

@@ -1,0 +1,60 @@
+"""The sizes of a layer's parts that not every model has."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Perceptrons of which each token uses a few.
+
+    count: int, experts of a layer.
+    per_token: int, how many a token is sent to.
+    inner: int, hidden units of each.
+    shared_inner: int, of the perceptron that every token uses as well; 0 for none.
+    has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
+    is_normalised: the weights of a token's experts add up to one.
+    scale: float, multiplies those weights.
+    groups, groups_per_token: ints; a token's experts are all from that many groups.
+    has_biases: the router and the experts add biases.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared_inner: int = 0
+    has_sigmoid: bool = False
+    is_normalised: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    has_biases: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject what cannot be chosen."""
+        if self.count % self.groups or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"config.json: {self.count} experts cannot be split into {self.groups} "
+                f"groups, of which a token uses {self.groups_per_token}"
+            )
+        if self.per_token > self.count // self.groups * self.groups_per_token:
+            raise ValueError(
+                f"config.json: a token cannot use {self.per_token} of {self.count} "
+                f"experts in {self.groups_per_token} of {self.groups} groups"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are one small vector for all heads.
+
+    rank: int, components of that vector, from which each head's key and value follow.
+    query_rank: int, components that queries are squeezed to; None if they are not.
+    plain_dim, turned_dim: ints, components of a query without and with position.
+    value_dim: int, components of a head's value.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_dim: int
+    turned_dim: int
+    value_dim: int

@@ -1,0 +1,84 @@
+"""Matrices that a checkpoint stores in fewer bits, made whole when they are read.
+
+* "mxfp4" (gpt-oss): 32 neighbours of 4 bits, two in a byte with the first in the low
+  half, share a power of two (Open Compute Project, Microscaling Formats, version 1.0).
+* "fp8" (DeepSeek): a float of 8 bits each; a block of rows and columns shares a scale.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from .settings import Settings, is_int
+
+METHODS = ("mxfp4", "fp8")
+
+# What the low three bits mean; the fourth is the sign.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = np.asarray([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
+EXPONENT_OF_ONE = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint stores its matrices.
+
+    method: one of ``METHODS``.
+    block: of "fp8", rows and columns that share a scale.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+
+
+def read_quantisation(settings: Settings) -> Quantisation | None:
+    """Read ``quantization_config``; None when weights are stored as they are.
+
+    Raises:
+        ValueError: for a method that is not read here.
+    """
+    given = settings.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method not in METHODS:
+        raise ValueError(
+            f"config.json: checkpoints quantised by {method!r} are not supported, only "
+            f"by {' and '.join(METHODS)}; use the float16, bfloat16 or float32 original"
+        )
+    if method == "mxfp4":
+        return Quantisation(method)
+    block = given.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+        raise ValueError(
+            "config.json: of fp8 checkpoints those with a weight_block_size of two "
+            f"numbers are supported, got {block!r}"
+        )
+    return Quantisation(method, (block[0], block[1]))
+
+
+def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return f32[..., 32 G] from u8[..., G, 16] and its powers of two, u8[..., G]."""
+    decoded = np.empty((*blocks.shape, 2), np.float32)
+    decoded[..., 0] = VALUES[blocks & 15]
+    decoded[..., 1] = VALUES[blocks >> 4]
+    exponents = scales.astype(np.int32) - EXPONENT_OF_ONE
+    decoded = np.ldexp(decoded, exponents[..., None, None])
+    return decoded.reshape(*blocks.shape[:-2], -1)
+
+
+def scale_blocks(
+    matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]
+) -> np.ndarray:
+    """Return f32[O, I]: a matrix times the scales of its blocks."""
+    scaled = matrix.astype(np.float32)
+    rows, columns = (-(-n // size) for n, size in zip(matrix.shape, block, strict=True))
+    if scales.shape != (rows, columns):
+        raise ValueError(
+            f"a matrix of shape {matrix.shape} in blocks of {block} needs scales of "
+            f"shape {(rows, columns)}, got {scales.shape}"
+        )
+    for row in range(rows):
+        wide = np.repeat(scales[row].astype(np.float32), block[1])[: matrix.shape[1]]
+        scaled[row * block[0] : (row + 1) * block[0]] *= wide
+    return scaled

@@ -1,0 +1,167 @@
+"""What an architecture's own keys of a config.json say, a function for each.
+
+They return fields of `DecoderConfig`; `architectures.py` says whose they are.
+"""
+
+import dataclasses
+from typing import Any
+
+from .parts import Experts, Latent
+from .rope_settings import read_rope, rope_parameters, yarn_magnitude
+from .settings import Settings
+from .windows import list_turned, list_windowed
+
+
+def read_gemma(settings: Settings) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 share."""
+    return dict(
+        scale=settings.number("query_pre_attn_scalar") ** -0.5,
+        soft_cap=settings.maybe_number("attn_logit_softcapping"),
+        logit_cap=settings.maybe_number("final_logit_softcapping"),
+        embedding_scale=settings.count("hidden_size") ** 0.5,
+    )
+
+
+def read_gemma3(settings: Settings) -> dict[str, Any]:
+    """Read Gemma's fields, and one rope for layers with a window, one for others."""
+    if settings.flag("use_bidirectional_attention"):
+        raise ValueError("config.json: bidirectional attention is not supported")
+    dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
+    given = rope_parameters(settings)
+    local = {"rope_theta": settings.number("rope_local_base_freq")}
+    full = {"rope_theta": settings.number("rope_theta")} | dict(given)
+    if given.keys() & {"full_attention", "sliding_attention"}:
+        full = {"rope_theta": 1e6} | (given.get("full_attention") or {})
+        local |= given.get("sliding_attention") or {}
+    # In this order: False is 0.
+    ropes = [read_rope(settings, dim, parameters) for parameters in (full, local)]
+    # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
+    return read_gemma(settings) | dict(
+        soft_cap=None,
+        ropes=tuple(ropes[kind] for kind in list_windowed(settings, 6, num_layers)),
+    )
+
+
+def read_smollm3(settings: Settings) -> dict[str, Any]:
+    """Read which layers positions turn."""
+    rope = read_rope(settings, _head_dim(settings))
+    turned = list_turned(settings, settings.count("num_hidden_layers"))
+    return dict(ropes=tuple(rope if is_turned else None for is_turned in turned))
+
+
+def read_exaone4(settings: Settings) -> dict[str, Any]:
+    """Beside layers with a window, those without one are not turned."""
+    rope = read_rope(settings, _head_dim(settings))
+    num_layers = settings.count("num_hidden_layers")
+    if settings.get("sliding_window") is None:
+        return dict(ropes=(rope,) * num_layers)
+    windowed = list_windowed(settings, 4, num_layers)
+    return dict(ropes=tuple(rope if has_window else None for has_window in windowed))
+
+
+def read_granite(settings: Settings) -> dict[str, Any]:
+    return dict(
+        scale=settings.number("attention_multiplier"),
+        embedding_scale=settings.number("embedding_multiplier"),
+        residual_scale=settings.number("residual_multiplier"),
+        logit_scale=1 / settings.number("logits_scaling"),
+    )
+
+
+def read_mixtral(settings: Settings) -> dict[str, Any]:
+    experts = Experts(
+        count=settings.count("num_local_experts"),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("intermediate_size"),
+        is_normalised=True,
+    )
+    return dict(experts=experts, expert_layers=_all_layers(settings))
+
+
+def read_gpt_oss(settings: Settings) -> dict[str, Any]:
+    fields = read_mixtral(settings)
+    limits = settings.number("swiglu_alpha"), settings.number("swiglu_limit")
+    return fields | dict(
+        experts=dataclasses.replace(fields["experts"], has_biases=True),
+        swiglu_limits=limits,
+    )
+
+
+def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
+    experts = Experts(
+        count=settings.count("num_local_experts", settings.get("num_experts")),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("moe_intermediate_size"),
+        is_normalised=settings.flag("norm_topk_prob"),
+    )
+    step, dense = (
+        settings.count("decoder_sparse_step"),
+        settings.ints("mlp_only_layers"),
+    )
+    layers = range(settings.count("num_hidden_layers"))
+    return dict(
+        experts=experts,
+        expert_layers=tuple(
+            i not in (dense or ()) and (i + 1) % step == 0 for i in layers
+        ),
+    )
+
+
+def read_deepseek(settings: Settings) -> dict[str, Any]:
+    """Read latent attention, and routed experts beside shared ones."""
+    method = settings.get("topk_method", "greedy")
+    has_sigmoid = settings.get("model_type") == "deepseek_v3"
+    known = ("noaux_tc",) if has_sigmoid else ("greedy", "group_limited_greedy")
+    if method not in known or (not has_sigmoid and settings.flag("norm_topk_prob")):
+        raise ValueError(
+            f"config.json: topk_method {method!r} with norm_topk_prob "
+            f"{settings.get('norm_topk_prob')!r} is not supported for this architecture"
+        )
+    inner = settings.count("moe_intermediate_size")
+    is_grouped = method != "greedy"
+    experts = Experts(
+        count=settings.count("n_routed_experts", settings.get("num_experts")),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=inner,
+        shared_inner=inner * settings.count("n_shared_experts"),
+        has_sigmoid=has_sigmoid,
+        is_normalised=settings.flag("norm_topk_prob"),
+        scale=settings.number("routed_scaling_factor"),
+        groups=settings.count("n_group") if is_grouped else 1,
+        groups_per_token=settings.count("topk_group") if is_grouped else 1,
+    )
+    first = settings.count("first_k_dense_replace", least=0)
+    latent = Latent(
+        rank=settings.count("kv_lora_rank"),
+        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
+        plain_dim=settings.count("qk_nope_head_dim"),
+        turned_dim=settings.count("qk_rope_head_dim"),
+        value_dim=settings.count("v_head_dim"),
+    )
+    given = rope_parameters(settings)
+    scale = (latent.plain_dim + latent.turned_dim) ** -0.5
+    if given.get("rope_type", given.get("type")) == "yarn" and given.get(
+        "mscale_all_dim"
+    ):
+        rope = read_rope(settings, latent.turned_dim)
+        scale *= yarn_magnitude(rope.factor, given["mscale_all_dim"]) ** 2
+    return dict(
+        experts=experts,
+        expert_layers=tuple(
+            i >= first for i in range(settings.count("num_hidden_layers"))
+        ),
+        latent=latent,
+        scale=scale,
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.turned_dim,
+        num_guessing_layers=settings.count("num_nextn_predict_layers", 0, least=0),
+    )
+
+
+def _all_layers(settings: Settings) -> tuple[bool, ...]:
+    return (True,) * settings.count("num_hidden_layers")
+
+
+def _head_dim(settings: Settings) -> int:
+    heads = settings.count("num_attention_heads")
+    return settings.count("head_dim", settings.count("hidden_size") // heads)

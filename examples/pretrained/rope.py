@@ -1,0 +1,156 @@
+"""Rotary position embeddings: where a token stands, told by turning its vectors.
+
+Pairs of components of a query or key of position p are turned by the angle
+``p * frequency``, so that a dot product of two turned vectors depends on the distance
+of their positions alone (RoFormer, https://arxiv.org/abs/2104.09864). A model trained
+on short texts reads longer ones when its frequencies are scaled. Two of the scalings,
+"dynamic" and "longrope", depend on how long the text is; `turns` says what that means
+for a text that comes in pieces.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How the frequencies of a layer come about.
+
+    dim: int, the first components of a head, which are turned.
+    theta: float, base of the wavelengths.
+    is_interleaved: whether neighbours are a pair, not components half of `dim` apart.
+    scaling: one of ``SCALINGS``.
+    factor: float, slow-down of the scaled frequencies; 1 for "default".
+    original_context: int, tokens of context before scaling.
+    low_freq_factor, high_freq_factor: floats, of "llama3": wavelengths above
+        ``original_context / low_freq_factor`` are scaled, those below
+        ``original_context / high_freq_factor`` are kept, between them it blends.
+    fast_turns, slow_turns: floats, of "yarn": pairs that turn more often than
+        `fast_turns` in the original context are kept, less than `slow_turns` scaled.
+    is_truncated: of "yarn": whether the bounds between those are whole pairs.
+    magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
+    short_factors, long_factors: of "longrope": slow-down of each pair in texts of up to
+        `original_context` tokens, and in longer ones.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    is_interleaved: bool = False
+    scaling: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    is_truncated: bool = True
+    magnitude: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
+    """Return the angle per position of each pair, f32[dim / 2].
+
+    Args:
+        rope: how they come about.
+        length: tokens of the text, for the scalings that depend on it.
+    """
+    # In float64 until the last line: an error here grows with the position.
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
+    base = rope.theta**-exponents
+    if rope.scaling == "linear":
+        base = base / rope.factor
+    elif rope.scaling == "dynamic":
+        base = base * _stretch(rope, max(length, rope.original_context)) ** -exponents
+    elif rope.scaling == "longrope":
+        is_long = length > rope.original_context
+        base = base / np.asarray(rope.long_factors if is_long else rope.short_factors)
+    elif rope.scaling == "yarn":
+        kept = 1 - _yarn_ramp(rope)
+        base = kept * base + (1 - kept) * base / rope.factor
+    elif rope.scaling == "llama3":
+        cycles = rope.original_context * base / (2 * np.pi)  # in the original context
+        span = rope.high_freq_factor - rope.low_freq_factor
+        kept = np.clip((cycles - rope.low_freq_factor) / span, 0, 1)
+        base = kept * base + (1 - kept) * base / rope.factor
+    return base.astype(np.float32)
+
+
+def turns(
+    rope: Rope | None, dim: int, positions: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return cosine and sine of rows, each f32[R, 1, dim / 2].
+
+    Where the scaling depends on the text's length, that is the length the sequence has
+    after this call, as in transformers: keys of earlier calls stay as they were turned.
+
+    Args:
+        rope: how the frequencies come about; None turns nothing.
+        dim: components that are turned, the same for all layers of a model.
+        positions: i32[R].
+        lengths: i32[R], tokens of each row's sequence after this call.
+    """
+    if rope is None:
+        still = (positions.shape[0], 1, dim // 2)
+        return jnp.ones(still), jnp.zeros(still)
+    per_position = jnp.asarray(frequencies(rope))[None, :]
+    if rope.scaling == "longrope":
+        long = jnp.asarray(frequencies(rope, rope.original_context + 1))[None, :]
+        is_long = (lengths > rope.original_context)[:, None]
+        per_position = jnp.where(is_long, long, per_position)
+    elif rope.scaling == "dynamic":
+        longer = jnp.maximum(lengths, rope.original_context).astype(jnp.float32)
+        exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim
+        stretch = jnp.log(_stretch(rope, longer))[:, None] * exponents[None, :]
+        per_position = per_position * jnp.exp(-stretch)
+    angles = positions.astype(jnp.float32)[:, None] * per_position
+    cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    return cos[:, None, :], sin[:, None, :]
+
+
+def rotate(
+    vectors: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool = False
+) -> jax.Array:
+    """Turn queries or keys [R, heads, D] by the angles of their rows.
+
+    Components past those that have angles stay as they are. Interleaved pairs come out
+    halves apart: queries and keys alike, so that their products are the same.
+    """
+    dim = 2 * cos.shape[-1]
+    turned, kept = vectors[..., :dim], vectors[..., dim:]
+    if is_interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    cos, sin = cos.astype(vectors.dtype), sin.astype(vectors.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin, kept], axis=-1
+    )
+
+
+def _stretch(rope: Rope, length: int | jax.Array) -> float | jax.Array:
+    """Return by what "dynamic" multiplies theta in a text of `length` tokens."""
+    grown = rope.factor * length / rope.original_context - (rope.factor - 1)
+    return grown ** (rope.dim / (rope.dim - 2))
+
+
+def _yarn_ramp(rope: Rope) -> np.ndarray:
+    """Return from 0 to 1 how far each pair is scaled (https://arxiv.org/abs/2309.00071)"""
+
+    def find_pair(num_turns: float) -> float:
+        wavelength = rope.original_context / (num_turns * 2 * math.pi)
+        return rope.dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = find_pair(rope.fast_turns), find_pair(rope.slow_turns)
+    if rope.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    last += 0.001 if first == last else 0
+    return np.clip((np.arange(rope.dim // 2) - first) / (last - first), 0, 1)

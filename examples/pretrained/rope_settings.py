@@ -1,0 +1,187 @@
+"""What a config.json says of rotary positions, in its old or its new form.
+
+Before transformers 5: ``rope_theta`` at the top, ``rope_scaling`` (null or a dict that
+names its kind as ``rope_type`` or ``type``). Since: all in ``rope_parameters``.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .rope import SCALINGS, Rope
+from .settings import Settings, is_int, is_number
+
+# Names that longrope had in early checkpoints of Phi-3.
+OLD_NAMES = {"su": "longrope"}
+
+
+def rope_parameters(settings: Settings) -> Mapping[str, Any]:
+    """Return the dict of the old or the new form; empty when there is none."""
+    found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"config.json: RoPE settings must be a dict: {found!r}")
+    return found
+
+
+def read_rope(
+    settings: Settings,
+    dim: int,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    can_be_partial: bool = False,
+) -> Rope:
+    """Read how positions turn `dim` components of queries and keys.
+
+    Args:
+        settings: the config.json.
+        dim: components of a head, before a part of them is left alone.
+        parameters: instead of those that `rope_parameters` finds.
+        can_be_partial: whether the architecture may leave a part alone.
+
+    Raises:
+        ValueError: for a kind of scaling not computed here, or a missing number.
+    """
+    given = rope_parameters(settings) if parameters is None else parameters
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(
+            "config.json gives RoPE settings per kind of layer, which is not supported "
+            f"for this architecture: {sorted(given)}; its layers rotate alike"
+        )
+    scaling = given.get("rope_type", given.get("type")) or "default"
+    scaling = OLD_NAMES.get(scaling, scaling) if isinstance(scaling, str) else scaling
+    if scaling not in SCALINGS:
+        raise ValueError(
+            f"config.json asks for RoPE scaling {scaling!r}; supported are "
+            + ", ".join(SCALINGS)
+        )
+    rope = Rope(
+        dim=_read_dim(settings, given, dim, can_be_partial),
+        theta=_number(given, "rope_theta", settings.get("rope_theta", 10_000.0)),
+        is_interleaved=settings.flag("rope_interleave"),
+        scaling=scaling,
+        **READERS[scaling](settings, given),
+    )
+    for name in ("short_factors", "long_factors"):
+        if scaling == "longrope" and len(getattr(rope, name)) != rope.dim // 2:
+            raise ValueError(
+                f"config.json: RoPE scaling needs {rope.dim // 2} {name}, one for each "
+                f"pair of components, got {len(getattr(rope, name))}"
+            )
+    return rope
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return what yarn lengthens queries and keys by, for a slow-down by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _read_dim(
+    settings: Settings, given: Mapping[str, Any], dim: int, can_be_partial: bool
+) -> int:
+    """Return how many components are turned."""
+    part = given.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    part = 1.0 if part is None else part
+    if part != 1.0 and not can_be_partial:
+        raise ValueError(
+            f"config.json rotates only a part of each head (partial_rotary_factor "
+            f"{part!r}), which is not supported for this architecture"
+        )
+    if not is_number(part) or not 0 < part <= 1 or int(dim * part) % 2:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must leave an even part of {dim} "
+            f"components, got {part!r}"
+        )
+    return int(dim * part)
+
+
+def _number(given: Mapping[str, Any], key: str, default: Any = None) -> float:
+    value = given.get(key)
+    value = default if value is None else value
+    if not is_number(value) or value <= 0:
+        raise ValueError(
+            f"config.json: RoPE scaling needs a positive {key!r}, got {value!r}"
+        )
+    return float(value)
+
+
+def _original_context(settings: Settings, given: Mapping[str, Any]) -> int:
+    """Return the length before scaling, from where transformers looks for it."""
+    key = "original_max_position_embeddings"
+    found = settings.get(key) or given.get(key)
+    found = settings.get("max_position_embeddings") if found is None else found
+    if not is_int(found) or found < 1:
+        raise ValueError(f"config.json: RoPE scaling needs a positive {key}: {found!r}")
+    return int(found)
+
+
+def _read_linear(_: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(factor=_number(given, "factor"))
+
+
+def _read_dynamic(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    longest = settings.count("max_position_embeddings")
+    return dict(factor=_number(given, "factor"), original_context=longest)
+
+
+def _read_llama3(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if high <= low:
+        raise ValueError(
+            "config.json: llama3 RoPE scaling needs high_freq_factor above "
+            f"low_freq_factor, got {high} and {low}"
+        )
+    return dict(
+        factor=_number(given, "factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=_original_context(settings, given),
+    )
+
+
+def _read_yarn(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    original = _original_context(settings, given)
+    longest = settings.count("max_position_embeddings")
+    factor = _number(given, "factor", longest / original)
+    magnitude = yarn_magnitude(factor)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        # DeepSeek's: the second one is in the scores' scale already.
+        magnitude = yarn_magnitude(factor, _number(given, "mscale"))
+        magnitude /= yarn_magnitude(factor, _number(given, "mscale_all_dim"))
+    return dict(
+        factor=factor,
+        original_context=original,
+        fast_turns=_number(given, "beta_fast", 32.0),
+        slow_turns=_number(given, "beta_slow", 1.0),
+        is_truncated=bool(given.get("truncate", True)),
+        magnitude=_number(given, "attention_factor", magnitude),
+    )
+
+
+def _read_longrope(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    original = _original_context(settings, given)
+    longest = settings.count("max_position_embeddings")
+    factor = _number(given, "factor", longest / original)
+    magnitude = 1.0
+    if factor > 1:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {}
+    for name in ("short_factor", "long_factor"):
+        values = given.get(name)
+        if not isinstance(values, list) or not all(map(is_number, values)):
+            raise ValueError(f"config.json: {name} must be numbers, got {values!r}")
+        factors[f"{name}s"] = tuple(map(float, values))
+    return dict(
+        original_context=original,
+        magnitude=_number(given, "attention_factor", magnitude),
+        **factors,
+    )
+
+
+READERS = {
+    "default": lambda _, __: {},
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+    "llama3": _read_llama3,
+}

@@ -1,0 +1,93 @@
+"""A config.json, each value checked when it is asked for.
+
+Keys that a file leaves out have the defaults of the architecture's class in
+transformers, which `architectures.py` lists. What is null there is null here.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value of a JSON file is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number."""
+    return is_int(value) or isinstance(value, float)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The contents of a config.json over the defaults of its architecture."""
+
+    raw: Mapping[str, Any]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value unchecked, or `default` for null and for what nobody names."""
+        value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return an int of at least `least`."""
+        value = self.get(key, default)
+        if not is_int(value) or value < least:
+            raise ValueError(
+                f"config.json: {key!r} must be an int >= {least}, got {value!r}"
+            )
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0."""
+        value = self.get(key, default)
+        if not is_number(value) or value <= 0:
+            raise ValueError(
+                f"config.json: {key!r} must be a number above 0, got {value!r}"
+            )
+        return float(value)
+
+    def maybe_number(self, key: str) -> float | None:
+        """Return a number above 0, or None: what is null is switched off."""
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        """Return true or false; false when it is left out."""
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {key!r} must be true or false: {value!r}")
+        return value
+
+    def ints(self, key: str) -> list[int] | None:
+        """Return a list of ints, or None when it is left out."""
+        value = self.get(key)
+        if value is None or (isinstance(value, list) and all(map(is_int, value))):
+            return value
+        raise ValueError(f"config.json: {key!r} must be a list of ints: {value!r}")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return token ids given as null, an int, or a list of ints."""
+        value = self.get(key)
+        ids = () if value is None else value if isinstance(value, list) else (value,)
+        if not all(is_int(token) and token >= 0 for token in ids):
+            raise ValueError(f"config.json: {key!r} must be ids >= 0, got {value!r}")
+        return tuple(ids)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of settings.
+
+    Raises:
+        ValueError: when it holds no JSON object.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return contents

@@ -1,0 +1,242 @@
+"""Which tensor of a checkpoint becomes which parameter, and what shape it must have.
+
+Parameters are a dict: ``embedding [V, E]``, ``final_norm [E]``, ``head [V, E]`` unless
+tied, and ``layers``, for each of `DecoderConfig.runs` a dict of arrays stacked over its
+layers. Matrices keep the checkpoint's ``[out, in]``; those of experts are
+``[experts, in, out]``.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .architectures import ARCHITECTURES
+from .config import DecoderConfig
+from .parts import Experts, Latent
+
+Shape = tuple[int, ...]
+
+# Llama's names, and those of parts that it has not: rows of `ARCHITECTURES` change
+# some. In place of {} stands the number of the expert.
+NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+    "sinks": "self_attn.sinks",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "shared_gate": "mlp.shared_experts.gate_proj.weight",
+    "shared_up": "mlp.shared_experts.up_proj.weight",
+    "shared_down": "mlp.shared_experts.down_proj.weight",
+    "router": "mlp.gate.weight",
+    "choice_bias": "mlp.gate.e_score_correction_bias",
+    "expert_gate": "mlp.experts.{}.gate_proj.weight",
+    "expert_up": "mlp.experts.{}.up_proj.weight",
+    "expert_down": "mlp.experts.{}.down_proj.weight",
+    "query_down": "self_attn.q_a_proj.weight",
+    "query_down_norm": "self_attn.q_a_layernorm.weight",
+    "query_up": "self_attn.q_b_proj.weight",
+    "latent": "self_attn.kv_a_proj_with_mqa.weight",
+    "latent_norm": "self_attn.kv_a_layernorm.weight",
+    "key_up": "self_attn.kv_b_proj.weight",
+    "value_up": "self_attn.kv_b_proj.weight",
+}
+
+
+class Source(NamedTuple):
+    """Where a parameter comes from.
+
+    shape: of the parameter.
+    stored: of the tensor, or of each expert's.
+    take: makes the parameter, or each expert's, from the tensor.
+    num_experts: tensors, or parts of one, that are stacked; 0 for none.
+    name: of the tensor in its layer; {} stands for the number of the expert.
+    """
+
+    shape: Shape
+    stored: Shape
+    take: Callable[[np.ndarray], np.ndarray] = lambda tensor: tensor
+    num_experts: int = 0
+    name: str = ""
+
+
+def layer_tensors(
+    config: DecoderConfig, has_experts: bool = False
+) -> dict[str, Source]:
+    """Return, per parameter of a layer, where it comes from."""
+    table = _norms(config)
+    table |= _latent(config, config.latent) if config.latent else _attention(config)
+    if not has_experts:
+        table |= _perceptron(config, "", config.intermediate_size)
+    elif config.experts:
+        table |= _experts(config, config.experts)
+    names = NAMES | ARCHITECTURES[config.architecture].tensors
+    named = {}
+    for parameter, source in table.items():
+        name = names.get(parameter)
+        if name is None:
+            name = names[parameter.removesuffix("_bias")].replace("weight", "bias")
+        named[parameter] = source._replace(name=name)
+    return _share(named)
+
+
+def model_tensors(config: DecoderConfig) -> dict[str, Source]:
+    """Return the same for the parameters outside the layers."""
+    matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
+    table = {
+        "embedding": Source(matrix, matrix, name="model.embed_tokens.weight"),
+        "final_norm": Source(vector, vector, name="model.norm.weight"),
+    }
+    if not config.tied:
+        table["head"] = Source(matrix, matrix, name="lm_head.weight")
+    return table
+
+
+def _whole(**shapes: Shape) -> dict[str, Source]:
+    """Return sources of parameters that are tensors as they are."""
+    return {name: Source(shape, shape) for name, shape in shapes.items()}
+
+
+def _norms(config: DecoderConfig) -> dict[str, Source]:
+    before, after = config.norms != "after", config.norms != "before"
+    is_there = dict(
+        attention_norm=before,
+        attention_post_norm=after,
+        mlp_norm=before,
+        mlp_post_norm=after,
+    )
+    vector = (config.hidden_size,)
+    return _whole(**{name: vector for name, there in is_there.items() if there})
+
+
+def _attention(config: DecoderConfig) -> dict[str, Source]:
+    hidden, dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+    table = _whole(
+        query=(heads, hidden),
+        key=(kv_heads, hidden),
+        value=(kv_heads, hidden),
+        output=(hidden, heads),
+    )
+    if config.has_qkv_bias:
+        table |= _whole(
+            query_bias=(heads,), key_bias=(kv_heads,), value_bias=(kv_heads,)
+        )
+    if config.has_output_bias:
+        table |= _whole(output_bias=(hidden,))
+    if config.qk_norm == "head":
+        table |= _whole(query_norm=(dim,), key_norm=(dim,))
+    elif config.qk_norm == "all":
+        table |= _whole(query_norm=(heads,), key_norm=(kv_heads,))
+    if config.has_sinks:
+        table |= _whole(sinks=(config.num_heads,))
+    return table
+
+
+def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
+    hidden, heads = config.hidden_size, config.num_heads
+    query_dim = latent.plain_dim + latent.turned_dim
+    table = _whole(
+        latent=(latent.rank + latent.turned_dim, hidden),
+        latent_norm=(latent.rank,),
+        output=(hidden, heads * latent.value_dim),
+    )
+    if latent.query_rank is None:
+        table |= _whole(query=(heads * query_dim, hidden))
+    else:
+        table |= _whole(
+            query_down=(latent.query_rank, hidden),
+            query_down_norm=(latent.query_rank,),
+            query_up=(heads * query_dim, latent.query_rank),
+        )
+
+    # Each head's rows: first those of its key, then those of its value.
+    stored = (heads * (latent.plain_dim + latent.value_dim), latent.rank)
+
+    def take(part: slice) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda tensor: tensor.reshape(heads, -1, latent.rank)[:, part]
+
+    table["key_up"] = Source(
+        (heads, latent.plain_dim, latent.rank), stored, take(np.s_[: latent.plain_dim])
+    )
+    table["value_up"] = Source(
+        (heads, latent.value_dim, latent.rank), stored, take(np.s_[latent.plain_dim :])
+    )
+    return table
+
+
+def _perceptron(config: DecoderConfig, prefix: str, inner: int) -> dict[str, Source]:
+    hidden = config.hidden_size
+    table = _whole(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
+    if config.has_mlp_bias:
+        table |= _whole(gate_bias=(inner,), up_bias=(inner,), down_bias=(hidden,))
+    return {f"{prefix}{name}": source for name, source in table.items()}
+
+
+def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
+    hidden, inner, count = config.hidden_size, experts.inner, experts.count
+
+    def stack(shape: Shape) -> Source:
+        stored = shape[::-1] if len(shape) == 2 else shape
+        return Source((count, *shape), stored, np.transpose, count)
+
+    table = _whole(router=(count, hidden)) | dict(
+        expert_gate=stack((hidden, inner)),
+        expert_up=stack((hidden, inner)),
+        expert_down=stack((inner, hidden)),
+    )
+    if experts.has_biases:
+        table |= _whole(router_bias=(count,)) | dict(
+            expert_gate_bias=stack((inner,)),
+            expert_up_bias=stack((inner,)),
+            expert_down_bias=stack((hidden,)),
+        )
+    if experts.has_sigmoid:
+        table |= _whole(choice_bias=(count,))
+    if experts.shared_inner:
+        table |= _perceptron(config, "shared_", experts.shared_inner)
+    return table
+
+
+def _share(table: dict[str, Source]) -> dict[str, Source]:
+    """Let parameters with one name take their parts of that tensor.
+
+    Matrices lie below each other. Experts in one tensor are [experts, in, out], and
+    their parameters alternate in the last axis.
+    """
+    shared = dict(table)
+    by_name: dict[str, list[str]] = {}
+    for parameter, source in table.items():
+        by_name.setdefault(source.name, []).append(parameter)
+    for name, parameters in by_name.items():
+        sources = [table[parameter] for parameter in parameters]
+        if sources[0].num_experts and "{}" not in name:
+            number = len(parameters)
+            for first, (parameter, source) in enumerate(
+                zip(parameters, sources, strict=True)
+            ):
+                *kept, last = source.shape[1:]
+                shared[parameter] = source._replace(
+                    stored=(*kept, last * number),
+                    take=lambda tensor, part=np.s_[..., first::number]: tensor[part],
+                )
+        elif len(parameters) > 1 and sources[0].shape == sources[0].stored:
+            rows = np.cumsum([0, *(source.shape[0] for source in sources)])
+            for first, (parameter, source) in enumerate(
+                zip(parameters, sources, strict=True)
+            ):
+                part = np.s_[rows[first] : rows[first + 1]]
+                shared[parameter] = source._replace(
+                    stored=(int(rows[-1]), *source.shape[1:]),
+                    take=lambda tensor, part=part: tensor[part],
+                )
+    return shared

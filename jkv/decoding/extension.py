@@ -1,0 +1,275 @@
+"""extend: open sequences go on, and stay open.
+
+`generate` opens its sequences and frees them. Here they are the caller's: a chat whose
+turns keep what was computed, an agent that reads the answer of a tool, the branches of
+a search. One loop feeds the tokens that are new, in chunks; one decodes.
+
+Symbols: B sequences, P most new tokens given, G most tokens generated, C of a chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.decoding.choosing import Texts, choose_next
+from jkv.decoding.conditions import when
+from jkv.decoding.ending import Bounds, Stops, judge_prompts
+from jkv.decoding.model import Model, call_model
+from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.prompts import Prompts, find_texts
+from jkv.decoding.results import FinishReason, Generation
+from jkv.decoding.scheduling.demand import blocks_for
+from jkv.decoding.windows import CHUNK_SIZE
+from jkv.metadata import requests
+from jkv.metadata.requests import Integers
+from jkv.state import NO_SEQUENCE, Batch, Cache
+from jkv.state.entry import takes_cache
+from jkv.status import Status
+from jkv.verbs.appending import append
+from jkv.verbs.lookups import context_lengths, num_free_blocks
+from jkv.verbs.prefixes import commit
+
+
+@takes_cache
+def extend(
+    model: Model,
+    params: Any,
+    cache: Cache,
+    seq_ids: Integers,  # i32[B]
+    tokens: requests.Texts,  # i32[B, P]
+    *,
+    max_new_tokens: int,
+    limits: Integers | None = None,  # i32[B]
+    stop_tokens: Integers = (),  # i32[E]
+    stop_sequences: requests.Texts | None = None,  # i32[F, C]
+    sampling: Sampling = GREEDY,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Cache, Generation]:
+    """Give open sequences their next tokens, continue them, and leave them open.
+
+    Afterwards the cache holds what it held, the tokens given, and all generated ones
+    but the last, which nothing has followed yet. Give that one in front of what comes
+    next; alone, and the text just goes on, so that a host can show it in pieces.
+
+    A sequence whose new tokens do not fit is refused: it stays as it was, and its
+    reason is CONTEXT_FULL or OUT_OF_BLOCKS. One that is not open, or is named a second
+    time, has CANCELLED. When blocks run out later, the sequence ends with OUT_OF_BLOCKS
+    and keeps what it has. Jit it with the cache donated.
+
+    Args:
+      model: see `Model`; hashable, as it is static under jit.
+      params: the model's weights.
+      cache: where the sequences are open.
+      seq_ids: i32[B]; -1 is padding.
+      tokens: i32[B, P], what of each text is not in the cache yet, one token at least;
+        -1 after the end. Or a list of token ids for each.
+      max_new_tokens: most generated tokens of each, G; static.
+      limits: i32[B], most generated tokens of each, at most G; None is G for all.
+      stop_tokens: i32[E] or i32[B, E], as for `generate`.
+      stop_sequences: i32[F, C] or i32[B, F, C], as for `generate`; looked for in the
+        generated tokens of this call.
+      sampling: how tokens are chosen. Numbers are drawn by seed and place in this call;
+        the repetition penalty counts the tokens given and generated in it.
+      chunk_size: rows in which the tokens given are computed; static.
+
+    Returns:
+      The cache and a `Generation`.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type, or a model whose logits are
+        not [B, V], when it is traced.
+
+    Example:
+      >>> import jax, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, opened = jkv.allocate(cache, [0])
+      >>> cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, [[5, 6, 7]],
+      ...     max_new_tokens=4, stop_tokens=[9])
+      >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
+      ([[8, 9, -1, -1]], [4, 0])
+      >>> cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, [[9, 40]],
+      ...     max_new_tokens=2)
+      >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
+      ([[41, 42]], [7, 0])
+    """
+    (ids,) = requests.broadcast(seq_ids=seq_ids)
+    ids = jnp.asarray(ids)
+    given = Prompts.of(tokens, limits=limits, max_new_tokens=max_new_tokens, salts=0)
+    num_sequences = given.lengths.shape[0]
+    if ids.shape != (num_sequences,):
+        raise ValueError(
+            f"extend needs tokens for each of {ids.shape[0]} sequences, got "
+            f"{num_sequences}"
+        )
+    before = context_lengths(cache).at[ids].get(mode="clip")
+    # What a text may still take.
+    room = cache.max_context_length - before
+    bounds = Bounds(room, cache.block_size, jnp.int32(cache.num_blocks))
+    reasons = _judge(cache, ids, before, given, bounds)
+    result = Generation.empty(reasons, max_new_tokens)
+    stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
+    extension = _Extension(model, params, ids, sampling)
+    texts = Texts(given, stops, bounds, result)
+    size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
+    cache, texts = _feed(extension, cache, texts, size)
+    cache, texts = _decode(extension, cache, texts)
+    return cache, texts.result
+
+
+def _judge(
+    cache: Cache,
+    seq_ids: jax.Array,
+    before: jax.Array,
+    given: Prompts,
+    bounds: Bounds,
+) -> jax.Array:
+    """Return why sequences are not continued, RUNNING where they are, i32[B].
+
+    Whose tokens find room is judged before any is fed, in order, as `append` would.
+    """
+    metadata, running = cache.metadata, jnp.int32(FinishReason.RUNNING)
+    reasons = jnp.where(
+        requests.is_live_once(metadata, seq_ids),
+        judge_prompts(given, bounds),
+        jnp.int32(FinishReason.CANCELLED),
+    )
+    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    need = blocks_for(before + given.lengths, cache.block_size) - mapped
+    need = jnp.where(reasons == running, jnp.maximum(need, 0), 0)
+    no_block, _ = requests.lacks_blocks(metadata, need)
+    return jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
+
+
+class _Extension(NamedTuple):
+    """What stays the same from step to step."""
+
+    model: Model
+    params: Any
+    seq_ids: jax.Array  # i32[B]
+    sampling: Sampling
+
+    def run(
+        self,
+        cache: Cache,
+        texts: Texts,
+        tokens: jax.Array,  # i32[B, C]
+        counts: jax.Array,  # i32[B], 0 to C
+        is_prompt: bool,
+    ) -> tuple[Cache, Texts, jax.Array]:
+        """Compute tokens of each text.
+
+        Returns:
+          The cache, the texts, some ended with OUT_OF_BLOCKS, and float[B, V], logits.
+        """
+        seq_ids = jnp.where(counts > 0, self.seq_ids, NO_SEQUENCE)
+        cache, batch = append(
+            cache,
+            seq_ids,
+            counts,
+            max_query_length=tokens.shape[1],
+            tokens=tokens.reshape(-1),
+        )
+        fed = jnp.maximum(tokens, 0).reshape(-1)
+        logits, cache = call_model(self.model, self.params, fed, cache, batch)
+        result = _count_step(cache, texts.result, batch, is_prompt)
+        refused = batch.status != Status.OK
+        reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
+        result = result._replace(reasons=jnp.where(refused, reason, result.reasons))
+        return commit(cache, batch), texts._replace(result=result), logits
+
+    def choose(self, texts: Texts, logits: jax.Array, is_ready: jax.Array) -> Texts:
+        """Choose the next token of the texts that are in the cache whole, bool[B]."""
+        is_ready &= texts.result.reasons == FinishReason.RUNNING
+        nobody = is_ready.shape[0]
+        sequences = jnp.arange(nobody, dtype=jnp.int32)
+        logits = logits.astype(jnp.float32)
+        seen = _find_seen(texts, logits.shape[1], self.sampling)
+        sequences = jnp.where(is_ready, sequences, nobody)
+        result, _ = choose_next(texts, logits, sequences, seen, self.sampling)
+        return texts._replace(result=result)
+
+
+def _feed(
+    extension: _Extension, cache: Cache, texts: Texts, size: int
+) -> tuple[Cache, Texts]:
+    """Feed what was given, a chunk of `size` tokens of each text at a time."""
+    lengths, width = texts.prompts.lengths, texts.prompts.tokens.shape[1]
+    tokens = jnp.pad(
+        texts.prompts.tokens, ((0, 0), (0, -width % size)), constant_values=-1
+    )
+    Carry = tuple[jax.Array, Cache, Texts]
+
+    def count_left(done: jax.Array, texts: Texts) -> jax.Array:
+        is_running = texts.result.reasons == FinishReason.RUNNING
+        return jnp.where(is_running, lengths - done, 0)
+
+    def feed(carry: Carry) -> Carry:
+        done, cache, texts = carry
+        left = count_left(done, texts)
+        chunk = lax.dynamic_slice_in_dim(tokens, done, size, axis=1)
+        counts = jnp.clip(left, 0, size)
+        cache, texts, logits = extension.run(cache, texts, chunk, counts, True)
+        is_whole = (left > 0) & (left <= size)
+        return done + size, cache, extension.choose(texts, logits, is_whole)
+
+    _, cache, texts = lax.while_loop(
+        lambda carry: jnp.any(count_left(carry[0], carry[2]) > 0),
+        feed,
+        (jnp.zeros((), jnp.int32), cache, texts),
+    )
+    return cache, texts
+
+
+def _decode(extension: _Extension, cache: Cache, texts: Texts) -> tuple[Cache, Texts]:
+    """Feed the newest token of each text until all have ended."""
+    Carry = tuple[Cache, Texts]
+
+    def is_running(texts: Texts) -> jax.Array:
+        return texts.result.reasons == FinishReason.RUNNING
+
+    def step(carry: Carry) -> Carry:
+        cache, texts = carry
+        result = texts.result
+        newest = jnp.maximum(result.lengths - 1, 0)[:, None]
+        tokens = jnp.take_along_axis(result.tokens, newest, axis=1)
+        counts = is_running(texts).astype(jnp.int32)
+        cache, texts, logits = extension.run(cache, texts, tokens, counts, False)
+        return cache, extension.choose(texts, logits, counts > 0)
+
+    return lax.while_loop(
+        lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts)
+    )
+
+
+def _count_step(
+    cache: Cache, result: Generation, batch: Batch, is_prompt: bool
+) -> Generation:
+    """Count a step that has appended."""
+    rows = jnp.sum(batch.query_lengths, dtype=jnp.int32)
+    served = jnp.sum(batch.query_lengths > 0, dtype=jnp.int32)
+    result = result.add_counts(
+        num_steps=jnp.int32(1),
+        sequence_steps=served,
+        prompt_tokens=rows if is_prompt else jnp.int32(0),
+    )
+    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
+    peak = jnp.maximum(result.statistics.peak_blocks, used)
+    return result._replace(statistics=result.statistics._replace(peak_blocks=peak))
+
+
+def _find_seen(texts: Texts, vocabulary: int, sampling: Sampling) -> jax.Array:
+    """Return the tokens of each text of this call, bool[B, V]; none without penalty."""
+    sequences = jnp.arange(texts.result.lengths.shape[0], dtype=jnp.int32)
+
+    def note(seen: jax.Array) -> jax.Array:
+        tokens, _ = find_texts(texts.prompts, texts.result, sequences)
+        tokens = jnp.where(tokens < 0, vocabulary, tokens)
+        return seen.at[sequences[:, None], tokens].set(True, mode="drop")
+
+    seen = jnp.zeros((sequences.shape[0], vocabulary), bool)
+    return when(jnp.any(jnp.asarray(sampling.repetition_penalty) != 1), note, seen)

@@ -1,0 +1,265 @@
+"""score: log-probabilities of continuations whose prompt is computed once.
+
+All rows go through the model in one step: those of the prompts, then those of the
+continuations, which are forks of them. No cache outlives the step, and a layer's keys
+and values are read by this layer alone. So there is a pool for one layer at a time,
+gathered from the rows that the model writes. It makes derivatives cheap: they flow from
+the pool to the rows, and nothing the size of a whole cache is kept for them.
+
+Symbols: Q prompts of at most P tokens, N continuations of at most C tokens, R rows,
+N_b blocks, T tokens a block.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.config.cache_config import CacheConfig
+from jkv.decoding.model import Model, call_model
+from jkv.decoding.prompts import count_tokens
+from jkv.metadata.requests import Integer, Texts, as_prompts
+from jkv.state import Batch, Cache
+from jkv.status import UsageError
+from jkv.verbs.allocation import allocate
+from jkv.verbs.appending import append
+from jkv.verbs.arguments import check_batch, check_layer, check_rows
+from jkv.verbs.forking import fork
+from jkv.verbs.initialization import init
+from jkv.verbs.lookups import context_lengths, slots
+
+
+def score(
+    model: Model,
+    params: Any,
+    prompts: Texts,  # i32[Q, P]
+    continuations: Texts,  # i32[N, C]
+    *,
+    config: CacheConfig,
+) -> jax.Array:
+    """Return the log-probability of each token of continuations after their prompts.
+
+    Each prompt is computed once for all of its continuations: Q * P + N * (C - 1) rows
+    in one call of the model, instead of N * (P + C). Differentiable in `params`, as the
+    loss of a policy gradient needs it. Jit it with `model` and `config` static. What
+    `generate` returned for the same prompts can be given as it is:
+    `score(model, params, prompts, result.tokens, config=config)`.
+
+    The model is asked for the logits of Q + N * (C - 1) rows, `batch.last_rows`, in one
+    array; score fewer at a time where a large vocabulary makes that too many.
+
+    Args:
+      model: see `Model`; its `write` and `attend` are those of this step.
+      params: the model's weights.
+      prompts: i32[Q, P], -1 after each prompt's end, or a list of token ids for each.
+      continuations: i32[N, C] likewise, N a multiple of Q: continuation j of prompt i
+        is `i * (N / Q) + j`.
+      config: the model's sizes and `block_size`; the counts of blocks, sequences and
+        tokens are not used, nor is the dtype: keys and values are float32.
+
+    Returns:
+      f32[N, C], 0 past each continuation's end; NaN for a token with nothing before it,
+      the first one after an empty prompt.
+
+    Raises:
+      ValueError: for texts of a wrong shape or type, or a model whose logits are not
+        [B, V], when it is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows] * 50.0, cache
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=1, max_sequences=1, max_context_length=1)
+      >>> jkv.score(count_on, None, [[5, 6]], [[7, 8], [7, 9]], config=config).round(2)
+      Array([[  0.,   0.],
+             [  0., -50.]], dtype=float32)
+    """
+    asked = as_prompts(prompts, "prompts")
+    given = as_prompts(continuations, "continuations")
+    _check_counts(asked, given)
+    cache, batch = _plan(config, asked, given)
+    tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
+    logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
+    return _choose(logits.astype(jnp.float32), count_tokens(asked), given)
+
+
+def _check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
+    """Reject continuations that cannot be dealt to the prompts."""
+    num_prompts, num_continuations = prompts.shape[0], continuations.shape[0]
+    if not num_prompts or not num_continuations or num_continuations % num_prompts:
+        raise ValueError(
+            f"continuations must be as many for each prompt, so a multiple of "
+            f"{num_prompts}, got {num_continuations}"
+        )
+    if not prompts.shape[1] or not continuations.shape[1]:
+        raise ValueError("prompts and continuations need room for a token at least")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ScoringBatch(Batch):
+    """A step of which more than each request's last row is asked for."""
+
+    scored_rows: jax.Array  # i32[...], R where a prompt is empty
+
+    @property
+    def last_rows(self) -> jax.Array:
+        """The rows whose logits are asked for."""
+        return self.scored_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ScoringCache(Cache):
+    """The keys and values of the layer written last, [1, N_b, K, T, D]."""
+
+    slot_rows: jax.Array  # i32[N_b, T], the row that each slot holds, R for none
+    model_layers: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the model may name."""
+        return self.model_layers
+
+    def enter(self, function: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+        """Write a layer by gathering its rows; attend to that layer."""
+        if function.__name__ == "write":
+            return self._write(**given.arguments)
+        if function.__name__ != "attend":
+            raise UsageError(
+                f"{function.__name__}: a model that is scored may write and attend only"
+            )
+        check_layer(self, given.arguments["layer"])
+        fields = {field.name: getattr(self, field.name) for field in _FIELDS}
+        given.arguments |= {"cache": Cache(**fields), "layer": 0}
+        return function(*given.args, **given.kwargs)
+
+    def _write(
+        self,
+        cache: Cache,
+        layer: Integer,
+        batch: Batch,
+        keys: jax.Array,
+        values: jax.Array | None = None,
+    ) -> "ScoringCache":
+        check_layer(cache, layer)
+        check_batch(cache, batch)
+        rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
+        for name, array in rows.items():
+            check_rows(cache, batch, name, array)
+        return self.with_storage({n: self._gather(a) for n, a in rows.items()})
+
+    def _gather(self, rows: jax.Array) -> jax.Array:
+        """Put rows into the slots that hold them, float[R, K, D] to the storage."""
+        rows = rows.astype(self.keys.dtype)
+        slots = jnp.take(rows, self.slot_rows, axis=0, mode="fill", fill_value=0)
+        return jnp.moveaxis(slots, 2, 1)[None]
+
+
+_FIELDS, _BATCH_FIELDS = dataclasses.fields(Cache), dataclasses.fields(Batch)
+
+
+def _plan(
+    config: CacheConfig, prompts: jax.Array, continuations: jax.Array
+) -> tuple[ScoringCache, ScoringBatch]:
+    """Plan the step: the prompts, and forks of them that go on.
+
+    The last token of a continuation is not fed: nothing is asked after it.
+    """
+    (num_prompts, width), (count, most) = prompts.shape, continuations.shape
+    block_size, fed = config.block_size, most - 1
+    # A fork owns its tail and what comes behind it.
+    own_blocks = -(-(block_size - 1 + fed) // block_size)
+    config = dataclasses.replace(
+        config,
+        num_blocks=num_prompts * -(-width // block_size) + count * own_blocks,
+        max_sequences=num_prompts + count,
+        max_context_length=width + fed,
+        dtype=jnp.float32,
+        prefix_caching=False,
+        record_tokens=False,
+        # The rows of a prompt see what a window would have given back.
+        sliding_window=None,
+        num_sink_tokens=0,
+    )
+    num_rows = num_prompts * width + count * fed
+    slot_rows = jnp.full((config.num_blocks, block_size), num_rows, jnp.int32)
+    lengths = count_tokens(prompts)
+    last_rows = jnp.arange(num_prompts, dtype=jnp.int32) * width + lengths - 1
+    scored = [jnp.where(lengths > 0, last_rows, num_rows)]
+
+    cache, opened = allocate(init(config, storage=False), jnp.zeros_like(lengths))
+    cache, batch = append(cache, opened.seq_ids, lengths, max_query_length=width)
+    slot_rows = _put(slot_rows, batch, first_row=0)
+    batches = [batch]
+    if fed:
+        parents = jnp.repeat(opened.seq_ids, count // num_prompts)
+        cache, forked = fork(cache, parents)
+        slot_rows = _copy_tails(cache, slot_rows, parents, forked.seq_ids)
+        fed_lengths = jnp.minimum(count_tokens(continuations), fed)
+        cache, batch = append(cache, forked.seq_ids, fed_lengths, max_query_length=fed)
+        slot_rows = _put(slot_rows, batch, first_row=num_prompts * width)
+        batches.append(batch)
+        scored.append(jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32))
+    pools = init(dataclasses.replace(config, num_layers=1))
+    fields = {field.name: getattr(pools, field.name) for field in _FIELDS}
+    cache = ScoringCache(
+        **fields | {"metadata": cache.metadata},
+        slot_rows=slot_rows,
+        model_layers=config.num_layers,
+    )
+    return cache, _join(batches, jnp.concatenate(scored))
+
+
+def _put(slot_rows: jax.Array, batch: Batch, first_row: int) -> jax.Array:
+    """Note which row each slot of a step holds, the step's first row being given."""
+    row = first_row + jnp.arange(batch.num_rows, dtype=jnp.int32)
+    return slot_rows.at[batch.block_ids, batch.offsets].set(row, mode="drop")
+
+
+def _copy_tails(
+    cache: Cache, slot_rows: jax.Array, parents: jax.Array, children: jax.Array
+) -> jax.Array:
+    """Let the tails of forks hold the rows that their parents' hold.
+
+    A full last block is shared, and copied to itself.
+    """
+    last = context_lengths(cache)[children] - 1
+    source, target = (slots(cache, ids, last).block_ids for ids in (parents, children))
+    tails = slot_rows.at[source].get(mode="clip")
+    return slot_rows.at[target].set(tails, mode="drop")
+
+
+def _join(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
+    """Make one step of several, whose rows follow each other."""
+    first, moved = 0, []
+    for batch in batches:
+        starts = batch.query_starts + first
+        moved.append(dataclasses.replace(batch, query_starts=starts, is_decoding=False))
+        first += batch.num_rows
+    joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *moved)
+    fields = {field.name: getattr(joined, field.name) for field in _BATCH_FIELDS}
+    return ScoringBatch(**fields, scored_rows=scored_rows)
+
+
+def _choose(logits: jax.Array, lengths: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Return the log-probabilities of tokens under the logits before them.
+
+    Args:
+      logits: f32[Q + N * (C - 1), V], of the prompts' ends and of the rows fed.
+      lengths: i32[Q], of the prompts.
+      chosen: i32[N, C], the continuations.
+    """
+    num_prompts, (count, most) = lengths.shape[0], chosen.shape
+    normalised = jax.nn.log_softmax(logits, axis=-1)
+    first = jnp.where(lengths[:, None] > 0, normalised[:num_prompts], jnp.nan)
+    of_first = jnp.take_along_axis(first, chosen[:, 0].reshape(num_prompts, -1), axis=1)
+    later = normalised[num_prompts:].reshape(count, most - 1, logits.shape[1])
+    of_later = jnp.take_along_axis(later, chosen[:, 1:, None], axis=2)[..., 0]
+    found = jnp.concatenate([of_first.reshape(count, 1), of_later], axis=1)
+    is_token = jnp.arange(most)[None] < count_tokens(chosen)[:, None]
+    return jnp.where(is_token, found, 0.0)

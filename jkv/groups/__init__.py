@@ -1,0 +1,1 @@
+"""Groups of layers: caches of different lives behind the verbs of one."""

@@ -1,0 +1,60 @@
+"""partition_specs: how a cache is to be cut for a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jkv.config.cache_config import CacheConfig
+from jkv.sharding.heads import POOL_HEADS
+from jkv.state import Cache
+from jkv.storage.placement import choose_placements
+from jkv.verbs.initialization import init
+
+
+def partition_specs(
+    cache: Cache | CacheConfig,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
+) -> Cache:
+    """Return a `PartitionSpec` for each array of a cache, in the cache's own structure.
+
+    It is what `jax.shard_map` takes as `in_specs` and `out_specs`, and what a
+    `NamedSharding` for `jax.jit` or `jax.device_put` is made of.
+
+    Args:
+      cache: the cache; or the configuration of one, with the `mesh` given to `init`.
+      mesh: only with a configuration.
+      heads: the mesh axis over which the kv heads of keys and values are spread;
+        default that of the cache, None of a cache that remembers none.
+
+    Returns:
+      A `Cache` with a `PartitionSpec` in the place of each array.
+
+    Raises:
+      ValueError: if the devices of the axis cannot share the kv heads evenly.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16))
+      >>> specs = jkv.partition_specs(cache, heads="tp")
+      >>> tuple(specs.keys), tuple(specs.metadata.block_tables)
+      ((None, None, 'tp'), ())
+    """
+    if isinstance(cache, Cache):
+        shapes = cache
+    else:
+        where = choose_placements(cache.num_kv_heads, None, mesh, heads)
+        shapes = jax.eval_shape(lambda: init(cache))
+        shapes = dataclasses.replace(shapes, sharding=where.sharding)
+        heads = None  # an axis of one device divides nothing
+    if heads is None and shapes.sharding is not None:
+        heads = shapes.sharding.axis
+    specs: Any = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    if heads is not None:
+        of_pools = PartitionSpec(*[None] * POOL_HEADS, heads)
+        specs = specs.with_storage(dict.fromkeys(shapes.storage, of_pools))
+    return specs  # type: ignore[no-any-return]

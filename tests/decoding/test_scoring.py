@@ -1,0 +1,162 @@
+"""Log-probabilities of continuations, and their derivative, against a dense model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    attention_model,
+    attention_params,
+    dense_rows,
+)
+
+import jkv
+
+CONFIG = jkv.CacheConfig(
+    num_layers=LAYERS,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    block_size=4,
+    num_blocks=1,
+    max_sequences=1,
+    max_context_length=1,
+)
+# A tail of three, none, less than a block, nothing; texts that end early, or at once.
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [2], []]
+CONTINUATIONS = [
+    *([1, 8, 2, 8, 1, 8], [2, 8, 4], [5]),
+    *([9, 0, 4, 5], [], [2, 3, 5, 3, 6, 0]),
+    *([7, 1], [3, 5, 2, 6, 6, 2], [4, 9, 7]),
+    *([4, 5], [], [1, 3, 2, 2, 5, 0]),
+]
+LENGTHS = [len(each) for each in CONTINUATIONS]
+ROWS = 4 * 8 + 12 * 5
+
+
+def make_score(model=attention_model, config=CONFIG):
+    return functools.partial(jkv.score, model, config=config)
+
+
+def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
+    """Each text alone: the log-probabilities of its continuation, without padding."""
+    each, found = len(continuations) // len(prompts), []
+    for i, continuation in enumerate(continuations):
+        prompt = prompts[i // each]
+        # No text is empty with a token more, which nobody sees.
+        text = np.array([*prompt, *continuation, 0], np.int32)
+        logits = dense_rows(params, text, xp)
+        logits = logits - logits.max(axis=-1, keepdims=True)
+        normalised = logits - xp.log(xp.exp(logits).sum(axis=-1, keepdims=True))
+        # Before the first token of an empty prompt there is nothing.
+        known = continuation if prompt else continuation[1:]
+        first = max(1, len(prompt)) - 1
+        places = first + np.arange(len(known), dtype=np.int32)
+        found.append(normalised[places, np.array(known, np.int32)])
+    return found
+
+
+def weigh(scores):
+    """A loss in which each token counts differently, as advantages do."""
+    weights = [np.cos(i + np.arange(len(each))) for i, each in enumerate(scores)]
+    return sum((w * each).sum() for w, each in zip(weights, scores, strict=True))
+
+
+def test_equal_a_dense_model_and_so_does_the_derivative():
+    """All weights: those before the keys and values of a prompt that three share."""
+    params = attention_params()
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        scores = make_score()(params, PROMPTS, CONTINUATIONS)
+        known = [scores[i, i >= 9 : max(1, length)] for i, length in enumerate(LENGTHS)]
+        return weigh(known), (scores, known)
+
+    (_, (scores, known)), gradient = jax.jit(loss)(params)
+    expected = dense_scores(jax.device_get(params))
+    for found, other in zip(known, expected, strict=True):
+        np.testing.assert_allclose(found[: len(other)], other, atol=2e-5)
+    is_token = np.arange(6) < np.array(LENGTHS)[:, None]
+    assert not np.asarray(scores)[~is_token].any()
+    assert np.isnan(scores).sum() == 2 and np.isnan(scores[[9, 11], 0]).all()
+    expected = jax.jit(jax.grad(lambda p: weigh(dense_scores(p, xp=jnp))))(params)
+    for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        assert np.abs(other).max() > 1e-2
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):
+    """The rows that the model gets, and the scores' shape; nothing is computed."""
+    rows = []
+
+    def watched(params, tokens, cache, batch):
+        rows.append(tokens.shape[0])
+        return model(params, tokens, cache, batch)
+
+    score = make_score(watched, config)
+    scores = jax.eval_shape(
+        lambda p: score(p, prompts, continuations), attention_params()
+    )
+    return rows, scores.shape
+
+
+@pytest.mark.one_end
+def test_a_prompt_is_computed_once_for_all_its_continuations():
+    assert traced_rows(PROMPTS, CONTINUATIONS) == ([ROWS], (12, 6))
+    assert traced_rows(PROMPTS, [[token] for token in range(8)]) == ([32], (8, 1))
+
+
+@pytest.mark.one_end
+def test_a_vocabulary_is_not_multiplied_with_rows_that_nobody_asks_for():
+    """Of the prompts' rows only the last ones become logits."""
+    jaxpr = jax.make_jaxpr(lambda p: make_score()(p, PROMPTS, CONTINUATIONS))(
+        attention_params()
+    )
+    shapes = {v.aval.shape for e in jaxpr.eqns for v in e.outvars}
+    assert (4 + 12 * 5, VOCABULARY) in shapes
+    assert (ROWS, VOCABULARY) not in shapes
+
+
+@pytest.mark.one_end
+class TestMistakes:
+    def test_continuations_that_cannot_be_dealt(self):
+        with pytest.raises(ValueError, match="a multiple of 4, got 5"):
+            make_score()(None, PROMPTS, CONTINUATIONS[:5])
+
+    def test_no_continuation(self):
+        with pytest.raises(ValueError, match="a multiple of 4, got 0"):
+            make_score()(None, PROMPTS, [])
+
+    def test_texts_that_are_none(self):
+        with pytest.raises(ValueError, match=r"continuations must be i32\[B, P\]"):
+            make_score()(None, PROMPTS, CONTINUATIONS[0])
+
+    def test_a_layer_that_does_not_exist(self):
+        def model(_, __, cache, batch):
+            rows = jnp.zeros((ROWS, KV_HEADS, DIM))
+            return rows, jkv.write(cache, LAYERS, batch, rows, rows)
+
+        with pytest.raises(ValueError, match=r"layer must be in 0\.\.1, got 2"):
+            traced_rows(PROMPTS, CONTINUATIONS, model)
+
+    def test_keys_of_another_shape(self):
+        def model(_, __, cache, batch):
+            rows = jnp.zeros((ROWS, HEADS, DIM))
+            return rows, jkv.write(cache, 0, batch, rows, rows)
+
+        with pytest.raises(ValueError, match=r"keys must have shape \[R, K, D\]"):
+            traced_rows(PROMPTS, CONTINUATIONS, model)
+
+    def test_a_verb_that_has_no_place_in_a_model(self):
+        def model(_, __, cache, batch):
+            cache = jkv.commit(cache, batch)
+            return jnp.zeros((ROWS, VOCABULARY)), cache
+
+        with pytest.raises(ValueError, match="commit: a model that is scored may"):
+            traced_rows(PROMPTS, CONTINUATIONS, model)

@@ -1,0 +1,76 @@
+"""The kernel where heads are spread: interpreted on a CPU, lowered for ROCm cards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ends import dealt
+from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
+from kernel_lowering import find_kernels, mesh_of_cards, shape
+from sharded_model import AUTO, REPEATED, collectives
+from tolerances import assert_close, is_close
+
+import jkv
+from jkv.sharding.heads import HeadSharding
+
+
+def attend_step(cache, rows, queries, implementation=None):
+    """Prompts of five tokens and of one in a step, one layer."""
+    cache, _ = jkv.allocate(cache, [0, 0])
+    cache, batch = jkv.append(cache, [0, 1], [5, 1], capacity=6)
+    cache = jkv.write(cache, 1, batch, rows, -rows)
+    return jkv.attend(cache, 1, batch, queries, implementation=implementation)
+
+
+def make_rows(config, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = (6, config.num_kv_heads, 16), (6, 16, 16)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("is_manual", dealt([False, True]))
+def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
+    layout = AUTO if is_manual else REPEATED
+    cache, rows = layout.init(), make_rows(layout.config)
+
+    def attend(cache, rows, queries):
+        return attend_step(cache, rows, queries, "pallas")
+
+    function = attend
+    if is_manual:
+        heads = PartitionSpec(None, "tp")
+        specs = jkv.partition_specs(cache), heads, heads
+        function = jax.shard_map(
+            attend, mesh=layout.mesh, in_specs=specs, out_specs=heads
+        )
+    compiled = jax.jit(function).lower(cache, *rows).compile()
+    found = compiled(cache, *rows)
+    assert collectives(compiled) == {}
+    wanted = attend_step(jkv.init(layout.config), *rows, "xla")
+    assert_close(found, wanted)
+    assert not is_close(jnp.zeros_like(found), wanted)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_each_card_of_a_mesh_launches_the_kernel_for_its_heads(axis_type):
+    """Without a word from the user: eight ROCm cards, each with one of eight heads."""
+    config = dataclasses.replace(
+        AUTO.config, head_dim=64, value_head_dim=64, dtype="bfloat16"
+    )
+    mesh = mesh_of_cards("rocm", 8, axis_type)
+    cache = jax.eval_shape(lambda: jkv.init(config))
+    cache = dataclasses.replace(cache, sharding=HeadSharding(mesh, "tp"))
+    rows, queries = (
+        shape(6, 8, 64, dtype="bfloat16"),
+        shape(6, 32, 64, dtype="bfloat16"),
+    )
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(attend_step).trace(cache, rows, queries)
+        lowered = traced.lower(lowering_platforms=("rocm",))
+    decode, join, prefill = find_kernels(lowered)
+    names = [kernel.name for kernel in (decode, join, prefill)]
+    assert names == ["jkv_decode", "jkv_join", "jkv_prefill"]
+    # One kv head, and its four query heads.
+    assert decode.grid[1] == prefill.grid[1] == 1 and join.grid[1] == 4

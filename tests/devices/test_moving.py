@@ -1,0 +1,124 @@
+"""Caches on a mesh that leave it, return to another, or change their size."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from caches import without_refusals
+from jax.sharding import AxisType
+from sharded_model import AUTO, REPEATED, Layout
+
+import jkv
+
+FOUR = Layout("repeated", (("tp", 4),), AxisType.Explicit, "int8")
+LAYER = np.int32(1)
+
+
+def small(layout, **changes):
+    """The layout's configuration with few blocks, and tokens."""
+    changes |= dict(num_blocks=12, record_tokens=True)
+    return dataclasses.replace(layout.config, **changes)
+
+
+def filled(layout, mesh=None):
+    """A cache with two sequences that share a block, one with a hole before it."""
+    config = small(layout)
+    where = {} if mesh is None else dict(mesh=mesh, heads="tp")
+    cache = jkv.init(config, **where)
+    cache, opened = jkv.allocate(cache, [8, 0])
+    tokens = np.arange(10, dtype=np.int32)
+    cache, batch = jkv.append(cache, 1, 10, capacity=10, tokens=tokens)
+    shape = 10, config.num_kv_heads, config.head_dim
+    rows = np.random.default_rng(3).standard_normal(shape, np.float32)
+    values = None if config.values_in_keys else -rows
+    for layer in range(config.num_layers):
+        cache = jkv.write(cache, layer, batch, rows * (layer + 1), values)
+    cache = jkv.commit(cache, batch)
+    cache, _ = jkv.fork(cache, 1)
+    cache, _ = jkv.free(cache, 0)
+    return cache
+
+
+def contents(cache):
+    """What is read of the second layer, and the metadata: no trace of a mesh."""
+    rows = [jkv.read(cache, LAYER, seq_id)[:2] for seq_id in (1, 2)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((rows, cache.metadata))]
+
+
+def same(one, other):
+    for found, wanted in zip(contents(one), contents(other), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.one_end
+def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
+    """swap, save and load, compact, resize: the same bits, and the same shares."""
+    layout = FOUR
+    alone, cache = filled(layout), filled(layout, layout.mesh)
+    same(cache, alone)
+    spread = cache.keys.sharding
+    for change in (jkv.compact, lambda cache: jkv.resize(cache, 14)):
+        cache, alone = change(cache), change(alone)
+        same(cache, alone)
+        assert cache.keys.sharding.is_equivalent_to(spread, 5)
+        jkv.check(cache)
+
+    # A file of the mesh is the file of one device, and loads anywhere.
+    one, other = tmp_path / "one", tmp_path / "other"
+    jkv.save(one, alone)
+    jkv.save(other, cache)
+    assert one.read_bytes() == other.read_bytes()
+    loaded = jkv.load(other)
+    assert without_refusals(loaded) == without_refusals(alone)
+    eight = AUTO.mesh
+    same(jkv.load(other, mesh=eight, heads="tp"), alone)
+    again = jkv.load(other, mesh=layout.mesh, heads="tp")
+    assert again.sharding == cache.sharding
+    assert without_refusals(again) == without_refusals(cache)
+
+    # Sequences leave the mesh for a device, and come back.
+    cache, swapped = jkv.swap_out(cache, [1, 2])
+    alone, swapped_alone = jkv.swap_out(alone, [1, 2])
+    for found, wanted in zip(
+        jax.tree.leaves(swapped.contents.storage),
+        jax.tree.leaves(swapped_alone.contents.storage),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    cache, back = jkv.swap_in(cache, swapped_alone, donate=True)
+    alone, _ = jkv.swap_in(alone, swapped)
+    assert back.status.tolist() == [jkv.Status.OK] * 2
+    same(cache, alone)
+    assert cache.keys.sharding.is_equivalent_to(spread, 5)
+    jkv.check(cache)
+
+
+@pytest.mark.one_end
+def test_what_does_not_fit_a_mesh_is_refused():
+    mesh = AUTO.mesh
+    with pytest.raises(ValueError, match="3 kv heads .* 8 devices of mesh axis 'tp'"):
+        jkv.init(small(AUTO, num_kv_heads=3), mesh=mesh, heads="tp")
+    with pytest.raises(ValueError, match="'heads' is no axis .* it has 'tp'"):
+        jkv.init(small(AUTO), mesh=mesh, heads="heads")
+    with pytest.raises(ValueError, match="give the mesh, too"):
+        jkv.init(small(AUTO), heads="tp")
+    with pytest.raises(ValueError, match="a device or a mesh"):
+        jkv.init(small(AUTO), mesh=mesh, device=jax.devices()[0])
+    cache = jkv.init(small(REPEATED), mesh=mesh, heads="tp")
+    cache, batch = jkv.append(jkv.allocate(cache, 0)[0], 0)
+    with pytest.raises(ValueError, match="12 query heads .* 8 devices"):
+        jkv.attend(cache, 0, batch, np.zeros((1, 12, 16), np.float32))
+
+
+@pytest.mark.one_end
+def test_without_an_axis_all_is_everywhere():
+    """An axis of one device, or none, divides nothing, and nothing is remembered."""
+    one = Layout("sharded", (("dp", 8), ("tp", 1)), AxisType.Auto)
+    for options in ({"heads": "tp"}, {}):
+        cache = jkv.init(small(one), mesh=one.mesh, **options)
+        assert cache.sharding is None
+        for leaf in jax.tree.leaves(cache):
+            assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
+        specs = jkv.partition_specs(small(one), mesh=one.mesh, **options)
+        assert not any(tuple(spec) for spec in jax.tree.leaves(specs))

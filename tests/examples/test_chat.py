@@ -1,0 +1,114 @@
+"""`chat.py`: turns compute what is new, and what is kept gives the same answers."""
+
+import runpy
+import shutil
+import sys
+
+import pytest
+from places import EXAMPLES
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from chatting.turns import Branch
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '> ' if m.role == 'user' else '' }}{{ m.content }}\n"
+    "{% endfor %}"
+)
+LINES = ["The with statement", "/branch", "and the try", "/switch 1", "and the for"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model with a template to chat by."""
+    folder = tmp_path_factory.mktemp("models") / "pydoc"
+    shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
+    """Turns, branches, undo, files and mistakes in one session.
+
+    An answer is that of a branch in which nothing was kept.
+    """
+    chats, path = [], tmp_path / "conversation"
+    lines = [
+        *LINES,
+        f"/save {path}",
+        "/undo",
+        f"/load {path}",
+        *("/load nowhere", "/switch 9", "/dance", "/save", "", "word " * 200),
+    ]
+    script = _run(folder, lines, monkeypatch, chats)
+    (chat,) = chats
+    said = capsys.readouterr().out
+    first, second, third = chat.branches
+    assert [len(branch.messages) for branch in chat.branches] == [2, 4, 4]
+    assert third.messages[:2] == second.messages[:2] == first.messages
+    assert third.messages[2]["content"] == "and the for"
+    held = jkv.context_lengths(chat.cache)
+    for branch in chat.branches:
+        assert held[branch.seq_id] == len(branch.tokens)
+    for words in (
+        "(branch 2 of",
+        "No such file",
+        "/switch needs a number from 1 to 3",
+        "no command /dance; there are /undo, /branch",
+        "/save needs the name of a file",
+        "none computed)",
+        "(no room: CONTEXT_FULL; /undo",
+    ):
+        assert words in said, words
+    jkv.check(chat.cache)
+
+    # Only the new message, and the token that the answer before ended with.
+    kept = [line for line in said.splitlines() if "tokens computed" in line]
+    assert "0 kept" in kept[0] and "0 kept" not in "".join(kept[1:])
+    for branch, line in ((second, "and the try"), (third, "and the for")):
+        fresh = Branch(_open(chat), messages=branch.messages[:2])
+        chat.add(fresh)
+        chat.take_turn(line)
+        assert chat.branch.messages == branch.messages
+        script["run_command"](chat, "/undo")
+        assert not chat.branch.tokens
+        chat.cache, _ = jkv.free(chat.cache, [chat.branch.seq_id])
+
+
+def _open(chat):
+    chat.cache, opened = jkv.allocate(chat.cache, [0])
+    return int(opened.seq_ids[0])
+
+
+def _run(folder, lines, monkeypatch, chats):
+    """Run the script on lines until they end; `chats` gets what it made."""
+    typed = iter(lines)
+
+    def read(_):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    from chatting import turns
+
+    class Watched(turns.Chat):
+        def __init__(self, options):
+            super().__init__(options)
+            chats.append(self)
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(turns, "Chat", Watched)
+    sizes = "--context 160 --branches 4 --max-new-tokens 12".split()
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--model", str(folder), *sizes])
+    return runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
+
+
+def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="error: .*config.json"):
+        _run(tmp_path, [], monkeypatch, [])

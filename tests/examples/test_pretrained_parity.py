@@ -1,0 +1,420 @@
+"""Checkpoints of every architecture give the logits that transformers gives.
+
+Where transformers is installed, checkpoints are written and logits computed on the
+spot, and the committed ones must be equal to them; elsewhere the committed ones are
+read. With JKV_REQUIRE_PARITY in the environment it must be installed. Most of the work
+of a real model is checked here at once: packing, positions, windows, block tables,
+experts, all layers.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+import pytest
+import write_checkpoints as fixtures
+from caches import with_storage_filled
+from ends import ALL_CASES, dealt
+
+import jkv
+
+# Absolute, for logits of 5 to 15 in float32. The largest difference seen was 2.4e-5,
+# the mildest wrong answer below is off by 0.9.
+TOLERANCE = 2e-4
+
+NEEDED = ("transformers", "torch", "accelerate")
+HAS_TRANSFORMERS = all(map(importlib.util.find_spec, NEEDED))
+if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
+    raise ImportError(f"JKV_REQUIRE_PARITY is set, but one of {NEEDED} is missing")
+NAMES = (*fixtures.CASES, "pydoc")
+# With transformers at hand the committed files are compared with what it gives now.
+CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=4)
+
+# Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
+# depend on the text's length, a prompt that passes the length before scaling must come
+# at once, as it came to transformers.
+UNEVEN_CHUNKS = ((1, 3, 0), (0, 9, 5), (0, 1, 1), (0, 13, 0), (0, 0, 5))
+STRETCHED_CHUNKS = ((1, 26, 0), (0, 0, 5), (0, 0, 6))
+STRETCHED = ("llama_dynamic", "phi3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint with what transformers computed from it."""
+
+    name: str
+    model: Any
+    params: Any
+    expected: dict[str, np.ndarray]
+
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        return self._split(self.expected["prompts"])
+
+    @property
+    def prefill(self) -> list[np.ndarray]:
+        return self._split(self.expected["prefill"])
+
+    def _split(self, rows: np.ndarray) -> list[np.ndarray]:
+        return np.split(rows, np.cumsum(self.expected["prompt_lengths"])[:-1])
+
+
+def load_committed(name: str) -> Checkpoint:
+    folder = fixtures.checkpoint_folder(name)
+    expected = dict(np.load(fixtures.FIXTURES / name / "expected.npz"))
+    return Checkpoint(name, *pretrained.load(folder), expected)
+
+
+def load_live(name: str, folder: Path) -> Checkpoint:
+    if name == "pydoc":
+        folder = fixtures.checkpoint_folder(name)
+        expected = fixtures.expected(name, folder, fixtures.COMMITTED_STEPS)
+    else:
+        fixtures.write_checkpoint(name, folder)
+        expected = fixtures.expected(name, folder)
+    return Checkpoint(name, *pretrained.load(folder), expected)
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request, tmp_path_factory):
+    if HAS_TRANSFORMERS:
+        return load_live(request.param, tmp_path_factory.mktemp("checkpoint"))
+    return load_committed(request.param)
+
+
+@pytest.fixture(scope="module", params=dealt(fixtures.CASES))
+def tiny_checkpoint(request):
+    return load_committed(request.param)
+
+
+# One program for each checkpoint: every step has this many rows, and all logits.
+CAPACITY = 40
+
+forward = jax.jit(
+    lambda model, *args: model(*args, all_rows=True),
+    static_argnums=0,
+    donate_argnums=3,
+)
+
+
+def open_sequences(model, num_sequences):
+    """Return a cache of small blocks, its storage full of NaN, and open sequences."""
+    config = jkv.CacheConfig(
+        **model.cache_fields,
+        num_blocks=72,
+        block_size=4,
+        max_sequences=num_sequences + 1,
+        max_context_length=96,
+        dtype=jnp.float32,
+    )
+    cache = with_storage_filled(jkv.init(config), np.nan)
+    cache, opened = jkv.allocate(cache, np.zeros(num_sequences, np.int32))
+    jkv.raise_for_status(opened.status)
+    return cache, np.asarray(opened.seq_ids)
+
+
+def feed(model, params, cache, seq_ids, pieces: Sequence[np.ndarray]):
+    """Feed a piece of text to each sequence, in one call with two rows of padding.
+
+    Returns the cache and, per sequence, its logits, [len(piece), V].
+    """
+    # The padding request sits between the others, so every later row is displaced.
+    ids = np.insert(seq_ids, 1, jkv.NO_SEQUENCE)
+    padded = [pieces[0], np.full(2, -1, np.int32), *pieces[1:]]
+    counts = np.asarray([len(piece) for piece in padded], np.int32)
+    tokens = np.full(CAPACITY, -1, np.int32)
+    tokens[: counts.sum()] = np.concatenate(padded)
+    cache, batch = jkv.append(cache, ids.astype(np.int32), counts, capacity=CAPACITY)
+    jkv.raise_for_status(batch.status)
+    logits, cache = forward(model, params, tokens, cache, batch)
+    logits = np.split(np.asarray(logits)[: counts.sum()], np.cumsum(counts)[:-1])
+    return jkv.commit(cache, batch), [logits[0], *logits[2:]]
+
+
+def prefill(model, params, prompts):
+    """Feed whole prompts at once; return cache, sequences and each prompt's logits."""
+    cache, seq_ids = open_sequences(model, len(prompts))
+    cache, logits = feed(model, params, cache, seq_ids, prompts)
+    return cache, seq_ids, logits
+
+
+def decode(model, params, cache, seq_ids, tokens, num_steps):
+    """Yield the logits [B, V] of greedy steps, the first one feeding `tokens`."""
+    for _ in range(num_steps):
+        cache, logits = feed(model, params, cache, seq_ids, list(tokens[:, None]))
+        logits = np.concatenate(logits)
+        yield logits
+        tokens = logits.argmax(-1)
+    jkv.check(cache)
+
+
+def assert_close(logits, expected):
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_prompts_of_unequal_length_in_one_call(checkpoint):
+    _, _, logits = prefill(checkpoint.model, checkpoint.params, checkpoint.prompts)
+    for got, expected in zip(logits, checkpoint.prefill, strict=True):
+        assert_close(got, expected)
+
+
+def test_prompts_in_uneven_chunks(checkpoint):
+    prompts = checkpoint.prompts
+    chunks = STRETCHED_CHUNKS if checkpoint.name in STRETCHED else UNEVEN_CHUNKS
+    if checkpoint.name == "pydoc":
+        chunks = ((1, 2), (2, 0), (len(prompts[0]) - 3, len(prompts[1]) - 2))
+    assert np.sum(chunks, axis=0).tolist() == [len(prompt) for prompt in prompts]
+
+    cache, seq_ids = open_sequences(checkpoint.model, len(prompts))
+    done = np.zeros(len(prompts), int)
+    for counts in chunks:
+        ends = done + counts
+        pieces = [p[a:b] for p, a, b in zip(prompts, done, ends, strict=True)]
+        cache, logits = feed(
+            checkpoint.model, checkpoint.params, cache, seq_ids, pieces
+        )
+        for got, whole, a, b in zip(
+            logits, checkpoint.prefill, done, ends, strict=True
+        ):
+            assert_close(got, whole[a:b])
+        done = ends
+    jkv.check(cache)
+
+
+def test_fifty_decode_steps(checkpoint):
+    expected = checkpoint.expected
+    # A choice is only worth comparing where no rounding could have turned it.
+    assert expected["margin"] > 10 * TOLERANCE
+
+    cache, seq_ids, logits = prefill(
+        checkpoint.model, checkpoint.params, checkpoint.prompts
+    )
+    first = np.asarray([rows[-1].argmax() for rows in logits])
+    steps = list(
+        decode(
+            checkpoint.model,
+            checkpoint.params,
+            cache,
+            seq_ids,
+            first,
+            fixtures.NUM_STEPS,
+        )
+    )
+    chosen = np.stack([first, *(step.argmax(-1) for step in steps)], axis=1)
+    np.testing.assert_array_equal(chosen, expected["generated"])
+    detailed = np.stack(steps)[expected["steps"], fixtures.DETAILED]
+    assert_close(detailed, expected["decode"])
+
+
+@pytest.mark.one_end
+def test_layers_in_groups_by_their_windows():
+    """A scan over periods of two layers, and a last one, each with its pool."""
+    checkpoint = load_committed("smollm3")
+    fields = {**checkpoint.model.cache_fields}
+    del fields["num_layers"]
+    config = jkv.GroupedConfig.for_context_length(
+        96,
+        max_sequences=4,
+        layer_windows=checkpoint.model.config.windows,
+        step_tokens=CAPACITY,
+        block_size=4,
+        dtype=jnp.float32,
+        **fields,
+    )
+    assert len(config.groups) == 2
+    cache, opened = jkv.allocate(jkv.init_groups(config), np.zeros(3, np.int32))
+    arguments = checkpoint.model, checkpoint.params
+    cache, logits = feed(*arguments, cache, opened.seq_ids, checkpoint.prompts)
+    for got, expected in zip(logits, checkpoint.prefill, strict=True):
+        assert_close(got, expected)
+    first = np.asarray([rows[-1].argmax() for rows in logits])
+    steps = list(decode(*arguments, cache, opened.seq_ids, first, fixtures.NUM_STEPS))
+    chosen = np.stack([first, *(step.argmax(-1) for step in steps)], axis=1)
+    np.testing.assert_array_equal(chosen, checkpoint.expected["generated"])
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to compare with")
+def test_committed_checkpoints_are_those_that_transformers_gives(checkpoint):
+    committed, kept = load_committed(checkpoint.name), checkpoint.expected["steps"]
+    assert committed.model == checkpoint.model
+    jax.tree.map(np.testing.assert_array_equal, committed.params, checkpoint.params)
+    shared = np.isin(kept, committed.expected["steps"])
+    assert shared.sum() == len(committed.expected["steps"])
+    assert_close(checkpoint.expected["decode"][shared], committed.expected["decode"])
+    for name in ("prompts", "prompt_lengths", "generated"):
+        np.testing.assert_array_equal(
+            checkpoint.expected[name], committed.expected[name]
+        )
+    assert_close(checkpoint.expected["prefill"], committed.expected["prefill"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted:
+    """A model that believes every token from `start` on to stand one place earlier."""
+
+    model: Any
+    start: int
+
+    @property
+    def cache_fields(self):
+        return self.model.cache_fields
+
+    def __call__(self, params, tokens, cache, batch, *, all_rows=False):
+        late = (batch.positions >= self.start).astype(jnp.int32)
+        batch = dataclasses.replace(batch, positions=batch.positions - late)
+        return self.model(params, tokens, cache, batch, all_rows=all_rows)
+
+
+# Wrong models that are compiled for each checkpoint, unless all cases are asked for.
+NUM_COMPILED = 2
+
+
+def wrong_models(checkpoint):
+    """Yield mistakes a port could make: what, and the wrong model and parameters."""
+    yield from (
+        (what, checkpoint.model, params) for what, params in wrong_params(checkpoint)
+    )
+    config = checkpoint.model.config
+    if checkpoint.name == "llama2":
+        shifted = Shifted(checkpoint.model, 4)
+        yield "positions shifted by one from the fifth on", shifted, checkpoint.params
+    mistakes = list(wrong_settings(config))
+    for what, changes in mistakes if ALL_CASES else mistakes[:NUM_COMPILED]:
+        model = pretrained.Decoder(dataclasses.replace(config, **changes))
+        yield what, model, checkpoint.params
+
+
+def wrong_params(checkpoint):
+    """Yield parameters that a wrong model would be equal to: nothing compiles anew."""
+    params, config = checkpoint.params, checkpoint.model.config
+
+    def changed(change, *names):
+        layers = [
+            {n: change(w) if n in names else w for n, w in run.items()}
+            for run in params["layers"]
+        ]
+        outside = {n: change(w) for n, w in params.items() if n in names}
+        return params | outside | {"layers": layers}
+
+    def filled(value):
+        return lambda weights: jnp.full_like(weights, value)
+
+    def scaled(factor, offset=0.0):
+        return lambda weights: (weights + offset) * factor - offset
+
+    def rolled(count):
+        return lambda weights: jnp.roll(weights, count, axis=1)
+
+    present = {name for run in params["layers"] for name in run}
+    for name in sorted(present):
+        if name.endswith("_bias"):
+            yield f"no {name}", changed(filled(0.0), name)
+        elif name.endswith("norm"):
+            yield f"no {name}", changed(filled(1 - config.norm_offset), name)
+    if config.num_kv_heads > 1:
+        yield "key heads of other groups", changed(rolled(config.head_dim), "key")
+    if config.has_sinks:
+        yield "no sinks", changed(filled(-1e9), "sinks")
+    for what, factor, *names in (
+        ("embeddings", config.embedding_scale, "embedding"),
+        ("residuals", config.residual_scale, "output", "down"),
+        ("logits", config.logit_scale, "head"),
+    ):
+        if factor != 1:
+            yield f"{what} as they are", changed(scaled(1 / factor), *names)
+    if config.scale is not None and not config.latent:
+        # Queries that are longer, or norms of them, are scores that are larger.
+        factor = config.head_dim**-0.5 / config.scale
+        offset = config.norm_offset if config.qk_norm else 0.0
+        name = "query_norm" if config.qk_norm else "query"
+        yield "the usual scale", changed(scaled(factor, offset), name)
+    if experts := config.experts:
+        yield "other experts", changed(rolled(1), "expert_gate")
+        if experts.scale != 1:
+            yield (
+                "experts as they are",
+                changed(scaled(1 / experts.scale), "expert_down"),
+            )
+        if experts.shared_inner:
+            yield "no shared expert", changed(filled(0.0), "shared_down")
+
+
+def wrong_settings(config):
+    """Yield settings of which each compiles a model, those that a checkpoint shows."""
+
+    def every_rope(**changes):
+        ropes = (rope and dataclasses.replace(rope, **changes) for rope in config.ropes)
+        return dict(ropes=tuple(ropes))
+
+    rope = config.ropes[0]
+    if rope.scaling != "default":
+        yield "no scaling", every_rope(scaling="default", magnitude=1.0)
+    if rope.magnitude != 1:
+        yield "turned vectors as long as before", every_rope(magnitude=1.0)
+    if latent := config.latent:
+        usual = (latent.plain_dim + latent.turned_dim) ** -0.5
+        if not np.isclose(config.scale, usual):
+            yield "the usual scale", dict(scale=usual)
+    if rope.is_interleaved:
+        yield "pairs half apart", every_rope(is_interleaved=False)
+    if len(set(config.ropes)) > 1:
+        yield "layers turn alike", dict(ropes=(rope,) * config.num_layers)
+    if any(config.windows):
+        windows = tuple(window and window + 1 for window in config.windows)
+        yield "windows one token wider", dict(windows=windows)
+    if len(set(config.windows)) > 1:
+        widest = max(window or 0 for window in config.windows)
+        yield "windows in all layers", dict(windows=(widest,) * config.num_layers)
+    for name in ("soft_cap", "logit_cap", "swiglu_limits"):
+        if getattr(config, name):
+            yield f"no {name}", {name: None}
+    if config.activation != "silu":
+        yield "another activation", dict(activation="silu")
+    if config.norm_offset:
+        yield "weights of norms as they are", dict(norm_offset=0.0)
+    if experts := config.experts:
+        yield (
+            "fewer experts",
+            dict(experts=dataclasses.replace(experts, per_token=experts.per_token - 1)),
+        )
+        other = dataclasses.replace(experts, is_normalised=not experts.is_normalised)
+        yield "other weights of experts", dict(experts=other)
+        if experts.groups > 1:
+            one_group = dict(groups=1, groups_per_token=1)
+            yield "no groups", dict(experts=dataclasses.replace(experts, **one_group))
+
+
+@pytest.mark.one_end
+def test_tolerance_catches_wrong_prefill(tiny_checkpoint):
+    for mistake, model, params in wrong_models(tiny_checkpoint):
+        _, _, logits = prefill(model, params, tiny_checkpoint.prompts)
+        error = np.abs(logits[1] - tiny_checkpoint.prefill[1]).max()
+        assert error > 100 * TOLERANCE, f"{mistake}: off by {error} only, or not finite"
+
+
+def test_tolerance_catches_other_sequences_and_zeros(tiny_checkpoint):
+    _, second, third = tiny_checkpoint.prefill
+    # In every single row, so that one misplaced or empty row cannot pass.
+    assert np.abs(second[: len(third)] - third).max(axis=-1).min() > 100 * TOLERANCE
+    assert np.abs(second[1:] - second[:-1]).max(axis=-1).min() > 100 * TOLERANCE
+    assert np.abs(second).max(axis=-1).min() > 100 * TOLERANCE
+
+
+@pytest.mark.one_end
+def test_tolerance_catches_a_lost_token_in_decoding(tiny_checkpoint):
+    params, prompts = tiny_checkpoint.params, tiny_checkpoint.prompts
+    cache, seq_ids, logits = prefill(tiny_checkpoint.model, params, prompts)
+    lengths = [len(prompt) - 1 for prompt in prompts]
+    cache, status = jkv.truncate(cache, seq_ids, jnp.asarray(lengths, jnp.int32))
+    jkv.raise_for_status(status)
+    first = np.asarray([rows[-1].argmax() for rows in logits])
+    (step,) = decode(tiny_checkpoint.model, params, cache, seq_ids, first, 1)
+    error = np.abs(step[fixtures.DETAILED] - tiny_checkpoint.expected["decode"][0])
+    assert error.max() > 100 * TOLERANCE

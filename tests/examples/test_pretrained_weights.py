@@ -1,0 +1,234 @@
+"""Weights made whole when they are read, the memory that takes, and expert layers."""
+
+import dataclasses
+import json
+import shutil
+import tracemalloc
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pretrained
+import pytest
+from places import FIXTURES
+from pretrained import checkpoint, experts, quantised
+from safetensors.numpy import load_file, save_file
+
+pytestmark = pytest.mark.one_end
+CHECKPOINTS = FIXTURES / "checkpoints"
+
+
+# Quantised matrices
+
+
+def test_mxfp4_by_hand():
+    """Two groups of 32: the first half as large as written, the second eight times."""
+    codes = np.arange(32, dtype=np.uint8) % 16
+    stored = codes[::2] | codes[1::2] << 4
+    decoded = quantised.decode_mxfp4(
+        np.stack([stored, stored])[None], np.asarray([[126, 130]], np.uint8)
+    )
+    written = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
+    expected = np.concatenate([np.divide(written, 2), np.multiply(written, 8)])
+    np.testing.assert_array_equal(decoded, expected[None])
+
+
+def test_fp8_blocks_at_the_edge_are_cut_off():
+    matrix = np.ones((3, 5), ml_dtypes.float8_e4m3fn)
+    scales = np.asarray([[0.1, 2, 3], [4, 5, 6]], np.float32)
+    np.testing.assert_array_equal(
+        quantised.scale_blocks(matrix, scales, (2, 2)),
+        np.float32([[0.1, 0.1, 2, 2, 3], [0.1, 0.1, 2, 2, 3], [4, 4, 5, 5, 6]]),
+    )
+    with pytest.raises(
+        ValueError, match=r"needs scales of shape \(2, 3\), got \(2, 2\)"
+    ):
+        quantised.scale_blocks(matrix, scales[:, :2], (2, 2))
+
+
+@pytest.mark.parametrize("name, method", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
+def test_quantised_checkpoints_need_their_settings(tmp_path, name, method):
+    folder = shutil.copytree(CHECKPOINTS / name, tmp_path / name)
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    assert settings.pop("quantization_config")["quant_method"] == method
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="would not use"):
+        pretrained.load(folder)
+
+
+def test_a_lost_scale_is_named(tmp_path):
+    folder = shutil.copytree(CHECKPOINTS / "deepseek_v3", tmp_path / "checkpoint")
+    # numpy's reader has no type for what is stored: its bytes do as well here.
+    path = folder / "model.safetensors"
+    header, first = checkpoint._read_header(path)
+    name = next(name for name in header if name.endswith("q_a_proj.weight_scale_inv"))
+    del header[name]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[first:])
+    with pytest.raises(ValueError):
+        pretrained.load(folder)
+
+
+# Memory
+
+
+def write_large(folder, dtype):
+    """Write a checkpoint of 7 MB and return the bytes of its largest tensor."""
+    settings = dict(
+        model_type="llama",
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = pretrained.read_config(folder)
+    sources = dict(checkpoint.model_tensors(config))
+    for i in range(config.num_layers):
+        for name, source in checkpoint.layer_tensors(config).items():
+            full = f"model.layers.{i}.{source.name}"
+            sources[f"{i} {name}"] = source._replace(name=full)
+    tensors = {s.name: np.ones(s.stored, dtype) for s in sources.values()}
+    save_file(tensors, folder / "model.safetensors")
+    return max(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
+    largest = write_large(tmp_path, np.float16)
+    put, copies = jax.device_put, []
+
+    def put_and_compare(array):
+        result = put(array)
+        if result.unsafe_buffer_pointer() != array.ctypes.data:
+            copies.append(array.nbytes)
+        return result
+
+    monkeypatch.setattr(checkpoint.jax, "device_put", put_and_compare)
+    pretrained.load(tmp_path, dtype)  # what is imported and read once
+    tracemalloc.start()
+    _, params = pretrained.load(tmp_path, dtype)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert not copies
+    assert weights < peak < weights + 1.2 * largest
+    # The stack of a parameter, which would be there twice if it were copied, is larger.
+    assert 4 * 768 * 256 * dtype.dtype.itemsize > 2 * largest
+
+
+# Expert layers
+
+
+def tiny_experts(num_rows, **changes):
+    """Return settings, weights of two layers' experts, rows, and their choices."""
+    config = pretrained.read_config(CHECKPOINTS / "gpt_oss")
+    sizes = dataclasses.replace(config.experts, **changes)
+    config = dataclasses.replace(config, experts=sizes)
+    draw = np.random.default_rng(0).normal
+    shapes = dict(gate=(32, 32), up=(32, 32), down=(32, 32))
+    weights = {f"expert_{n}": draw(size=(2, 4, *s)) for n, s in shapes.items()}
+    weights |= {f"expert_{n}_bias": draw(size=(2, 4, s[1])) for n, s in shapes.items()}
+    weights = jax.tree.map(jnp.float32, weights)
+    rows = jnp.float32(draw(size=(num_rows, 32)))
+    return config, weights, rows
+
+
+apply = jax.jit(experts.apply_experts, static_argnums=0)
+
+
+def test_no_row_is_dropped_however_many_choose_an_expert():
+    """All of them the third, more than a tile; as if every expert had every row."""
+    config, weights, rows = tiny_experts(num_rows=50)
+    chosen = np.stack([np.full(50, 2), np.arange(50) % 2 + np.arange(50) // 25], axis=1)
+    chosen = np.where(chosen[:, 1:] == 2, [[2, 3]], chosen).astype(np.int32)
+    gates = np.random.default_rng(1).uniform(size=(50, 2)).astype(np.float32)
+    valid = np.arange(50) != 7
+    got = apply(config, weights, jnp.int32(1), rows, chosen, gates, valid)
+
+    every = []
+    for expert in range(4):
+        one = {n: w[1, expert] for n, w in weights.items()}
+        up, gate = (
+            rows @ one[f"expert_{n}"] + one[f"expert_{n}_bias"][None]
+            for n in ("up", "gate")
+        )
+        gated = experts.activate(config, gate, up)
+        every.append(gated @ one["expert_down"] + one["expert_down_bias"][None])
+    expected = sum(
+        gates[:, [i]] * np.stack(every, 1)[np.arange(50), chosen[:, i]]
+        for i in range(2)
+    )
+    expected[7] = 0
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
+    assert np.abs(expected).max() > 10
+
+    # A row that is not a number leaves those of the same expert alone.
+    spoilt = apply(
+        config, weights, jnp.int32(1), rows.at[3].set(jnp.nan), chosen, gates, valid
+    )
+    assert np.isnan(spoilt[3]).all()
+    np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(got, 3, 0))
+
+
+def test_only_experts_that_are_used_are_computed():
+    """The work of a step follows its rows: tiles, counted by what the loop runs."""
+    config, weights, rows = tiny_experts(num_rows=40)
+    gates = np.ones((40, 2), np.float32)
+    trips = []
+
+    def count(first, last, _, total):
+        trips.append(int(last - first))
+        return total
+
+    def tiles(chosen, valid=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts.jax.lax, "fori_loop", count)
+            experts.apply_experts(
+                config, weights, 0, rows, jnp.int32(chosen), gates, np.full(40, valid)
+            )
+        return trips.pop()
+
+    everyone = np.tile([0, 3], (40, 1))
+    assert tiles(everyone) == 6  # of 16 rows: three for each of two experts
+    assert tiles(np.stack([np.arange(40) % 2, np.full(40, 2)], 1)) == 2 + 2 + 3
+    assert tiles(everyone, valid=False) == 0
+
+
+def test_groups_that_are_impossible_are_refused():
+    for changes, says in (
+        (dict(groups=3), "cannot be split into 3 groups"),
+        (dict(groups=2, groups_per_token=3), "of which a token uses 3"),
+        (dict(per_token=5), "cannot use 5 of 4 experts"),
+        (dict(per_token=3, groups=2), "cannot use 3 of 4 experts in 1 of 2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            tiny_experts(1, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "phi3", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+)
+def test_random_params_have_the_structure_of_loaded_ones(name):
+    model, params = pretrained.load(CHECKPOINTS / name)
+    draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
+    drawn = jax.eval_shape(draw, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
+    folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.3.input_layernorm.weight"
+    tensors[name] = np.ones(32, np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"would not use.*layers\.3"):
+        pretrained.load(folder)
+    config = pretrained.read_config(folder)
+    config = dataclasses.replace(config, num_guessing_layers=1)
+    assert len(pretrained.read_params(folder, config)["layers"]) == 3

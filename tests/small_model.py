@@ -1,0 +1,80 @@
+"""A small model that needs the cache: attention, with learned positions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+VOCABULARY, LAYERS, HEADS, KV_HEADS, DIM = 19, 2, 4, 2, 4
+
+
+@functools.cache
+def attention_params():
+    rng = np.random.default_rng(3)
+    width = HEADS * DIM
+
+    def draw(*shape):
+        return rng.standard_normal(shape, np.float32) / np.float32(shape[-2] ** 0.5)
+
+    params = dict(
+        embedding=4 * draw(VOCABULARY, width),
+        positions=4 * draw(64, width),
+        layers=dict(
+            query=draw(LAYERS, width, HEADS * DIM),
+            key=draw(LAYERS, width, KV_HEADS * DIM),
+            value=draw(LAYERS, width, KV_HEADS * DIM),
+        ),
+        head=2 * draw(width, VOCABULARY),
+    )
+    return jax.device_put(params)
+
+
+def attention_model(params, tokens, cache, batch, *, all_rows=False):
+    hidden = params["embedding"][tokens] + params["positions"][batch.positions]
+    num_rows = tokens.shape[0]
+
+    def run_layer(carry, scanned):
+        hidden, cache = carry
+        layer, weights = scanned
+        keys = (hidden @ weights["key"]).reshape(num_rows, KV_HEADS, DIM)
+        values = (hidden @ weights["value"]).reshape(num_rows, KV_HEADS, DIM)
+        queries = (hidden @ weights["query"]).reshape(num_rows, HEADS, DIM)
+        cache = jkv.write(cache, layer, batch, keys, values)
+        attended = jkv.attend(cache, layer, batch, queries)
+        return (jnp.tanh(hidden + attended.reshape(num_rows, -1)), cache), None
+
+    layers = (jnp.arange(LAYERS, dtype=jnp.int32), params["layers"])
+    (hidden, cache), _ = jax.lax.scan(run_layer, (hidden, cache), layers)
+    if not all_rows:
+        hidden = hidden[jnp.minimum(batch.last_rows, num_rows - 1)]
+    return hidden @ params["head"], cache
+
+
+def dense_rows(params, tokens, xp=np):
+    """The same over one whole sequence, without jkv: f32[length, V].
+
+    Args:
+        params: arrays of `xp`.
+        tokens: i32[length].
+        xp: numpy or jax.numpy.
+    """
+    length = len(tokens)
+    hidden = params["embedding"][tokens] + params["positions"][:length]
+    is_past = np.tril(np.ones((length, length), bool))[None]
+    for layer in range(LAYERS):
+        query, key, value = (
+            hidden @ params["layers"][name][layer] for name in ("query", "key", "value")
+        )
+        groups = HEADS // KV_HEADS
+        keys = xp.repeat(key.reshape(length, KV_HEADS, DIM), groups, axis=1)
+        values = xp.repeat(value.reshape(length, KV_HEADS, DIM), groups, axis=1)
+        queries = query.reshape(length, HEADS, DIM)
+        scores = xp.einsum("qhd,khd->hqk", queries, keys) / DIM**0.5
+        weights = xp.exp(xp.where(is_past, scores, -np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        attended = xp.einsum("hqk,khd->qhd", weights, values)
+        hidden = xp.tanh(hidden + attended.reshape(length, -1))
+    return hidden @ params["head"]

@@ -1,0 +1,282 @@
+"""What a sliding window gives back, in small pictures; random games play the rest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import (
+    allocate,
+    append,
+    assert_refused,
+    fork,
+    free,
+    free_count,
+    grow,
+    lengths,
+    names,
+    reorder,
+    small_cache,
+    small_config,
+    table,
+    truncate,
+    with_storage_filled,
+)
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+
+# Blocks of four, a window of eight: a row sees itself and the seven tokens before it.
+WINDOW = dict(sliding_window=8, max_context_length=40)
+
+
+def kept(cache, seq_id):
+    return int(jkv.kept_from(cache)[seq_id])
+
+
+def columns(cache, seq_id):
+    """Which columns of a sequence map a block."""
+    found = np.asarray(jkv.block_ids(cache, seq_id))
+    return np.flatnonzero(found < cache.num_blocks).tolist()
+
+
+class TestAppending:
+    def test_a_sequence_keeps_two_or_three_blocks_however_long_it_is(self):
+        cache, _ = allocate(small_cache(**WINDOW), 0)
+        held = []
+        for length in range(40):
+            cache, step = append(cache, 0)
+            assert names(step.status) == ["OK"]
+            jkv.check(cache)
+            held.append(columns(cache, 0))
+            seen = range(max(length - 7, 0), length + 1)
+            assert held[-1] == sorted({position // 4 for position in seen})
+        assert lengths(cache)[0] == 40 and {len(each) for each in held[8:]} == {2, 3}
+        assert max(map(len, held)) == small_config(**WINDOW).most_blocks()
+
+    def test_a_step_keeps_what_its_first_row_sees(self):
+        """Row 20 sees from 13 on: the blocks of 0 to 11 go, one of 12 to 15 stays."""
+        cache = grow_to(20)
+        assert columns(cache, 0) == [2, 3, 4]  # the step before began at 16
+        cache, _ = append(cache, 0, 16)
+        assert columns(cache, 0) == [3, 4, 5, 6, 7, 8] and kept(cache, 0) == 12
+        cache, _ = append(cache, 0)
+        assert columns(cache, 0) == [7, 8, 9] and kept(cache, 0) == 28
+
+    def test_a_refused_step_and_one_without_tokens_give_nothing_back(self):
+        cache = grow_to(20)
+        before = columns(cache, 0)
+        cache, _ = append(cache, 0, 0)
+        assert columns(cache, 0) == before
+        refused, step = append(cache, [0, 0], [30, 1])
+        assert_refused(cache, (refused, step), "CONTEXT_FULL", "INVALID_SEQUENCE")
+
+    def test_blocks_free_before_the_call_decide(self):
+        """What a call gives back serves the next one."""
+        cache = grow_to(20)  # holds columns 2, 3 and 4; the next row begins a block
+        cache, filler = allocate(cache, [16, 4])
+        jkv.raise_for_status(filler.status)
+        assert free_count(cache) == 0
+        refused, step = append(cache, 0)
+        assert_refused(cache, (refused, step), "OUT_OF_BLOCKS")
+
+    @pytest.mark.parametrize("num_tokens", [1, 3, 6])
+    def test_a_pool_with_most_blocks_for_each_never_runs_out(self, num_tokens):
+        config = jkv.CacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            num_blocks=3 * 6,
+            block_size=4,
+            max_sequences=3,
+            max_context_length=80,
+            sliding_window=9,
+        )
+        most = config.most_blocks(num_tokens)
+
+        def refusals(num_blocks):
+            cache = jkv.init(config, storage=False)
+            others = 4 * (config.num_blocks - num_blocks)
+            cache, _ = jkv.allocate(cache, [0, 0, others])
+            for _ in range(80 // num_tokens):
+                cache, _ = jkv.append(cache, [0, 1], [num_tokens] * 2, capacity=16)
+            return jkv.stats(cache).refusals[jkv.Status.OUT_OF_BLOCKS]
+
+        assert refusals(2 * most) == 0 < refusals(2 * most - 1)
+
+
+class TestSinks:
+    def test_their_blocks_stay(self):
+        """Five tokens of sinks lie in two blocks."""
+        cache, _ = allocate(small_cache(**WINDOW, num_sink_tokens=5), 0)
+        for start in range(0, 32, 8):
+            cache = grow(cache, 0, range(start, start + 8))
+        jkv.check(cache)
+        assert columns(cache, 0) == [0, 1, 4, 5, 6, 7] and kept(cache, 0) == 16
+        keys, _, length, start = jkv.read(cache, 0, 0, return_start=True)
+        found = np.asarray(keys)[: int(length), 0, 0].tolist()
+        assert found == [*range(8), *[0] * 8, *range(16, 32)] and int(start) == 16
+        slots = jkv.slots(cache, 0, [7, 8, 15, 16])
+        assert (np.asarray(slots.block_ids) == 8).tolist() == [False, True, True, False]
+
+
+class TestSharing:
+    def test_a_shared_block_is_free_when_its_last_owner_leaves_it(self):
+        cache, child = fork(grow_to(20), 0)
+        assert child.seq_ids.tolist() == [1]
+        assert [columns(cache, i) for i in (0, 1)] == [[2, 3, 4]] * 2
+        shared = table(cache, 0)[0]
+        cache, _ = append(cache, 0, 1)
+        assert columns(cache, 0) == [3, 4, 5]
+        assert int(jkv.block_info(cache, shared).reference_count) == 1
+        cache, _ = append(cache, 1, 1)
+        assert bool(jkv.block_info(cache, shared).is_free)
+        jkv.check(cache)
+
+    def test_a_child_of_fewer_tokens_needs_its_window_too(self):
+        cache = grow_to(20)
+        assert kept(cache, 0) == 8
+        refused = fork(cache, [0, 0], [14, 8])
+        assert_refused(cache, refused, "INVALID_ARGUMENT", "INVALID_ARGUMENT")
+        cache, child = fork(cache, [0, 0], [15, 0])
+        assert names(child.status) == ["OK", "OK"]
+        assert [kept(cache, i) for i in (1, 2)] == [8, 0]
+        jkv.check(cache)
+
+    def test_reorder_takes_over_what_was_given_back(self):
+        cache, other = allocate(grow_to(20), 0)
+        cache, status = reorder(cache, other.seq_ids, 0)
+        assert names(status) == ["OK"] and kept(cache, 1) == 8
+        assert [columns(cache, i) for i in (0, 1)] == [[2, 3, 4]] * 2
+        jkv.check(cache)
+
+
+class TestTruncating:
+    def test_the_last_append_can_be_undone(self):
+        cache = grow_to(20)
+        cache, _ = append(cache, 0, 14)
+        cache, status = truncate(cache, 0, 20)
+        assert names(status) == ["OK"] and lengths(cache)[0] == 20
+        jkv.check(cache)
+        assert_refused(cache, truncate(cache, 0, 18), "INVALID_ARGUMENT")
+
+    def test_nothing_is_left_to_be_seen_from_0_on(self):
+        cache, status = truncate(grow_to(20), 0, 0)
+        assert names(status) == ["OK"] and kept(cache, 0) == 0
+        assert free_count(cache) == 8
+        cache = grow(cache, 0, range(5))
+        jkv.check(cache)
+        assert columns(cache, 0) == [0, 1]
+
+
+def test_free_returns_what_is_left():
+    cache, _ = free(grow_to(20), 0)
+    jkv.check(cache)
+    assert free_count(cache) == 8
+
+
+class TestAttending:
+    def test_a_window_that_looks_too_far_is_refused_when_traced(self):
+        cache = grow_to(20)
+        cache, step = append(cache, 0)
+        queries = jnp.ones((step.batch.num_rows, 1, 2))
+        for window in (None, 9, np.int32(9), jnp.int32(9)):
+            with pytest.raises(ValueError, match="keeps the last 8 tokens"):
+                jkv.attend(cache, 0, step.batch, queries, window=window)
+        shapes = [
+            jax.eval_shape(
+                lambda w: jkv.attend(cache, 0, step.batch, queries, window=w), window
+            ).shape
+            for window in (8, np.int32(3))
+        ]
+        assert shapes == [(16, 1, 2)] * 2
+
+    def test_a_traced_window_looks_no_further(self):
+        """Free blocks hold NaN, and so do those that were given back."""
+        cache = grow_to(20)
+        cache, step = append(cache, 0)
+        cache = jkv.write(
+            cache, 0, step.batch, jnp.ones((16, 1, 2)), jnp.ones((16, 1, 2))
+        )
+        is_free = np.asarray(cache.metadata.reference_counts) == 0
+        cache = with_storage_filled(cache, np.nan, np.flatnonzero(is_free))
+        queries = jnp.ones((16, 1, 2))
+        wide = jax.jit(lambda w: jkv.attend(cache, 0, step.batch, queries, window=w))
+        exact = jkv.attend(cache, 0, step.batch, queries, window=8)
+        found = wide(np.int32(2**30))
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, exact, atol=1e-6)
+
+
+class TestMoving:
+    def test_sequences_return_to_a_cache_that_needs_no_more(self):
+        cache = grow_to(20)
+        cache, swapped = jkv.swap_out(cache, 0)
+        assert swapped.num_blocks == 3 and swapped.num_given_back.tolist() == [2]
+        cache, back = jkv.swap_in(cache, swapped)
+        assert names(back.status) == ["OK"] and kept(cache, int(back.seq_ids[0])) == 8
+        jkv.check(cache)
+        for changes in (dict(sliding_window=None), dict(sliding_window=14)):
+            with pytest.raises(ValueError, match="given back"):
+                jkv.swap_in(small_cache(**WINDOW | changes), swapped)
+        with pytest.raises(ValueError, match="2 sinks"):
+            jkv.swap_in(small_cache(**WINDOW, num_sink_tokens=2), swapped)
+        narrower, back = jkv.swap_in(
+            small_cache(**WINDOW | dict(sliding_window=3)), swapped
+        )
+        assert names(back.status) == ["OK"]
+        jkv.check(narrower)
+
+
+class TestCounting:
+    def test_statistics_count_what_is_there(self):
+        cache = grow_to(20)
+        sharing = jkv.fragmentation(cache)
+        assert sharing.sharing == 1.0 and sharing.internal == 0.0
+        profile = jkv.memory_profile(cache)
+        assert (profile.tokens, profile.cells) == (12, 12)
+        assert jkv.stats(cache).tokens == 20  # a length counts what is gone
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize(
+        "changes, said",
+        [
+            (dict(sliding_window=0), "sliding_window must be at least 1"),
+            (dict(sliding_window=2.5), "sliding_window must be an int"),
+            (dict(num_sink_tokens=4), "give sliding_window too"),
+            (dict(sliding_window=8, num_sink_tokens=-1), "num_sink_tokens must be at"),
+            (dict(sliding_window=8, prefix_caching=True), "leave one of the two out"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, changes, said):
+        with pytest.raises(ValueError, match=said):
+            small_config(**changes)
+
+    def test_a_window_raises_what_fits(self):
+        config = small_config(num_blocks=12, max_sequences=8, **WINDOW)
+        plain = small_config(num_blocks=12, max_sequences=8, max_context_length=40)
+        assert (config.most_sequences(40), plain.most_sequences(40)) == (4, 1)
+        assert (config.longest_context(4), plain.longest_context(4)) == (40, 12)
+        assert config.bytes == plain.bytes + 4 * 8
+        assert "a window of 8 tokens" in str(config)
+
+    def test_check_notices_a_window_with_a_gap(self):
+        cache = grow_to(20)
+        window = cache.metadata.window
+        window = dataclasses.replace(
+            window, num_given_back=window.num_given_back.at[0].add(1)
+        )
+        metadata = dataclasses.replace(cache.metadata, window=window)
+        with pytest.raises(jkv.InvariantError, match=r"block_tables|given_back"):
+            jkv.check(dataclasses.replace(cache, metadata=metadata))
+
+
+def grow_to(length):
+    """A sequence that has grown by four tokens at a time."""
+    cache, _ = allocate(small_cache(**WINDOW), 0)
+    for start in range(0, length, 4):
+        cache = grow(cache, 0, range(start, start + 4))
+    return cache
