@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.scheduling.rows import share_rows
 from jkv.metadata.entries import find_owners
 from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.prefixes import commit
@@ -70,7 +70,7 @@ def compute_prompts(
         kept = jnp.where(is_whole[:, None], logits.astype(jnp.float32), kept)
         return cache, kept, find_left(cache)[1], num_steps + 1
 
-    cache, logits, _, num_steps = lax.while_loop(
+    cache, logits, _, num_steps = while_loop(
         lambda carry: jnp.any(carry[2] > 0),
         step,
         (

@@ -14,13 +14,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.beams.progress import SearchState
 from jkv.decoding.conditions import when
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import BlockSize, blocks_for
 from jkv.metadata.xla_cpu import divide
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate, free
@@ -157,7 +157,7 @@ def make_room(
         return cache, state, lacking
 
     nothing = jnp.full(state.reasons.shape, FinishReason.RUNNING, jnp.int32)
-    return lax.while_loop(goes_on, trip, (cache, state, nothing))
+    return while_loop(goes_on, trip, (cache, state, nothing))
 
 
 def give_back(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:

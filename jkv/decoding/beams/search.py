@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.decoding.beams.branches import (
     count_blocks,
@@ -46,6 +45,7 @@ from jkv.decoding.scheduling.demand import BlockSize
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.metadata.xla_cpu import divide
+from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -168,7 +168,7 @@ def beam_search(
     num_rows = texts.lengths.shape[0] * num_beams
     vocabulary = find_vocabulary(model, params, cache, num_rows)
     searcher = Searcher(model, params, rules, chunk_size, vocabulary)
-    cache, state = lax.while_loop(
+    cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
         lambda carry: _run_round(searcher, *carry),
         (cache, state),
@@ -228,7 +228,7 @@ def _run_round(
     state = count_blocks(cache, state.count(num_steps=num_steps))
     # Beams that have no token yet agree: the first one alone counts.
     logits = jnp.repeat(logits, state.num_beams, axis=0)
-    cache, state, _ = lax.while_loop(
+    cache, state, _ = while_loop(
         lambda carry: jnp.any(carry[1].is_running),
         lambda carry: _run_step(searcher, *carry),
         (cache, state, logits),
