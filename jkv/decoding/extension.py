@@ -24,6 +24,7 @@ from jkv.decoding.scheduling.demand import BlockSize, blocks_for
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -217,7 +218,7 @@ def _feed(
         is_whole = (left > 0) & (left <= size)
         return done + size, cache, extension.choose(texts, logits, is_whole)
 
-    _, cache, texts = lax.while_loop(
+    _, cache, texts = while_loop(
         lambda carry: jnp.any(count_left(carry[0], carry[2]) > 0),
         feed,
         (jnp.zeros((), jnp.int32), cache, texts),
@@ -241,9 +242,7 @@ def _decode(extension: _Extension, cache: Cache, texts: Texts) -> tuple[Cache, T
         cache, texts, logits = extension.run(cache, texts, tokens, counts, False)
         return cache, extension.choose(texts, logits, counts > 0)
 
-    return lax.while_loop(
-        lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts)
-    )
+    return while_loop(lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts))
 
 
 def _count_step(
