@@ -26,18 +26,16 @@ _UNIT_TOKENS = 64
 _MIN_PIECE_UNITS = 4
 
 
-# While some compute units have no piece at all, shorter ones finish sooner. Of the
-# pieces that keep a device busy, as many are for one unit.
-_PIECES_PER_UNIT = 8
-
-
 def count_least(wanted: int) -> int:
-    """Return how many pieces give one to each compute unit.
+    """Return how many pieces there shall be at the least, if need be short ones.
+
+    A device with fewer waits for the loads of one piece after the other. Half of what
+    keeps it busy are, on AMD's cards, one for each SIMD.
 
     Args:
       wanted: pieces that keep the device busy.
     """
-    return -(-wanted // _PIECES_PER_UNIT)
+    return -(-wanted // 2)
 
 
 class Work(NamedTuple):
@@ -69,12 +67,15 @@ def num_decode_entries(
       max_tokens: most tokens of one context.
       target: pieces that keep the device busy.
     """
-    # n requests over p pieces' worth of tokens make at most n + p pieces.
+    # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
+    # than keep the device busy would find no room, and a second turn for a few.
     most_listed = min(num_rows, num_requests)
-    most_pieces = -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS)) + 1
-    # Shorter ones are no more than there are units.
-    short = min(count_least(target), most_listed * -(-max_tokens // _UNIT_TOKENS))
-    return most_listed + min(target, max(most_listed * (most_pieces - 1), short))
+    spare = max(target - most_listed, count_least(target))
+    most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
+    most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
+    return most_listed + min(
+        spare, max(most_pieces, min(count_least(target), most_short))
+    )
 
 
 def list_decode_work(
@@ -92,7 +93,7 @@ def list_decode_work(
       window: tokens that a row sees, if not all.
       num_rows: R.
       num_entries: W.
-      least: pieces that give one to each compute unit: fewer long ones are cut again.
+      least: pieces that there shall be, if need be short ones.
     """
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
