@@ -12,15 +12,18 @@ from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
 from jkv.decoding.scoring import score
 from jkv.decoding.selection import select_best
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import begin, decode, prefill
 
 __all__ = [
     "BeamSearch",
     "BeamStatistics",
+    "DraftModel",
     "FinishReason",
     "Generation",
     "GenerationState",
     "Model",
+    "PromptLookup",
     "Sampling",
     "Statistics",
     "add_prompts",

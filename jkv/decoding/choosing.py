@@ -4,7 +4,7 @@ Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,19 @@ from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.sampling import by_row, sample
 from jkv.sharding.loops import while_loop
+
+
+class Sampler(Protocol):
+    """How tokens are chosen from logits; arguments and results as `sample`."""
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        sampling: Sampling,
+        counts: jax.Array,
+        *,
+        seen: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def choose_tokens(
@@ -45,7 +58,39 @@ def choose_tokens(
         state = _choose_for_samples(
             state, bounds, logits, is_ready & (counts == 0), sampling
         )
-    place = jnp.arange(places.num_places, dtype=jnp.int32)
+    return _note_seen(state, is_ready, tokens)
+
+
+def choose_more(
+    state: GenerationState,
+    bounds: Bounds,
+    logits: jax.Array,
+    is_ready: jax.Array,
+    sampling: Sampling,
+    sampler: Sampler,
+) -> tuple[GenerationState, jax.Array]:
+    """Choose the next token of texts that have one already, in a way of one's own.
+
+    Args:
+      state, bounds, logits, is_ready, sampling: as for `choose_tokens`.
+      sampler: chooses them.
+
+    Returns:
+      The state, and the tokens, i32[W].
+    """
+    nobody = state.result.lengths.shape[0]
+    sequences = jnp.where(is_ready, state.places.sequences, nobody)
+    state, tokens = _choose(
+        state, bounds, logits, sequences, state.seen, sampling, sampler
+    )
+    return _note_seen(state, is_ready, tokens), tokens
+
+
+def _note_seen(
+    state: GenerationState, is_ready: jax.Array, tokens: jax.Array
+) -> GenerationState:
+    """Note that the texts in some places, bool[W], have these tokens now, i32[W]."""
+    place = jnp.arange(state.places.num_places, dtype=jnp.int32)
     token = jnp.where(is_ready, tokens, state.seen.shape[1])
     seen = state.seen.at[place, token].set(True, mode="drop")
     return dataclasses.replace(state, seen=seen)
@@ -99,10 +144,11 @@ def _choose(
     sequences: jax.Array,
     seen: jax.Array,
     sampling: Sampling,
+    sampler: Sampler = sample,
 ) -> tuple[GenerationState, jax.Array]:
     """Choose a token for sequences of a generation, as `choose_next`."""
     texts = Texts(state.prompts, state.stops, bounds, state.result)
-    result, tokens = choose_next(texts, logits, sequences, seen, sampling)
+    result, tokens = choose_next(texts, logits, sequences, seen, sampling, sampler)
     return dataclasses.replace(state, result=result), tokens
 
 
@@ -121,6 +167,7 @@ def choose_next(
     sequences: jax.Array,
     seen: jax.Array | None,
     sampling: Sampling,
+    sampler: Sampler = sample,
 ) -> tuple[Generation, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
@@ -130,6 +177,7 @@ def choose_next(
       sequences: i32[K]; N is nobody.
       seen: bool[K, V], tokens of their texts; None where no penalty applies to any.
       sampling: of N sequences.
+      sampler: how.
 
     Returns:
       What there is then, and i32[K], the tokens.
@@ -137,8 +185,8 @@ def choose_next(
     result, nobody = texts.result, texts.result.lengths.shape[0]
     known = jnp.minimum(sequences, nobody - 1)
     lengths = result.lengths[known]
-    chosen = _sampling_of(sampling, nobody, known)
-    tokens, logprobs = sample(logits, chosen, lengths, seen=seen)
+    chosen = sampling_of(sampling, nobody, known)
+    tokens, logprobs = sampler(logits, chosen, lengths, seen=seen)
 
     # Without numbers there is no token: the text ends as it is.
     is_nan = jnp.isnan(logprobs)
@@ -162,7 +210,7 @@ def choose_next(
     return result._replace(reasons=reasons), tokens
 
 
-def _sampling_of(
+def sampling_of(
     sampling: Sampling, num_sequences: int, sequences: jax.Array
 ) -> Sampling:
     """Return how tokens of some of N sequences, i32[K], are chosen.

@@ -20,7 +20,7 @@ from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import blocks_for
+from jkv.decoding.scheduling.demand import BlockSize, blocks_for
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
@@ -110,7 +110,7 @@ def extend(
     before = context_lengths(cache).at[ids].get(mode="clip")
     # What a text may still take.
     room = cache.max_context_length - before
-    bounds = Bounds(room, cache.block_size, jnp.int32(cache.num_blocks))
+    bounds = Bounds(room, BlockSize(cache.block_size), jnp.int32(cache.num_blocks))
     reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
@@ -140,7 +140,7 @@ def _judge(
         jnp.int32(FinishReason.CANCELLED),
     )
     mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    need = blocks_for(before + given.lengths, cache.block_size) - mapped
+    need = blocks_for(before + given.lengths, bounds.block_size) - mapped
     need = jnp.where(reasons == running, jnp.maximum(need, 0), 0)
     no_block, _ = requests.lacks_blocks(metadata, need)
     return jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)

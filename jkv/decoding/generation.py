@@ -20,6 +20,8 @@ from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import Generation
+from jkv.decoding.speculation.loop import run_speculatively
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE, begin, run_steps
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
@@ -43,6 +45,7 @@ def generate(
     chunk_size: int = CHUNK_SIZE,
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -93,6 +96,8 @@ def generate(
         is W and the larger of W and `chunk_size`, which is B * P at most.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
         earlier prompts of a domain left behind is not computed again.
+      speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
+        or a `DraftModel`; None does not. The model must take `all_rows`.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -153,6 +158,11 @@ def generate(
         row_counts=row_counts,
         salts=salts,
     )
+    if speculate is not None:
+        cache, state = run_speculatively(
+            model, params, cache, state, sampling, speculate
+        )
+        return cache, state.result
     cache, state = run_steps(
         model,
         params,

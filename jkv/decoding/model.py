@@ -1,5 +1,6 @@
 """What a model must be for the decoding loops: one callable, no base class."""
 
+import inspect
 from typing import Any, Protocol
 
 import jax
@@ -85,4 +86,41 @@ def call_model(
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UsageError(f"the model must return logits as floats, got {dtype}")
+    return logits, cache
+
+
+def call_model_for_rows(
+    model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
+) -> tuple[jax.Array, Cache]:
+    """Run a model for the logits of every row; refuse one that cannot give them.
+
+    Args:
+      model, params, tokens, cache, batch: as for `call_model`.
+
+    Returns:
+      float[R, V] and the cache, as `Model` with `all_rows=True`.
+
+    Raises:
+      UsageError: for a model that does not take `all_rows`, or other logits.
+    """
+    try:
+        parameters = inspect.signature(model).parameters
+        takes = "all_rows" in parameters or any(
+            each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+        )
+    except (TypeError, ValueError):
+        takes = True
+    if not takes:
+        raise UsageError(
+            "speculative decoding needs logits of every row: give the model an "
+            "argument all_rows=False, and return f32[R, V] where it is True"
+        )
+    rows: Any = model
+    logits, cache = rows(params, tokens, cache, batch, all_rows=True)
+    shape = jnp.shape(logits)
+    if len(shape) != 2 or shape[0] != batch.num_rows:
+        raise UsageError(
+            f"the model returned logits of shape {list(shape)} with all_rows=True for "
+            f"a step of {batch.num_rows} rows; it must return [R, V]"
+        )
     return logits, cache

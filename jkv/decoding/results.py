@@ -45,6 +45,8 @@ class Statistics(NamedTuple):
     empty_slots: jax.Array  # i32[], slots without a token in the step's blocks, then
     queue_steps: jax.Array  # i32[], steps in which a sequence waited for a place
     idle_places: jax.Array  # i32[], sum over these of the places without a row
+    draft_tokens: jax.Array  # i32[], tokens that were guessed and computed
+    accepted_tokens: jax.Array  # i32[], those of them that were right
 
     @classmethod
     def zeros(cls) -> "Statistics":

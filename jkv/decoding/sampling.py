@@ -135,12 +135,12 @@ def _sample(
     greedy = jnp.argmax(_penalise(logits, rows, seen), axis=-1).astype(jnp.int32)
     is_greedy = rows.temperature <= 0
 
-    def draw() -> jax.Array:
-        drawn = _draw(_filter(logits, rows, seen), rows.seeds, counts)
+    def draw_some() -> jax.Array:
+        drawn = draw(_filter(logits, rows, seen), rows.seeds, counts)
         return jnp.where(is_greedy, greedy, drawn)
 
     # A batch that is greedy throughout skips the filters and the draw.
-    tokens = lax.cond(jnp.all(is_greedy), lambda: greedy, draw)
+    tokens = lax.cond(jnp.all(is_greedy), lambda: greedy, draw_some)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)
     return tokens, logprobs[:, 0]
 
@@ -223,10 +223,12 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _draw(logits: jax.Array, seeds: jax.Array, counts: jax.Array) -> jax.Array:
+def draw(
+    logits: jax.Array, seeds: jax.Array, counts: jax.Array, purpose: int = 0
+) -> jax.Array:
     """Draw from softmax(logits), i32[B]; the maximum of each row is 0."""
     num_rows, vocabulary = logits.shape
-    uniforms = jax.vmap(_uniforms)(seeds, counts)  # f32[B, 2]
+    uniforms = draw_uniforms(seeds, counts, purpose)
 
     weights = jnp.pad(jnp.exp(logits), ((0, 0), (0, -vocabulary % _TILE)))
     tiles = weights.reshape(num_rows, -1, _TILE)
@@ -235,11 +237,20 @@ def _draw(logits: jax.Array, seeds: jax.Array, counts: jax.Array) -> jax.Array:
     return tile * _TILE + _invert(inside, uniforms[:, 1])
 
 
-def _uniforms(seed: jax.Array, count: jax.Array) -> jax.Array:
-    """Return two numbers in [0, 1) that depend on nothing but the two arguments."""
-    # The generator is named, since others give a batch other numbers than its rows.
-    key = jax.random.key(seed, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(key, count), (2,), jnp.float32)
+def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.Array:
+    """Return two numbers in [0, 1) a row, f32[B, 2], that depend on nothing else.
+
+    Numbers for one purpose are independent of those for another.
+    """
+
+    def of_row(seed: jax.Array, count: jax.Array) -> jax.Array:
+        # The generator is named: others give a batch other numbers than its rows.
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
+        if purpose:
+            key = jax.random.fold_in(key, purpose)
+        return jax.random.uniform(key, (2,), jnp.float32)
+
+    return jax.vmap(of_row)(seeds, counts)
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:

@@ -73,6 +73,23 @@ def run_step(
     Returns:
       The cache, the state, and the new logits, f32[W, V].
     """
+    cache, state, logits = advance(model, params, cache, state, sampling, logits)
+    cache, state = settle(cache, state)
+    return cache, state, logits
+
+
+def advance(
+    model: Model,
+    params: Any,
+    cache: Cache,
+    state: GenerationState,
+    sampling: Sampling,
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Compute the rows of a step, and choose a token for each text that is whole.
+
+    Arguments and results are those of `run_step`.
+    """
     loads, places = state.loads(cache), state.places
     left = loads.count_left(places)
     counts = when(
@@ -81,8 +98,8 @@ def run_step(
         left,
     )
     cache, computed = compute_rows(model, params, cache, state, loads, counts, logits)
-    state = _count_step(cache, state, loads, computed)
-    state = _note_refusals(state, computed)
+    state = count_step(cache, state, loads, computed)
+    state = note_refusals(state, computed)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
     state = choose_tokens(
         state,
@@ -91,10 +108,14 @@ def run_step(
         (computed.num_rows > 0) & is_whole,
         sampling,
     )
+    return cache, state, computed.logits
+
+
+def settle(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Leave the places as the next step finds them."""
     cache, state = close_ended(cache, state)
     cache, state, slack = make_room(cache, state)
-    cache, state = fill_places(cache, state, slack)
-    return cache, state, computed.logits
+    return fill_places(cache, state, slack)
 
 
 def compute_rows(
@@ -185,7 +206,7 @@ def _append_rows(
     return cache, (tokens, batch)
 
 
-def _note_refusals(state: GenerationState, computed: Computed) -> GenerationState:
+def note_refusals(state: GenerationState, computed: Computed) -> GenerationState:
     """End sequences that somebody else freed, or took the last blocks from."""
     result, places = state.result, state.places
     is_gone = computed.status == Status.INVALID_SEQUENCE
@@ -203,7 +224,7 @@ def _note_refusals(state: GenerationState, computed: Computed) -> GenerationStat
     return dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 
-def _count_step(
+def count_step(
     cache: Cache, state: GenerationState, loads: Loads, computed: Computed
 ) -> GenerationState:
     """Count a step that has appended and not yet freed."""

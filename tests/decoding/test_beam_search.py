@@ -32,7 +32,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6]
 found_wrong = []
 
 
-def checked_model(params, tokens, cache, batch):
+def checked_model(params, tokens, cache, batch, *, all_rows=False):
     """The model with attention; the cache that each step gives it is recounted."""
 
     def look(cache):
@@ -42,7 +42,7 @@ def checked_model(params, tokens, cache, batch):
             found_wrong.append(error)
 
     jax.debug.callback(look, cache)
-    return attention_model(params, tokens, cache, batch)
+    return attention_model(params, tokens, cache, batch, all_rows=all_rows)
 
 
 beam_search = jax.jit(

@@ -61,6 +61,7 @@ def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py", "block_map.py"}
     here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
+    here |= {"speculate.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -75,6 +76,7 @@ def test_every_script_is_run_by_some_test():
         ("parallel_sampling.py", 120),
         ("block_map.py", 120),
         ("beam_search.py", 120),
+        ("speculate.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
         ("train_with_tunix.py", 160),
@@ -178,6 +180,15 @@ def test_beams_share_blocks():
         r"(\d+) blocks of \d+ tokens at the peak; .* would take (\d+):", output.stdout
     ).groups()
     assert int(shared) < 0.7 * int(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
+def test_guesses_save_steps_and_change_no_text():
+    output = run_example("speculate.py", "--max-new-tokens", "32").stdout
+    plain, looked_up, drafted = map(int, re.findall(r" (\d+) steps ", output))
+    assert plain == 32 and looked_up < 28 and drafted < 32
+    assert "the texts are the same" in output
 
 
 @pytest.mark.slow

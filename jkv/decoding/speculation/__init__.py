@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens are guessed, and checked several at a time."""

@@ -1,0 +1,105 @@
+"""Whether a drafted token is accepted, and what is drawn in its stead.
+
+With p the model's distribution after all filters, and q the one that the draft was
+drawn from, a draft x is accepted with probability min(1, p(x) / q(x)); else a token is
+drawn from max(0, p - q), normalised. Either way it has the distribution p (Leviathan et
+al., 2023, and Chen et al., 2023).
+
+Symbols: W places, K drafts of each, V tokens in the vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.decoding.choosing import Sampler
+from jkv.decoding.options import Sampling
+from jkv.decoding.sampling import by_row, draw, draw_uniforms, filter_logits, sample
+from jkv.decoding.speculation.verification import Guesses
+
+# What random numbers of one sequence and one position are for, beside plain draws.
+DRAFT, ACCEPT, REPLACE = 1, 2, 3
+
+
+def make_rejection_sampler(
+    guesses: Guesses,
+    draft_logits: jax.Array,  # f32[W, K, V]
+    place: jax.Array,  # i32[]
+) -> Sampler:
+    """Return how the token after so many drafts, i32[], is chosen.
+
+    Args:
+      guesses: the drafts.
+      draft_logits: filtered, that they were drawn from.
+      place: which one is judged.
+    """
+
+    def choose(
+        logits: jax.Array,
+        sampling: Sampling,
+        counts: jax.Array,
+        *,
+        seen: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = by_row(sampling, logits.shape[0])
+        is_greedy = rows.temperature <= 0
+
+        def reject() -> tuple[jax.Array, jax.Array]:
+            wanted = filter_logits(logits, sampling, seen=seen)
+            i = jnp.minimum(place, guesses.tokens.shape[1] - 1)
+            tokens = accept_or_replace(
+                wanted,
+                draft_logits[:, i],
+                guesses.tokens[:, i],
+                place < guesses.counts,
+                rows.seeds,
+                counts,
+            )
+            best = jnp.argmax(wanted, axis=-1).astype(jnp.int32)
+            tokens = jnp.where(is_greedy, best, tokens)
+            logprobs = jax.nn.log_softmax(logits)
+            picked = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+            return tokens, picked[:, 0]
+
+        return lax.cond(
+            jnp.all(is_greedy),
+            lambda: sample(logits, sampling, counts, seen=seen),
+            reject,
+        )
+
+    return choose
+
+
+def accept_or_replace(
+    wanted: jax.Array,  # f32[W, V]
+    drafted: jax.Array,  # f32[W, V]
+    guesses: jax.Array,  # i32[W]
+    is_drafted: jax.Array,  # bool[W]
+    seeds: jax.Array,  # i32[W]
+    counts: jax.Array,  # i32[W]
+) -> jax.Array:
+    """Return the draft or what stands in for it, i32[W], distributed as wanted.
+
+    Args:
+      wanted: filtered logits of the model.
+      drafted: those that the draft was drawn from.
+      guesses: the draft.
+      is_drafted: whether there is one; else a token is drawn.
+      seeds: of each sequence.
+      counts: tokens that it has generated.
+    """
+    probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
+
+    def at_guess(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, guesses[:, None], axis=-1)[:, 0]
+
+    chance = draw_uniforms(seeds, counts, ACCEPT)[:, 0]
+    accepts = is_drafted & (chance * at_guess(of_draft) < at_guess(probability))
+
+    rest = jnp.where(is_drafted[:, None], probability - of_draft, probability)
+    # Equal distributions leave a rest of rounding errors, or none at all.
+    is_empty = jnp.max(rest, axis=-1, keepdims=True) <= 0
+    rest = jnp.where(is_empty, probability, jnp.maximum(rest, 0.0))
+    log_rest = jnp.log(rest)
+    log_rest -= jnp.max(log_rest, axis=-1, keepdims=True)
+    return jnp.where(accepts, guesses, draw(log_rest, seeds, counts, REPLACE))

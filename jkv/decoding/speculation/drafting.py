@@ -1,0 +1,230 @@
+"""A draft model: it follows the texts in a cache of its own, and runs ahead of them.
+
+Each place has a row of the draft's cache, with tokens of the text in that place: as far
+as the draft has followed it, and never a token that was not accepted. A place that has
+passed to another text begins with nothing. Before it drafts, the model computes what it
+lacks of each text, which mostly is the token or two that came with the last step.
+
+Symbols: W places, K drafts of each, R rows of a step, V tokens in the vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.beginning import find_vocabulary
+from jkv.decoding.choosing import sampling_of
+from jkv.decoding.model import call_model
+from jkv.decoding.options import Sampling
+from jkv.decoding.progress import GenerationState
+from jkv.decoding.prompts import find_tokens
+from jkv.decoding.sampling import PerRow, by_row, draw, filter_logits
+from jkv.decoding.scheduling.rows import share_rows
+from jkv.decoding.speculation.acceptance import DRAFT
+from jkv.decoding.speculation.options import DraftModel
+from jkv.decoding.speculation.verification import Guesses
+from jkv.metadata.entries import find_owners
+from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import fori_loop, while_loop
+from jkv.state import NO_SEQUENCE, Batch, Cache
+from jkv.status import Status, UsageError
+from jkv.verbs.allocation import allocate
+from jkv.verbs.appending import append
+from jkv.verbs.truncation import truncate
+
+# Rows of a step that computes what the draft lacks of texts, prompts too.
+_ROWS = 128
+
+
+class Drafts(NamedTuple):
+    """What the draft model has, and what it made of it."""
+
+    cache: Cache
+    seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
+    owners: jax.Array  # i32[W], the sequence of which the row has tokens; N is none
+    guesses: Guesses
+    logits: jax.Array  # f32[W, K, V], filtered, that each guess was drawn from
+
+
+def begin_drafts(options: DraftModel, state: GenerationState) -> Drafts:
+    """Open a row of the draft's cache for each place."""
+    num_places, vocabulary = state.seen.shape
+    drawn = find_vocabulary(options.model, options.params, options.cache, num_places)
+    if drawn != vocabulary:
+        raise UsageError(
+            f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
+            f"its logits are for {drawn}"
+        )
+    cache, opened = allocate(options.cache, jnp.zeros((num_places,), jnp.int32))
+    nobody = state.result.lengths.shape[0]
+    num_tokens = options.num_tokens
+    return Drafts(
+        cache=cache,
+        seq_ids=opened.seq_ids,
+        owners=jnp.full((num_places,), nobody, jnp.int32),
+        guesses=Guesses.none(num_places, num_tokens),
+        logits=jnp.zeros((num_places, num_tokens, vocabulary), jnp.float32),
+    )
+
+
+class _Texts(NamedTuple):
+    """The texts that are drafted for."""
+
+    state: GenerationState
+    lengths: jax.Array  # i32[W]
+    chosen: Sampling  # of the sequence in each place
+    rows: PerRow  # the same, one value a place
+    made: jax.Array  # i32[W], new tokens of each
+
+    def tokens(self, places: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
+        state = self.state
+        sequences = state.places.sequences[places]
+        return find_tokens(state.prompts, state.result, sequences, positions)
+
+
+def draft(
+    options: DraftModel,
+    drafts: Drafts,
+    state: GenerationState,
+    lengths: jax.Array,  # i32[W]
+    is_ready: jax.Array,  # bool[W]
+    sampling: Sampling,
+) -> Drafts:
+    """Draft for all places that are ready.
+
+    Args:
+      options: the draft model.
+      drafts: what it has.
+      state: the generation.
+      lengths: tokens of the text in each place.
+      is_ready: which texts are drafted for.
+      sampling: of N sequences.
+    """
+    sequences, made = state.places.sequences, state.result.lengths
+    chosen = sampling_of(sampling, made.shape[0], sequences)
+    num_places = sequences.shape[0]
+    texts = _Texts(state, lengths, chosen, by_row(chosen, num_places), made[sequences])
+    drafts = _take_over(drafts, texts, is_ready)
+    is_ready = is_ready & (drafts.seq_ids >= 0)
+    cache, is_ready = _catch_up(options, drafts, texts, is_ready)
+    cache, guesses, logits = _run_ahead(
+        options, drafts._replace(cache=cache), texts, is_ready
+    )
+    return drafts._replace(cache=cache, guesses=guesses, logits=logits)
+
+
+def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
+    """Cut off what the draft has of guesses that were wrong.
+
+    Args:
+      drafts: after `draft`.
+      lengths: i32[W], tokens of each text before the guesses.
+      accepted: i32[W], guesses that were right.
+    """
+    return _cut(drafts, jnp.minimum(_lengths(drafts), lengths + accepted))
+
+
+def _lengths(drafts: Drafts) -> jax.Array:
+    """Return the tokens that the draft has of each place's text, i32[W]."""
+    metadata = drafts.cache.metadata
+    row = jnp.where(drafts.seq_ids >= 0, drafts.seq_ids, metadata.max_sequences)
+    return metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+
+
+def _cut(drafts: Drafts, lengths: jax.Array) -> Drafts:
+    """Cut rows back to lengths, i32[W]."""
+    is_cut = lengths < _lengths(drafts)
+    seq_ids = jnp.where(is_cut, drafts.seq_ids, NO_SEQUENCE)
+    cache, _ = truncate(drafts.cache, seq_ids, lengths)
+    return drafts._replace(cache=cache)
+
+
+def _take_over(drafts: Drafts, texts: _Texts, is_ready: jax.Array) -> Drafts:
+    """Forget the texts that have left their places."""
+    nobody = texts.state.result.lengths.shape[0]
+    owners = jnp.where(is_ready, texts.state.places.sequences, nobody)
+    stays = is_ready & (owners == drafts.owners)
+    drafts = _cut(drafts, jnp.where(stays, _lengths(drafts), 0))
+    return drafts._replace(owners=owners)
+
+
+def _catch_up(
+    options: DraftModel, drafts: Drafts, texts: _Texts, is_ready: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Compute what the draft lacks of each text, but for its last token or two.
+
+    Returns:
+      The cache, and bool[W]: who is still ready. The others have no room.
+    """
+    num_places = is_ready.shape[0]
+    num_rows = max(_ROWS, num_places)
+    Carry = tuple[Cache, jax.Array]
+
+    def find_missing(carry: Carry) -> jax.Array:
+        cache, is_ready = carry
+        done = _lengths(drafts._replace(cache=cache))
+        return jnp.where(is_ready, texts.lengths - done, 0)
+
+    def trip(carry: Carry) -> Carry:
+        cache, is_ready = carry
+        left = jnp.maximum(find_missing(carry) - 1, 0)
+        counts = share_rows(left, texts.state.places.ages, num_rows)
+        starts = running_sum(counts) - counts
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        owner = find_owners(starts, row)
+        done = _lengths(drafts._replace(cache=cache))
+        tokens = texts.tokens(owner, row + (done - starts)[owner])
+        seq_ids = jnp.where(counts > 0, drafts.seq_ids, NO_SEQUENCE)
+        cache, batch = append(cache, seq_ids, counts, capacity=num_rows)
+        _, cache = call_model(options.model, options.params, tokens, cache, batch)
+        return cache, is_ready & (batch.status == Status.OK)
+
+    return while_loop(
+        lambda carry: jnp.any(find_missing(carry) > 2), trip, (drafts.cache, is_ready)
+    )
+
+
+def _run_ahead(
+    options: DraftModel, drafts: Drafts, texts: _Texts, is_ready: jax.Array
+) -> tuple[Cache, Guesses, jax.Array]:
+    """Draft K tokens for each text, one after the other."""
+    num_tokens, place = (
+        options.num_tokens,
+        jnp.arange(is_ready.shape[0], dtype=jnp.int32),
+    )
+    Carry = tuple[Cache, Guesses, jax.Array]
+
+    def note(
+        i: jax.Array, cache: Cache, batch: Batch, carry: Carry, tokens: jax.Array
+    ) -> Carry:
+        _, guesses, kept = carry
+        logits, cache = call_model(options.model, options.params, tokens, cache, batch)
+        filtered = filter_logits(logits.astype(jnp.float32), texts.chosen)
+        drawn = draw(filtered, texts.rows.seeds, texts.made + i, DRAFT)
+        is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
+        guesses = Guesses(
+            guesses.tokens.at[:, i].set(drawn),
+            guesses.counts + is_drafted.astype(jnp.int32),
+        )
+        return cache, guesses, kept.at[:, i].set(filtered)
+
+    # The last token or two of each text.
+    done = _lengths(drafts)
+    missing = jnp.where(is_ready, texts.lengths - done, 0)
+    column = jnp.arange(2, dtype=jnp.int32)[None]
+    tokens = texts.tokens(place[:, None], done[:, None] + column).reshape(-1)
+    seq_ids = jnp.where(is_ready, drafts.seq_ids, NO_SEQUENCE)
+    cache, batch = append(drafts.cache, seq_ids, missing, max_query_length=2)
+    nothing = Guesses.none(*drafts.guesses.tokens.shape)
+    carry = note(jnp.int32(0), cache, batch, (cache, nothing, drafts.logits), tokens)
+
+    def trip(i: jax.Array, carry: Carry) -> Carry:
+        cache, guesses, _ = carry
+        goes_on = guesses.counts == i
+        tokens = guesses.tokens[:, i - 1]
+        cache, batch = append(cache, jnp.where(goes_on, seq_ids, NO_SEQUENCE))
+        return note(i, cache, batch, carry, tokens)
+
+    return fori_loop(jnp.int32(1), jnp.int32(num_tokens), trip, carry)
