@@ -74,7 +74,7 @@ def call_all_verbs(counts, *rows):
     cache, _ = jkv.evict_older_than(cache, counts[0])
     cache, _ = jkv.touch(jkv.evict_cached(cache, counts[0]), ids)
     cache = jkv.compact(cache)
-    cache = jkv.clear_prefixes(jkv.invalidate(cache, ids))
+    cache = jkv.clear_prefixes(jkv.invalidate(cache, counts[0]))
     return cache, found, jkv.read(cache, 0, ids[0])
 
 
