@@ -71,6 +71,7 @@ def make_shapes(
     dtype="bfloat16",
     kv_dtype=None,
     num_layers=2,
+    rows=64,
 ):
     """Queries and pools as shapes; head dims above 256 are a latent cache."""
     is_latent = head_dim > 256
@@ -88,7 +89,7 @@ def make_shapes(
         value_dim=value_dim,
         kv_dtype=kv_dtype,
     )
-    return shape(64, kv_heads * group, head_dim, dtype=dtype), pools
+    return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 
 
 def lower_kernels(queries, pools, tuning, platform, **options):

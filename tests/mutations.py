@@ -276,8 +276,8 @@ MUTATIONS = (
         "tokens-of-the-first-piece",
         "storage",
         "Every piece of swapped blocks brings the recorded tokens of the first ones.",
-        "crossed, rows[piece])",
-        "crossed, rows[: piece.stop - piece.start])",
+        "crossed, rows[piece], cache.sharding",
+        "crossed, rows[: piece.stop - piece.start], cache.sharding",
     ),
     Mutation(
         "swapped-sequence-forgets-its-gap",
@@ -488,8 +488,8 @@ MUTATIONS = (
         "draws-repeat-themselves",
         "decoding",
         "A sequence draws with the same random numbers at every step.",
-        "jax.random.fold_in(key, count)",
-        "jax.random.fold_in(key, count * 0)",
+        '"threefry2x32"), count)',
+        '"threefry2x32"), count * 0)',
     ),
     Mutation(
         "padding-marks-a-token-as-seen",

@@ -75,10 +75,25 @@ def find_demand(places: Places, loads: Loads, size: BlockSize) -> jax.Array:
 
     Whoever waits for its prompt will share it.
     """
-    whole = blocks_for(loads.text_lengths, size._replace(most=None))
     own = blocks_beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-    more = jnp.maximum(whole - loads.mapped, 0)
-    if size.most is not None:
-        more = jnp.minimum(more, jnp.maximum(size.most - loads.kept, 0))
+    more = blocks_to_take(loads.text_lengths, loads.mapped, loads.kept, size)
     needs = jnp.where(places.is_cached, more, own)
     return jnp.where(places.is_running, needs, 0)
+
+
+def blocks_to_take(
+    text_lengths: jax.Array, mapped: jax.Array, kept: jax.Array, size: BlockSize
+) -> jax.Array:
+    """Return the blocks that sequences in the cache need for their texts, i32[...].
+
+    Args:
+      text_lengths: i32[...], tokens that there shall be.
+      mapped: i32[...], blocks that were ever taken for the text.
+      kept: i32[...], those that were not given back.
+      size: of a block.
+    """
+    whole = blocks_for(text_lengths, size._replace(most=None))
+    more = jnp.maximum(whole - mapped, 0)
+    if size.most is None:
+        return more
+    return jnp.minimum(more, jnp.maximum(size.most - kept, 0))

@@ -37,6 +37,8 @@ SHAPES = [
     (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
     (256, 256, {"kv_dtype": "int8"}),
     (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
+    # One long context in many pieces, which are joined by several warps.
+    *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
 ]
 if KEEP:  # the whole table
     SHAPES += [(dim, dim, {}) for dim in (64, 80, 96, 128, 192, 256)]
