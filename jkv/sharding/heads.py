@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.sharding.resharding import divide, is_explicit
+from jkv.sharding.resharding import is_explicit, spread
 
 # Where the heads stand: in [L, N, K, T, D] of a pool, in [R, K, D] of rows, in [H].
 POOL_HEADS, ROW_HEADS, HEADS = 2, 1, 0
@@ -96,7 +96,7 @@ def without_copies_of_heads(
     if sharding is None or copies == 1:
         return array
     if isinstance(array, jax.Array):
-        array = divide(array, sharding.mesh, sharding.axis, None)
+        array = spread(array, sharding.mesh, sharding.axis, None)
     return array[(slice(None),) * place + (slice(None, None, copies),)]
 
 
@@ -154,7 +154,7 @@ def _map_over_heads(
         pairs = zip(arguments, places, strict=True)
         return mapped(
             *[
-                divide(each, sharding.mesh, sharding.axis, place)
+                spread(each, sharding.mesh, sharding.axis, place)
                 for each, place in pairs
             ]
         )

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jkv.sharding.resharding import divide
+from jkv.sharding.resharding import spread
 
 Arrays = TypeVar("Arrays")
 
@@ -68,8 +68,8 @@ class PoolSharding:
             check_vma=False,
         )
         return mapped(
-            divide(divided, self.mesh, self.axis, 0),
-            divide(whole, self.mesh, self.axis, None),
+            spread(divided, self.mesh, self.axis, 0),
+            spread(whole, self.mesh, self.axis, None),
         )
 
 

@@ -14,7 +14,7 @@ def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
     return types[axis] == jax.sharding.AxisType.Explicit
 
 
-def divide(
+def spread(
     arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, place: int | None
 ) -> Arrays:
     """Divide arrays by a mesh axis at one of their axes, None for none.
