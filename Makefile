@@ -116,7 +116,9 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/reuse.py
 	$(VENV)/bin/python benchmarks/accuracy.py
 	$(VENV)/bin/python benchmarks/compile.py
+	$(VENV)/bin/python benchmarks/experts.py
 	$(VENV)/bin/python benchmarks/scheduling.py
+	$(VENV)/bin/python benchmarks/windows.py
 	$(VENV)/bin/python benchmarks/plots.py
 
 $(VENV)/bin/python:

@@ -1,4 +1,4 @@
-"""Continue prompts with a checkpoint of the Llama family on a paged cache.
+"""Continue prompts with a checkpoint that `pretrained` reads, on a paged cache.
 
     python examples/generate.py "The with statement" --temperature 0.8 --seeds 3
     python examples/generate.py --file prompts.txt --model FOLDER --num-samples 2

@@ -70,6 +70,7 @@ from jkv.verbs.lookups import (
     tokens,
 )
 from jkv.verbs.partitioning import partition_specs
+from jkv.verbs.pooling import over_pools, split_pools
 from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
@@ -155,6 +156,7 @@ __all__ = [
     "load",
     "match",
     "num_free_blocks",
+    "over_pools",
     "paged_attention",
     "partition_specs",
     "raise_for_status",
@@ -166,6 +168,7 @@ __all__ = [
     "score",
     "should_compact",
     "slots",
+    "split_pools",
     "stats",
     "swap_in",
     "swap_out",

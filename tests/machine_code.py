@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-"))
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as XLA has it
 
 import triton  # noqa: E402
+from instruction_walk import count_round_trips  # noqa: E402
 from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget, Language  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
@@ -47,6 +48,11 @@ _PTX_KINDS = {
 }
 
 
+# How labels and branches back to them are written.
+_AMD_LOOPS = r"^(\.\w+):", r"s_c?branch\w*\s+(\S+)"
+_PTX_LOOPS = r"^(\$\w+):", r"\bbra(?:\.uni)?\s+(\$\w+)"
+
+
 class Code(NamedTuple):
     """What became of one kernel on one target."""
 
@@ -56,6 +62,7 @@ class Code(NamedTuple):
     shared_bytes: int
     matrix: int  # matrix instructions in all
     step: dict[str, int]  # instructions of the longest loop by kind
+    round_trips: float | None  # waits for memory in one step of it, by the walk (gfx9)
 
 
 def compile_kernel(kernel, target):
@@ -63,6 +70,7 @@ def compile_kernel(kernel, target):
     stages, shared = _run_backend(kernel, target)
     if "amdgcn" in stages:
         assembly = stages["amdgcn"]
+        loop = find_loop(assembly, *_AMD_LOOPS, _AMD_KINDS)
         return Code(
             registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
             spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
@@ -70,9 +78,8 @@ def compile_kernel(kernel, target):
             scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
             shared_bytes=shared,
             matrix=len(re.findall(r"^\s+v_(?:mfma|wmma)", assembly, re.M)),
-            step=_count_loop(
-                assembly, r"^(\.\w+):", r"s_c?branch\w*\s+(\S+)", _AMD_KINDS
-            ),
+            step=_count(loop, _AMD_KINDS),
+            round_trips=count_round_trips(loop) if target.startswith("gfx9") else None,
         )
     ptx = stages["ptx"]
     usage = _resource_usage(stages["cubin"])
@@ -82,8 +89,15 @@ def compile_kernel(kernel, target):
         scalar_spills=0,
         shared_bytes=shared,
         matrix=len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
-        step=_count_loop(ptx, r"^(\$\w+):", r"\bbra(?:\.uni)?\s+(\$\w+)", _PTX_KINDS),
+        step=_count(find_loop(ptx, *_PTX_LOOPS, _PTX_KINDS), _PTX_KINDS),
+        round_trips=None,
     )
+
+
+def attention_loop(kernel, target):
+    """Return the lines of the attention loop of a kernel on one of AMD's cards."""
+    stages, _ = _run_backend(kernel, target)
+    return find_loop(stages["amdgcn"], *_AMD_LOOPS, _AMD_KINDS)
 
 
 def _run_backend(kernel, target):
@@ -119,8 +133,8 @@ def _number(pattern, text):
     return int(match.group(1)) if match else 0
 
 
-def _count_loop(assembly, label_pattern, branch_pattern, kinds):
-    """Count the instructions of one step of the attention loop, by kind.
+def find_loop(assembly, label_pattern, branch_pattern, kinds):
+    """Find one step of the attention loop: its lines.
 
     A loop is what lies between a label and a branch back to it; of those with the most
     matrix instructions (or exponentials, where a kernel has none) the shortest counts.
@@ -133,13 +147,13 @@ def _count_loop(assembly, label_pattern, branch_pattern, kinds):
         elif branch := re.search(branch_pattern, line):
             start = labels.get(branch.group(1).rstrip(";"))
             if start is not None:
-                loops.append(_count(lines[start:number], kinds))
-    empty = dict.fromkeys(kinds, 0)
+                loops.append(lines[start:number])
 
-    def rank(counts):
+    def rank(loop):
+        counts = _count(loop, kinds)
         return counts["matrix"], counts["exp"], -sum(counts.values())
 
-    return max(loops, key=rank, default=empty)
+    return max(loops, key=rank, default=[])
 
 
 def _count(lines, kinds):

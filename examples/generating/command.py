@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pretrained
 from rich.console import Console
@@ -34,6 +35,7 @@ class Task(NamedTuple):
     max_new_tokens: int
     sampling: jkv.Sampling
     config: jkv.CacheConfig
+    mesh: jax.sharding.Mesh | None  # the devices, where there are several
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -82,7 +84,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
     return Engine(
         task.model,
         task.params,
-        jkv.init(task.config),
+        jkv.init(task.config, mesh=task.mesh, heads=task.mesh and "tp"),
         max_running=len(task.prompts) * num_samples,
         num_ahead=0,
         max_new_tokens=task.max_new_tokens,
@@ -127,7 +129,9 @@ def prepare(options: argparse.Namespace) -> Task:
         raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
-    model, params = pretrained.load(options.model)
+    several = options.tensor_parallel != 1
+    mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
+    model, params = pretrained.load(options.model, mesh=mesh)
     tokenizer = pretrained.load_tokenizer(options.model)
     if options.chat:
         texts = [pretrained.render_chat(options.model, text) for text in texts]
@@ -149,7 +153,9 @@ def prepare(options: argparse.Namespace) -> Task:
         dtype=options.kv_dtype or params["embedding"].dtype,
         **model.cache_fields,
     )
-    return Task(model, params, tokenizer, ids, padded, max_new_tokens, sampling, config)
+    return Task(
+        model, params, tokenizer, ids, padded, max_new_tokens, sampling, config, mesh
+    )
 
 
 def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:

@@ -24,6 +24,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--num-samples", type=int, default=1, help="of each prompt; %(default)s")
     add("--json", action="store_true", help="print a line of JSON for each text")
     add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    add("--tensor-parallel", type=int, default=1, help="devices that share the model")
     for name, value in SAMPLING.items():
         text = f"as in jkv.Sampling; generation_config.json's, else {value}"
         add(f"--{name.replace('_', '-')}", type=type(value), help=text)

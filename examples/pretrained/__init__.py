@@ -11,12 +11,14 @@ Files in reading order: ``architectures.py`` (the table: in what each differs fr
 Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
 ``windows.py``, ``rope_settings.py`` and ``parts.py`` are for parts of it), ``model.py``
 (the forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``),
-``tensors.py`` and ``checkpoint.py`` (weights; ``quantised.py``), ``tokenizer.py``
-(texts and chats), ``sampling.py`` (generation_config.json).
+``tensors.py`` and ``checkpoint.py`` (weights; ``files.py``, ``quantised.py``, and
+``spreading.py`` for several devices), ``tokenizer.py`` (texts and chats),
+``sampling.py`` (generation_config.json).
 """
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from .architectures import ARCHITECTURES, Architecture
@@ -25,6 +27,7 @@ from .config import DecoderConfig, parse_config, read_config
 from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
+from .spreading import make_mesh, put_whole, spread_over
 from .tokenizer import has_chat_template, load_tokenizer, render_chat
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "has_chat_template",
     "load",
     "load_tokenizer",
+    "make_mesh",
     "parse_config",
     "random_params",
     "read_config",
@@ -46,13 +50,18 @@ __all__ = [
 ]
 
 
-def load(folder: str | Path, dtype: jnp.dtype | None = None) -> tuple[Decoder, Params]:
+def load(
+    folder: str | Path,
+    dtype: jnp.dtype | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Decoder, Params]:
     """Read a checkpoint folder.
 
     Args:
         folder: a Hugging Face checkpoint: config.json and safetensors.
         dtype: type of weights and activations; float32 on a CPU and the checkpoint's
             own elsewhere when it is None.
+        mesh: devices over whose axis "tp" the weights are spread as they are read.
 
     Returns:
         The model, a callable with static settings, and its parameters.
@@ -62,4 +71,5 @@ def load(folder: str | Path, dtype: jnp.dtype | None = None) -> tuple[Decoder, P
         ValueError: when the checkpoint is damaged or of a kind not supported here.
     """
     config = read_config(folder)
-    return Decoder(config), read_params(folder, config, dtype)
+    place = put_whole if mesh is None else spread_over(mesh, config)
+    return Decoder(config), read_params(folder, config, dtype, place)

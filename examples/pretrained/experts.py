@@ -4,9 +4,9 @@ Rows are sorted by expert, and a loop goes through tiles of rows of one expert. 
 layer costs is the rows times the experts each of them uses, rounded up to a tile for
 each expert that is used at all; the weights of no other expert are read. A step of 64
 rows, 8 of 128 experts each, reads nearly all of them and computes up to 128 tiles, four
-times the work of its 512 pairs; a chunk of 2,048 rows wastes a sixteenth.
-`jax.lax.ragged_dot` gives the same products; on CPU and GPU it multiplies all rows by
-all experts, which is 16 times the work here.
+times the work of its 512 pairs; of 2,048 rows a few in a hundred are padding.
+`jax.lax.ragged_dot` gives the same products, but on a CPU multiplies every row by every
+expert (`benchmarks/experts.py`).
 """
 
 import jax

@@ -109,6 +109,28 @@ def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
 
 def read_deepseek(settings: Settings) -> dict[str, Any]:
     """Read latent attention, and routed experts beside shared ones."""
+    latent = Latent(
+        rank=settings.count("kv_lora_rank"),
+        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
+        plain_dim=settings.count("qk_nope_head_dim"),
+        turned_dim=settings.count("qk_rope_head_dim"),
+        value_dim=settings.count("v_head_dim"),
+    )
+    num_layers = settings.count("num_hidden_layers")
+    first = settings.count("first_k_dense_replace", least=0)
+    return dict(
+        experts=_read_routed(settings),
+        expert_layers=tuple(i >= first for i in range(num_layers)),
+        latent=latent,
+        scale=_latent_scale(settings, latent),
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.turned_dim,
+        num_guessing_layers=settings.count("num_nextn_predict_layers", 0, least=0),
+    )
+
+
+def _read_routed(settings: Settings) -> Experts:
+    """Read the experts of DeepSeek; those of V3 are chosen by sigmoids."""
     method = settings.get("topk_method", "greedy")
     has_sigmoid = settings.get("model_type") == "deepseek_v3"
     known = ("noaux_tc",) if has_sigmoid else ("greedy", "group_limited_greedy")
@@ -117,9 +139,8 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
             f"config.json: topk_method {method!r} with norm_topk_prob "
             f"{settings.get('norm_topk_prob')!r} is not supported for this architecture"
         )
-    inner = settings.count("moe_intermediate_size")
-    is_grouped = method != "greedy"
-    experts = Experts(
+    inner, is_grouped = settings.count("moe_intermediate_size"), method != "greedy"
+    return Experts(
         count=settings.count("n_routed_experts", settings.get("num_experts")),
         per_token=settings.count("num_experts_per_tok"),
         inner=inner,
@@ -130,32 +151,16 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         groups=settings.count("n_group") if is_grouped else 1,
         groups_per_token=settings.count("topk_group") if is_grouped else 1,
     )
-    first = settings.count("first_k_dense_replace", least=0)
-    latent = Latent(
-        rank=settings.count("kv_lora_rank"),
-        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
-        plain_dim=settings.count("qk_nope_head_dim"),
-        turned_dim=settings.count("qk_rope_head_dim"),
-        value_dim=settings.count("v_head_dim"),
-    )
-    given = rope_parameters(settings)
+
+
+def _latent_scale(settings: Settings, latent: Latent) -> float:
+    """Return the scale of the scores, which yarn enlarges by a weight of its own."""
     scale = (latent.plain_dim + latent.turned_dim) ** -0.5
-    if given.get("rope_type", given.get("type")) == "yarn" and given.get(
-        "mscale_all_dim"
-    ):
-        rope = read_rope(settings, latent.turned_dim)
-        scale *= yarn_magnitude(rope.factor, given["mscale_all_dim"]) ** 2
-    return dict(
-        experts=experts,
-        expert_layers=tuple(
-            i >= first for i in range(settings.count("num_hidden_layers"))
-        ),
-        latent=latent,
-        scale=scale,
-        num_kv_heads=1,
-        head_dim=latent.rank + latent.turned_dim,
-        num_guessing_layers=settings.count("num_nextn_predict_layers", 0, least=0),
-    )
+    weight = rope_parameters(settings).get("mscale_all_dim")
+    rope = read_rope(settings, latent.turned_dim)
+    if rope.scaling == "yarn" and weight:
+        scale *= yarn_magnitude(rope.factor, weight) ** 2
+    return scale
 
 
 def _all_layers(settings: Settings) -> tuple[bool, ...]:

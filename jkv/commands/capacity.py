@@ -121,14 +121,11 @@ def make_plan(
       FileNotFoundError: without a config.json.
       ValueError: if nothing fits, or the heads cannot be divided.
     """
-    if not 0 <= reserve < 1:
-        raise ValueError(
-            f"the reserve must be a share from 0 to below 1, got {reserve}"
-        )
-    total = _read_memory(memory)
+    kept_back = _find_reserve(total := _read_memory(memory), reserve)
     fields, notes, layer_windows = read_sizes(folder, overrides)
-    # An index finds prompts in one pool of all layers.
-    windows = None if overrides.get("prefix_caching") else count_windows(layer_windows)
+    windows = count_windows(layer_windows)
+    if overrides.get("prefix_caching") or "sliding_window" in overrides:
+        windows = None  # an index finds prompts in one pool of all layers
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
     whole = CacheConfig(num_blocks=1, **fields)
     fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
@@ -138,7 +135,6 @@ def make_plan(
     weighed = _weights(folder, weights)
     if weights is None and not weighed:
         notes.append("no weight files found, none taken off; give --weights")
-    kept_back = int(total * reserve)
     budget = total - kept_back - -(-weighed // tensor_parallel)
     if budget < 1:
         raise ValueError(
@@ -146,8 +142,7 @@ def make_plan(
             f"{tensor_parallel} x {human_bytes(total)}; use more or larger devices"
         )
     config = CacheConfig.for_memory(budget, **fields)
-    longest = config.max_context_length
-    lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
+    lengths = _choose_lengths(config.max_context_length)
     notes += _note_windows(windows, config, step_tokens)
     sizes = {name: fields[name] for name in fields.keys() - TABLES}
     layers = _Layers(layer_windows if windows else None, step_tokens, sizes)
@@ -210,6 +205,11 @@ def _read_memory(memory: int | str) -> int:
     return count
 
 
+def _choose_lengths(longest: int) -> list[int]:
+    """Return the context lengths to plan for, up to the longest."""
+    return [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
+
+
 def _note_windows(
     windows: Windows | None, config: CacheConfig, step_tokens: int
 ) -> list[str]:
@@ -221,6 +221,13 @@ def _note_windows(
         f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
         f"to {step_tokens} tokens of a sequence"
     ]
+
+
+def _find_reserve(total: int, share: float) -> int:
+    """Return the bytes that are kept back."""
+    if not 0 <= share < 1:
+        raise ValueError(f"the reserve must be a share from 0 to below 1, got {share}")
+    return int(total * share)
 
 
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:

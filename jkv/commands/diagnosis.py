@@ -2,9 +2,10 @@
 
 For whoever has a card that jkv's developers have not: it prints what is installed,
 names combinations known to be bad, runs the bookkeeping and the attention on the
-device against their specifications, measures how much of the memory's bandwidth a copy
-and a decode step reach, and writes all of it to a file to attach to a report. On a CPU
-it checks what can be checked there and says what could not be.
+device against their specifications, tries each collective between several devices,
+measures how much of the memory's bandwidth a copy and a decode step reach, and writes
+all of it to a file to attach to a report. On a CPU it checks what can be checked there
+and says what could not be.
 
 `--quick` compares a few features in one dtype and measures nothing: it takes less than
 half a minute on two cores. Ctrl-C ends the examination with a report of what was found.
@@ -23,6 +24,7 @@ import sys
 from jkv.commands import correctness
 from jkv.commands.bandwidth import measure_bandwidth
 from jkv.commands.bookkeeping import check_cycles, check_in_place
+from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import check_implementation, note_missing_kernel
 from jkv.commands.facts import collect_facts, list_known_faults
@@ -64,6 +66,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("known combinations", 0, check_combinations),
         Step("bookkeeping on the device", 8, check_cycles),
         Step("memory of a donated write", 4, check_in_place),
+        Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(
         correctness.IMPLEMENTATIONS, correctness.TOLERANCES

@@ -60,6 +60,19 @@ def check_window(
     return window, int(sinks)
 
 
+def count_window_blocks(
+    window: int, num_sink_tokens: int, block_size: int, num_tokens: int
+) -> int:
+    """Return the most blocks of a sequence that grows by so many tokens at a time.
+
+    Blocks are taken before those that the step gives back count as free. Until then a
+    sequence has what the first row of the step before saw, and this step's rows.
+    """
+    kept = window - 1 + 2 * num_tokens
+    blocks = (kept - 2) // block_size + 2  # wherever in a block they begin
+    return blocks - (-num_sink_tokens // block_size)
+
+
 def check_tables(max_sequences: int, max_blocks_per_sequence: int) -> None:
     """Refuse block tables with more entries than a 32-bit index can tell apart."""
     entries = max_sequences * max_blocks_per_sequence

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from jkv.config.counts import count_window_blocks
 from jkv.config.huggingface import read_sizes
 from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
@@ -160,9 +161,7 @@ def find_most_blocks(sizes: Sizes, num_tokens: int) -> int:
     """Return the most blocks of a sequence that grows by so many tokens at a time."""
     if sizes.sliding_window is None:
         return sizes.max_blocks_per_sequence
-    # Blocks are taken before those that the step gives back count as free. Until then
-    # a sequence has what the first row of the step before saw, and this step's rows.
-    kept = sizes.sliding_window - 1 + 2 * num_tokens
-    blocks = (kept - 2) // sizes.block_size + 2  # wherever in a block they begin
-    blocks += -(-sizes.num_sink_tokens // sizes.block_size)
+    blocks = count_window_blocks(
+        sizes.sliding_window, sizes.num_sink_tokens, sizes.block_size, num_tokens
+    )
     return min(blocks, sizes.max_blocks_per_sequence)

@@ -68,7 +68,9 @@ def admit(
       num_lanes: K, static.
     """
     places, loads = state.places, state.loads(cache)
-    promised = jnp.sum(find_demand(places, loads, cache.block_size), dtype=jnp.int32)
+    promised = jnp.sum(
+        find_demand(places, loads, state.block_size(cache)), dtype=jnp.int32
+    )
     slack = num_free_blocks(cache) - promised
     num_free_places = state.most_running - places.num_running
     offer = _find_offer(cache, state, loads, num_lanes)
@@ -105,7 +107,7 @@ def _find_offer(
     cache: Cache, state: GenerationState, loads: Loads, num_lanes: int
 ) -> _Offer:
     candidates = seating.find_candidates(state.places, state.queue, num_lanes)
-    sequences, size = candidates.sequences, cache.block_size
+    sequences, size = candidates.sequences, state.block_size(cache)
     ended = state.result.reasons[sequences] != FinishReason.RUNNING
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
     prompt_lengths = state.prompts.lengths[prompt]

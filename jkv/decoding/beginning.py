@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.ending import Bounds, Stops, judge_prompts
 from jkv.decoding.model import Model, call_model
-from jkv.decoding.progress import GenerationState
+from jkv.decoding.progress import GenerationState, find_block_size
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.scheduling.groups import Holder
@@ -79,7 +79,8 @@ def begin_generation(
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
     num_blocks = num_free_blocks(cache)
-    bounds = Bounds(cache.max_context_length, cache.block_size, num_blocks)
+    size = find_block_size(cache, row_counts)
+    bounds = Bounds(cache.max_context_length, size, num_blocks)
     reasons = judge_prompts(prompts, bounds)
     num_rows = cache.metadata.free_sequences.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)

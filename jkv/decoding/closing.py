@@ -86,7 +86,7 @@ def make_room(
     Returns:
       The cache, the state, and i32[]: the free blocks that were promised to nobody.
     """
-    demand = find_demand(state.places, state.loads(cache), cache.block_size)
+    demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
 
     def lacks_blocks(pool: _Pool) -> jax.Array:
         can_give = (pool.holder.seq_id >= 0) | (pool.places.num_running > 1)

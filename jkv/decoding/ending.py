@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import blocks_for
+from jkv.decoding.scheduling.demand import BlockSize, blocks_for
 
 # Beside a token of a text there can be no such number.
 _ANY = -1
@@ -117,7 +117,7 @@ class Bounds(NamedTuple):
     """How long a text can become in this cache."""
 
     max_context_length: jax.Array | int  # i32[K] where texts differ
-    block_size: int
+    block_size: BlockSize
     num_blocks: jax.Array  # i32[], those it would find if it were alone
 
     def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:

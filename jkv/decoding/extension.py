@@ -18,12 +18,14 @@ from jkv.decoding.conditions import when
 from jkv.decoding.ending import Bounds, Stops, judge_prompts
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.progress import find_block_size
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import blocks_for
+from jkv.decoding.scheduling.demand import blocks_to_take
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -109,13 +111,14 @@ def extend(
     before = context_lengths(cache).at[ids].get(mode="clip")
     # What a text may still take.
     room = cache.max_context_length - before
-    bounds = Bounds(room, cache.block_size, jnp.int32(cache.num_blocks))
+    size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
+    block_size = find_block_size(cache, (size,))
+    bounds = Bounds(room, block_size, jnp.int32(cache.num_blocks))
     reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
     extension = _Extension(model, params, ids, sampling)
     texts = Texts(given, stops, bounds, result)
-    size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
     cache, texts = _feed(extension, cache, texts, size)
     cache, texts = _decode(extension, cache, texts)
     return cache, texts.result
@@ -138,9 +141,10 @@ def _judge(
         judge_prompts(given, bounds),
         jnp.int32(FinishReason.CANCELLED),
     )
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    need = blocks_for(before + given.lengths, cache.block_size) - mapped
-    need = jnp.where(reasons == running, jnp.maximum(need, 0), 0)
+    counts = metadata.num_mapped_blocks, metadata.num_kept_blocks
+    mapped, kept = (array.at[seq_ids].get(mode="clip") for array in counts)
+    need = blocks_to_take(before + given.lengths, mapped, kept, bounds.block_size)
+    need = jnp.where(reasons == running, need, 0)
     no_block, _ = requests.lacks_blocks(metadata, need)
     return jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
 
@@ -217,7 +221,7 @@ def _feed(
         is_whole = (left > 0) & (left <= size)
         return done + size, cache, extension.choose(texts, logits, is_whole)
 
-    _, cache, texts = lax.while_loop(
+    _, cache, texts = while_loop(
         lambda carry: jnp.any(count_left(carry[0], carry[2]) > 0),
         feed,
         (jnp.zeros((), jnp.int32), cache, texts),
@@ -241,9 +245,7 @@ def _decode(extension: _Extension, cache: Cache, texts: Texts) -> tuple[Cache, T
         cache, texts, logits = extension.run(cache, texts, tokens, counts, False)
         return cache, extension.choose(texts, logits, counts > 0)
 
-    return lax.while_loop(
-        lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts)
-    )
+    return while_loop(lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts))
 
 
 def _count_step(

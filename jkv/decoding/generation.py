@@ -9,22 +9,26 @@ Symbols: Q prompts, N sequences, W places, P most prompt tokens, G most new toke
 tokens in the vocabulary.
 """
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jkv.decoding.dealing import generate_on_pools
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import Generation
 from jkv.decoding.speculation.loop import run_speculatively
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE, begin, run_steps
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
-from jkv.state.entry import takes_cache
+from jkv.state.entry import takes_pools
 
 
-@takes_cache
+@takes_pools
 def generate(
     model: Model,
     params: Any,
@@ -64,6 +68,10 @@ def generate(
     alone. So tokens and reasons are those that each sequence has alone, whatever else
     runs: to the bit where the model's arithmetic does not depend on the number of rows.
 
+    A cache with several pools (`init(..., pools=)`) has the prompts dealt to them, each
+    to the pool with most blocks left; results are in the order of the prompts, and
+    counts in the statistics are sums over the pools.
+
     Args:
       model: see `Model`; hashable, as it is static under jit.
       params: the model's weights.
@@ -80,7 +88,7 @@ def generate(
       num_samples: continuations of each prompt, which is computed once (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
       max_running: most sequences that run at one time, W; static. None is all of them.
-        A cache with fewer rows runs fewer.
+        A cache with fewer rows runs fewer. With several pools it holds for each.
       chunk_size: rows of a step that computes prompts, unless `row_counts` says;
         static. Take few where the prefix cache leaves few.
       row_counts: rows that a step may have, ascending, the last at least W; static. A
@@ -112,6 +120,29 @@ def generate(
       >>> [jkv.FinishReason(reason).name for reason in result.reasons.tolist()]
       ['STOP', 'LENGTH', 'LENGTH']
     """
+    if cache.pools is not None:
+        return generate_on_pools(
+            functools.partial(
+                _generate_on_rank,
+                model=model,
+                max_new_tokens=max_new_tokens,
+                limits=limits,
+                stop_tokens=stop_tokens,
+                stop_sequences=stop_sequences,
+                sampling=sampling,
+                num_samples=num_samples,
+                max_running=max_running,
+                chunk_size=chunk_size,
+                row_counts=row_counts,
+                salts=salts,
+            ),
+            params,
+            cache,
+            Prompts.of(
+                prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
+            ),
+            num_samples,
+        )
     state = begin(
         model,
         params,
@@ -141,3 +172,10 @@ def generate(
         lambda state, _: jnp.any(state.is_running),
     )
     return cache, state.result
+
+
+def _generate_on_rank(
+    cache: Cache, params: Any, prompts: jax.Array, *, model: Model, **options: Any
+) -> tuple[Cache, Generation]:
+    """Do as `generate` on the pool of one rank."""
+    return generate(model, params, cache, prompts, **options)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jkv.decoding.ending import Bounds, Stops
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import Loads
+from jkv.decoding.scheduling.demand import BlockSize, Loads
 from jkv.decoding.scheduling.groups import Holder
 from jkv.decoding.scheduling.places import Places
 from jkv.state import NO_SEQUENCE, Cache, Ring
@@ -59,7 +59,11 @@ class GenerationState:
 
     def bounds(self, cache: Cache) -> Bounds:
         """How long a text can become."""
-        return Bounds(cache.max_context_length, cache.block_size, self.num_blocks)
+        return Bounds(cache.max_context_length, self.block_size(cache), self.num_blocks)
+
+    def block_size(self, cache: Cache) -> BlockSize:
+        """How many blocks a text takes in this cache, in steps of these rows."""
+        return find_block_size(cache, self.row_counts)
 
     def loads(self, cache: Cache) -> Loads:
         """What the sequence of each place has."""
@@ -79,7 +83,15 @@ class GenerationState:
             text_lengths=prompt_lengths + self.result.lengths[sequences],
             done=of_cached(metadata.context_lengths),
             mapped=of_cached(metadata.num_mapped_blocks),
+            kept=of_cached(metadata.num_kept_blocks),
         )
+
+
+def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
+    """Return how many blocks a text takes in a cache, in steps of so many rows."""
+    window, size = cache.metadata.window, cache.block_size
+    most = None if window is None else window.most_blocks(size, row_counts[-1])
+    return BlockSize(size, most)
 
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:

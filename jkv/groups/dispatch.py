@@ -67,6 +67,11 @@ def call_on_groups(
     if name in _OF_A_LAYER:
         found = cache.find_layer(given.pop("layer"))
         return function(cache.groups[found.group], found.place, **given)
+    if "model" in given:
+        raise UsageError(
+            f"{name} does not take groups of layers yet: step with append, the model "
+            f"and free, or keep all layers in one cache"
+        )
     if name not in _VERBS:
         raise UsageError(
             f"{name} takes one cache: pass one of cache.groups, the caches of "
@@ -75,20 +80,22 @@ def call_on_groups(
     return _VERBS[name](cache, **given)
 
 
-def _write(cache: Grouped, layer: Any, batch: Any, **given: Any) -> Grouped:
+def _write_in_groups(cache: Grouped, layer: Any, batch: Any, **given: Any) -> Grouped:
     found, groups = cache.find_layer(layer), list(cache.groups)
-    plan = _batches(batch)[found.group]
+    plan = _plans_of(batch)[found.group]
     groups[found.group] = write(groups[found.group], found.place, plan, **given)
     return cache.with_groups(tuple(groups))
 
 
-def _attend(cache: Grouped, layer: Any, batch: Any, queries: Any, **given: Any) -> Any:
+def _attend_in_groups(
+    cache: Grouped, layer: Any, batch: Any, queries: Any, **given: Any
+) -> Any:
     found = cache.find_layer(layer)
-    group, plan = cache.groups[found.group], _batches(batch)[found.group]
+    group, plan = cache.groups[found.group], _plans_of(batch)[found.group]
     return attend(group, found.place, plan, queries, **given)
 
 
-def _append(
+def _append_in_groups(
     cache: Grouped, seq_ids: Any, num_tokens: Any, **given: Any
 ) -> tuple[Grouped, GroupedBatch]:
     ids, counts = requests.broadcast(seq_ids=seq_ids, num_tokens=num_tokens)
@@ -120,7 +127,7 @@ def _append(
     return cache.with_groups((first, *(group for group, _ in grown[1:]))), batch
 
 
-def _allocate(
+def _allocate_in_groups(
     cache: Grouped, num_tokens: Any, tokens: Any, **given: Any
 ) -> tuple[Grouped, Allocation]:
     num = None if tokens is None else requests.as_prompts(tokens).shape[0]
@@ -145,7 +152,7 @@ def _allocate(
     return cache.with_groups((first, *(group for group, _ in opened[1:]))), result
 
 
-def _fork(cache: Grouped, seq_ids: Any, lengths: Any) -> tuple[Grouped, Fork]:
+def _fork_in_groups(cache: Grouped, seq_ids: Any, lengths: Any) -> tuple[Grouped, Fork]:
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     ids = jnp.asarray(ids)
     status = joint.judge(
@@ -158,16 +165,20 @@ def _fork(cache: Grouped, seq_ids: Any, lengths: Any) -> tuple[Grouped, Fork]:
     return cache.with_groups((first, *(group for group, _ in forked[1:]))), result
 
 
-def _truncate(cache: Grouped, seq_ids: Any, lengths: Any) -> tuple[Grouped, jax.Array]:
-    return _change(cache, truncate, joint.judge, seq_ids=seq_ids, others=lengths)
+def _truncate_in_groups(
+    cache: Grouped, seq_ids: Any, lengths: Any
+) -> tuple[Grouped, jax.Array]:
+    return _change_in_all(cache, truncate, joint.judge, seq_ids=seq_ids, others=lengths)
 
 
-def _reorder(cache: Grouped, seq_ids: Any, parents: Any) -> tuple[Grouped, jax.Array]:
+def _reorder_in_groups(
+    cache: Grouped, seq_ids: Any, parents: Any
+) -> tuple[Grouped, jax.Array]:
     judge = joint.judge_until_agreed
-    return _change(cache, reorder, judge, seq_ids=seq_ids, others=parents)
+    return _change_in_all(cache, reorder, judge, seq_ids=seq_ids, others=parents)
 
 
-def _change(
+def _change_in_all(
     cache: Grouped,
     verb: Callable[..., tuple[Cache, jax.Array]],
     judge: Callable[..., jax.Array],
@@ -184,33 +195,33 @@ def _change(
     return cache.with_groups((first, *rest)), status
 
 
-def _free(cache: Grouped, seq_ids: Any) -> tuple[Grouped, jax.Array]:
+def _free_in_groups(cache: Grouped, seq_ids: Any) -> tuple[Grouped, jax.Array]:
     freed = [free(group, seq_ids) for group in cache.groups]
     return cache.with_groups(tuple(group for group, _ in freed)), freed[0][1]
 
 
-def _touch(cache: Grouped, seq_ids: Any) -> tuple[Grouped, jax.Array]:
+def _touch_in_groups(cache: Grouped, seq_ids: Any) -> tuple[Grouped, jax.Array]:
     touched = [touch(group, seq_ids) for group in cache.groups]
     return cache.with_groups(tuple(group for group, _ in touched)), touched[0][1]
 
 
-def _commit(cache: Grouped, batch: Any) -> Grouped:
-    _batches(batch)
+def _commit_nothing(cache: Grouped, batch: Any) -> Grouped:
+    _plans_of(batch)
     return cache  # no group has an index
 
 
-def _compact(cache: Grouped) -> Grouped:
+def _compact_in_groups(cache: Grouped) -> Grouped:
     return cache.with_groups(tuple(map(compact, cache.groups)))
 
 
-def _can_allocate(cache: Grouped, num_tokens: Any) -> jax.Array:
+def _can_allocate_in_groups(cache: Grouped, num_tokens: Any) -> jax.Array:
     (counts,) = requests.broadcast(num_tokens=num_tokens)
     return jnp.asarray(
         np.logical_and.reduce([can_allocate(group, counts) for group in cache.groups])
     )
 
 
-def _check(cache: Grouped) -> None:
+def _check_all(cache: Grouped) -> None:
     """Check each group, and that all have the same sequences."""
     first, *others = cache.groups
     check(first)
@@ -222,7 +233,7 @@ def _check(cache: Grouped) -> None:
                 raise InvariantError(f"groups: {name} differs between groups")
 
 
-def _batches(batch: Any) -> tuple[Batch, ...]:
+def _plans_of(batch: Any) -> tuple[Batch, ...]:
     """Return the plan of each group."""
     if not isinstance(batch, GroupedBatch):
         raise UsageError(
@@ -233,17 +244,17 @@ def _batches(batch: Any) -> tuple[Batch, ...]:
 
 
 _VERBS: dict[str, Callable[..., Any]] = {
-    "allocate": _allocate,
-    "append": _append,
-    "attend": _attend,
-    "can_allocate": _can_allocate,
-    "check": _check,
-    "commit": _commit,
-    "compact": _compact,
-    "fork": _fork,
-    "free": _free,
-    "reorder": _reorder,
-    "touch": _touch,
-    "truncate": _truncate,
-    "write": _write,
+    "allocate": _allocate_in_groups,
+    "append": _append_in_groups,
+    "attend": _attend_in_groups,
+    "can_allocate": _can_allocate_in_groups,
+    "check": _check_all,
+    "commit": _commit_nothing,
+    "compact": _compact_in_groups,
+    "fork": _fork_in_groups,
+    "free": _free_in_groups,
+    "reorder": _reorder_in_groups,
+    "touch": _touch_in_groups,
+    "truncate": _truncate_in_groups,
+    "write": _write_in_groups,
 }

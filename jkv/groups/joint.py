@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import counters
+from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 
@@ -58,7 +59,7 @@ def judge_until_agreed(
 
     status = judge(groups, ids, verb)
     refused = jnp.any(status != Status.OK)
-    status, _ = jax.lax.while_loop(lambda state: state[1], again, (status, refused))
+    status, _ = while_loop(lambda state: state[1], again, (status, refused))
     return status
 
 

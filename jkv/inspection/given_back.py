@@ -7,7 +7,7 @@ import numpy as np
 from jkv.state import Metadata
 
 
-def find_gap(meta: Metadata, row: int) -> tuple[int, int]:
+def gone_columns(meta: Metadata, row: int) -> tuple[int, int]:
     """Return the columns of a row that were given back, from and to."""
     if meta.window is None:
         return 0, 0
@@ -24,7 +24,7 @@ def check_given_back(meta: Metadata) -> Iterator[str]:
         if count < 0 or (count > 0 and not is_open[row]):
             yield f"given_back: row {row} has given back {count} blocks"
         first_seen = max(int(lengths[row]) - meta.window.length + 1, 0)
-        _, end = find_gap(meta, row)
+        _, end = gone_columns(meta, row)
         if count > 0 and end * meta.block_size > first_seen:
             yield (
                 f"given_back: row {row} keeps tokens from {end * meta.block_size} on, "

@@ -11,7 +11,7 @@ import numpy as np
 
 from jkv.config.layout import ArrayLayout, Sizes, lay_out
 from jkv.inspection.arrays import named_arrays
-from jkv.inspection.given_back import check_given_back, find_gap
+from jkv.inspection.given_back import check_given_back, gone_columns
 from jkv.state import Cache, Metadata, PrefixIndex, Ring
 from jkv.state.entry import for_host
 from jkv.status import InvariantError
@@ -88,7 +88,7 @@ def _block_tables(meta: Metadata) -> Iterator[str]:
     mapped = np.asarray(meta.num_mapped_blocks)
     for row in range(meta.max_sequences):
         used, rest = tables[row, : mapped[row]], tables[row, max(mapped[row], 0) :]
-        start, end = find_gap(meta, row)
+        start, end = gone_columns(meta, row)
         if np.any(used[start:end] != meta.num_blocks):
             yield f"block_tables: row {row} names a block that it gave back"
         used = np.delete(used, slice(start, end))

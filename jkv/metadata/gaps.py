@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.xla_cpu import divide
+from jkv.metadata.xla_cpu import divide, stage
 from jkv.state import Metadata, SlidingWindow
 
 
@@ -88,6 +88,28 @@ def set_gap(metadata: Metadata, row: jax.Array, gap: jax.Array | int) -> Metadat
     given_back = window.num_given_back.at[row].set(gap, mode="drop")
     window = dataclasses.replace(window, num_given_back=given_back)
     return dataclasses.replace(metadata, window=window)
+
+
+@stage
+def widen(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
+) -> tuple[Metadata, jax.Array, jax.Array]:
+    """Note the columns that no row of growing sequences sees from these lengths on.
+
+    Args:
+      metadata: with a window.
+      seq_ids: i32[B], distinct where they grow.
+      lengths: i32[B], positions of their first new rows.
+      grows: bool[B].
+
+    Returns:
+      The metadata, and i32[B] twice: the columns given back before, and now.
+    """
+    old = window_of(metadata).num_given_back.at[seq_ids].get(mode="clip")
+    gap = jnp.maximum(old, find_unseen(metadata, lengths))
+    gap = jnp.where(grows, gap, old)
+    row = jnp.where(grows, seq_ids, metadata.max_sequences)
+    return set_gap(metadata, row, gap), old, gap
 
 
 def is_kept(metadata: Metadata, seq_id: jax.Array, positions: jax.Array) -> jax.Array:

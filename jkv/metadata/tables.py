@@ -169,13 +169,9 @@ def give_back(
       lengths: i32[B], positions of their first new rows.
       grows: bool[B].
     """
-    old = gaps.find_gap(metadata, seq_ids)
-    if old is None:
+    if metadata.window is None:
         return metadata
-    gap = jnp.maximum(old, gaps.find_unseen(metadata, lengths))
-    gap = jnp.where(grows, gap, old)
-    row = jnp.where(grows, seq_ids, metadata.max_sequences)
-    metadata = gaps.set_gap(metadata, row, gap)
+    metadata, old, gap = gaps.widen(metadata, seq_ids, lengths, grows)
     sinks = gaps.num_sink_columns(metadata, gaps.window_of(metadata))
     return release_blocks(metadata, seq_ids, sinks + old, sinks + gap)
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.sharding.resharding import divide, is_explicit
+
 # Where the heads stand: in [L, N, K, T, D] of a pool, in [R, K, D] of rows, in [H].
 POOL_HEADS, ROW_HEADS, HEADS = 2, 1, 0
 
@@ -24,7 +26,7 @@ class HeadSharding:
 
     Attributes:
       mesh: the devices.
-      axis: the mesh axis over which the heads are spread, of size 2 at least.
+      axis: the mesh axis over which the heads are spread.
       copies: places in the pool that hold each head of the model: more than 1 where the
         axis has more devices than the model has kv heads. Each device then holds one.
     """
@@ -37,7 +39,10 @@ class HeadSharding:
     def of(
         cls, mesh: jax.sharding.Mesh, axis: str, num_kv_heads: int
     ) -> "HeadSharding | None":
-        """Spread K heads over an axis; None where it has one device only.
+        """Spread K heads over an axis.
+
+        None where it has one device only, unless types say even then that arrays are
+        divided by it, as those of an Explicit axis do.
 
         Raises:
           ValueError: for an axis that the mesh lacks, or one that K heads do not fit.
@@ -55,20 +60,13 @@ class HeadSharding:
                 f"{num_kv_heads} devices, or leave heads out to have the whole pool on "
                 f"every device"
             )
-        if num_devices == 1:
-            return None
-        return cls(mesh, axis, max(num_devices // num_kv_heads, 1))
+        sharding = cls(mesh, axis, max(num_devices // num_kv_heads, 1))
+        return None if num_devices == 1 and not is_explicit(mesh, axis) else sharding
 
     @property
     def is_manual(self) -> bool:
         """Whether this is traced for one device of the axis, inside `shard_map`."""
         return self.axis in jax.sharding.get_abstract_mesh().manual_axes
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether types of arrays say how the axis divides them."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return types[self.axis] == jax.sharding.AxisType.Explicit
 
     def spec(self, place: int | None) -> jax.sharding.PartitionSpec:
         """Return the partition of an array whose heads are this axis of it, if any."""
@@ -97,8 +95,8 @@ def without_copies_of_heads(
     copies = copies_of(sharding)
     if sharding is None or copies == 1:
         return array
-    if isinstance(array, jax.Array) and sharding.is_explicit:
-        array = _reshard(sharding, None, array)
+    if isinstance(array, jax.Array):
+        array = divide(array, sharding.mesh, sharding.axis, None)
     return array[(slice(None),) * place + (slice(None, None, copies),)]
 
 
@@ -153,44 +151,13 @@ def _map_over_heads(
     )
 
     def call(*arguments: Any) -> Any:
-        if sharding.is_explicit:
-            arguments = tuple(
-                jax.tree.map(functools.partial(_reshard, sharding, place), argument)
-                for argument, place in zip(arguments, places, strict=True)
-            )
-        return mapped(*arguments)
+        pairs = zip(arguments, places, strict=True)
+        return mapped(
+            *[
+                divide(each, sharding.mesh, sharding.axis, place)
+                for each, place in pairs
+            ]
+        )
 
     call.__name__ = function.__name__
     return jax.jit(call)
-
-
-def _reshard(sharding: HeadSharding, place: int | None, array: jax.Array) -> jax.Array:
-    """Spread an array's heads over the axis, and nothing else of it.
-
-    `shard_map` takes nothing else from an Explicit mesh. What other axes of the mesh
-    divide stays divided.
-    """
-    was: Any = jax.typeof(array).sharding
-    old = [*was.spec, *[None] * (array.ndim - len(was.spec))]
-    new = [
-        _without(part, sharding.axis, is_heads=place == i) for i, part in enumerate(old)
-    ]
-    if new == old:
-        return array
-    spec = jax.sharding.PartitionSpec(*new)
-    if jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.reshard(
-            array, jax.sharding.NamedSharding(sharding.mesh, spec)
-        )
-    return jax.sharding.reshard(array, spec)
-
-
-def _without(part: Any, axis: str, *, is_heads: bool) -> Any:
-    """Take the mesh axis out of a part of a spec, or make it the last there."""
-    names = [*part] if isinstance(part, tuple) else [part]
-    names = [name for name in names if name not in (None, axis)]
-    if is_heads:
-        names.append(axis)
-    if len(names) > 1:
-        return tuple(names)
-    return names[0] if names else None

@@ -16,6 +16,7 @@ import numpy as np
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
 from jkv.sharding.heads import HeadSharding, copies_of
+from jkv.sharding.pools import PoolSharding
 from jkv.state.batch import StepSizes
 from jkv.state.ownership import Metadata, Ring
 
@@ -67,6 +68,11 @@ class Cache:
     # How the heads lie on a mesh, None where they do not; static, as a step is compiled
     # for it. With it the arrays hold each head `sharding.copies` times, side by side.
     sharding: HeadSharding | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+    # Of which mesh axis each rank has a pool; static, as every array then has one axis
+    # more, that of ranks. None for one pool.
+    pools: PoolSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 
+from jkv.sharding.pools import PoolSharding
 from jkv.state.cache import Cache
 from jkv.status import UsageError
 
@@ -31,6 +32,8 @@ def takes_cache(function: Callable[Params, Result]) -> Callable[Params, Result]:
         cache = args[place] if len(args) > place else kwargs.get("cache")
         if type(cache) is not Cache:
             return _enter_unusual(function, cache, args, kwargs)
+        if cache.pools is not None:
+            _refuse_pools(function, cache.pools)
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -38,6 +41,20 @@ def takes_cache(function: Callable[Params, Result]) -> Callable[Params, Result]:
             raise
 
     return entered
+
+
+def takes_pools(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Do as `takes_cache` for a function that takes a cache with several pools, too."""
+    entered = takes_cache(function)
+    place = list(inspect.signature(function).parameters).index("cache")
+
+    @functools.wraps(function)
+    def entered_with_pools(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        cache = args[place] if len(args) > place else kwargs.get("cache")
+        has_pools = type(cache) is Cache and cache.pools is not None
+        return (function if has_pools else entered)(*args, **kwargs)
+
+    return entered_with_pools
 
 
 def for_host(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -75,6 +92,16 @@ def _enter_unusual(
     if "cache" not in given.arguments:
         return function(*args, **kwargs)
     _refuse_cache(function, signature, cache)
+
+
+def _refuse_pools(function: Callable[..., Any], pools: PoolSharding) -> NoReturn:
+    """Say how a function is called on each of several pools."""
+    name = function.__name__
+    raise UsageError(
+        f"{name} works on one pool, and this cache has one for each rank of mesh axis "
+        f"{pools.axis!r}: jkv.over_pools({name}) calls it on all of them, and "
+        f"jkv.split_pools(cache) returns them"
+    )
 
 
 def _refuse_cache(

@@ -11,6 +11,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from jkv.config.counts import count_window_blocks
 from jkv.status import Counter, Status
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
@@ -106,6 +107,12 @@ class SlidingWindow:
     # Tokens at the start of a sequence that are never given back; static, likewise.
     num_sink_tokens: int = dataclasses.field(metadata={"static": True})
 
+    def most_blocks(self, block_size: int, num_tokens: int) -> int:
+        """Return the most blocks of a sequence that grows by so many at a time."""
+        return count_window_blocks(
+            self.length, self.num_sink_tokens, block_size, num_tokens
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,6 +172,13 @@ class Metadata:
     def num_blocks(self) -> int:
         """Blocks in the pool, N."""
         return self.reference_counts.shape[0]
+
+    @property
+    def num_kept_blocks(self) -> jax.Array:
+        """Blocks of each sequence without those given back, i32[S]."""
+        if self.window is None:
+            return self.num_mapped_blocks
+        return self.num_mapped_blocks - self.window.num_given_back
 
     @property
     def refusals(self) -> jax.Array:

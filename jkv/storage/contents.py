@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.attention import lazy_chex as chex
 from jkv.sharding.heads import (
@@ -167,7 +166,10 @@ def _placed(
         return piece
     if sharding is not None and sharding.copies > 1:
         # Fewer heads than devices: all go to each.
-        return jax.device_put(piece, NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.device_put(
+            piece,
+            jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec()),
+        )
     return jax.device_put(piece, pool.sharding)
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.sharding.heads import POOL_HEADS, HeadSharding, copies_of, with_copies_of_heads
+from jkv.sharding.pools import PoolSharding
+from jkv.sharding.resharding import is_explicit
 from jkv.state.cache import Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
@@ -27,6 +29,7 @@ class Placements(NamedTuple):
     """Where the arrays of a cache go."""
 
     sharding: HeadSharding | None  # what the cache remembers
+    pools: PoolSharding | None  # likewise
     storage: Placement  # of keys, values and scales
     metadata: Placement
 
@@ -36,6 +39,7 @@ def choose_placements(
     device: Placement,
     mesh: jax.sharding.Mesh | None,
     heads: str | None,
+    pools: str | None = None,
 ) -> Placements:
     """Return where a cache of K heads goes, on a device or on a mesh.
 
@@ -44,24 +48,39 @@ def choose_placements(
       device: a device or a sharding, for all arrays.
       mesh: devices instead.
       heads: the mesh axis over which the heads are spread, None for no axis.
+      pools: the mesh axis of which each rank has a pool, None for one pool.
 
     Raises:
       ValueError: for arguments that exclude each other, or heads that do not fit.
     """
     if mesh is None:
-        if heads is not None:
-            raise ValueError(
-                f"heads={heads!r} is an axis of a mesh; give the mesh, too"
-            )
-        return Placements(None, device, device)
+        for name, axis in (("heads", heads), ("pools", pools)):
+            if axis is not None:
+                raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
+        return Placements(None, None, device, device)
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if pools is not None and pools == heads:
+        raise ValueError(f"heads and pools are both {heads!r}; they need an axis each")
     sharding = HeadSharding.of(mesh, heads, num_kv_heads) if heads else None
-    if sharding is None:
-        return Placements(None, everywhere, everywhere)
-    spread = jax.sharding.NamedSharding(mesh, sharding.spec(POOL_HEADS))
-    return Placements(sharding, spread, everywhere)
+    if pools and heads and is_explicit(mesh, heads) and jax.__version_info__ < (0, 12):
+        raise ValueError(
+            f"a shard_map of JAX {jax.__version__} over the axis of pools would gather "
+            f"all heads of Explicit axes on every device; make the mesh with "
+            f"axis_types of AxisType.Auto, or take JAX 0.12"
+        )
+    spread = (
+        jax.sharding.PartitionSpec() if sharding is None else sharding.spec(POOL_HEADS)
+    )
+    if pools is None:
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return Placements(
+            sharding, None, jax.sharding.NamedSharding(mesh, spread), everywhere
+        )
+    ranks = PoolSharding(mesh, pools)
+    return Placements(
+        sharding, ranks, ranks.place(spread), ranks.place(jax.sharding.PartitionSpec())
+    )
 
 
 def place(arrays: Arrays, device: Placement) -> Arrays:

@@ -22,6 +22,7 @@ def init(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    pools: str | None = None,
 ) -> Cache:
     """Return a fresh cache: every block free, no sequence open.
 
@@ -35,6 +36,8 @@ def init(
       heads: the mesh axis over which the kv heads of keys and values are spread. The
         metadata, and everything if it is None, is on every device. Where the axis has
         more devices than there are kv heads, each head is held several times.
+      pools: the mesh axis of which each rank has a pool of these sizes, with metadata
+        of its own: `generate` deals prompts to them, `over_pools` calls verbs on them.
 
     Returns:
       A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
@@ -52,19 +55,23 @@ def init(
       (4, 0)
     """
     sizes = config.sizes if storage else config.sizes._replace(num_layers=0)
-    placements = choose_placements(config.num_kv_heads, device, mesh, heads)
-    sharding = placements.sharding
-    stored = sizes._replace(num_kv_heads=sizes.num_kv_heads * copies_of(sharding))
-    pools = {
-        name: jnp.zeros(pool.shape, pool.dtype, device=placements.storage)
+    where = choose_placements(config.num_kv_heads, device, mesh, heads, pools)
+    copies = copies_of(where.sharding)
+    stored = sizes._replace(num_kv_heads=sizes.num_kv_heads * copies)
+    ranks = () if where.pools is None else (where.pools.num_ranks,)
+    storage_arrays = {
+        name: jnp.zeros((*ranks, *pool.shape), pool.dtype, device=where.storage)
         for name, pool in lay_out_storage(stored).items()
     }
     # Under jit, what numpy makes would become constants of the program.
-    traced = isinstance(pools["keys"], jax.core.Tracer)
+    traced = isinstance(storage_arrays["keys"], jax.core.Tracer)
     numpy = jnp if traced else np
-    arrays = {name: _fill(a, numpy) for name, a in lay_out_metadata(sizes).items()}
+    arrays = {
+        name: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
+        for name, array in lay_out_metadata(sizes).items()
+    }
     put = jax.device_put if traced else place
-    arrays = put(arrays, placements.metadata)
+    arrays = put(arrays, where.metadata)
     constants: dict[str, Any] = {
         "block_size": config.block_size,
         "max_context_length": config.max_context_length,
@@ -74,13 +81,14 @@ def init(
         constants["window.num_sink_tokens"] = config.num_sink_tokens
     return Cache(
         metadata=fields.build(Metadata, arrays | constants),
-        keys=pools["keys"],
-        values=pools.get("values"),
-        key_scales=pools.get("key_scales"),
-        value_scales=pools.get("value_scales"),
+        keys=storage_arrays["keys"],
+        values=storage_arrays.get("values"),
+        key_scales=storage_arrays.get("key_scales"),
+        value_scales=storage_arrays.get("value_scales"),
         dtype=sizes.dtype,
         latent_value_dim=sizes.value_head_dim if sizes.values_in_keys else None,
-        sharding=sharding,
+        sharding=where.sharding,
+        pools=where.pools,
     )
 
 

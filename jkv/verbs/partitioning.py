@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jkv.config.cache_config import CacheConfig
 from jkv.sharding.heads import POOL_HEADS
@@ -18,6 +17,7 @@ def partition_specs(
     *,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    pools: str | None = None,
 ) -> Cache:
     """Return a `PartitionSpec` for each array of a cache, in the cache's own structure.
 
@@ -29,6 +29,7 @@ def partition_specs(
       mesh: only with a configuration.
       heads: the mesh axis over which the kv heads of keys and values are spread;
         default that of the cache, None of a cache that remembers none.
+      pools: only with a configuration: the mesh axis of which each rank has a pool.
 
     Returns:
       A `Cache` with a `PartitionSpec` in the place of each array.
@@ -47,14 +48,15 @@ def partition_specs(
     if isinstance(cache, Cache):
         shapes = cache
     else:
-        where = choose_placements(cache.num_kv_heads, None, mesh, heads)
+        where = choose_placements(cache.num_kv_heads, None, mesh, heads, pools)
         shapes = jax.eval_shape(lambda: init(cache))
-        shapes = dataclasses.replace(shapes, sharding=where.sharding)
+        shapes = dataclasses.replace(shapes, sharding=where.sharding, pools=where.pools)
         heads = None  # an axis of one device divides nothing
     if heads is None and shapes.sharding is not None:
         heads = shapes.sharding.axis
-    specs: Any = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    ranks = () if shapes.pools is None else (shapes.pools.axis,)
+    specs: Any = jax.tree.map(lambda _: jax.sharding.PartitionSpec(*ranks), shapes)
     if heads is not None:
-        of_pools = PartitionSpec(*[None] * POOL_HEADS, heads)
+        of_pools = jax.sharding.PartitionSpec(*ranks, *[None] * POOL_HEADS, heads)
         specs = specs.with_storage(dict.fromkeys(shapes.storage, of_pools))
     return specs  # type: ignore[no-any-return]

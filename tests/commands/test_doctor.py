@@ -2,15 +2,17 @@
 
 import json
 import re
+import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jkv.commands import bookkeeping, correctness, diagnosis
+from jkv.commands import bookkeeping, collectives, correctness, diagnosis
 from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import say_duration
+from jkv.commands.report import Report, say_duration
 
 
 @pytest.fixture
@@ -40,14 +42,14 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert "xla, float32: 2 cases" in what
     assert any(name.startswith("decode, 8 contexts") for name in what)
     unchecked = [each["what"] for each in findings(path, "not checked")]
-    assert "the compiled kernel" in unchecked
+    assert {"the compiled kernel", "collectives"} <= {*unchecked}
     facts = json.loads(path.read_text())["facts"]
     assert facts["versions"]["jax"] and facts["devices"]
     said = capsys.readouterr().out
     assert "nothing failed" in said
-    titles = re.findall(r"^(\w.*) \((\d) of 7.*\)$", said, re.MULTILINE)
-    assert [int(number) for _, number in titles] == [1, 2, 3, 4, 5, 6, 7]
-    assert re.search(r"^bandwidth \(7 of 7, about \d+ (s|min) left\)$", said, re.M)
+    titles = re.findall(r"^(\w.*) \((\d) of 8.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert re.search(r"^bandwidth \(8 of 8, about \d+ (s|min) left\)$", said, re.M)
 
 
 @pytest.mark.one_end
@@ -133,3 +135,36 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch):
 def test_what_is_left_is_said_roughly():
     said = [say_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
     assert said == ["5 s", "45 s", "90 s", "2 min", "10 min"]
+
+
+# Says that the first two are done; the third never answers, the fourth complains.
+CHILD = """
+import sys, time
+for name in sys.argv[1:]:
+    if name == "reduce-scatter":
+        time.sleep(60)
+    if name == "all-to-all":
+        sys.exit("no such card")
+    print(name, flush=True)
+"""
+
+
+@pytest.mark.one_end
+def test_a_collective_that_hangs_is_named_and_the_others_are_tried(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setattr(collectives, "SECONDS", 2.0)
+    monkeypatch.setattr(
+        collectives, "make_command", lambda names: [sys.executable, "-c", CHILD, *names]
+    )
+    report = Report()
+    collectives.check_collectives(report)
+    found = [(each["verdict"], each["what"].split()[0]) for each in report.findings]
+    assert found == [
+        ("ok", "all-reduce"),
+        ("ok", "all-gather"),
+        ("FAILED", "reduce-scatter"),
+        ("FAILED", "all-to-all"),
+        ("ok", "collective-permute"),
+    ]
+    details = [each["detail"] for each in report.findings]
+    assert "hangs" in details[2] and details[3] == "no such card"

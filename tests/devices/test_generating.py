@@ -1,8 +1,12 @@
-"""Whole generations on a mesh, inside one jit."""
+"""Whole generations on a mesh: on one cache, and on a pool for each rank."""
+
+import collections
+import dataclasses
 
 import jax
 import numpy as np
-from ends import IS_NEWEST
+import pytest
+from ends import IS_NEWEST, dealt
 from jax.sharding import AxisType
 from sharded_model import (
     AUTO,
@@ -14,40 +18,127 @@ from sharded_model import (
 )
 
 import jkv
+from jkv.decoding.dealing import deal
+from jkv.decoding.prompts import Prompts
 
-PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9]]
-# The oldest JAX plays the one kind of mesh, the newest the other.
-LAYOUT = AUTO._replace(axis_type=AxisType.Explicit if IS_NEWEST else AxisType.Auto)
-NUM_ROWS = 5
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [1], [], [7, 7]]
+NUM_ROWS, NUM_SEQUENCES = 5, len(PROMPTS)
+CONFIG = dataclasses.replace(AUTO.config, num_blocks=40)
+# Two ranks, each with a pool whose heads four devices share. (Before JAX 0.12 a mesh
+# of Explicit axes is refused.)
+LAYOUT = AUTO._replace(
+    axes=(("dp", 2), ("tp", 4)),
+    axis_type=AxisType.Explicit if IS_NEWEST else AxisType.Auto,
+)
 
 
 def generate(cache, weights):
-    """Two samples of each prompt, three running at one time."""
+    """Three run at one time, on each rank."""
     return jkv.generate(
         run_model,
         weights,
         cache,
         PROMPTS,
-        max_new_tokens=5,
-        num_samples=2,
+        max_new_tokens=4,
         max_running=3,
         row_counts=(NUM_ROWS,),
         sampling=jkv.Sampling(
-            temperature=np.float32(3), seeds=np.arange(6, dtype=np.int32)
+            temperature=np.float32(3), seeds=np.arange(NUM_SEQUENCES, dtype=np.int32)
         ),
     )
 
 
-def test_generate_on_a_mesh_equals_one_device():
-    """The same tokens, and each layer's collective is the only one in the loop."""
-    arguments = LAYOUT.init(), place_weights(LAYOUT)
+def init():
+    return jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="dp")
+
+
+def assert_as_on_one_device(result):
+    """Tokens, reasons and logprobs are those of a cache without a mesh."""
+    weights = jax.device_put(make_weights(8, 16))
+    _, wanted = jax.jit(generate)(jkv.init(CONFIG), weights)
+    for name in ("tokens", "lengths", "reasons"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(wanted, name))
+    np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
+    reasons = collections.Counter(np.asarray(result.reasons).tolist())
+    assert reasons[jkv.FinishReason.EMPTY_PROMPT] == 1
+    assert reasons[jkv.FinishReason.LENGTH] == NUM_SEQUENCES - 1
+
+
+def on_spread_heads():
+    """Each layer's collective is the only one in the loop."""
+    arguments = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp"), place_weights(AUTO)
     compiled = jax.jit(generate, donate_argnums=0).lower(*arguments).compile()
     cache, result = compiled(*arguments)
     assert collectives(compiled) == {("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]"): 1}
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == cache.num_blocks
-    weights = make_weights(LAYOUT.config.num_kv_heads, LAYOUT.config.value_head_dim)
-    _, wanted = jax.jit(generate)(jkv.init(LAYOUT.config), jax.device_put(weights))
-    np.testing.assert_array_equal(result.tokens, wanted.tokens)
-    np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
-    assert np.unique(np.asarray(result.tokens)).size > 4
+    assert_as_on_one_device(result)
+
+
+def on_two_pools():
+    """Results in the order asked; a collective before the loop, some after it."""
+    cache, weights = init(), place_weights(LAYOUT)
+    before = cache.keys.sharding
+    # The first rank has reserved blocks for others.
+    cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[4] * 2, [-1] * 2]))
+    assert opened.seq_ids.tolist() == [[0, 1], [-1, -1]]
+    compiled = jax.jit(generate, donate_argnums=0).lower(cache, weights).compile()
+    cache, result = compiled(cache, weights)
+    assert_as_on_one_device(result)
+
+    brought = collectives(compiled)
+    assert brought.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
+    # The free blocks of the ranks, and the results of all sequences.
+    assert brought.pop(("all-gather", "s32[2]")) == 1
+    assert {name for name, _ in brought} == {"all-reduce"} and len(brought) <= 3
+    assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in brought)
+
+    # Each rank has its own pool, and four devices their share of it.
+    assert cache.keys.sharding.is_equivalent_to(before, cache.keys.ndim)
+    assert {shard.data.nbytes for shard in cache.keys.addressable_shards} == {
+        cache.keys.nbytes // 8
+    }
+    first, second = jkv.split_pools(cache)
+    jkv.check(first)
+    jkv.check(second)
+    assert int(jkv.num_free_blocks(first)) == 38 and first.num_kv_heads == 8
+    assert int(jkv.num_free_blocks(second)) == 40
+    # Both worked.
+    used = [jkv.stats(pool).allocations for pool in (first, second)]
+    assert used[0] > 2 and used[1] > 0
+
+
+@pytest.mark.parametrize("play", dealt([on_spread_heads, on_two_pools]))
+def test_generate_on_a_mesh_equals_one_device(play):
+    play()
+
+
+@pytest.mark.one_end
+def test_each_prompt_goes_where_most_blocks_are_left():
+    """They need 3, 2, 3, 2, no and 2 blocks, with four new tokens."""
+    prompts = Prompts.of(PROMPTS, limits=None, max_new_tokens=4, salts=0)
+    free = jax.numpy.array([3, 9], np.int32)
+    assert deal(prompts, free, 4, 1).tolist() == [1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.one_end
+def test_a_verb_on_several_pools_says_how_to_call_it():
+    cache = init()
+    with pytest.raises(ValueError, match=r"jkv.over_pools\(append\)"):
+        jkv.append(cache, [0])
+    with pytest.raises(ValueError, match=r"jkv.split_pools\(cache\)"):
+        jkv.check(cache)
+    alone = jkv.init(CONFIG)
+    with pytest.raises(ValueError, match="with a pool for each rank"):
+        jkv.over_pools(jkv.append)(alone, [[0]])
+    with pytest.raises(ValueError, match="need an axis each"):
+        jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="tp")
+    with pytest.raises(ValueError, match="'rank' is no axis"):
+        jkv.init(CONFIG, mesh=LAYOUT.mesh, pools="rank")
+    explicit = LAYOUT._replace(axis_type=AxisType.Explicit).mesh
+    with pytest.raises(ValueError, match="Auto, or take JAX 0.12"):
+        jkv.init(CONFIG, mesh=explicit, heads="tp", pools="dp")
+    specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="dp")
+    assert jax.tree.structure(specs) == jax.tree.structure(cache)
+    assert tuple(specs.keys) == ("dp", None, None, "tp")
+    assert tuple(specs.metadata.is_open) == ("dp",)

@@ -1,12 +1,15 @@
 """Kv heads spread over eight devices: values, places, collectives, traces."""
 
+import collections
+import functools
 import math
 
 import chex
 import jax
 import numpy as np
 import pytest
-from compiled_modules import pool_sized_operations
+from compiled_modules import OPERATION, pool_sized_operations
+from jax.sharding import AxisType
 from sharded_model import (
     AUTO,
     LATENT,
@@ -17,6 +20,7 @@ from sharded_model import (
     WIDTH,
     assert_near,
     collectives,
+    make_weights,
     place_weights,
     play,
     play_alone,
@@ -75,3 +79,26 @@ def test_a_donated_step_equals_one_device(name):
     aliased = compiled.memory_analysis().alias_size_in_bytes
     assert sum(pool.nbytes for pool in pools) // num_shares <= aliased
     assert aliased < jkv.memory_profile(cache).total_bytes
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mesh_of_one_device_compiles_what_no_mesh_compiles(axis_type):
+    """The same operations on the same shapes, each as often."""
+    layout = AUTO._replace(axes=(("tp", 1),), axis_type=axis_type)
+    assert operations(layout.init(), place_weights(layout)) == operations_alone()
+
+
+def operations(cache, weights):
+    rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
+    step = jax.jit(take_step, donate_argnums=0)
+    lines = step.lower(cache, weights, *rows).compile().as_text().splitlines()
+    return collections.Counter(
+        found.groups() for line in lines if (found := OPERATION.search(line))
+    )
+
+
+@functools.cache
+def operations_alone():
+    weights = make_weights(AUTO.config.num_kv_heads, AUTO.config.value_head_dim)
+    return operations(jkv.init(AUTO.config), jax.device_put(weights))

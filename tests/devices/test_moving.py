@@ -101,7 +101,7 @@ def test_what_does_not_fit_a_mesh_is_refused():
         jkv.init(small(AUTO, num_kv_heads=3), mesh=mesh, heads="tp")
     with pytest.raises(ValueError, match="'heads' is no axis .* it has 'tp'"):
         jkv.init(small(AUTO), mesh=mesh, heads="heads")
-    with pytest.raises(ValueError, match="give the mesh, too"):
+    with pytest.raises(ValueError, match="an axis of a mesh; give the mesh"):
         jkv.init(small(AUTO), heads="tp")
     with pytest.raises(ValueError, match="a device or a mesh"):
         jkv.init(small(AUTO), mesh=mesh, device=jax.devices()[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import tracemalloc
 from functools import partial
@@ -12,9 +13,11 @@ import ml_dtypes
 import numpy as np
 import pretrained
 import pytest
-from places import FIXTURES
-from pretrained import checkpoint, experts, quantised
+from places import FIXTURES, ROOT
+from pretrained import checkpoint, experts, files, quantised
 from safetensors.numpy import load_file, save_file
+
+import jkv
 
 pytestmark = pytest.mark.one_end
 CHECKPOINTS = FIXTURES / "checkpoints"
@@ -63,7 +66,7 @@ def test_a_lost_scale_is_named(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "deepseek_v3", tmp_path / "checkpoint")
     # numpy's reader has no type for what is stored: its bytes do as well here.
     path = folder / "model.safetensors"
-    header, first = checkpoint._read_header(path)
+    header, first = files._read_header(path)
     name = next(name for name in header if name.endswith("q_a_proj.weight_scale_inv"))
     del header[name]
     text = json.dumps(header).encode()
@@ -120,6 +123,19 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
     assert weights < peak < weights + 1.2 * largest
     # The stack of a parameter, which would be there twice if it were copied, is larger.
     assert 4 * 768 * 256 * dtype.dtype.itemsize > 2 * largest
+
+
+# The page
+
+
+def test_the_page_shows_the_code_that_runs():
+    page = (ROOT / "docs/how-to/architectures.md").read_text()
+    places = ("architectures", "readings", "../../tests/write_checkpoints")
+    files = [(ROOT / f"examples/pretrained/{name}.py").read_text() for name in places]
+    shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [code in file for code, file in zip(shown, files, strict=True)] == [True] * 3
+    for name in pretrained.ARCHITECTURES:
+        assert page.count(f"`{name}`") >= 2, name
 
 
 # Expert layers
@@ -219,6 +235,25 @@ def test_random_params_have_the_structure_of_loaded_ones(name):
     draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
     drawn = jax.eval_shape(draw, jax.random.key(0))
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "phi3", "granite", "gpt_oss", "deepseek_v3"]
+)
+def test_activations_have_the_dtype_of_the_parameters(name):
+    """Traced in bfloat16: strict promotion refuses what two types would be mixed in."""
+    model = pretrained.Decoder(pretrained.read_config(CHECKPOINTS / name))
+    draw = partial(pretrained.random_params, model.config, dtype=jnp.bfloat16)
+    params = jax.eval_shape(draw, jax.random.key(0))
+    sizes = dict(num_blocks=4, max_sequences=2, max_context_length=16)
+    cache = jkv.init(jkv.CacheConfig(**model.cache_fields, **sizes, dtype=jnp.bfloat16))
+    cache, opened = jkv.allocate(cache, [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, 3, capacity=4)
+    tokens = jnp.zeros(4, jnp.int32)
+    logits, after = jax.eval_shape(model, params, tokens, cache, batch)
+    assert (logits.shape, logits.dtype) == ((1, model.config.vocab_size), jnp.float32)
+    kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)]
+    assert kinds == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -32,7 +33,15 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    "groups": {"config", "inspection", "metadata", "state", "status", "verbs"},
+    "groups": {
+        "config",
+        "inspection",
+        "metadata",
+        "sharding",
+        "state",
+        "status",
+        "verbs",
+    },
     "decoding": {"config", "metadata", "sharding", "state", "status", "verbs"},
     "commands": {
         "attention",
@@ -118,6 +127,15 @@ def test_rooms_have_no_circles_inside() -> None:
             assert free, f"modules of {room} import each other: {sorted(below)}"
             for name in free:
                 del below[name]
+
+
+def test_loops_are_those_that_work_inside_shard_map() -> None:
+    """`lax` has its own for `jkv.sharding.loops`, and for what is no part of a step."""
+    own = {"sharding/loops.py", "attention/kernel/body.py", "attention/kernel/join.py"}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in own and not name.startswith("commands/"):
+            assert not re.search(r"lax\.(fori|while)_loop\(", path.read_text()), name
 
 
 def _with_members(path: pathlib.Path) -> set[str]:

@@ -27,7 +27,7 @@ PUBLIC = """
     Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
-    context_lengths kept_from debug DebugError
+    context_lengths kept_from debug DebugError over_pools split_pools
     GroupedConfig GroupedCache GroupedBatch GroupLayer init_groups
     partition_specs BeamSearch beam_search
 """.split()

@@ -186,6 +186,14 @@ def test_a_donated_verb_copies_nothing_the_size_of_the_pool(verb, prefix_caching
     assert copied_metadata(function, cache, ids) == []
 
 
+@pytest.mark.parametrize("verb", ["append", "free"])
+def test_a_donated_verb_copies_nothing_with_a_window(verb):
+    """What is given back is not looked for in the pool."""
+    cache = make_cache(jnp.float32, sliding_window=9)
+    ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
+    assert copied_metadata(VERBS[verb], cache, ids) == []
+
+
 @pytest.mark.parametrize("verb", ["prefill", "evict", "evict_cached"])
 def test_a_donated_reusing_verb_copies_nothing_the_size_of_the_pool(verb):
     cache = make_cache(jnp.float32, prefix_caching=True)

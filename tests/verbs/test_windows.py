@@ -274,6 +274,25 @@ class TestConfiguration:
             jkv.check(dataclasses.replace(cache, metadata=metadata))
 
 
+class TestPrograms:
+    def test_types_are_32_bits_wide_under_x64(self):
+        with jax.enable_x64(True):
+            cache = small_cache(**WINDOW, num_sink_tokens=3)
+            before = [leaf.dtype for leaf in jax.tree.leaves(cache)]
+
+            def cycle(_, cache):
+                cache, opened = jkv.allocate(cache, 2)
+                cache, _ = jkv.append(cache, opened.seq_ids, 9, capacity=12)
+                cache, forked = jkv.fork(cache, opened.seq_ids, 9)
+                cache, _ = jkv.truncate(cache, forked.seq_ids, 3)
+                cache, _ = jkv.reorder(cache, opened.seq_ids, forked.seq_ids)
+                return jkv.free(cache, opened.seq_ids)[0]
+
+            lowered = jax.jit(lambda c: jax.lax.fori_loop(0, 5, cycle, c)).lower(cache)
+            after = jax.tree.leaves(lowered.out_info)
+            assert [leaf.dtype for leaf in after] == before
+
+
 def grow_to(length):
     """A sequence that has grown by four tokens at a time."""
     cache, _ = allocate(small_cache(**WINDOW), 0)

@@ -14,8 +14,6 @@ Tokens are clamped into the visible range, so nothing stale or foreign is ever l
 and only scores need a mask. Scores carry a factor log2(e): the hardware has exp2.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,12 +22,14 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
+    StoredTile,
     clamp_index,
     columns_of,
     cut,
     load_rows,
     load_tokens,
     spread,
+    to_operands,
 )
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
@@ -60,7 +60,9 @@ def attend_range(
         key_sections = value_sections + rest
 
     # Row r of the tile is query head r % row_heads of token r // row_heads.
-    entry, head_tile = backend.program_id(0), backend.program_id(1)
+    # The head tiles of an entry follow each other: they may read the same tokens.
+    program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
+    entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
     tiles_per_head = jnp.int32(-(-group // variant.row_heads))
     kv_head = lax.div(head_tile, tiles_per_head)
     index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
@@ -101,9 +103,15 @@ def attend_range(
             visible &= token[None, :] > position[:, None] - o.window[0]
         return visible
 
-    def attend_tokens(trip: jax.Array, sums: TileSums, *, masked: bool) -> TileSums:
+    def load(trip: jax.Array) -> StoredTile:
         start = walk_start + trip * tile_tokens
-        tile = load_tokens(o, tokens, start, key_sections, value_sections, variant)
+        return load_tokens(o, tokens, start, key_sections, value_sections, variant)
+
+    def attend_tile(
+        trip: jax.Array, stored: StoredTile, sums: TileSums, *, masked: bool
+    ) -> TileSums:
+        start = walk_start + trip * tile_tokens
+        tile = to_operands(stored, len(value_sections), variant)
         keys, values = tile.keys, tile.values
         scores = _dot(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
@@ -141,10 +149,30 @@ def attend_range(
         # Tiles that every row sees as a whole come first and need no mask.
         seen_by_all = jnp.clip(work.position[entry] + 1, 0, tokens.end)
         num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
-        body = functools.partial(attend_tokens, masked=False)
-        sums = lax.fori_loop(jnp.int32(0), num_full, body, sums)
-    body = functools.partial(attend_tokens, masked=True)
-    sums = lax.fori_loop(num_full, num_tiles, body, sums)
+        sums = lax.fori_loop(
+            jnp.int32(0),
+            num_full,
+            lambda trip, sums: attend_tile(trip, load(trip), sums, masked=False),
+            sums,
+        )
+    if variant.tile.is_carried:
+        # The next tile is on its way while this one is used: one wait a trip.
+        def attend_carried(
+            trip: jax.Array, carry: tuple[TileSums, StoredTile]
+        ) -> tuple[TileSums, StoredTile]:
+            sums, stored = carry
+            following = load(jnp.minimum(trip + 1, num_tiles - 1))
+            return attend_tile(trip, stored, sums, masked=True), following
+
+        carry = (sums, load(num_full))
+        sums, _ = lax.fori_loop(num_full, num_tiles, attend_carried, carry)
+    else:
+        sums = lax.fori_loop(
+            num_full,
+            num_tiles,
+            lambda trip, sums: attend_tile(trip, load(trip), sums, masked=True),
+            sums,
+        )
 
     # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that nobody stores

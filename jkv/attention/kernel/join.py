@@ -4,6 +4,8 @@ Joining in plain JAX takes atomics, which are not deterministic, or memory for e
 request times every piece.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +15,9 @@ from jkv.attention.kernel.loads import columns_of, cut
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
 from jkv.attention.kernel.work import Pieces
 
-# Partial results joined at a time.
-_JOIN_PIECES = 8
+# Partial results joined at a time, by one warp and by several: contexts in so many
+# pieces would wait for one trip after the other.
+_FEW_PIECES, _MANY_PIECES, _WARPS_FOR_MANY = 8, 32, 4
 
 
 # Values that one warp holds of each; twice as many spill on Hopper.
@@ -31,15 +34,19 @@ def join_pieces(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output."""
-    num_rows, (_, num_heads, value_dim) = pieces.first.shape[0], partial.shape
+    num_rows, (num_entries, num_heads, value_dim) = pieces.first.shape[0], partial.shape
+    num_warps = 1 if value_dim <= _MAX_WARP_DIM else 2
+    num_pieces = _FEW_PIECES
+    if num_entries > 2 * _FEW_PIECES * num_rows:
+        num_pieces, num_warps = _MANY_PIECES, num_warps * _WARPS_FOR_MANY
     return backend.launch(
         "jkv_join",
-        _join_kernel,
+        functools.partial(_join_kernel, num_pieces=num_pieces),
         (pieces, sinks, partial, partial_lse),
         grid=(num_rows, num_heads),
         shape=(num_rows, num_heads, value_dim),
         dtype=dtype,
-        num_warps=1 if value_dim <= _MAX_WARP_DIM else 2,
+        num_warps=num_warps,
         num_stages=1,
         interpret=interpret,
     )
@@ -52,15 +59,17 @@ def _join_kernel(
     partial_lse_ref: jax.Array,  # f32[W, H], log2
     output_ref: jax.Array,  # [R, H, Dv]
     lse_ref: jax.Array,  # f32[R, H]
+    *,
+    num_pieces: int,
 ) -> None:
     """Join the partial results of one row and head; rows without pieces are zeros."""
     row, head = backend.program_id(0), backend.program_id(1)
     first, end = pieces.first[row], pieces.end[row]
     value_sections = cut(partial_ref.shape[2])
-    lanes = jnp.arange(_JOIN_PIECES, dtype=jnp.int32)
+    lanes = jnp.arange(num_pieces, dtype=jnp.int32)
 
     def join(trip: jax.Array, sums: TileSums) -> TileSums:
-        piece = first + trip * _JOIN_PIECES + lanes
+        piece = first + trip * num_pieces + lanes
         is_mine = piece < end
         piece = jnp.minimum(piece, end - 1)
         lse = jnp.where(is_mine, partial_lse_ref[piece, head], HIDDEN)
@@ -77,7 +86,7 @@ def _join_kernel(
     sums = start_sums(
         (), value_sections, None if sinks_ref is None else sinks_ref[head]
     )
-    trips = lax.div(end - first + (_JOIN_PIECES - 1), jnp.int32(_JOIN_PIECES))
+    trips = lax.div(end - first + (num_pieces - 1), jnp.int32(num_pieces))
     sums = lax.fori_loop(jnp.int32(0), trips, join, sums)
     has_any = end > first
     total = jnp.where(has_any, sums.total, 1.0)

@@ -20,6 +20,7 @@ from jkv.attention.kernel.tuning import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
     Work,
+    count_least,
     list_decode_work,
     list_prefill_work,
     num_decode_entries,
@@ -55,14 +56,19 @@ def decode_rows(
     call: Call, variant: Variant, programs: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
+    wanted = -(-programs // variant.head_tiles)
     num_entries = num_decode_entries(
         call.num_rows,
         call.num_requests,
         call.max_blocks * call.pools.block_size,
-        -(-programs // variant.head_tiles),
+        wanted,
     )
     work, pieces = list_decode_work(
-        call.requests, call.window, num_rows=call.num_rows, num_entries=num_entries
+        call.requests,
+        call.window,
+        num_rows=call.num_rows,
+        num_entries=num_entries,
+        least=count_least(wanted),
     )
     # Sinks join with the pieces.
     operands = _make_operands(call, work)._replace(sinks=None)
@@ -123,7 +129,7 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
         "jkv_decode",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        grid=(num_entries, variant.head_tiles),
+        grid=(num_entries * variant.head_tiles, 1),
         shape=(num_entries, num_heads, variant.value_dim),
         dtype=jnp.float32,
         num_warps=variant.tile.num_warps,
@@ -144,7 +150,7 @@ def _launch_rows(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
         (operands, output, lse),
-        grid=(operands.work.row.shape[0], variant.head_tiles),
+        grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
         shape=(num_rows, num_heads, value_dim),
         dtype=output.dtype,
         num_warps=variant.tile.num_warps,

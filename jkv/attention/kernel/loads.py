@@ -4,6 +4,7 @@ Tokens are clamped into the visible range, so nothing stale or foreign is ever l
 Every tile is a power of two, so head dims are cut into sections that are.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -42,8 +43,17 @@ class Range(NamedTuple):
     end: jax.Array  # past the last one
 
 
+class StoredTile(NamedTuple):
+    """Some consecutive tokens of one kv head as the pool has them."""
+
+    keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
+    values: list[jax.Array]  # likewise of the value head dim; none in a latent cache
+    key_scales: jax.Array | None  # u16[tokens]
+    value_scales: jax.Array | None
+
+
 class TokenTile(NamedTuple):
-    """Some consecutive tokens of one kv head."""
+    """The same as operands."""
 
     keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
     values: list[jax.Array]  # likewise of the value head dim
@@ -84,12 +94,12 @@ def load_tokens(
     key_sections: list[tuple[int, int]],
     value_sections: list[tuple[int, int]],
     variant: Variant,
-) -> TokenTile:
-    """Load the tile of tokens at `start`."""
+) -> StoredTile:
+    """Load the tile of tokens at `start`; of a range without tokens any."""
     num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
     block_shift, tile_tokens = block_size.bit_length() - 1, variant.tile.tokens
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
-    last = tokens.end - 1
+    last = jnp.maximum(tokens.end - 1, 0)
     if block_size >= tile_tokens:
         # One block: a scalar id, and offsets that differ in the edge tiles only.
         column = start >> block_shift
@@ -102,29 +112,49 @@ def load_tokens(
     block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
     row = block if block_size >= tile_tokens else block[:, None]
 
-    def load(
-        pool: jax.Array, sections: list[tuple[int, int]], dtype: np.dtype[Any]
-    ) -> list[jax.Array]:
+    def load(pool: jax.Array, sections: list[tuple[int, int]]) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
-        stored = [pool[*where, columns_of(*section)] for section in sections]
-        return [to_operand(tile, variant.kv_dtype, dtype) for tile in stored]
+        return [pool[*where, columns_of(*section)] for section in sections]
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
         if scales is None:
             return None
-        found = scales[tokens.layer, block, tokens.kv_head, slot]
-        return to_operand(found, BFLOAT16, FLOAT32)
+        return scales[tokens.layer, block, tokens.kv_head, slot]
 
-    key_scales = load_scales(o.key_scales)
-    keys = load(o.keys, key_sections, variant.operand_dtype)
-    if o.values is None:
-        values = keys[: len(value_sections)]
-        if variant.weight_dtype != variant.operand_dtype:
-            values = load(o.keys, value_sections, variant.weight_dtype)
-        return TokenTile(keys, values, key_scales, key_scales)
-    value_scales = load_scales(o.value_scales)
-    values = load(o.values, value_sections, variant.weight_dtype)
-    return TokenTile(keys, values, key_scales, value_scales)
+    return StoredTile(
+        keys=load(o.keys, key_sections),
+        key_scales=load_scales(o.key_scales),
+        values=[] if o.values is None else load(o.values, value_sections),
+        value_scales=load_scales(o.value_scales),
+    )
+
+
+def to_operands(stored: StoredTile, num_sections: int, variant: Variant) -> TokenTile:
+    """Return what stored tokens mean, ready to be multiplied.
+
+    Args:
+      stored: the tokens.
+      num_sections: of the value head dim.
+      variant: says in which dtypes they are multiplied.
+    """
+
+    convert_one = functools.partial(to_operand, interpret=variant.interpret)
+
+    def convert(tiles: list[jax.Array], dtype: np.dtype[Any]) -> list[jax.Array]:
+        return [convert_one(tile, variant.kv_dtype, dtype) for tile in tiles]
+
+    def convert_scales(scales: jax.Array | None) -> jax.Array | None:
+        return None if scales is None else convert_one(scales, BFLOAT16, FLOAT32)
+
+    keys = convert(stored.keys, variant.operand_dtype)
+    key_scales = convert_scales(stored.key_scales)
+    if stored.values:
+        values = convert(stored.values, variant.weight_dtype)
+        return TokenTile(keys, values, key_scales, convert_scales(stored.value_scales))
+    values = keys[:num_sections]
+    if variant.weight_dtype != variant.operand_dtype:
+        values = convert(stored.keys[:num_sections], variant.weight_dtype)
+    return TokenTile(keys, values, key_scales, key_scales)
 
 
 def clamp_index(index: jax.Array, size: int) -> jax.Array:

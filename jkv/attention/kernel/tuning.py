@@ -28,6 +28,7 @@ class Tile:
     num_warps: int
     num_stages: int  # tiles of K/V in flight; 1 leaves that to the occupancy
     has_full_loop: bool = False  # prefill: a loop without mask before the one with it
+    is_carried: bool = False  # the next tile of K/V is loaded before this one is used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,10 @@ def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
     return Tile(rows, tokens, num_warps, num_stages, has_full_loop=True)
 
 
+def _carried(rows: int, tokens: int, num_warps: int) -> Tile:
+    return Tile(rows, tokens, num_warps, 1, is_carried=True)
+
+
 TABLE = {
     # One wave and 16 tokens a step: 120 to 130 registers at head dim 128, so four waves
     # per SIMD hide the latency of each other's loads without a barrier; 32 tokens on
@@ -73,12 +78,12 @@ TABLE = {
         targets=("gfx90a", "gfx942", "gfx950"),
         programs=8 * 304,
         rows=(
-            Row(128, Tile(16, 16, 1, 1), _full(64, 32, 4, 1)),
-            Row(256, Tile(16, 16, 2, 1), _full(64, 32, 4, 1)),
-            Row(576, Tile(32, 16, 4, 1), _full(32, 16, 4, 1)),
+            Row(128, _carried(16, 16, 1), _full(64, 32, 4, 1)),
+            Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1)),
+            Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1)),
             Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), ("float32",)),
-            Row(256, Tile(16, 16, 2, 1), _full(32, 16, 4, 1), ("float32",)),
-            Row(576, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("float32",)),
+            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), ("float32",)),
+            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), ("float32",)),
         ),
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers: more

@@ -26,6 +26,18 @@ _UNIT_TOKENS = 64
 _MIN_PIECE_UNITS = 4
 
 
+def count_least(wanted: int) -> int:
+    """Return how many pieces there shall be at the least, if need be short ones.
+
+    A device with fewer waits for the loads of one piece after the other. Half of what
+    keeps it busy are, on AMD's cards, one for each SIMD.
+
+    Args:
+      wanted: pieces that keep the device busy.
+    """
+    return -(-wanted // 2)
+
+
 class Work(NamedTuple):
     """What each program does: some rows of one request over a range of its tokens."""
 
@@ -55,10 +67,15 @@ def num_decode_entries(
       max_tokens: most tokens of one context.
       target: pieces that keep the device busy.
     """
-    # n requests over p pieces' worth of tokens make at most n + p pieces.
+    # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
+    # than keep the device busy would find no room, and a second turn for a few.
     most_listed = min(num_rows, num_requests)
-    most_pieces = -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS)) + 1
-    return min(most_listed + target, most_listed * most_pieces)
+    spare = max(target - most_listed, count_least(target))
+    most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
+    most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
+    return most_listed + min(
+        spare, max(most_pieces, min(count_least(target), most_short))
+    )
 
 
 def list_decode_work(
@@ -67,8 +84,17 @@ def list_decode_work(
     *,
     num_rows: int,
     num_entries: int,
+    least: int,
 ) -> tuple[Work, Pieces]:
-    """Cut the contexts of all requests of one row into pieces of about equal length."""
+    """Cut the contexts of all requests of one row into pieces of about equal length.
+
+    Args:
+      requests: B of them.
+      window: tokens that a row sees, if not all.
+      num_rows: R.
+      num_entries: W.
+      least: pieces that there shall be, if need be short ones.
+    """
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
     first = jnp.zeros_like(context)
@@ -82,7 +108,8 @@ def list_decode_work(
     num_listed = min(num_rows, context.shape[0])
     spare = max(num_entries - num_listed, 1)
     total = jnp.sum(units, dtype=jnp.int32)
-    length = jnp.maximum((total + spare - 1) // spare, _MIN_PIECE_UNITS)
+    enough = jnp.clip(total // least, 1, _MIN_PIECE_UNITS)
+    length = jnp.maximum((total + spare - 1) // spare, enough)
     counts = (units + length - 1) // length
     # The pieces of one request share its tokens evenly, which may take one less.
     length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
@@ -97,7 +124,7 @@ def list_decode_work(
     start = jnp.maximum(start, first[request])
     alive = entry < ends[-1]
     work = Work(
-        table=requests.seq_ids[request],
+        table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request], 0),
         num_rows=alive.astype(jnp.int32),
         position=context[request] - 1,
@@ -111,7 +138,8 @@ def list_decode_work(
         first=jnp.sum(jnp.where(mine, (ends - counts)[None, :], 0), 1, jnp.int32),
         end=jnp.sum(jnp.where(mine, ends[None, :], 0), 1, jnp.int32),
     )
-    return work, pieces
+    # A row that several requests name gets wrong numbers, but no piece past the list.
+    return work, pieces._replace(end=jnp.minimum(pieces.end, num_entries))
 
 
 def num_prefill_entries(num_rows: int, num_requests: int, tile_rows: int) -> int:
@@ -133,7 +161,8 @@ def list_prefill_work(
 
     entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
-    offset = index * tile_rows
+    # The last rows of a request see most: their tiles come first.
+    offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
     end = position + num_rows
@@ -143,7 +172,7 @@ def list_prefill_work(
         alive &= window > 0
         first = jnp.maximum(position - jnp.maximum(window, 1) + 1, 0)
     return Work(
-        table=requests.seq_ids[request],
+        table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
         num_rows=jnp.where(alive, num_rows, 0),
         position=position,

@@ -41,6 +41,7 @@ from jkv.decoding.model import Model, call_model
 from jkv.decoding.prefilling import compute_prompts
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.demand import BlockSize
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.metadata.xla_cpu import divide
@@ -158,7 +159,9 @@ def beam_search(
             f"got {num_return} of {num_beams}"
         )
     texts = Prompts.of(prompts, limits=None, max_new_tokens=max_new_tokens, salts=salts)
-    bounds = Bounds(cache.max_context_length, cache.block_size, num_free_blocks(cache))
+    bounds = Bounds(
+        cache.max_context_length, BlockSize(cache.block_size), num_free_blocks(cache)
+    )
     state = SearchState.begin(
         texts, judge_prompts(texts, bounds), num_beams, max_new_tokens
     )
@@ -297,7 +300,9 @@ def _choose(
 
     length = state.length + 1
     text_lengths = state.prompts.lengths + length
-    bounds = Bounds(cache.max_context_length, cache.block_size, jnp.int32(2**30))
+    bounds = Bounds(
+        cache.max_context_length, BlockSize(cache.block_size), jnp.int32(2**30)
+    )
     (_, is_past_context), _ = bounds.exceeded(text_lengths)
     is_last = is_past_context | (length >= rules.max_new_tokens)
     is_stop = jnp.any(found.tokens[:, :, None] == rules.stop_tokens[None, None], axis=2)

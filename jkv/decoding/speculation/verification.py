@@ -19,7 +19,7 @@ from jkv.decoding.model import Model, call_model_for_rows
 from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import find_tokens
-from jkv.decoding.scheduling.demand import Loads, blocks_for
+from jkv.decoding.scheduling.demand import BlockSize, Loads, blocks_for
 from jkv.decoding.step import Computed, count_step, note_refusals
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
@@ -53,7 +53,7 @@ def limit_guesses(
 
     A text takes no more than it may become, and no block that another was promised.
     """
-    places, size = state.places, cache.block_size
+    places, size = state.places, BlockSize(cache.block_size)
     made = state.result.lengths[places.sequences]
     left = state.prompts.limits[loads.prompts] - made
     room = cache.max_context_length - loads.text_lengths
@@ -67,7 +67,7 @@ def limit_guesses(
     more = blocks_for(loads.text_lengths + counts, size) - promised
     more = jnp.where(is_ready, jnp.maximum(more, 0), 0)
     fits = running_sum(more) <= slack
-    owned = jnp.maximum(promised * size - loads.text_lengths, 0)
+    owned = jnp.maximum(promised * size.tokens - loads.text_lengths, 0)
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 

@@ -77,7 +77,7 @@ def test_every_row_of_the_table_lowers(family, number, kind):
         assert kernel.num_stages == tile.num_stages
         assert kernel.text.count("tt.dot") >= 2
     kv_heads = pools.keys.shape[2]
-    assert decode.grid[1] == kv_heads and join.grid[:2] == (64, queries.shape[1])
+    assert decode.grid[0] % kv_heads == 0 and join.grid[:2] == (64, queries.shape[1])
     # The pool goes in whole: outside the kernels nothing reads it.
     pool = "x".join(map(str, pools.keys.shape))
     for line in lowered.as_text().splitlines():

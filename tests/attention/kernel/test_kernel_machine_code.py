@@ -114,6 +114,10 @@ def test_nothing_spills(platform, target, known, shapes):
             table.append(entry | {"kernel": kernel.name} | code._asdict())
             assert code.spills == 0, table[-1]
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
+            if kernel.name == "jkv_decode" and tuning.decode.is_carried:
+                # One for a tile; one before it for the ids of several blocks.
+                waits = 1 if pools.block_size >= tuning.decode.tokens else 2
+                assert code.round_trips is None or code.round_trips <= waits, table[-1]
             if kernel.name != "jkv_join":
                 assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
     assert served >= 2

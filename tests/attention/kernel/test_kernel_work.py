@@ -7,6 +7,7 @@ import pytest
 
 from jkv.attention.call import make_requests
 from jkv.attention.kernel.work import (
+    count_least,
     list_decode_work,
     list_prefill_work,
     num_decode_entries,
@@ -59,10 +60,14 @@ def test_decode_pieces_cover_every_context_once(window):
     rng = np.random.default_rng(0)
     num_requests, num_rows, target = 9, 12, 20
     num_entries = num_decode_entries(num_rows, num_requests, MAX_TOKENS, target)
-    assert num_entries == num_requests + target
+    assert num_entries == target
     build = jax.jit(
         lambda requests, window: list_decode_work(
-            requests, window, num_rows=num_rows, num_entries=num_entries
+            requests,
+            window,
+            num_rows=num_rows,
+            num_entries=num_entries,
+            least=count_least(target),
         )
     )
     traced = None if window is None else jnp.int32(window)
@@ -90,7 +95,8 @@ def test_decode_pieces_cover_every_context_once(window):
         assert not work.first[idle].any() and not work.end[idle].any()
         # No program reads much more than its share, or than the least worth starting.
         total = sum(len(tokens) for _, tokens in expected.values())
-        assert longest <= max(256, total / target + 64 * (1 + num_requests / target))
+        share = total / (target - num_requests)
+        assert longest <= max(256, share + 64 * (1 + num_requests / target))
 
 
 @pytest.mark.parametrize("window", [None, 7, 0])
@@ -124,11 +130,63 @@ def test_prefill_tiles_cover_every_row_once(window):
 
 
 def test_sizes_by_hand():
-    # 64 sequences over 8 kv heads: 304 pieces for 2432 programs, and one more each.
-    assert num_decode_entries(64, 64, 131_072, 304) == 368
-    # Contexts of at most 512 tokens never need more than three pieces each: two of
-    # 256 tokens, one more when a window begins between.
-    assert num_decode_entries(4, 4, 512, 304) == 12
-    assert num_decode_entries(1, 8, 512, 304) == 3
+    # 64 sequences over 8 kv heads: 304 pieces for 2432 programs. 300 may need one more
+    # each than half as many.
+    assert num_decode_entries(64, 64, 131_072, 304) == 304
+    assert num_decode_entries(300, 300, 131_072, 304) == 452
+    # Contexts of 512 tokens: pieces of 64, as there are fewer of them than units, and
+    # one more each when a window begins between.
+    assert num_decode_entries(4, 4, 512, 304) == 36
+    assert num_decode_entries(1, 8, 512, 304) == 9
     assert num_prefill_entries(64, 4, 16) == 8
     assert num_prefill_entries(3, 4, 16) == 1
+
+
+def list_alike(contexts, rows, target):
+    """Pieces of requests of one row each, which may name the same one."""
+    requests = make_requests(
+        jnp.zeros((len(contexts), MAX_TOKENS // 16), jnp.int32),
+        None,
+        jnp.asarray(rows, jnp.int32),
+        jnp.ones(len(rows), jnp.int32),
+        jnp.asarray(contexts, jnp.int32),
+        num_rows=len(rows),
+        block_size=16,
+        max_query_length=None,
+    )
+    num_entries = num_decode_entries(len(rows), len(rows), MAX_TOKENS, target)
+    work, pieces = list_decode_work(
+        requests,
+        None,
+        num_rows=len(rows),
+        num_entries=num_entries,
+        least=count_least(target),
+    )
+    return work, pieces, num_entries
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("count, pieces, longest", [(1, 64, 64), (16, 256, 256)])
+def test_few_pieces_are_cut_again(count, pieces, longest):
+    """One context in pieces of 64 tokens; of 16, no more than the device has room."""
+    work, _, _ = list_alike([4096] * count, range(count), target=304)
+    assert work.num_rows.sum() == pieces <= 304
+    assert (work.end - work.first).max() == longest
+
+
+@pytest.mark.one_end
+def test_a_row_that_several_requests_name_has_no_piece_past_the_list():
+    _, pieces, num_entries = list_alike([4096] * 6, [0, 0, 0, 0, 1, 1], target=40)
+    assert int(pieces.first.min()) >= 0 and int(pieces.end.max()) == num_entries
+
+
+@pytest.mark.one_end
+def test_the_last_tile_of_a_prompt_comes_first():
+    """It sees most, so the others fill in while it runs."""
+    rng = np.random.default_rng(1)
+    requests = random_requests(rng, 3, 60, 0.0)
+    work = list_prefill_work(requests, None, tile_rows=8, num_entries=12)
+    alive = np.asarray(work.num_rows) > 0
+    ends, table = np.asarray(work.end)[alive], np.asarray(work.table)[alive]
+    same = table[1:] == table[:-1]
+    assert same.any() and (np.diff(ends)[same] < 0).all()

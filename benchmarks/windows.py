@@ -1,0 +1,193 @@
+"""What giving back costs `append` and a decode step, and what groups of layers cost.
+
+    python benchmarks/windows.py [--quick]
+
+Every case is a `lax.scan` of decode steps in one jit, a token for each sequence, from
+the same lengths on. "all tokens" keeps everything and is the peer; "window" is the same
+cache with a sliding window, which gives back a block of each sequence every 16 steps;
+"groups" has a pool for the layers with a window and one for the others. A step is
+`append`, and `write` and `attend` in each layer, without a model between; attention has
+the same windows in all cases. `append` alone runs on the metadata.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import Case
+
+import jkv
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "windows.json"
+PEER = "all tokens"
+BLOCK_SIZE, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 16, 2, 4, 64
+START = 1000  # tokens of each sequence before the first step
+CHUNK = 250  # tokens of each step until then
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Sequences that decode, and the windows of the layers that they go through."""
+
+    name: str
+    num_sequences: int
+    layer_windows: tuple[int | None, ...]
+    with_storage: bool
+    num_steps: int = 64
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The caches that this workload compares."""
+        return (PEER, "groups" if None in self.layer_windows else "window")
+
+
+WORKLOADS = (
+    Workload("append, 64 sequences", 64, (256,), False),
+    Workload("append, 1,024 sequences", 1024, (256,), False),
+    Workload("append, 64 sequences, groups", 64, (256, None), False),
+    Workload("append, 1,024 sequences, groups", 1024, (256, None), False),
+    Workload("step, 16 sequences, 8 layers", 16, (256,) * 8, True),
+    Workload("step, 16 sequences, 8 layers, groups", 16, (256, None) * 4, True),
+)
+
+
+def make_cache(kind: str, workload: Workload) -> jkv.Cache:
+    """Return a fresh cache of a kind, with blocks for all sequences."""
+    sizes: dict[str, Any] = dict(
+        num_kv_heads=NUM_KV_HEADS if workload.with_storage else 1,
+        head_dim=HEAD_DIM if workload.with_storage else 1,
+        block_size=BLOCK_SIZE,
+        dtype=jnp.float32,
+    )
+    longest = START + workload.num_steps
+    windows, count = workload.layer_windows, workload.num_sequences
+    if kind == "groups":
+        grouped = jkv.GroupedConfig.for_context_length(
+            longest,
+            max_sequences=count,
+            layer_windows=windows,
+            step_tokens=CHUNK,
+            **sizes,
+        )
+        return jkv.init_groups(grouped, storage=workload.with_storage)
+    window = windows[0] if kind == "window" else None
+    config = jkv.CacheConfig(
+        num_layers=len(windows),
+        num_blocks=1,
+        max_sequences=count,
+        max_context_length=longest,
+        sliding_window=window,
+        **sizes,
+    )
+    blocks = count * config.most_blocks(CHUNK)
+    config = dataclasses.replace(config, num_blocks=blocks)
+    return jkv.init(config, storage=workload.with_storage)
+
+
+def fill(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
+    """Open the sequences and let them grow to the length where steps begin."""
+    count = workload.num_sequences
+    grow = jax.jit(lambda cache, ids: _go_on(cache, ids, CHUNK, count * CHUNK))
+    cache, opened = jkv.allocate(cache, np.zeros(count, np.int32))
+    for _ in range(START // CHUNK):
+        cache, batch = grow(cache, opened.seq_ids)
+        jkv.raise_for_status(batch.status)
+        if workload.with_storage:
+            rows = jnp.ones((count * CHUNK, NUM_KV_HEADS, HEAD_DIM))
+            for layer in range(len(workload.layer_windows)):
+                cache = jkv.write(cache, layer, batch, rows, rows)
+    return cache
+
+
+def _go_on(cache: jkv.Cache, ids: jax.Array, tokens: int, rows: int) -> Any:
+    return jkv.append(cache, ids, tokens, capacity=rows)
+
+
+def decode(cache: jkv.Cache, workload: Workload) -> tuple[jkv.Cache, jax.Array]:
+    """Do all steps; returns the cache, and how many sequences were served."""
+    count = workload.num_sequences
+    seq_ids = jnp.arange(count, dtype=jnp.int32)
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        cache, rows, served = carry
+        cache, batch = jkv.append(cache, seq_ids)
+        if workload.with_storage:
+            for layer, window in enumerate(workload.layer_windows):
+                keys = rows[:, :NUM_KV_HEADS]
+                cache = jkv.write(cache, layer, batch, keys, keys)
+                rows = jkv.attend(cache, layer, batch, rows, window=window)
+        return (cache, rows, served + jnp.sum(batch.query_lengths)), None
+
+    rows = jnp.ones((count, NUM_HEADS, HEAD_DIM))
+    carry = cache, rows, jnp.int32(0)
+    cache, rows, served = jax.lax.scan(step, carry, None, length=workload.num_steps)[0]
+    return cache, served + (0 * rows[0, 0, 0]).astype(jnp.int32)
+
+
+def make_case(kind: str, workload: Workload) -> tuple[Case, int]:
+    """Return what to time, and the bytes of its keys and values."""
+    filled = fill(make_cache(kind, workload), workload)
+    run = jax.jit(lambda cache: decode(cache, workload), donate_argnums=0)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    expected = workload.num_sequences * workload.num_steps
+
+    def check(done: Any) -> None:
+        assert int(done[1]) == expected, done[1]
+
+    case = Case(
+        name=f"{kind}: {workload.name}",
+        prepare=lambda: jax.block_until_ready(copy(filled)),
+        run=lambda cache: jax.block_until_ready(run(cache)),
+        calls=workload.num_steps,
+        check=check,
+    )
+    caches = getattr(filled, "groups", (filled,))
+    return case, sum(pool.nbytes for c in caches for pool in c.storage.values())
+
+
+def main() -> None:
+    """Measure, print, and write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", help="workloads with this in their name")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, to see that it runs"
+    )
+    arguments = parser.parse_args()
+    where = harness.machine()
+    print(harness.header("jkv: what windows that give back cost a step", where))
+    chosen = [w for w in WORKLOADS if (arguments.only or "") in w.name]
+    cases = {(w.name, k): make_case(k, w) for w in chosen for k in w.kinds}
+    samples = harness.interleave(
+        [case for case, _ in cases.values()],
+        rounds=2 if arguments.quick else arguments.rounds,
+    )
+    rows = []
+    for workload in chosen:
+        peer = samples[f"{PEER}: {workload.name}"]
+        for kind in workload.kinds:
+            found = samples[f"{kind}: {workload.name}"]
+            stored = cases[workload.name, kind][1]
+            rows.append(
+                {
+                    "workload": workload.name,
+                    "cache": kind,
+                    **found.row(),
+                    "ratio": found.ratio_to(peer),
+                    "MiB stored": stored / 2**20 if workload.with_storage else None,
+                }
+            )
+    print("\nus a step\n" + harness.table(rows, {key: key for key in rows[0]}))
+    if not (arguments.quick or arguments.only):
+        run = {"benchmark": "windows", "machine": where, "unit": "us", "rows": rows}
+        harness.save(RESULTS, run)
+        print(f"\nwritten to {RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()

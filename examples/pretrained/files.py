@@ -1,0 +1,145 @@
+"""Tensors of a checkpoint by name, wherever they lie and however they are stored.
+
+Weights lie in ``model.safetensors`` or, sharded, in the files that
+``model.safetensors.index.json`` maps tensor names to.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .quantised import Quantisation, decode_mxfp4, scale_blocks
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+# What a quantised matrix has beside its own name.
+SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Return where each tensor of a checkpoint folder lies.
+
+    Raises:
+        FileNotFoundError: when a file is missing.
+        ValueError: when one cannot be read.
+    """
+    single, index = (
+        folder / "model.safetensors",
+        folder / "model.safetensors.index.json",
+    )
+    if single.is_file():
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is not a shard index: {error!r}") from error
+        missing = {f for f in weight_map.values() if not (folder / f).is_file()}
+        if missing:
+            raise FileNotFoundError(
+                f"{folder} lacks shards named by {index.name}: {sorted(missing)}"
+            )
+        return {name: folder / file for name, file in weight_map.items()}
+    pickled = [p.name for p in folder.glob("pytorch_model*.bin")]
+    hint = f"; convert {sorted(pickled)} to safetensors first" if pickled else ""
+    raise FileNotFoundError(
+        f"{folder} has neither {single.name} nor {index.name}{hint}"
+    )
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, each read and made whole when asked for."""
+
+    def __init__(
+        self, paths: dict[str, Path], quantisation: Quantisation | None
+    ) -> None:
+        """Take where each tensor lies, and how matrices are stored."""
+        self.paths = paths
+        self._quantisation = quantisation
+        self._files: dict[Path, Any] = {}
+        self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
+
+    def read(
+        self, name: str, shape: tuple[int, ...], index: int | None = None
+    ) -> np.ndarray:
+        """Return a tensor of floats.
+
+        Args:
+            name: in the checkpoint.
+            shape: that it must have, of the part that `index` picks.
+            index: of the first axis, to read no more than that part.
+        """
+        method = self._quantisation.method if self._quantisation else None
+        if method == "mxfp4" and f"{name}_blocks" in self.paths:
+            blocks = self._load(f"{name}_blocks", ("U8",), index)
+            scales = self._load(f"{name}_scales", ("U8",), index)
+            # Stored as [out, in], where the tensor that is not quantised is [in, out].
+            tensor = decode_mxfp4(blocks, scales).swapaxes(-1, -2)
+        elif method == "fp8" and f"{name}_scale_inv" in self.paths:
+            tensor = self._load(name, ("F8_E4M3",))
+            scales = self._load(f"{name}_scale_inv", FLOATS)
+            tensor = scale_blocks(tensor, scales, self._quantisation.block)
+        else:
+            tensor = self._load(name, FLOATS, index)
+        if tensor.shape != shape:
+            raise ValueError(
+                f"tensor {name!r} has shape {tensor.shape}, but config.json makes it "
+                f"{shape}"
+            )
+        return tensor
+
+    def _load(
+        self, name: str, types: tuple[str, ...], index: int | None = None
+    ) -> np.ndarray:
+        """Return a tensor, or a part of it, as it is stored."""
+        if name not in self.paths:
+            hint = "; is tie_word_embeddings missing?" if "lm_head" in name else ""
+            raise ValueError(f"the checkpoint lacks the tensor {name!r}{hint}")
+        path = self.paths[name]
+        if path not in self._files:
+            self._files[path] = _open(path)
+        try:
+            stored = self._files[path].get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} does not hold {name!r}: {error}") from error
+        if stored.get_dtype() not in types:
+            raise ValueError(
+                f"tensor {name!r} is stored as {stored.get_dtype()}, where config.json "
+                f"lets expect one of {types}: quantised checkpoints must name a method "
+                "in quantization_config that is supported"
+            )
+        if stored.get_dtype() == "F8_E4M3":
+            return self._load_small_floats(path, name)
+        return self._files[path].get_tensor(name) if index is None else stored[index]
+
+    def _load_small_floats(self, path: Path, name: str) -> np.ndarray:
+        """Return a tensor of float8_e4m3fn, which safetensors cannot give to numpy."""
+        if path not in self._headers:
+            self._headers[path] = _read_header(path)
+        header, first = self._headers[path]
+        start, stop = header[name]["data_offsets"]
+        with path.open("rb") as file:
+            file.seek(first + start)
+            stored = np.frombuffer(file.read(stop - start), jnp.float8_e4m3fn)
+        return stored.reshape(header[name]["shape"])
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's header, and where it ends, after 8 bytes with its length."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}); a clone without Git "
+            "LFS leaves a short text in its place"
+        ) from error

@@ -1,0 +1,78 @@
+"""Weights spread over several devices while they are read: tensor parallel.
+
+The first matrices of attention and perceptron are divided by what comes out of them
+(heads, hidden units), the second ones by what goes in: then the sum over devices after
+each second matrix is all that a layer needs. Embedding, head and norms are on every
+device, so that choosing tokens needs nothing of the others.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from .config import DecoderConfig
+
+# Puts a parameter, by name, on its devices.
+Place = Callable[[str, np.ndarray], jax.Array]
+
+# The axis of each parameter, from the end, that is divided; [layers, ...] all of them.
+DIVIDED = {
+    **dict.fromkeys(("query", "key", "value", "query_up", "gate", "up"), -2),
+    **dict.fromkeys(("query_bias", "key_bias", "value_bias", "sinks"), -1),
+    **dict.fromkeys(("shared_gate", "shared_up"), -2),
+    **dict.fromkeys(("key_up", "value_up"), -3),
+    **dict.fromkeys(("output", "down", "shared_down"), -1),
+}
+
+# Those of kv heads, which stay whole where the devices are no divisor of them.
+OF_KV_HEADS = ("key", "value", "key_bias", "value_bias")
+
+
+def put_whole(name: str, array: np.ndarray) -> jax.Array:
+    """Put a parameter on JAX's default device."""
+    del name
+    return jax.device_put(array)
+
+
+def make_mesh(num_devices: int) -> jax.sharding.Mesh:
+    """Return a mesh of the first devices, with the axis "tp".
+
+    Raises:
+        ValueError: when there are not so many.
+    """
+    if not 1 <= num_devices <= jax.device_count():
+        raise ValueError(
+            f"--tensor-parallel {num_devices}: there are {jax.device_count()} devices"
+        )
+    automatic = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(jax.devices()[:num_devices], ("tp",), automatic)
+
+
+def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
+    """Return what puts each parameter on the mesh, no device getting it whole.
+
+    Args:
+        mesh: with the axis "tp".
+        config: the model's settings.
+
+    Raises:
+        ValueError: when the devices cannot share the query heads.
+    """
+    num_devices = mesh.shape["tp"]
+    if config.num_heads % num_devices:
+        raise ValueError(
+            f"{config.num_heads} query heads cannot be shared by {num_devices} devices"
+        )
+    shares_kv_heads = config.num_kv_heads % num_devices == 0
+
+    def place(name: str, array: np.ndarray) -> jax.Array:
+        spec: list[str | None] = [None] * array.ndim
+        axis = DIVIDED.get(name)
+        is_shared = shares_kv_heads or name not in OF_KV_HEADS
+        if axis is not None and is_shared and array.shape[axis] % num_devices == 0:
+            spec[axis] = "tp"
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(array, where)
+
+    return place

@@ -1,0 +1,57 @@
+"""A checkpoint whose weights are spread as they are read."""
+
+import functools
+
+import jax
+import numpy as np
+import pretrained
+import pytest
+from generating.options import BUNDLED
+from sharded_model import collectives
+
+import jkv
+
+TOKENS = np.arange(100, 108, dtype=np.int32)
+
+
+def run(model, params, cache):
+    """The logits of a prompt."""
+    cache, batch = jkv.append(jkv.allocate(cache, 0)[0], [0], 8, capacity=8)
+    return model(params, TOKENS, cache, batch)[0]
+
+
+@pytest.mark.one_end
+def test_a_model_spread_over_six_devices_gives_the_logits_of_one():
+    """Two kv heads, each held by three devices; no matrix of a layer is anywhere whole.
+
+    After each of its two second matrices a layer has a sum over the devices.
+    """
+    mesh = pretrained.make_mesh(6)
+    model, params = pretrained.load(BUNDLED, mesh=mesh)
+    for name in ("query", "output"):  # 512 hidden units are not divisible by 6
+        array = params["layers"][0][name]
+        assert array.addressable_shards[0].data.nbytes * 6 == array.nbytes
+    for name in ("key", "gate"):
+        assert params["layers"][0][name].sharding.is_fully_replicated
+    config = jkv.CacheConfig(
+        **model.cache_fields,
+        num_blocks=4,
+        max_sequences=1,
+        max_context_length=16,
+        dtype="float32",
+    )
+    cache = jkv.init(config, mesh=mesh, heads="tp")
+    step = jax.jit(functools.partial(run, model))
+    compiled = step.lower(params, cache).compile()
+    # The layers are a loop.
+    assert collectives(compiled) == {("all-reduce", "f32[8,192]"): 1}
+    wanted = step(pretrained.load(BUNDLED)[1], jkv.init(config))
+    np.testing.assert_allclose(compiled(params, cache), wanted, atol=2e-4)
+
+
+@pytest.mark.one_end
+def test_devices_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="there are 8 devices"):
+        pretrained.make_mesh(9)
+    with pytest.raises(ValueError, match="6 query heads .* 4 devices"):
+        pretrained.load(BUNDLED, mesh=pretrained.make_mesh(4))

@@ -1,0 +1,90 @@
+"""A walk over a loop of AMD's machine code: how long one wave waits in it, and why.
+
+A model, not a measurement: instructions of one wave in order, each with the cycles in
+which its unit takes it (gfx9: a vector instruction of 64 lanes takes 4 cycles of a SIMD
+of 16), loads that answer after a latency, and `s_waitcnt` as it stands in the code.
+"""
+
+import re
+from typing import NamedTuple
+
+# Cycles until an answer, and until the matrix unit takes the next 16 x 16 x 16.
+SHARED_LATENCY, SCALAR_LATENCY, MATRIX_CYCLES = 100, 200, 16
+_STEPS = 6  # until one is like the one before
+
+
+class Step(NamedTuple):
+    """One trip of a loop, in cycles."""
+
+    cycles: int  # from one to the next, waits included
+    issue_cycles: int  # in which instructions are issued, waits left out
+
+
+def walk(loop: list[str], memory_latency: int) -> Step:
+    """Walk over the instructions of a loop until its trips are alike.
+
+    Args:
+      loop: its lines, labels and comments too.
+      memory_latency: cycles from a load of the card's memory to its answer.
+    """
+    instructions = [
+        line.split(";")[0].split(None, 1)
+        for line in loop
+        if re.match(r"\s+[a-z]", line.split(";")[0])
+    ]
+    now, matrix_free, before = 0, 0, 0
+    vector: list[int] = []  # when loads answer, in order
+    local: list[int] = []
+    issue = 0
+    for _ in range(_STEPS):
+        before, issue = now, 0
+        for name, *rest in instructions:
+            operands = rest[0] if rest else ""
+            if name == "s_waitcnt":
+                now = _wait(operands, "vmcnt", vector, now)
+                now = _wait(operands, "lgkmcnt", local, now) + 1
+                continue
+            cycles = _cycles(name, operands)
+            if name.startswith(("global_load", "buffer_load")):
+                vector.append(now + memory_latency)
+            elif name.startswith("s_load"):
+                local.append(now + SCALAR_LATENCY)
+            elif name.startswith("ds_"):
+                local.append(now + SHARED_LATENCY)
+            elif name.startswith("v_mfma"):
+                now = max(now, matrix_free)
+                matrix_free = now + MATRIX_CYCLES
+            now += cycles
+            if name != "s_nop":
+                issue += MATRIX_CYCLES if name.startswith("v_mfma") else cycles
+    return Step(now - before, issue)
+
+
+def count_round_trips(loop: list[str]) -> float:
+    """Return how often a trip of a loop waits for the card's memory, one after another.
+
+    With a latency so long that nothing else counts, a trip takes so many of them.
+    """
+    endless = 100_000
+    return round(walk(loop, endless).cycles / endless, 1)
+
+
+def _wait(operands: str, counter: str, answers: list[int], now: int) -> int:
+    """Let answers come until no more are out than the instruction allows."""
+    allowed = re.search(rf"{counter}\((\d+)\)", operands)
+    while allowed and len(answers) > int(allowed.group(1)):
+        now = max(now, answers.pop(0))
+    return now
+
+
+def _cycles(name: str, operands: str) -> int:
+    """Return the cycles in which an instruction is issued."""
+    if name == "s_nop":
+        return 4 * (1 + int(operands or 0))
+    if name.startswith(("v_exp", "v_log", "v_rcp")):
+        return 16
+    if name.startswith("ds_"):
+        return 8
+    if name.startswith(("global_load", "buffer_load")):
+        return 16 if "x4" in name else 4
+    return 4 if name.startswith(("v_", "s_load")) else 1
