@@ -22,7 +22,7 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
-    StoredTile,
+    TokenTile,
     clamp_index,
     columns_of,
     cut,
@@ -103,15 +103,14 @@ def attend_range(
             visible &= token[None, :] > position[:, None] - o.window[0]
         return visible
 
-    def load(trip: jax.Array) -> StoredTile:
+    def load(trip: jax.Array) -> TokenTile:
         start = walk_start + trip * tile_tokens
         return load_tokens(o, tokens, start, key_sections, value_sections, variant)
 
     def attend_tile(
-        trip: jax.Array, stored: StoredTile, sums: TileSums, *, masked: bool
+        trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
-        tile = to_operands(stored, len(value_sections), variant)
         keys, values = tile.keys, tile.values
         scores = _dot(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
@@ -158,11 +157,12 @@ def attend_range(
     if variant.tile.is_carried:
         # The next tile is on its way while this one is used: one wait a trip.
         def attend_carried(
-            trip: jax.Array, carry: tuple[TileSums, StoredTile]
-        ) -> tuple[TileSums, StoredTile]:
+            trip: jax.Array, carry: tuple[TileSums, TokenTile]
+        ) -> tuple[TileSums, TokenTile]:
             sums, stored = carry
             following = load(jnp.minimum(trip + 1, num_tiles - 1))
-            return attend_tile(trip, stored, sums, masked=True), following
+            tile = to_operands(stored, len(value_sections), variant)
+            return attend_tile(trip, tile, sums, masked=True), following
 
         carry = (sums, load(num_full))
         sums, _ = lax.fori_loop(num_full, num_tiles, attend_carried, carry)

@@ -4,7 +4,6 @@ Tokens are clamped into the visible range, so nothing stale or foreign is ever l
 Every tile is a power of two, so head dims are cut into sections that are.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -43,21 +42,12 @@ class Range(NamedTuple):
     end: jax.Array  # past the last one
 
 
-class StoredTile(NamedTuple):
-    """Some consecutive tokens of one kv head as the pool has them."""
-
-    keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
-    values: list[jax.Array]  # likewise of the value head dim; none in a latent cache
-    key_scales: jax.Array | None  # u16[tokens]
-    value_scales: jax.Array | None
-
-
 class TokenTile(NamedTuple):
-    """The same as operands."""
+    """Some consecutive tokens of one kv head, as the pool has them or as operands."""
 
     keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
-    values: list[jax.Array]  # likewise of the value head dim
-    key_scales: jax.Array | None  # f32[tokens]
+    values: list[jax.Array]  # likewise of the value head dim; stored in keys: none
+    key_scales: jax.Array | None  # [tokens], u16 or f32
     value_scales: jax.Array | None
 
 
@@ -94,8 +84,12 @@ def load_tokens(
     key_sections: list[tuple[int, int]],
     value_sections: list[tuple[int, int]],
     variant: Variant,
-) -> StoredTile:
-    """Load the tile of tokens at `start`; of a range without tokens any."""
+) -> TokenTile:
+    """Load the tile of tokens at `start`; of a range without tokens any.
+
+    A tile that is carried to the next trip is left as the pool has it, in fewer
+    registers; else each part becomes an operand as soon as it is there.
+    """
     num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
     block_shift, tile_tokens = block_size.bit_length() - 1, variant.tile.tokens
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
@@ -111,50 +105,67 @@ def load_tokens(
     # A wrong table may give wrong numbers, never a fault.
     block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
     row = block if block_size >= tile_tokens else block[:, None]
+    is_stored = variant.tile.is_carried
 
-    def load(pool: jax.Array, sections: list[tuple[int, int]]) -> list[jax.Array]:
+    def load(
+        pool: jax.Array, sections: list[tuple[int, int]], dtype: np.dtype[Any]
+    ) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
-        return [pool[*where, columns_of(*section)] for section in sections]
+        stored = [pool[*where, columns_of(*section)] for section in sections]
+        return stored if is_stored else _convert(stored, dtype, variant)
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
         if scales is None:
             return None
-        return scales[tokens.layer, block, tokens.kv_head, slot]
+        stored = scales[tokens.layer, block, tokens.kv_head, slot]
+        return stored if is_stored else _convert_scales(stored, variant)
 
-    return StoredTile(
-        keys=load(o.keys, key_sections),
-        key_scales=load_scales(o.key_scales),
-        values=[] if o.values is None else load(o.values, value_sections),
-        value_scales=load_scales(o.value_scales),
-    )
+    key_scales = load_scales(o.key_scales)
+    keys = load(o.keys, key_sections, variant.operand_dtype)
+    if o.values is not None:
+        value_scales = load_scales(o.value_scales)
+        values = load(o.values, value_sections, variant.weight_dtype)
+        return TokenTile(keys, values, key_scales, value_scales)
+    values = [] if is_stored else keys[: len(value_sections)]
+    if not is_stored and variant.weight_dtype != variant.operand_dtype:
+        values = load(o.keys, value_sections, variant.weight_dtype)
+    return TokenTile(keys, values, key_scales, key_scales)
 
 
-def to_operands(stored: StoredTile, num_sections: int, variant: Variant) -> TokenTile:
-    """Return what stored tokens mean, ready to be multiplied.
+def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> TokenTile:
+    """Return a tile that was carried, ready to be multiplied.
 
     Args:
       stored: the tokens.
       num_sections: of the value head dim.
       variant: says in which dtypes they are multiplied.
     """
-
-    convert_one = functools.partial(to_operand, interpret=variant.interpret)
-
-    def convert(tiles: list[jax.Array], dtype: np.dtype[Any]) -> list[jax.Array]:
-        return [convert_one(tile, variant.kv_dtype, dtype) for tile in tiles]
-
-    def convert_scales(scales: jax.Array | None) -> jax.Array | None:
-        return None if scales is None else convert_one(scales, BFLOAT16, FLOAT32)
-
-    keys = convert(stored.keys, variant.operand_dtype)
-    key_scales = convert_scales(stored.key_scales)
+    keys = _convert(stored.keys, variant.operand_dtype, variant)
+    key_scales = _convert_scales(stored.key_scales, variant)
     if stored.values:
-        values = convert(stored.values, variant.weight_dtype)
-        return TokenTile(keys, values, key_scales, convert_scales(stored.value_scales))
+        values = _convert(stored.values, variant.weight_dtype, variant)
+        value_scales = _convert_scales(stored.value_scales, variant)
+        return TokenTile(keys, values, key_scales, value_scales)
     values = keys[:num_sections]
     if variant.weight_dtype != variant.operand_dtype:
-        values = convert(stored.keys[:num_sections], variant.weight_dtype)
+        shared = stored.keys[:num_sections]
+        values = _convert(shared, variant.weight_dtype, variant)
     return TokenTile(keys, values, key_scales, key_scales)
+
+
+def _convert(
+    tiles: list[jax.Array], dtype: np.dtype[Any], variant: Variant
+) -> list[jax.Array]:
+    return [
+        to_operand(tile, variant.kv_dtype, dtype, interpret=variant.interpret)
+        for tile in tiles
+    ]
+
+
+def _convert_scales(scales: jax.Array | None, variant: Variant) -> jax.Array | None:
+    if scales is None:
+        return None
+    return to_operand(scales, BFLOAT16, FLOAT32, interpret=variant.interpret)
 
 
 def clamp_index(index: jax.Array, size: int) -> jax.Array:
