@@ -23,8 +23,6 @@ from jkv.decoding import (
     generate,
     score,
 )
-from jkv.groups.grouped_cache import GroupedCache, init_groups
-from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
@@ -58,6 +56,8 @@ from jkv.verbs.eviction import (
     touch,
 )
 from jkv.verbs.forking import Fork, fork
+from jkv.verbs.groups.grouped_cache import GroupedCache, init_groups
+from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
     BlockInfo,

@@ -84,7 +84,7 @@ def score(
     cache, batch = _plan(config, asked, given)
     tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
     logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
-    return _choose(logits.astype(jnp.float32), count_tokens(asked), given)
+    return _score_tokens(logits.astype(jnp.float32), count_tokens(asked), given)
 
 
 def _check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
@@ -212,7 +212,7 @@ def _plan(
         slot_rows=slot_rows,
         model_layers=config.num_layers,
     )
-    return cache, _join(batches, jnp.concatenate(scored))
+    return cache, _as_one_step(batches, jnp.concatenate(scored))
 
 
 def _put(slot_rows: jax.Array, batch: Batch, first_row: int) -> jax.Array:
@@ -234,7 +234,7 @@ def _copy_tails(
     return slot_rows.at[target].set(tails, mode="drop")
 
 
-def _join(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
+def _as_one_step(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
     """Make one step of several, whose rows follow each other."""
     first, moved = 0, []
     for batch in batches:
@@ -246,7 +246,9 @@ def _join(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
     return ScoringBatch(**fields, scored_rows=scored_rows)
 
 
-def _choose(logits: jax.Array, lengths: jax.Array, chosen: jax.Array) -> jax.Array:
+def _score_tokens(
+    logits: jax.Array, lengths: jax.Array, chosen: jax.Array
+) -> jax.Array:
     """Return the log-probabilities of tokens under the logits before them.
 
     Args:

@@ -74,7 +74,7 @@ def run_step(
       The cache, the state, and the new logits, f32[W, V].
     """
     cache, state, logits = advance(model, params, cache, state, sampling, logits)
-    cache, state = settle(cache, state)
+    cache, state = settle_places(cache, state)
     return cache, state, logits
 
 
@@ -111,7 +111,9 @@ def advance(
     return cache, state, computed.logits
 
 
-def settle(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+def settle_places(
+    cache: Cache, state: GenerationState
+) -> tuple[Cache, GenerationState]:
     """Leave the places as the next step finds them."""
     cache, state = close_ended(cache, state)
     cache, state, slack = make_room(cache, state)

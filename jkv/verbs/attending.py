@@ -128,7 +128,7 @@ def attend(
     places = (ROW_HEADS, POOL_HEADS, HEADS, *[None] * 8)
     attend_heads = over_heads(
         cache.sharding,
-        _attend,
+        _attend_with_heads,
         places,
         ROW_HEADS,
         soft_cap=soft_cap,
@@ -154,7 +154,7 @@ def attend(
     return answer
 
 
-def _attend(
+def _attend_with_heads(
     queries: jax.Array,
     storage: dict[str, jax.Array],
     sinks: jax.Array | None,

@@ -23,7 +23,7 @@ from test_generation import (
 
 import jkv
 from jkv.decoding import PromptLookup
-from jkv.decoding.speculation.lookup import look_up
+from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.pace import Pace
 
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 2, 20
@@ -93,7 +93,7 @@ def test_the_longest_and_latest_run_is_looked_up():
     ]
     texts = np.array(rows, np.int32)
     lengths = (texts >= 0).sum(axis=1).astype(np.int32)
-    look = jax.jit(look_up, static_argnums=2)
+    look = jax.jit(find_guesses, static_argnums=2)
     guesses, counts = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
     found = [row[:n].tolist() for row, n in zip(guesses, counts, strict=True)]
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]

@@ -33,15 +33,6 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    "groups": {
-        "config",
-        "inspection",
-        "metadata",
-        "sharding",
-        "state",
-        "status",
-        "verbs",
-    },
     "decoding": {"config", "metadata", "sharding", "state", "status", "verbs"},
     "commands": {
         "attention",

@@ -28,7 +28,7 @@ from jkv.attention.kernel.loads import (
     cut,
     load_rows,
     load_tokens,
-    spread,
+    over_section,
     to_operands,
 )
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
@@ -180,7 +180,7 @@ def attend_range(
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         where = (row[:, None], head[:, None], columns_of(start, size))
         value = (value / total[:, None]).astype(output_ref.dtype)
-        backend.store_masked(output_ref, where, value, spread(valid, size))
+        backend.store_masked(output_ref, where, value, over_section(valid, size))
     lse = sums.maximum + jnp.log2(total)
     lse = lse if variant.is_decode else lse * LN2
     backend.store_masked(lse_ref, (row, head), lse, valid)

@@ -73,7 +73,7 @@ def load_rows(
     num_rows, num_heads, _ = queries.shape
     row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
     where = (row[:, None], head[:, None], columns_of(*section))
-    tile = backend.load_masked(queries, where, spread(valid, section[1]))
+    tile = backend.load_masked(queries, where, over_section(valid, section[1]))
     return tile.astype(variant.operand_dtype)
 
 
@@ -178,6 +178,6 @@ def columns_of(start: int, size: int) -> jax.Array:
     return (start + jnp.arange(size, dtype=jnp.int32))[None, :]
 
 
-def spread(mask: jax.Array, size: int) -> jax.Array:
+def over_section(mask: jax.Array, size: int) -> jax.Array:
     """Repeat a mask over a section of the head dim, bool[..., size]."""
     return jnp.broadcast_to(mask[:, None], (*mask.shape, size))

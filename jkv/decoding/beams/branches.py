@@ -53,7 +53,7 @@ def open_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
     )
     _, tail = divide(prompts.lengths, cache.block_size)
     more = jnp.int32(state.num_beams - 1)
-    cache, state, lacking = make_room(
+    cache, state, lacking = make_room_for_beams(
         cache, state, jnp.where(tail > 0, more, 0), jnp.full_like(tail, more)
     )
     state = state.end(lacking != FinishReason.RUNNING, lacking)
@@ -117,7 +117,7 @@ def assign_rows(
     return jnp.take_along_axis(seq_ids, jnp.where(is_first, parents, spare), axis=1)
 
 
-def make_room(
+def make_room_for_beams(
     cache: Cache, state: SearchState, num_blocks: jax.Array, num_rows: jax.Array
 ) -> tuple[Cache, SearchState, jax.Array]:
     """Let searches wait, the last prompt's first, until the others have room.
@@ -151,7 +151,7 @@ def make_room(
         is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
         reason = _lacking(lacks(cache, state)[0])
         lacking = jnp.where(last & is_alone, reason, lacking)
-        cache = give_back(cache, state, last)
+        cache = free_beams(cache, state, last)
         state = dataclasses.replace(state, is_running=state.is_running & ~last)
         state = state.count(restarts=(~is_alone).astype(jnp.int32))
         return cache, state, lacking
@@ -160,7 +160,7 @@ def make_room(
     return while_loop(goes_on, trip, (cache, state, nothing))
 
 
-def give_back(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
+def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
     """Free the rows of prompts, bool[Q]."""
     rows = jnp.where(ended[:, None], state.seq_ids, NO_SEQUENCE).reshape(-1)
     return when(jnp.any(ended), lambda cache, rows: free(cache, rows)[0], cache, rows)

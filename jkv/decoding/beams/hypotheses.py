@@ -34,7 +34,7 @@ class Rules(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
-        """Candidates of which K do not end, C."""
+        """Continuations of which K do not end, C."""
         return max(2, 1 + self.stop_tokens.shape[0]) * self.num_beams
 
     def penalise(self, scores: jax.Array, lengths: jax.Array | int) -> jax.Array:
@@ -59,17 +59,17 @@ class Beams(NamedTuple):
             scores=scores.at[:, 0].set(0.0),
         )
 
-    def choose(self, candidates: "Candidates", length: jax.Array) -> "Beams":
+    def choose(self, candidates: "Continuations", length: jax.Array) -> "Beams":
         """Return the K best candidates that have not ended, with `length` tokens."""
         return Beams(tokens=self.texts_of(candidates, length), scores=candidates.scores)
 
-    def texts_of(self, candidates: "Candidates", length: jax.Array) -> jax.Array:
+    def texts_of(self, candidates: "Continuations", length: jax.Array) -> jax.Array:
         """Return the texts of candidates, i32[Q, C, G], of so many tokens, i32[]."""
         texts = jnp.take_along_axis(self.tokens, candidates.parents[:, :, None], axis=1)
         return texts.at[:, :, length - 1].set(candidates.tokens)
 
 
-class Candidates(NamedTuple):
+class Continuations(NamedTuple):
     """Beams with one more token, best first."""
 
     parents: jax.Array  # i32[Q, C], the beam
@@ -126,11 +126,11 @@ class Hypotheses(NamedTuple):
         )
 
 
-def find_candidates(
+def rank_continuations(
     logprobs: jax.Array,  # f32[Q, K, V]
     scores: jax.Array,  # f32[Q, K]
     num_candidates: int,
-) -> Candidates:
+) -> Continuations:
     """Return the best continuations of the beams of each prompt.
 
     There are no more than all of them, which matters for vocabularies of a few tokens.
@@ -146,7 +146,7 @@ def find_candidates(
     best, places = lax.top_k(
         each.reshape(num_prompts, -1), min(num_candidates, num_beams * width)
     )
-    return Candidates(
+    return Continuations(
         parents=lax.div(places, jnp.int32(width)),
         tokens=jnp.take_along_axis(tokens.reshape(num_prompts, -1), places, axis=1),
         scores=best,
@@ -154,8 +154,8 @@ def find_candidates(
 
 
 def choose_running(
-    candidates: Candidates, is_final: jax.Array, num_beams: int
-) -> Candidates:
+    candidates: Continuations, is_final: jax.Array, num_beams: int
+) -> Continuations:
     """Return the K best candidates that do not end, bool[Q, C] says which do."""
     scores = jnp.where(is_final, NO_SCORE, candidates.scores)
     scores = _widened(scores, num_beams, NO_SCORE)
@@ -164,13 +164,13 @@ def choose_running(
     def pick(values: jax.Array) -> jax.Array:
         return jnp.take_along_axis(_widened(values, num_beams, 0), places, axis=1)
 
-    return Candidates(pick(candidates.parents), pick(candidates.tokens), best)
+    return Continuations(pick(candidates.parents), pick(candidates.tokens), best)
 
 
 def keep_ended(
     hypotheses: Hypotheses,
     beams: Beams,
-    candidates: Candidates,
+    candidates: Continuations,
     is_final: jax.Array,  # bool[Q, C]
     length: jax.Array,  # i32[]
     rules: Rules,

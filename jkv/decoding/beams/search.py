@@ -18,8 +18,8 @@ from jkv.decoding.beams.branches import (
     count_blocks,
     follow_parents,
     fork_prompts,
-    give_back,
-    make_room,
+    free_beams,
+    make_room_for_beams,
     open_prompts,
 )
 from jkv.decoding.beams.hypotheses import (
@@ -29,9 +29,9 @@ from jkv.decoding.beams.hypotheses import (
     Hypotheses,
     Rules,
     choose_running,
-    find_candidates,
     keep_ended,
     may_improve,
+    rank_continuations,
 )
 from jkv.decoding.beams.progress import BeamSearch, SearchState
 from jkv.decoding.beginning import check_counts, find_vocabulary
@@ -259,26 +259,28 @@ def _run_step(
       logits: f32[Q * K, V], after each beam's last token.
     """
     before = state
-    state, parents, reasons = _choose(searcher.rules, cache, state, logits)
+    state, parents, reasons = _choose_beams(searcher.rules, cache, state, logits)
     ends = reasons != FinishReason.RUNNING
-    cache = give_back(cache, before, ends & before.is_running)
+    cache = free_beams(cache, before, ends & before.is_running)
     state = state.end(ends, reasons)
     cache, state = follow_parents(cache, state, parents)
 
     # All beams of a prompt have the same length, so all or none need a block.
     _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
     needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
-    cache, state, lacking = make_room(cache, state, needs, jnp.zeros_like(needs))
+    cache, state, lacking = make_room_for_beams(
+        cache, state, needs, jnp.zeros_like(needs)
+    )
     lacks = lacking != FinishReason.RUNNING
     state = _count_beams_as_they_are(searcher.rules, state, lacks).end(lacks, lacking)
     return when(
         jnp.any(state.is_running),
-        lambda carry: _compute(searcher, *carry),
+        lambda carry: _compute_beams(searcher, *carry),
         (cache, state, logits),
     )
 
 
-def _choose(
+def _choose_beams(
     rules: Rules, cache: Cache, state: SearchState, logits: jax.Array
 ) -> tuple[SearchState, jax.Array, jax.Array]:
     """Choose the next tokens, and what has ended with them.
@@ -292,7 +294,7 @@ def _choose(
     # Without numbers there is no token: the search ends with the beams that it had.
     is_nan = jnp.any(jnp.isnan(logprobs), axis=(1, 2)) & state.is_running
     state = _count_beams_as_they_are(rules, state, is_nan)
-    found = find_candidates(
+    found = rank_continuations(
         jnp.where(is_nan[:, None, None], jnp.float32(NO_SCORE), logprobs),
         state.beams.scores,
         rules.num_candidates,
@@ -331,7 +333,7 @@ def _choose(
     return state, running.parents, reasons
 
 
-def _compute(
+def _compute_beams(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> Carry:
     """Compute the newest token of each beam; the old logits are f32[Q * K, V]."""

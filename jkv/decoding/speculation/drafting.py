@@ -123,7 +123,7 @@ def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Dr
       lengths: i32[W], tokens of each text before the guesses.
       accepted: i32[W], guesses that were right.
     """
-    return _cut(drafts, jnp.minimum(_lengths(drafts), lengths + accepted))
+    return _cut_drafts(drafts, jnp.minimum(_lengths(drafts), lengths + accepted))
 
 
 def _lengths(drafts: Drafts) -> jax.Array:
@@ -133,7 +133,7 @@ def _lengths(drafts: Drafts) -> jax.Array:
     return metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
-def _cut(drafts: Drafts, lengths: jax.Array) -> Drafts:
+def _cut_drafts(drafts: Drafts, lengths: jax.Array) -> Drafts:
     """Cut rows back to lengths, i32[W]."""
     is_cut = lengths < _lengths(drafts)
     seq_ids = jnp.where(is_cut, drafts.seq_ids, NO_SEQUENCE)
@@ -146,7 +146,7 @@ def _take_over(drafts: Drafts, texts: _Texts, is_ready: jax.Array) -> Drafts:
     nobody = texts.state.result.lengths.shape[0]
     owners = jnp.where(is_ready, texts.state.places.sequences, nobody)
     stays = is_ready & (owners == drafts.owners)
-    drafts = _cut(drafts, jnp.where(stays, _lengths(drafts), 0))
+    drafts = _cut_drafts(drafts, jnp.where(stays, _lengths(drafts), 0))
     return drafts._replace(owners=owners)
 
 

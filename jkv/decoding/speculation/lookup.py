@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jkv.decoding.speculation.options import PromptLookup
 
 
-def look_up(
+def find_guesses(
     texts: jax.Array,  # i32[W, L]
     lengths: jax.Array,  # i32[W]
     options: PromptLookup,

@@ -26,7 +26,7 @@ from jkv.decoding.speculation.drafting import (
     draft,
     keep_accepted,
 )
-from jkv.decoding.speculation.lookup import look_up
+from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.verification import (
@@ -34,7 +34,7 @@ from jkv.decoding.speculation.verification import (
     check_guesses,
     limit_guesses,
 )
-from jkv.decoding.step import advance, settle
+from jkv.decoding.step import advance, settle_places
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 
@@ -97,7 +97,7 @@ def run_speculatively(
         is_worth_it = loop.pace.pays(num_guesses, num_running, options.cost)
         loop = when(is_worth_it, checking, loop, *guesses)
         loop = when(~is_worth_it, plain, loop)
-        cache, state = settle(loop.cache, loop.state)
+        cache, state = settle_places(loop.cache, loop.state)
         return loop._replace(cache=cache, state=state)
 
     drafts = begin_drafts(options, state) if isinstance(options, DraftModel) else None
@@ -146,7 +146,7 @@ def _guess(
             tokens, counts = drafts.guesses
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            tokens, counts = look_up(texts, lengths, options)
+            tokens, counts = find_guesses(texts, lengths, options)
         return Guesses(tokens, limit_guesses(cache, state, loads, counts)), drafts
 
     guesses, drafts = when(

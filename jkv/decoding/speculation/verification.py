@@ -95,7 +95,7 @@ def check_guesses(
     """
     loads, places = state.loads(cache), state.places
     is_ready = places.is_cached & places.is_running
-    cache, batch, logits = _compute(
+    cache, batch, logits = _compute_guesses(
         model, params, cache, state, loads, is_ready, guesses
     )
     num_rows = batch.query_lengths
@@ -103,7 +103,9 @@ def check_guesses(
     state = count_step(cache, state, loads, computed)
     state = note_refusals(state, computed)
     before = state.result.lengths[places.sequences]
-    state = _choose(cache, state, sampling, guesses, logits, num_rows > 0, make_sampler)
+    state = _choose_checked(
+        cache, state, sampling, guesses, logits, num_rows > 0, make_sampler
+    )
     made = state.result.lengths[places.sequences] - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
@@ -118,7 +120,7 @@ def check_guesses(
     return cache, state, accepted
 
 
-def _compute(
+def _compute_guesses(
     model: Model,
     params: Any,
     cache: Cache,
@@ -148,7 +150,7 @@ def _compute(
     return cache, batch, logits
 
 
-def _choose(
+def _choose_checked(
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.groups import joint
-from jkv.groups.plans import GroupedBatch, GroupLayer
 from jkv.inspection.invariants import check
 from jkv.metadata import requests
 from jkv.state import Batch, Cache
@@ -20,6 +18,8 @@ from jkv.verbs.attending import attend
 from jkv.verbs.compaction import compact
 from jkv.verbs.eviction import touch
 from jkv.verbs.forking import Fork, fork
+from jkv.verbs.groups import joint
+from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
 from jkv.verbs.reordering import reorder
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write

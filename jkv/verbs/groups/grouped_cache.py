@@ -14,10 +14,10 @@ from typing import Any, Self
 import jax
 
 from jkv.config.grouped_config import GroupedConfig
-from jkv.groups.dispatch import call_on_groups
-from jkv.groups.plans import GroupLayer, as_plain
 from jkv.state import Cache
 from jkv.status import UsageError
+from jkv.verbs.groups.dispatch import call_on_groups
+from jkv.verbs.groups.plans import GroupLayer, as_plain
 from jkv.verbs.initialization import init
 
 
