@@ -1,4 +1,7 @@
-"""CacheConfig: the sizes of a cache, checked before anything is allocated."""
+"""CacheConfig: the sizes of a cache, checked before anything is allocated.
+
+One class, more than half of it what its fields and methods say of themselves.
+"""
 
 import dataclasses
 from pathlib import Path
