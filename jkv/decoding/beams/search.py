@@ -3,7 +3,7 @@
 Searches run in step, each beam with as many new tokens as the others. Where the cache
 has no room for all of them the last ones wait and begin when the others have ended: an
 outer loop over these rounds, and in it one loop over prompts and one over steps. A
-third of the file is what `beam_search` says of its arguments.
+fifth of the file is what `beam_search` says of its arguments.
 
 Symbols: Q prompts, K beams of each, P most prompt tokens, G most new tokens, V tokens
 in the vocabulary.
