@@ -95,7 +95,7 @@ class DraftModel:
       >>> cache, result = jkv.generate(count_on, None, jkv.init(config), [[5, 6, 7]],
       ...     max_new_tokens=6, speculate=draft)
       >>> result.tokens.tolist(), int(result.statistics.accepted_tokens)
-      ([[8, 9, 10, 11, 12, 13]], 4)
+      ([[8, 9, 10, 11, 12, 13]], 3)
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
