@@ -31,6 +31,7 @@ SHAPES = [
     (96, 96, HARDEST),
     (128, 128, {"dtype": "float16", **HARDEST}),
     (256, 256, HARDEST),
+    (256, 256, {}),
     (576, 512, HARDEST),
     *((dim, dim, {"dtype": "float32"}) for dim in (128, 256)),
     (576, 512, {"dtype": "float32", **HARDEST}),
