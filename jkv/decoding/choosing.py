@@ -160,6 +160,11 @@ class Texts(NamedTuple):
     bounds: Bounds
     result: Generation
 
+    @property
+    def is_running(self) -> jax.Array:
+        """Which of them have not ended, bool[N]."""
+        return self.result.reasons == FinishReason.RUNNING
+
 
 def choose_next(
     texts: Texts,

@@ -188,7 +188,7 @@ class _Extension(NamedTuple):
 
     def choose(self, texts: Texts, logits: jax.Array, is_ready: jax.Array) -> Texts:
         """Choose the next token of the texts that are in the cache whole, bool[B]."""
-        is_ready &= texts.result.reasons == FinishReason.RUNNING
+        is_ready &= texts.is_running
         nobody = is_ready.shape[0]
         sequences = jnp.arange(nobody, dtype=jnp.int32)
         logits = logits.astype(jnp.float32)
@@ -209,8 +209,7 @@ def _feed(
     Carry = tuple[jax.Array, Cache, Texts]
 
     def count_left(done: jax.Array, texts: Texts) -> jax.Array:
-        is_running = texts.result.reasons == FinishReason.RUNNING
-        return jnp.where(is_running, lengths - done, 0)
+        return jnp.where(texts.is_running, lengths - done, 0)
 
     def feed(carry: Carry) -> Carry:
         done, cache, texts = carry
@@ -233,19 +232,16 @@ def _decode(extension: _Extension, cache: Cache, texts: Texts) -> tuple[Cache, T
     """Feed the newest token of each text until all have ended."""
     Carry = tuple[Cache, Texts]
 
-    def is_running(texts: Texts) -> jax.Array:
-        return texts.result.reasons == FinishReason.RUNNING
-
     def step(carry: Carry) -> Carry:
         cache, texts = carry
         result = texts.result
         newest = jnp.maximum(result.lengths - 1, 0)[:, None]
         tokens = jnp.take_along_axis(result.tokens, newest, axis=1)
-        counts = is_running(texts).astype(jnp.int32)
+        counts = texts.is_running.astype(jnp.int32)
         cache, texts, logits = extension.run(cache, texts, tokens, counts, False)
         return cache, extension.choose(texts, logits, counts > 0)
 
-    return while_loop(lambda carry: jnp.any(is_running(carry[1])), step, (cache, texts))
+    return while_loop(lambda carry: jnp.any(carry[1].is_running), step, (cache, texts))
 
 
 def _count_step(
