@@ -23,6 +23,7 @@ from jkv.decoding.model import Model, call_model
 from jkv.decoding.prompts import count_tokens
 from jkv.metadata.requests import Integer, Texts, as_prompts
 from jkv.state import Batch, Cache
+from jkv.state.kinds import as_plain, fields_of
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
@@ -134,8 +135,7 @@ class ScoringCache(Cache):
                 f"{function.__name__}: a model that is scored may write and attend only"
             )
         check_layer(self, given.arguments["layer"])
-        fields = {field.name: getattr(self, field.name) for field in _FIELDS}
-        given.arguments |= {"cache": Cache(**fields), "layer": 0}
+        given.arguments |= {"cache": as_plain(Cache, self), "layer": 0}
         return function(*given.args, **given.kwargs)
 
     def _write(
@@ -158,9 +158,6 @@ class ScoringCache(Cache):
         rows = rows.astype(self.keys.dtype)
         slots = jnp.take(rows, self.slot_rows, axis=0, mode="fill", fill_value=0)
         return jnp.moveaxis(slots, 2, 1)[None]
-
-
-_FIELDS, _BATCH_FIELDS = dataclasses.fields(Cache), dataclasses.fields(Batch)
 
 
 def _plan(
@@ -206,9 +203,8 @@ def _plan(
         batches.append(batch)
         scored.append(jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32))
     pools = init(dataclasses.replace(config, num_layers=1))
-    fields = {field.name: getattr(pools, field.name) for field in _FIELDS}
     cache = ScoringCache(
-        **fields | {"metadata": cache.metadata},
+        **fields_of(Cache, pools.with_metadata(cache.metadata)),
         slot_rows=slot_rows,
         model_layers=config.num_layers,
     )
@@ -242,8 +238,7 @@ def _as_one_step(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
         moved.append(dataclasses.replace(batch, query_starts=starts, is_decoding=False))
         first += batch.num_rows
     joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *moved)
-    fields = {field.name: getattr(joined, field.name) for field in _BATCH_FIELDS}
-    return ScoringBatch(**fields, scored_rows=scored_rows)
+    return ScoringBatch(**fields_of(Batch, joined), scored_rows=scored_rows)
 
 
 def _score_tokens(

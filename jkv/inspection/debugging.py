@@ -21,6 +21,7 @@ from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import DebugError, Watch, find_caller
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
+from jkv.state.kinds import as_plain, fields_of
 from jkv.status import UsageError
 
 
@@ -42,7 +43,7 @@ class WatchedCache(Cache):
         if isinstance(batch, Batch):
             cache = _watch_step(self, name, given.arguments.get("layer"), batch)
             given.arguments["batch"] = as_plain_batch(batch)
-        given.arguments["cache"] = _as_plain(self)
+        given.arguments["cache"] = as_plain(Cache, self)
         answer = function(*given.args, **given.kwargs)
         if name == "check":
             _raise_findings(self)
@@ -91,29 +92,17 @@ def debug(cache: Cache, enabled: bool = True) -> Cache:
       jkv.inspection.findings.DebugError: ...: attend reads layer 0 before this step \
 is written to it (1 times)
     """
-    plain = _as_plain(cache)
+    plain = as_plain(Cache, cache)
     if not enabled:
         return plain
     if isinstance(cache.keys, jax.core.Tracer):
         raise UsageError("debug tells caches apart on the host: call it outside jit")
     return WatchedCache(
-        **_fields_of(plain),
+        **fields_of(Cache, plain),
         written=jnp.full((cache.num_layers, cache.max_sequences), cache.metadata.now),
         uncommitted=jnp.zeros((cache.max_sequences,), jnp.uint32),
         watch=Watch(cache.keys),
     )
-
-
-def _fields_of(cache: Cache) -> dict[str, Any]:
-    """Return the fields that every cache has, by their names."""
-    return {
-        field.name: getattr(cache, field.name) for field in dataclasses.fields(Cache)
-    }
-
-
-def _as_plain(cache: Cache) -> Cache:
-    """Return the cache as one that is not watched."""
-    return Cache(**_fields_of(cache))
 
 
 def _watch_step(
@@ -183,11 +172,11 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
 def _watch_answer(cache: WatchedCache, name: str, answer: Any) -> Any:
     """Return a verb's answer with the cache in debug mode, and its status watched."""
     if isinstance(answer, Cache):
-        return dataclasses.replace(cache, **_fields_of(answer))
+        return dataclasses.replace(cache, **fields_of(Cache, answer))
     if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):
         return answer
     after, result = answer
-    after = dataclasses.replace(cache, **_fields_of(after))
+    after = dataclasses.replace(cache, **fields_of(Cache, after))
     if isinstance(result, Batch):
         return _watch_append(cache, after, result)
     if "status" in getattr(result, "_fields", ()):
@@ -217,7 +206,7 @@ def _watch_append(
         uncommitted = cache.uncommitted.at[row].set(after.metadata.now, mode="drop")
         after = dataclasses.replace(after, uncommitted=uncommitted)
     return after, WatchedBatch(
-        **{f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)},
+        **fields_of(Batch, batch),
         stamp=after.metadata.now,
         created=created,
         watch=cache.watch,

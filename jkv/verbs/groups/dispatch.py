@@ -1,6 +1,5 @@
 """The public functions on groups: to the group of a layer, to all, or to the first."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
@@ -11,6 +10,7 @@ import numpy as np
 from jkv.inspection.invariants import check
 from jkv.metadata import requests
 from jkv.state import Batch, Cache
+from jkv.state.kinds import fields_of
 from jkv.status import InvariantError, UsageError
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
@@ -117,8 +117,7 @@ def _append_in_groups(
         0,
     )
     plan = grown[0][1]
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Batch)}
-    fields |= dict(
+    fields = fields_of(Batch, plan) | dict(
         seq_ids=ids,
         status=status,
         context_lengths=jnp.where(left == ids, plan.context_lengths, lengths),

@@ -15,9 +15,10 @@ import jax
 
 from jkv.config.grouped_config import GroupedConfig
 from jkv.state import Cache
+from jkv.state.kinds import as_plain, fields_of
 from jkv.status import UsageError
 from jkv.verbs.groups.dispatch import call_on_groups
-from jkv.verbs.groups.plans import GroupLayer, as_plain
+from jkv.verbs.groups.plans import GroupLayer
 from jkv.verbs.initialization import init
 
 
@@ -41,7 +42,7 @@ class GroupedCache(Cache):
 
     def with_groups(self, groups: tuple[Cache, ...]) -> Self:
         """Return the cache with other groups."""
-        fields = {f.name: getattr(groups[0], f.name) for f in dataclasses.fields(Cache)}
+        fields = fields_of(Cache, groups[0])
         return dataclasses.replace(self, **fields, others=tuple(groups[1:]))
 
     def find_layer(self, layer: Any) -> GroupLayer:
@@ -125,7 +126,8 @@ def init_groups(config: GroupedConfig, *, storage: bool = True) -> GroupedCache:
       ([32, 0], GroupLayer(group=1, place=2))
     """
     first, *others = (init(group, storage=storage) for group in config.groups)
-    fields = {f.name: getattr(first, f.name) for f in dataclasses.fields(Cache)}
     return GroupedCache(
-        **fields, others=tuple(others), layer_groups=config.layer_groups
+        **fields_of(Cache, first),
+        others=tuple(others),
+        layer_groups=config.layer_groups,
     )

@@ -1,11 +1,12 @@
 """Where a layer of a group is, and the plan of one step for all groups."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jkv.state import Batch
+from jkv.state.kinds import as_plain
 
 
 class GroupLayer(NamedTuple):
@@ -26,9 +27,3 @@ class GroupedBatch(Batch):
     def groups(self) -> tuple[Batch, ...]:
         """The plan of each group."""
         return (as_plain(Batch, self), *self.others)
-
-
-def as_plain(kind: type[Any], value: Any) -> Any:
-    """Return a value as one of the class that it is derived from."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: getattr(value, name) for name in names})
