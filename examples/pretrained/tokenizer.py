@@ -55,8 +55,7 @@ def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]])
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    path = Path(folder) / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
+    settings = _read_settings(folder)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -78,12 +77,17 @@ def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]])
 
 def has_chat_template(folder: str | Path) -> bool:
     """Whether the checkpoint was taught to chat."""
-    path = Path(folder) / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
+    settings = _read_settings(folder)
     try:
         return bool(_find_template(folder, settings))
     except ValueError:
         return False
+
+
+def _read_settings(folder: str | Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, if there is one."""
+    path = Path(folder) / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def _find_template(folder: str | Path, settings: Mapping[str, Any]) -> str:
