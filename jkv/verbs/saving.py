@@ -98,8 +98,9 @@ def load(
       path: the file.
       cache: where its sequences go; without it the file must hold a whole cache.
       device: where a whole cache's arrays go, a device or a sharding as for `init`.
-      mesh, heads: the devices instead and the axis for the kv heads, as for `init`,
-        whatever devices the file was written from.
+      mesh: the devices instead, as for `init`, whatever devices the file was written
+        from.
+      heads: the mesh's axis for the kv heads, as for `init`.
       donate: as for `swap_in`.
 
     Returns:
