@@ -113,6 +113,51 @@ def test_generate_on_a_mesh_equals_one_device(play):
     play()
 
 
+def follow_a_table(params, tokens, cache, _batch, *, all_rows=False):
+    """A model whose texts soon go round in circles: each token has one that follows."""
+    following = (tokens * 3 + 1) % 8
+    logits = params * jax.nn.one_hot(following, 8)
+    return (logits if all_rows else logits.at[_batch.last_rows].get(mode="clip")), cache
+
+
+def generate_by_table(cache, scale, speculate):
+    return jkv.generate(
+        follow_a_table,
+        scale,
+        cache,
+        PROMPTS,
+        max_new_tokens=9,
+        max_running=3,
+        speculate=speculate,
+    )
+
+
+@pytest.mark.one_end
+def test_each_rank_guesses_tokens_of_its_own_texts():
+    """By looking up and by a draft model; texts are what the table says."""
+    mesh = AUTO._replace(axes=(("dp", 2),)).mesh
+    config = dataclasses.replace(CONFIG, max_context_length=64)
+    scale = np.float32(9)
+    wanted = np.full((NUM_SEQUENCES, 9), -1)
+    for i, prompt in enumerate(PROMPTS):
+        for place in range(9) if prompt else ():
+            last = wanted[i, place - 1] if place else prompt[-1]
+            wanted[i, place] = (last * 3 + 1) % 8
+    draft = jkv.decoding.DraftModel(
+        model=follow_a_table,
+        params=scale,
+        cache=jkv.init(config, storage=False, mesh=mesh),
+    )
+    for speculate in (jkv.decoding.PromptLookup(cost=1.0), draft):
+        cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
+        cache, result = jax.jit(generate_by_table)(cache, scale, speculate)
+        np.testing.assert_array_equal(result.tokens, wanted)
+        assert int(result.statistics.accepted_tokens) >= 10
+        for pool in jkv.split_pools(cache):
+            jkv.check(pool)
+            assert jkv.stats(pool).free_blocks == 40
+
+
 @pytest.mark.one_end
 def test_each_prompt_goes_where_most_blocks_are_left():
     """They need 3, 2, 3, 2, no and 2 blocks, with four new tokens."""
