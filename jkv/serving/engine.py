@@ -160,7 +160,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             max_context_length=cache.max_context_length,
             num_blocks=loop.num_blocks,
-            block_size=cache.block_size,
+            block_size=loop.block_size,
             vocabulary=loop.vocabulary,
             stops=stop_sizes,
             has_detokenizer=detokenize is not None,

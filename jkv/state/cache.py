@@ -96,6 +96,16 @@ class Cache:
         """Return the cache with other arrays beside the metadata."""
         return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
 
+    @property
+    def groups(self) -> "tuple[Cache, ...]":
+        """The cache of each group of layers: itself, unless it is a `GroupedCache`."""
+        return (self,)
+
+    def with_groups(self, groups: "tuple[Cache, ...]") -> "Cache":
+        """Return the cache with other groups."""
+        (cache,) = groups
+        return cache
+
     def enter(self, function: Callable[..., Any], given: BoundArguments) -> Any:
         """Call a public function that was given this cache, one of a derived class."""
         return function(*given.args, **given.kwargs)
