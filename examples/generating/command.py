@@ -97,6 +97,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
         detokenize=task.tokenizer.decode,
         max_results=len(task.prompts),
         result_seconds=float("inf"),
+        kept_programs=pretrained.keep_programs(task.model),
     )
 
 

@@ -63,21 +63,16 @@ def begin_generation(
     model: Model,
     params: Any,
     cache: Cache,
-    texts: Texts,
+    prompts: Prompts,
     *,
     max_new_tokens: int,
-    limits: Integers | None,
     stop_tokens: Integers,
     stop_sequences: Texts | None,
     num_samples: int,
     sizes: Concurrency,
-    salts: Integers,
 ) -> GenerationState:
     """Begin with everything in the queue."""
     check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
-    prompts = Prompts.of(
-        texts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
-    )
     stops = Stops.of(stop_tokens, stop_sequences, prompts.lengths.shape[0])
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)

@@ -10,6 +10,7 @@ import numpy as np
 from jkv.decoding.model import Model
 from jkv.decoding.progress import count_free_blocks
 from jkv.serving.book import Part
+from jkv.serving.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.programs import (
     Arrivals,
     EngineSizes,
@@ -36,10 +37,20 @@ class Loop:
       vocabulary: tokens that the model knows.
     """
 
-    def __init__(self, model: Model, params: Any, cache: Cache, sizes: EngineSizes):
-        self._model, self._params, self._sizes = model, params, sizes
-        self.cache = cache
-        state, _ = jax.eval_shape(self._trace_begin, params, cache)
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        cache: Cache,
+        sizes: EngineSizes,
+        kept: KeptPrograms | None,
+    ):
+        self._params, self._sizes, self.cache = params, sizes, cache
+        static = {"model": model, "sizes": sizes}
+        self._begin = BoundProgram(begin_empty, kept, static)
+        self._exchange = BoundProgram(exchange, kept, {})
+        self._run_window = BoundProgram(run_window, kept, static)
+        state, _ = self._begin.find_shapes(params=params, cache=cache)
         self.vocabulary = int(state.seen.shape[1])
         self.block_size = state.block_size(cache)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
@@ -48,28 +59,27 @@ class Loop:
         self._placements = [_Placements.of(group) for group in cache.groups]
         self._generation: Any = None  # state and sampling
 
-    def _trace_begin(self, params: Any, cache: Cache) -> Any:
-        return begin_empty(self._model, params, cache, sizes=self._sizes)
-
     def exchange(self, parts: list[Part], cancelled: np.ndarray[Any, Any]) -> None:
         """Cancel sequences, bool[N], and let parts of requests wait, at most K."""
-        arrivals = Arrivals.of(self._sizes, parts)
-        cache, state, sampling = exchange(
-            self.cache, *self._begun(), arrivals, np.asarray(cancelled)
+        state, sampling = self._begun()
+        self.cache, *self._generation = self._exchange(
+            cache=self.cache,
+            state=state,
+            sampling=sampling,
+            arrivals=Arrivals.of(self._sizes, parts),
+            cancelled=np.asarray(cancelled),
         )
-        self.cache, self._generation = cache, (state, sampling)
 
     def run(self, num_steps: int) -> WindowReport:
         """Start the next window; the report's arrays come when it is done."""
         state, sampling = self._begun()
-        self.cache, state, report = run_window(
-            self._model,
-            self._params,
-            self.cache,
-            state,
-            sampling,
-            np.int32(num_steps),
-            sizes=self._sizes,
+        report: WindowReport
+        self.cache, state, report = self._run_window(
+            params=self._params,
+            cache=self.cache,
+            state=state,
+            sampling=sampling,
+            num_steps=np.int32(num_steps),
         )
         self._generation = state, sampling
         return report
@@ -118,9 +128,7 @@ class Loop:
 
     def _begun(self) -> Any:
         if self._generation is None:
-            self._generation = begin_empty(
-                self._model, self._params, self.cache, sizes=self._sizes
-            )
+            self._generation = self._begin(params=self._params, cache=self.cache)
         return self._generation
 
 

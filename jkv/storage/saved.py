@@ -13,12 +13,8 @@ import numpy as np
 
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
-from jkv.sharding.heads import (
-    POOL_HEADS,
-    HeadSharding,
-    copies_of,
-    without_copies_of_heads,
-)
+from jkv.sharding.heads import copies_of, without_copies_of_heads
+from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state import Cache
 from jkv.storage import contents, fields, files
 from jkv.storage.files import FileError, Path, Tensor
@@ -86,14 +82,14 @@ def _meant_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def _by_layers(
-    leaf: Any, dtype: np.dtype[Any], sharding: HeadSharding | None
+    leaf: Any, dtype: np.dtype[Any], sharding: StorageSharding | None
 ) -> Tensor:
     """Describe K/V or scales as layers on the host, one at a time, heads once.
 
     Args:
       leaf: the array, [L, P, ...], or a tuple of its pieces, [L, p, ...].
       dtype: what its bits mean.
-      sharding: of the array's heads.
+      sharding: of the storage.
     """
     # Pieces are on the host already, even where JAX holds them.
     pieces = tuple(map(np.asarray, leaf)) if isinstance(leaf, tuple) else (leaf,)

@@ -84,6 +84,7 @@ def load(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     donate: bool = False,
 ) -> Cache | tuple[Cache, SwapIn]:
     """Read what `save` wrote. For the host, outside jit.
@@ -98,8 +99,10 @@ def load(
       path: the file.
       cache: where its sequences go; without it the file must hold a whole cache.
       device: where a whole cache's arrays go, a device or a sharding as for `init`.
-      mesh, heads: the devices instead and the axis for the kv heads, as for `init`,
-        whatever devices the file was written from.
+      mesh: the devices instead, as for `init`, whatever devices the file was written
+        from.
+      heads: the mesh's axis for the kv heads, as for `init`.
+      context: the mesh's axis for the tokens of a block, as for `init`.
       donate: as for `swap_in`.
 
     Returns:
@@ -136,7 +139,7 @@ def load(
             f"{os.fspath(path)} holds {value.num_sequences} sequences, not a whole "
             f"cache; load(path, cache) opens them in a cache"
         )
-    where = choose_placements(value.num_kv_heads, device, mesh, heads)
+    where = choose_placements(value, device, mesh, heads=heads, context=context)
     pools = {
         name: place_by_layers(pool, where.storage, where.sharding)
         for name, pool in value.storage.items()
