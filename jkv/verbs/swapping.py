@@ -129,6 +129,19 @@ def swap_in(
     return contents.put(cache, filled, swapped.contents, donate=donate), result
 
 
+def judge_swap_in(cache: Cache, swapped: Swapped) -> int:
+    """Return the status that `swap_in` would answer, and change nothing.
+
+    Raises:
+      ValueError: as `swap_in`.
+    """
+    check_same_kind(cache, swapped)
+    if swapped.num_sequences == 0:
+        return Status.OK
+    _, result, _ = _open(cache.metadata, _Entering.of(swapped, cache))
+    return int(result.status[0])
+
+
 class _Entering(NamedTuple):
     """Sequences on their way in, as `_open` needs them; all arrays on the host."""
 

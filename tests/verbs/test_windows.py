@@ -123,6 +123,46 @@ class TestSinks:
         slots = jkv.slots(cache, 0, [7, 8, 15, 16])
         assert (np.asarray(slots.block_ids) == 8).tolist() == [False, True, True, False]
 
+    def test_rows_see_sinks_and_window_as_a_dense_model_does(self):
+        """Three sinks and the last eight tokens, in steps of several tokens and of one.
+
+        Blocks given back hold NaN.
+        """
+        rng = np.random.default_rng(0)
+        rows = rng.standard_normal((30, 3, 1, 2)).astype(np.float32)
+        config = small_config(**WINDOW, num_sink_tokens=3)
+        cache = with_storage_filled(jkv.init(config), np.nan)
+        cache, _ = jkv.allocate(cache, [0, 0])
+
+        @jax.jit
+        def step(cache, counts, keys, values, queries):
+            cache, batch = jkv.append(cache, jnp.arange(2), counts, capacity=6)
+            cache = jkv.write(cache, 0, batch, keys, values)
+            return cache, attend_with_sinks(cache, batch, queries, 8, 3)
+
+        done, num_far = 0, 0
+        for count in (5, 5, 5, 1, 1, 5, 2, 5, 1):
+            given = np.zeros((3, 6, 1, 2), np.float32)
+            given[:, 1 : 1 + count] = rows[done : done + count].swapaxes(0, 1)
+            # A neighbour of one token is in the way.
+            counts = np.int32([1 if done == 0 else 0, count])
+            if done:
+                given = np.roll(given, -1, axis=1)
+            cache, found = step(cache, counts, *given)
+            free = np.flatnonzero(np.asarray(cache.metadata.reference_counts) == 0)
+            cache = with_storage_filled(cache, np.nan, free)
+            for i in range(count):
+                place = done + i
+                seen = [p for p in range(place + 1) if p < 3 or p > place - 8]
+                scores = rows[seen, 0, 0] @ rows[place, 2, 0] / np.sqrt(2)
+                weights = np.exp(scores - scores.max())
+                expected = weights / weights.sum() @ rows[seen, 1, 0]
+                row = np.asarray(found)[i + (done == 0), 0]
+                np.testing.assert_allclose(row, expected, atol=1e-5)
+                num_far += len(seen) < place + 1
+            done += count
+        assert num_far > 15 and kept(cache, 1) > 4
+
 
 class TestSharing:
     def test_a_shared_block_is_free_when_its_last_owner_leaves_it(self):
@@ -240,6 +280,30 @@ class TestCounting:
         profile = jkv.memory_profile(cache)
         assert (profile.tokens, profile.cells) == (12, 12)
         assert jkv.stats(cache).tokens == 20  # a length counts what is gone
+
+
+def attend_with_sinks(cache, batch, queries, window, num_sinks):
+    """As the page on windows writes it."""
+    seen, lse = jkv.attend(cache, 0, batch, queries, window=window, return_lse=True)
+    row = jnp.arange(batch.num_rows, dtype=jnp.int32)
+    owner = jnp.searchsorted(batch.query_starts, row, side="right") - 1
+    counts = jnp.clip(batch.positions - (window - 1), 0, num_sinks)
+    counts = jnp.where(batch.valid, counts, 0)
+    sunk, sunk_lse = jkv.paged_attention(
+        queries,
+        cache.keys,
+        cache.values,
+        0,
+        cache.metadata.block_tables,
+        jnp.maximum(batch.seq_ids[owner], 0),
+        row,
+        jnp.minimum(counts, 1),
+        counts,
+        max_query_length=1,
+        return_lse=True,
+    )
+    share = jax.nn.sigmoid(lse - sunk_lse)[..., None]
+    return jnp.where(counts[:, None, None] > 0, share * seen + (1 - share) * sunk, seen)
 
 
 # Blocks of four, a window of five: row 12 sees from 8 on, all of block 2.

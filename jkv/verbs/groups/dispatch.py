@@ -9,9 +9,10 @@ import numpy as np
 
 from jkv.inspection.invariants import check
 from jkv.metadata import requests
-from jkv.state import Batch, Cache
+from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.kinds import fields_of
-from jkv.status import InvariantError, UsageError
+from jkv.status import InvariantError, Status, UsageError
+from jkv.storage.swapped import Swapped
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
@@ -21,6 +22,7 @@ from jkv.verbs.forking import Fork, fork
 from jkv.verbs.groups import joint
 from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
 from jkv.verbs.reordering import reorder
+from jkv.verbs.swapping import SwapIn, judge_swap_in, swap_in, swap_out
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
@@ -31,6 +33,28 @@ _OF_THE_FIRST = ("context_lengths", "clock", "least_recently_used", "tokens")
 
 # Made of verbs, and of numbers of blocks that they ask all groups for.
 _LOOPS = ("add_prompts", "begin", "cancel", "decode", "extend", "generate", "prefill")
+
+# What is about one pool is asked of one group; what changes it is put back.
+_ONE = "pass one of cache.groups, {each}"
+_EACH = (
+    "call it with each of cache.groups, {each}, and put what it returns in their "
+    "places with cache.with_groups"
+)
+_INSTEAD = {
+    "clear_prefixes": "groups of layers find no prompts again",
+    "debug": "it watches no groups of layers; look for mistakes in one cache of all "
+    "layers (CacheConfig)",
+    "evict": "it would close sequences in one group alone; free those that "
+    "jkv.least_recently_used names until jkv.can_allocate says that there is room",
+    "evict_cached": "groups of layers find no prompts again",
+    "evict_older_than": "it would close sequences in one group alone; free those that "
+    "jkv.least_recently_used names",
+    "invalidate": "groups of layers find no prompts again",
+    "match": "groups of layers find no prompts again",
+    "resize": _EACH,
+    "save": "save each of cache.groups, {each}, in a file of its own, and put what "
+    "load returns in their places with cache.with_groups",
+}
 
 # Of one layer.
 _OF_A_LAYER = ("read", "read_slot")
@@ -78,9 +102,9 @@ def call_on_groups(
             f"free, or keep all layers in one cache"
         )
     if name not in _VERBS:
+        each = f"the caches of {len(cache.groups)} groups of layers"
         raise UsageError(
-            f"{name} takes one cache: pass one of cache.groups, the caches of "
-            f"{len(cache.groups)} groups of layers"
+            f"{name} takes one cache: {_INSTEAD.get(name, _ONE).format(each=each)}"
         )
     return _VERBS[name](cache, **given)
 
@@ -217,6 +241,35 @@ def _touch_in_groups(cache: Grouped, seq_ids: Any) -> tuple[Grouped, jax.Array]:
     return cache.with_groups(tuple(group for group, _ in touched)), touched[0][1]
 
 
+def _swap_out_of_groups(
+    cache: Grouped, seq_ids: Any
+) -> tuple[Grouped, tuple[Swapped, ...]]:
+    left = [swap_out(group, seq_ids) for group in cache.groups]
+    groups, swapped = zip(*left, strict=True)
+    return cache.with_groups(groups), swapped
+
+
+def _swap_in_to_groups(
+    cache: Grouped, swapped: Any, donate: bool
+) -> tuple[Grouped, SwapIn]:
+    groups = cache.groups
+    if not isinstance(swapped, tuple) or len(swapped) != len(groups):
+        raise UsageError(
+            f"swapped must be what swap_out returned for a cache of {len(groups)} "
+            f"groups: a tuple with the sequences of each"
+        )
+    pairs = list(zip(groups, swapped, strict=True))
+    causes = [judge_swap_in(*pair) for pair in pairs]
+    cause = next((cause for cause in causes if cause != Status.OK), None)
+    if cause is not None:
+        status = jnp.full((swapped[0].num_sequences,), cause, jnp.int32)
+        first = joint.count_refusals(groups[0], status)
+        nobody = jnp.full_like(status, NO_SEQUENCE)
+        return cache.with_groups((first, *groups[1:])), SwapIn(nobody, status)
+    entered = [swap_in(group, each, donate=donate) for group, each in pairs]
+    return cache.with_groups(tuple(group for group, _ in entered)), entered[0][1]
+
+
 def _commit_nothing(cache: Grouped, batch: Any) -> Grouped:
     _plans_of(batch)
     return cache  # no group has an index
@@ -266,6 +319,8 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "fork": _fork_in_groups,
     "free": _free_in_groups,
     "reorder": _reorder_in_groups,
+    "swap_in": _swap_in_to_groups,
+    "swap_out": _swap_out_of_groups,
     "touch": _touch_in_groups,
     "truncate": _truncate_in_groups,
     "write": _write_in_groups,

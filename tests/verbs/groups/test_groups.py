@@ -202,6 +202,48 @@ def test_layers_may_be_scanned_by_their_periods():
         cache.find_periodic(0, 3, 0)
 
 
+def test_sequences_leave_and_come_back_in_all_groups():
+    """What was given back in one group and kept in the other goes along."""
+    cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
+    rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
+    for _ in range(5):
+        cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)
+    before = [jkv.read(cache, layer, 0) for layer in range(4)]
+    gone = int(jkv.kept_from(cache.groups[1])[0])
+    cache, swapped = jkv.swap_out(cache, [0, 2])
+    jkv.check(cache)
+    assert jkv.context_lengths(cache).tolist() == [0, 10, 0, 0] and gone > 0
+    back, entered = jkv.swap_in(cache, swapped)
+    jkv.check(back)
+    seq_id = int(entered.seq_ids[0])
+    same([jkv.read(back, layer, seq_id) for layer in range(4)], before)
+    assert int(jkv.kept_from(back.groups[1])[seq_id]) == gone
+
+    # Another takes ten blocks more of the pool for windows; the other pool has room.
+    full, held = jkv.allocate(cache, [0])
+    full, batch = jkv.append(full, held.seq_ids, 40, capacity=40)
+    assert batch.status.tolist() == [0]
+    after, refused = jkv.swap_in(full, swapped)
+    assert refused.seq_ids.tolist() == [-1, -1]
+    assert set(refused.status.tolist()) == {jkv.Status.OUT_OF_BLOCKS}
+    jkv.check(after)
+    same(jkv.context_lengths(after), jkv.context_lengths(full))
+    with pytest.raises(UsageError, match="a tuple with the sequences of each"):
+        jkv.swap_in(cache, swapped[0])
+
+
+def test_files_have_one_group_each(tmp_path):
+    cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
+    rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
+    cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)
+    for i, group in enumerate(cache.groups):
+        jkv.save(tmp_path / str(i), group)
+    loaded = [jkv.load(tmp_path / str(i)) for i in range(2)]
+    found = jkv.init_groups(grouped_config()).with_groups(tuple(loaded))
+    jkv.check(found)
+    same(found, cache)
+
+
 def test_mistakes_are_answered():
     cache = grouped_cache()
     rows = jnp.ones((WIDTH, 1, 2))
@@ -216,6 +258,16 @@ def test_mistakes_are_answered():
         jkv.attend(grown, 0, batch, rows)
     with pytest.raises(UsageError, match=r"pass one of cache\.groups"):
         jkv.num_free_blocks(cache)
+    for verb, arguments, said in (
+        (jkv.save, ["nowhere", cache], "save each of cache.groups"),
+        (jkv.debug, [cache], "look for mistakes in one cache of all layers"),
+        (jkv.resize, [cache, 4], "put what it returns in their places"),
+        (jkv.evict, [cache, 1], "free those that jkv.least_recently_used names"),
+        (jkv.match, [cache, [[1, 2]]], "groups of layers find no prompts again"),
+        (jkv.stats, [cache], r"pass one of cache\.groups, the caches of 2 groups"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            verb(*arguments)
     with pytest.raises(UsageError, match="beam_search does not take groups of layers"):
         jkv.beam_search(step, {}, cache, [[1]], num_beams=1, max_new_tokens=1)
     config = grouped_config()
