@@ -21,6 +21,7 @@ from jkv.verbs.eviction import touch
 from jkv.verbs.forking import Fork, fork
 from jkv.verbs.groups import joint
 from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
+from jkv.verbs.groups.refusals import refuse
 from jkv.verbs.reordering import reorder
 from jkv.verbs.swapping import SwapIn, judge_swap_in, swap_in, swap_out
 from jkv.verbs.truncation import truncate
@@ -33,28 +34,6 @@ _OF_THE_FIRST = ("context_lengths", "clock", "least_recently_used", "tokens")
 
 # Made of verbs, and of numbers of blocks that they ask all groups for.
 _LOOPS = ("add_prompts", "begin", "cancel", "decode", "extend", "generate", "prefill")
-
-# What is about one pool is asked of one group; what changes it is put back.
-_ONE = "pass one of cache.groups, {each}"
-_EACH = (
-    "call it with each of cache.groups, {each}, and put what it returns in their "
-    "places with cache.with_groups"
-)
-_INSTEAD = {
-    "clear_prefixes": "groups of layers find no prompts again",
-    "debug": "it watches no groups of layers; look for mistakes in one cache of all "
-    "layers (CacheConfig)",
-    "evict": "it would close sequences in one group alone; free those that "
-    "jkv.least_recently_used names until jkv.can_allocate says that there is room",
-    "evict_cached": "groups of layers find no prompts again",
-    "evict_older_than": "it would close sequences in one group alone; free those that "
-    "jkv.least_recently_used names",
-    "invalidate": "groups of layers find no prompts again",
-    "match": "groups of layers find no prompts again",
-    "resize": _EACH,
-    "save": "save each of cache.groups, {each}, in a file of its own, and put what "
-    "load returns in their places with cache.with_groups",
-}
 
 # Of one layer.
 _OF_A_LAYER = ("read", "read_slot")
@@ -96,16 +75,8 @@ def call_on_groups(
         return function(cache.groups[found.group], found.place, **given)
     if name in _LOOPS:
         return function(cache=cache, **given)
-    if "model" in given:
-        raise UsageError(
-            f"{name} does not take groups of layers: step with append, the model and "
-            f"free, or keep all layers in one cache"
-        )
     if name not in _VERBS:
-        each = f"the caches of {len(cache.groups)} groups of layers"
-        raise UsageError(
-            f"{name} takes one cache: {_INSTEAD.get(name, _ONE).format(each=each)}"
-        )
+        refuse(name, len(cache.groups), runs_model="model" in given)
     return _VERBS[name](cache, **given)
 
 
