@@ -73,6 +73,9 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
         if axis is not None and is_shared and array.shape[axis] % num_devices == 0:
             spec[axis] = "tp"
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.device_put(array, where)
+        # Not `device_put`: between processes it would compare what they have.
+        return jax.make_array_from_callback(
+            array.shape, where, lambda part: array[part]
+        )
 
     return place
