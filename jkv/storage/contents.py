@@ -20,13 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.sharding.heads import (
-    POOL_HEADS,
-    HeadSharding,
-    with_copies_of_heads,
-    without_copies_of_heads,
-)
+from jkv.sharding.heads import with_copies_of_heads, without_copies_of_heads
 from jkv.sharding.processes import bring_whole, is_shared
+from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
@@ -116,7 +112,7 @@ def _gather_blocks(
     pools: dict[str, jax.Array],
     tokens: jax.Array | None,
     blocks: jax.Array,
-    sharding: HeadSharding | None,
+    sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Copy blocks, i32[p], out of the storage and the recorded tokens."""
     storage = {
@@ -157,7 +153,7 @@ def _has_pinned_memory(array: jax.Array) -> bool:
 
 
 def _placed(
-    piece: HostArray, pool: jax.Array, sharding: HeadSharding | None
+    piece: HostArray, pool: jax.Array, sharding: StorageSharding | None
 ) -> HostArray:
     """Bring a piece to the devices of the pool it goes to.
 
@@ -183,7 +179,7 @@ def _scatter(
     blocks: jax.Array,
     contents: dict[str, HostArray],
     rows: jax.Array,
-    sharding: HeadSharding | None,
+    sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its blocks, i32[p], all different."""
     chex.assert_rank(blocks, 1)

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.sharding.heads import POOL_HEADS, HeadSharding, copies_of, with_copies_of_heads
+from jkv.config.cache_config import CacheConfig
+from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.pools import PoolSharding
 from jkv.sharding.processes import is_shared
 from jkv.sharding.resharding import is_explicit
-from jkv.state.cache import Device
+from jkv.sharding.storage_sharding import POOL, POOL_HEADS, StorageSharding
+from jkv.state.cache import Cache, Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
 
@@ -29,50 +31,60 @@ _ALIGNMENT = 64
 class Placements(NamedTuple):
     """Where the arrays of a cache go."""
 
-    sharding: HeadSharding | None  # what the cache remembers
+    sharding: StorageSharding | None  # what the cache remembers
     pools: PoolSharding | None  # likewise
     storage: Placement  # of keys, values and scales
     metadata: Placement
 
 
 def choose_placements(
-    num_kv_heads: int,
+    cache: CacheConfig | Cache,
     device: Placement,
     mesh: jax.sharding.Mesh | None,
-    heads: str | None,
+    *,
+    heads: str | None = None,
+    context: str | None = None,
     pools: str | None = None,
 ) -> Placements:
-    """Return where a cache of K heads goes, on a device or on a mesh.
+    """Return where a cache goes, on a device or on a mesh.
 
     Args:
-      num_kv_heads: K of the model.
+      cache: the cache, or its configuration.
       device: a device or a sharding, for all arrays.
       mesh: devices instead.
-      heads: the mesh axis over which the heads are spread, None for no axis.
+      heads: the mesh axis over which the kv heads are spread, None for no axis.
+      context: the mesh axis over which the tokens of each block are spread, likewise.
       pools: the mesh axis of which each rank has a pool, None for one pool.
 
     Raises:
-      ValueError: for arguments that exclude each other, or heads that do not fit.
+      ValueError: for arguments that exclude each other, or sizes that do not fit.
     """
+    named = {"heads": heads, "context": context, "pools": pools}
+    axes = {name: axis for name, axis in named.items() if axis is not None}
     if mesh is None:
-        for name, axis in (("heads", heads), ("pools", pools)):
-            if axis is not None:
-                raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
+        for name, axis in axes.items():
+            raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
         return Placements(None, None, device, device)
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
-    if pools is not None and pools == heads:
-        raise ValueError(f"heads and pools are both {heads!r}; they need an axis each")
-    sharding = HeadSharding.of(mesh, heads, num_kv_heads) if heads else None
-    if pools and heads and is_explicit(mesh, heads) and jax.__version_info__ < (0, 12):
+    if len(set(axes.values())) < len(axes):
+        given = ", ".join(f"{name}={axis!r}" for name, axis in axes.items())
+        raise ValueError(f"{given}: {' and '.join(axes)} need an axis each")
+    sharding = StorageSharding.of(
+        mesh,
+        heads=heads,
+        context=context,
+        num_kv_heads=cache.num_kv_heads,
+        block_size=cache.block_size,
+    )
+    is_typed = any(is_explicit(mesh, axis) for axis in (heads, context) if axis)
+    if pools and is_typed and jax.__version_info__ < (0, 12):
         raise ValueError(
             f"a shard_map of JAX {jax.__version__} over the axis of pools would gather "
-            f"all heads of Explicit axes on every device; make the mesh with "
+            f"what Explicit axes divide on every device; make the mesh with "
             f"axis_types of AxisType.Auto, or take JAX 0.12"
         )
-    spread = (
-        jax.sharding.PartitionSpec() if sharding is None else sharding.spec(POOL_HEADS)
-    )
+    spread = jax.sharding.PartitionSpec() if sharding is None else sharding.spec(POOL)
     if pools is None:
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return Placements(
@@ -131,10 +143,10 @@ def _place_layer(layer: np.ndarray, where: Placements) -> np.ndarray | jax.Array
     if not isinstance(where.storage, jax.sharding.NamedSharding):
         return layer
     axis = 0 if where.pools is None else 1
-    axes = [*where.storage.spec, *[None] * layer.ndim][: axis + POOL_HEADS + 1]
+    axes = [*where.storage.spec, *[None] * layer.ndim][: layer.ndim + 1]
     del axes[axis]
     if copies_of(where.sharding) > 1:  # the model's heads: the copies are made there
-        axes[-1] = None
+        axes[axis + POOL_HEADS - 1] = None
     spec = jax.sharding.PartitionSpec(*axes)
     return place(layer, jax.sharding.NamedSharding(where.storage.mesh, spec))
 
@@ -154,7 +166,7 @@ def _set_layer(
     number: jax.Array,
     layer: jax.Array,
     axis: int,
-    sharding: HeadSharding | None,
+    sharding: StorageSharding | None,
 ) -> jax.Array:
     layer = with_copies_of_heads(sharding, layer, axis + POOL_HEADS - 1)
     return pool.at[(slice(None),) * axis + (number,)].set(layer)

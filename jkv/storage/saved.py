@@ -18,8 +18,9 @@ import numpy as np
 
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
-from jkv.sharding.heads import POOL_HEADS, copies_of, without_copies_of_heads
+from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_first, is_shared
+from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
 from jkv.storage import contents, fields, files
 from jkv.storage.contents import HostArray

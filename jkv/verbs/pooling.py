@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
-from jkv.sharding.heads import POOL_HEADS, without_copies_of_heads
+from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.pools import PoolSharding, with_rank, without_rank
 from jkv.sharding.processes import bring_whole
+from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import place

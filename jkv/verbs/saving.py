@@ -14,7 +14,6 @@ import numpy as np
 
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
-from jkv.sharding.heads import POOL_HEADS
 from jkv.state import Cache
 from jkv.state.entry import for_host
 from jkv.status import InvariantError, UsageError
@@ -81,6 +80,7 @@ def load(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     pools: str | None = None,
 ) -> Cache: ...
 
@@ -96,6 +96,7 @@ def load(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     pools: str | None = None,
     donate: bool = False,
 ) -> Cache | tuple[Cache, SwapIn]:
@@ -111,10 +112,12 @@ def load(
       path: the file.
       cache: where its sequences go; without it the file must hold a whole cache.
       device: where a whole cache's arrays go, a device or a sharding as for `init`.
-      mesh, heads: the devices instead and the axis for the kv heads, as for `init`,
-        whatever devices the file was written from. On a mesh of several processes all
-        of them call this, and can all read the file.
-      pools: the axis of ranks for a file with a pool for each, as for `init`.
+      mesh: the devices instead, as for `init`, whatever devices the file was written
+        from. If they belong to several processes, all of them call this, and each can
+        read the file.
+      heads: the mesh's axis for the kv heads, as for `init`.
+      context: the mesh's axis for the tokens of a block, as for `init`.
+      pools: the mesh's axis of ranks, for a file with a pool for each, as for `init`.
       donate: as for `swap_in`.
 
     Returns:
@@ -151,8 +154,8 @@ def load(
             f"{os.fspath(path)} holds {value.num_sequences} sequences, not a whole "
             f"cache; load(path, cache) opens them in a cache"
         )
-    num_kv_heads = value.keys.shape[POOL_HEADS + (pools is not None)]
-    where = choose_placements(num_kv_heads, device, mesh, heads, pools)
+    axes = {"heads": heads, "context": context, "pools": pools}
+    where = choose_placements(_first_pool(value), device, mesh, **axes)
     storage = {
         name: place_by_layers(np.asarray(pool), where)
         for name, pool in value.storage.items()
@@ -164,6 +167,12 @@ def load(
         pools=where.pools,
     )
     return jax.block_until_ready(loaded)
+
+
+def _first_pool(cache: Cache) -> Cache:
+    """Return the pool of the first rank of a file's cache, or the only one."""
+    has_ranks = cache.metadata.block_tables.ndim == 3
+    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache  # type: ignore[no-any-return]
 
 
 def _check_saved(

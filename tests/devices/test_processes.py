@@ -135,7 +135,7 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
     What each process does is in `two_processes.py`, which has assertions of its own.
     """
     layout = Layout("repeated", (("dp", 2), ("tp", 2)), AxisType.Auto, "int8")
-    alone = filled(layout)
+    alone = filled(layout, {})
     jkv.save(tmp_path / "cache", alone)
     cache = jkv.init(small(layout), mesh=layout.mesh, heads="tp", pools="dp")
     cache, _ = jkv.over_pools(jkv.allocate)(cache, np.array([[4, 9], [12, -1]]))

@@ -63,9 +63,10 @@ def decode_rows(
         call.max_blocks * call.pools.block_size,
         wanted,
     )
+    requests, window = call.of_last_rows()
     work, pieces = list_decode_work(
-        call.requests,
-        call.window,
+        requests,
+        window,
         num_rows=call.num_rows,
         num_entries=num_entries,
         least=count_least(wanted),
@@ -78,7 +79,7 @@ def decode_rows(
         call.sinks,
         partial,
         partial_lse,
-        call.queries.dtype,
+        call.output_dtype,
         interpret=variant.interpret,
     )
 
@@ -97,6 +98,7 @@ def prefill_rows(
         num_entries=num_prefill_entries(
             call.num_rows, call.num_requests, variant.row_tokens
         ),
+        find_held=call.find_held,
     )
     return _launch_rows(_make_operands(call, work), output, lse, variant)
 
@@ -109,6 +111,7 @@ def _make_operands(call: Call, work: Work) -> Operands:
         layer=jnp.clip(call.layer, 0, pools.keys.shape[0] - 1)[None],
         scale=call.scale[None],
         window=None if call.window is None else call.window[None],
+        part=None if call.part is None else call.part[None],
         sinks=call.sinks,
         block_tables=call.requests.block_tables,
         queries=call.queries,

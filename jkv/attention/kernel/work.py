@@ -11,6 +11,7 @@ longest one possible, or leave the long one to a few programs.
 Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ def num_decode_entries(
 
 def list_decode_work(
     requests: Requests,
-    window: jax.Array | None,  # i32[]
+    window: jax.Array | None,  # i32[] or i32[B]
     *,
     num_rows: int,
     num_entries: int,
@@ -153,8 +154,17 @@ def list_prefill_work(
     *,
     tile_rows: int,
     num_entries: int,
+    find_held: Callable[[jax.Array], jax.Array] = lambda positions: positions,
 ) -> Work:
-    """Cut the rows of all requests of two or more into tiles."""
+    """Cut the rows of all requests of two or more into tiles.
+
+    Args:
+      requests: B of them.
+      window: tokens that a row sees, if not all.
+      tile_rows: rows of a tile.
+      num_entries: W.
+      find_held: which token in the pools is the last one up to positions, i32[W].
+    """
     lengths, context = requests.query_lengths, requests.context_lengths
     counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
@@ -165,12 +175,13 @@ def list_prefill_work(
     offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
-    end = position + num_rows
+    end = find_held(position + num_rows - 1) + 1
     first = jnp.zeros_like(end)
-    alive = (entry < ends[-1]) & (end > 0)
+    alive = entry < ends[-1]
     if window is not None:
         alive &= window > 0
-        first = jnp.maximum(position - jnp.maximum(window, 1) + 1, 0)
+        first = jnp.maximum(find_held(position - jnp.maximum(window, 1)) + 1, 0)
+    alive &= end > first
     return Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),

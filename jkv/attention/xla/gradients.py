@@ -102,6 +102,7 @@ def _backward(attend, saved, cotangents):  # type: ignore[no-untyped-def]
         layer=None,
         requests=None,
         window=None,
+        part=None,
     )
     return (gradient,)
 
