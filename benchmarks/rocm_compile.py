@@ -168,7 +168,7 @@ def compile_step(step: Step, device: jax.Device) -> dict[str, object]:
 def pretend_mi300x() -> contextlib.AbstractContextManager[object]:
     """Let the kernel be cut for the card that is compiled for."""
     return unittest.mock.patch(
-        "jkv.attention.choice.find_target",
+        "jkv.attention.kernel.platforms.find_target",
         lambda platform: "gfx942" if platform == "rocm" else None,
     )
 
