@@ -22,6 +22,7 @@ import re
 import sys
 import time
 import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -187,6 +188,9 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     # Pieces and their joining: no request of several rows, no third kernel.
     expected = 2 if step.is_scanned else 2 * step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
+    launches = count_launches(text)
+    if launches is not None and step.context == 1:
+        assert launches["bookkeeping"] == 0, f"lists are made in each layer: {launches}"
     layer_elements = cache.keys.size // step.num_layers // step.num_cards
     for line in text.splitlines():
         match = re.search(r"= (.+?) ([\w-]+)\(", line)
@@ -218,16 +222,49 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
         "aliased bytes": memory.alias_size_in_bytes,
         "output bytes": memory.output_size_in_bytes,
         "kernels": num_kernels,
+        "launches a layer": launches,
         "seconds to compile": round(seconds, 1),
     }
 
 
-def pretend_mi300x() -> contextlib.AbstractContextManager[object]:
+def count_launches(text: str) -> dict[str, int] | None:
+    """Count what a trip of the loop over layers launches; None without a loop.
+
+    By what it is for: kernels of the attention, writes into the pool, bookkeeping of
+    the attention, and the rest (the loop's own counting).
+    """
+    body = re.search(r"body=%?([\w.-]+)", text)
+    if body is None:
+        return None
+    start = re.search(rf"^%?{re.escape(body[1])} ", text, re.MULTILINE)
+    assert start is not None
+    lines = text[start.start() :].split("\n\n")[0].splitlines()
+    counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "loop"), 0)
+    for line in lines:
+        if " custom-call(" in line:
+            counts["kernels"] += 1
+        elif " fusion(" in line:
+            name = re.search(r'op_name="([^"]*)"', line)
+            path = name[1] if name else ""
+            is_write, is_attention = "_write" in path, "attend" in path
+            counts[
+                "writes" if is_write else "bookkeeping" if is_attention else "loop"
+            ] += 1
+    return counts
+
+
+@contextlib.contextmanager
+def pretend_mi300x() -> Iterator[None]:
     """Let the kernel be cut for the card that is compiled for."""
-    return unittest.mock.patch(
-        "jkv.attention.kernel.platforms.find_target",
-        lambda platform: "gfx942" if platform == "rocm" else None,
-    )
+    with contextlib.ExitStack() as stack:
+        for module in ("platforms", "planning"):
+            stack.enter_context(
+                unittest.mock.patch(
+                    f"jkv.attention.kernel.{module}.find_target",
+                    lambda platform: "gfx942" if platform == "rocm" else None,
+                )
+            )
+        yield
 
 
 def main() -> None:
