@@ -26,8 +26,8 @@ def bring_whole(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def is_first(mesh: jax.sharding.Mesh) -> bool:
-    """Return whether this process does what one of the mesh's processes has to do."""
+def is_writer(mesh: jax.sharding.Mesh) -> bool:
+    """Return whether this is the process of a mesh that writes for all of them."""
     first = min(device.process_index for device in mesh.devices.flat)
     return bool(first == jax.process_index())
 

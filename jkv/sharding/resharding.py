@@ -28,6 +28,24 @@ def spread(
     return jax.tree.map(reshard, arrays)
 
 
+def as_auto(array: jax.Array) -> jax.Array:
+    """Return an array that any index may take apart, on axes that are all Auto.
+
+    It has the same buffers. For the host, outside jit.
+    """
+    where: Any = getattr(array, "sharding", None)  # numpy has none
+    if not isinstance(where, jax.sharding.NamedSharding):
+        return array
+    names = where.mesh.axis_names
+    automatic = (jax.sharding.AxisType.Auto,) * len(names)
+    mesh = jax.sharding.Mesh(where.mesh.devices, names, axis_types=automatic)
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        jax.sharding.NamedSharding(mesh, where.spec),
+        [shard.data for shard in array.addressable_shards],
+    )
+
+
 def _reshard(
     array: Any, *, mesh: jax.sharding.Mesh, axis: str, place: int | None
 ) -> Any:

@@ -19,7 +19,8 @@ import numpy as np
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
 from jkv.sharding.heads import copies_of, without_copies_of_heads
-from jkv.sharding.processes import agree, bring_whole, is_first, is_shared
+from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
+from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
 from jkv.storage import contents, fields, files
@@ -124,6 +125,7 @@ def _by_layers(leaf: jax.Array, dtype: np.dtype[Any], cache: Cache) -> Tensor:
     shape = list(leaf.shape)
     shape[place] //= copies_of(cache.sharding)
     numbers = itertools.product(*map(range, shape[: place - 1]))  # ranks, layers
+    leaf = as_auto(leaf)  # whose ranks may be an Explicit axis
     layers = (bring_whole(leaf[number]) for number in numbers)
     heads = (without_copies_of_heads(cache.sharding, layer, 1) for layer in layers)
     return Tensor(dtype, tuple(shape), heads)
@@ -153,7 +155,7 @@ def _write_together(
 ) -> None:
     """Let one of several processes write what all of them bring."""
     failure: Exception | None = None
-    if is_first(mesh):
+    if is_writer(mesh):
         try:
             files.write_file(path, tensors, metadata)
         except Exception as error:
