@@ -38,15 +38,16 @@ def pretend(platform):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def mesh_of_cards(platform, count, axis_type):
-    """A mesh with one axis "tp" of cards that are not there."""
+def mesh_of_cards(platform, axes, axis_type):
+    """A mesh of cards that are not there, with axes of these names and sizes."""
     from jax.sharding import AbstractDevice, AbstractMesh
 
     options = {}
     if jax.__version_info__ >= (0, 11):
         device = AbstractDevice(_ANY_DEVICE[platform], 1, platform)
         options = {"abstract_device": device}
-    return AbstractMesh((count,), ("tp",), axis_types=(axis_type,), **options)
+    types = (axis_type,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, **options)
 
 
 def lower(function, arguments, platform):

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from jkv.sharding.resharding import spread
-from jkv.sharding.storage_sharding import Places, StorageSharding
+from jkv.sharding.storage_sharding import DividedAxes, StorageSharding
 from jkv.sharding.varying import vary_over
 
 
 def over_devices(
     sharding: StorageSharding | None,
     function: Callable[..., Any],
-    places: tuple[Places, ...],
-    result: Places,
+    places: tuple[DividedAxes, ...],
+    result: DividedAxes,
     **static: Any,
 ) -> Callable[..., Any]:
     """Return a function that does its work on each device for what is held there.
@@ -58,8 +58,8 @@ def _map_over_devices(
     axes: frozenset[str],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     function: Callable[..., Any],
-    places: tuple[Places, ...],
-    result: Places,
+    places: tuple[DividedAxes, ...],
+    result: DividedAxes,
     static: tuple[tuple[str, Any], ...],
 ) -> Callable[..., Any]:
     """Make the function; kept, so that calls outside of jit find it compiled."""
@@ -71,7 +71,7 @@ def _map_over_devices(
         axis_names=axes,
     )
 
-    def move(arrays: Any, places: Places) -> Any:
+    def move(arrays: Any, places: DividedAxes) -> Any:
         for axis, place in zip((sharding.heads, sharding.context), places, strict=True):
             if axis in axes:
                 arrays = spread(arrays, sharding.mesh, axis, place)
@@ -84,7 +84,7 @@ def _map_over_devices(
     return jax.jit(call)
 
 
-def gather_tokens(
+def with_whole_blocks(
     sharding: StorageSharding | None, blocks: jax.Array, place: int
 ) -> jax.Array:
     """Return blocks with the tokens of all devices, the same on each of them.

@@ -8,7 +8,7 @@ import jax
 from jkv.sharding.resharding import is_explicit
 
 
-class Places(NamedTuple):
+class DividedAxes(NamedTuple):
     """Which axis of an array has the kv heads, and which the tokens of a block."""
 
     heads: int | None = None
@@ -17,9 +17,9 @@ class Places(NamedTuple):
 
 # In [L, N, K, T, D] of a pool and [L, N, K, T] of scales, and in [R, K, D] of rows.
 POOL_HEADS, POOL_TOKENS, ROW_HEADS = 2, 3, 1
-POOL, ROWS = Places(POOL_HEADS, POOL_TOKENS), Places(ROW_HEADS)
+POOL, ROWS = DividedAxes(POOL_HEADS, POOL_TOKENS), DividedAxes(ROW_HEADS)
 # Of [H], and of what every device has whole.
-PER_HEAD, WHOLE = Places(0), Places()
+PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StorageSharding:
         return 1 if self.context is None else int(self.mesh.shape[self.context])
 
     def spec(
-        self, places: Places, axes: frozenset[str] | None = None
+        self, places: DividedAxes, axes: frozenset[str] | None = None
     ) -> jax.sharding.PartitionSpec:
         """Return the partition of an array, by some of the axes or by all."""
         heads, context = (
@@ -113,7 +113,7 @@ class StorageSharding:
 
 
 def find_spec(
-    places: Places, heads: str | None, context: str | None
+    places: DividedAxes, heads: str | None, context: str | None
 ) -> jax.sharding.PartitionSpec:
     """Return the partition of an array by these mesh axes, None for none."""
     parts = {

@@ -10,7 +10,7 @@ from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import gaps, requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import without_copies_of_heads
-from jkv.sharding.mapping import gather_tokens
+from jkv.sharding.mapping import with_whole_blocks
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -146,7 +146,7 @@ def _read_slot(
 
 def _whole(cache: Cache, blocks: jax.Array, place: int) -> jax.Array:
     """Return blocks with all their tokens, which stand on this axis."""
-    return gather_tokens(cache.sharding, blocks, place)
+    return with_whole_blocks(cache.sharding, blocks, place)
 
 
 def _restored(

@@ -53,15 +53,20 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
     assert not is_close(jnp.zeros_like(found), wanted)
 
 
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_each_card_of_a_mesh_launches_the_kernel_for_its_heads(axis_type):
-    """Without a word from the user: eight ROCm cards, each with one of eight heads."""
+def test_each_card_of_a_mesh_launches_the_kernel_for_what_it_has(axis_type, context):
+    """Without a word from the user: eight ROCm cards, each with one of eight heads.
+
+    Or pairs of cards with two heads each, of which both have half of every block.
+    """
     config = dataclasses.replace(
         AUTO.config, head_dim=64, value_head_dim=64, dtype="bfloat16"
     )
-    mesh = mesh_of_cards("rocm", 8, axis_type)
+    mesh = mesh_of_cards("rocm", {"tp": 8 // context, "cp": context}, axis_type)
     cache = jax.eval_shape(lambda: jkv.init(config))
-    cache = dataclasses.replace(cache, sharding=StorageSharding(mesh, "tp"))
+    sharding = StorageSharding(mesh, "tp", "cp" if context > 1 else None)
+    cache = dataclasses.replace(cache, sharding=sharding)
     rows, queries = (
         shape(6, 8, 64, dtype="bfloat16"),
         shape(6, 32, 64, dtype="bfloat16"),
@@ -72,5 +77,6 @@ def test_each_card_of_a_mesh_launches_the_kernel_for_its_heads(axis_type):
     decode, join, prefill = find_kernels(lowered)
     names = [kernel.name for kernel in (decode, join, prefill)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill"]
-    # One kv head, and its four query heads.
-    assert decode.grid[1] == prefill.grid[1] == 1 and join.grid[1] == 4
+    # One kv head, and its four query heads, or two.
+    assert join.grid[1] == 4 * context
+    assert lowered.as_text().count("stablehlo.all_reduce") == (3 if context > 1 else 0)

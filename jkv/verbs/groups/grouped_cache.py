@@ -117,7 +117,9 @@ def init_groups(
     Args:
       config: the sizes of each group.
       storage: False leaves the K/V arrays empty, as for `init`.
-      mesh, heads, context: devices, and how all groups lie on them, as for `init`.
+      mesh: devices that all groups lie on, as for `init`.
+      heads: as for `init`.
+      context: as for `init`.
 
     Returns:
       A `GroupedCache`, which `append`, `write`, `attend` and the other verbs of a step
