@@ -245,21 +245,25 @@ def run_contest(
     )
     where["load after"] = harness.machine()["load"]
     rows = make_rows(runs, workload)
-    targets = compare(runs, rows, contest, workload.num_samples)
+    targets = compare(runs, rows, contest)
     for lines in (rows, targets):
-        print(
-            "\n" + harness.table(lines, {name: name for line in lines for name in line})
-        )
+        columns = {name: name for line in lines for name in line}
+        print("\n" + harness.table(lines, columns))
     if options.no_json or options.size == "tiny":
         print()
         return
-    run = {"benchmark": f"rollouts: {key}", "machine": where, "title": contest.title}
-    run |= {
+    run = {
+        "benchmark": f"rollouts: {key}",
+        "machine": where,
+        "title": contest.title,
         "size": dataclasses.asdict(size),
         "prompt tokens": workload.num_prompt_tokens,
+        "new tokens": workload.num_tokens,
+        "rows": rows,
+        "targets": targets,
+        "runs": runs,
     }
-    run |= {"new tokens": workload.num_tokens, "rows": rows, "targets": targets}
-    harness.save(RESULTS, run | {"runs": runs})
+    harness.save(RESULTS, run)
     print(f"\nwritten to {RESULTS.name}\n")
 
 
