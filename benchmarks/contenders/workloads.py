@@ -96,7 +96,7 @@ def draw_conversations(
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     context = CONTEXT // shorten
     found: list[tuple[list[int], int]] = []
-    every = 37  # the file is sorted by nothing, but neighbours are alike
+    every = 19  # the file is sorted by nothing, but neighbours are alike
     for i, (question, answer) in enumerate(_read_conversations()):
         if i % every:
             continue
@@ -107,6 +107,8 @@ def draw_conversations(
             found.append((tokens, min(num_new, context - len(tokens))))
         if len(found) == prompts:
             break
+    if len(found) < prompts:
+        raise ValueError(f"ShareGPT gives {len(found)} prompts, not {prompts}")
     texts, limits = zip(*found, strict=True)
     return Workload(
         str(BUNDLED), list(texts), list(limits), samples, running, context, shorten
