@@ -28,7 +28,7 @@ from .keeping import keep_programs
 from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
-from .spreading import make_mesh, put_whole, spread_over
+from .spreading import find_divided_axis, make_mesh, put_whole, spread_over
 from .tokenizer import has_chat_template, load_tokenizer, render_chat
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "DecoderConfig",
     "Params",
     "Rope",
+    "find_divided_axis",
     "has_chat_template",
     "keep_programs",
     "load",

@@ -48,6 +48,7 @@ class Statistics(NamedTuple):
     idle_places: jax.Array  # i32[], sum over these of the places without a row
     draft_tokens: jax.Array  # i32[], tokens that were guessed and computed
     accepted_tokens: jax.Array  # i32[], those of them that were right
+    checking_steps: jax.Array  # i32[], steps that computed guesses
 
     @classmethod
     def zeros(cls) -> "Statistics":

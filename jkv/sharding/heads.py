@@ -16,6 +16,13 @@ def copies_of(sharding: StorageSharding | None) -> int:
     return sharding.copies
 
 
+def places_on_device(sharding: StorageSharding | None, num_places: int) -> int:
+    """Return how many places for kv heads a device has of a pool as it is seen here."""
+    if sharding is None or sharding.heads not in sharding.open_axes:
+        return num_places
+    return num_places // int(sharding.mesh.shape[sharding.heads])
+
+
 def with_copies_of_heads(
     sharding: StorageSharding | None, array: jax.Array, place: int
 ) -> jax.Array:

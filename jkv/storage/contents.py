@@ -21,6 +21,7 @@ import numpy as np
 
 from jkv.attention import lazy_chex as chex
 from jkv.sharding.heads import with_copies_of_heads, without_copies_of_heads
+from jkv.sharding.processes import bring_whole, is_shared
 from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state import Cache
 
@@ -126,6 +127,8 @@ def _gather_blocks(
 def _to_host(gathered: Any) -> Any:
     """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
     leaves = jax.tree.leaves(gathered)
+    if any(is_shared(leaf.sharding) for leaf in leaves):
+        return jax.tree.map(bring_whole, gathered)
     if not leaves or not _has_pinned_memory(leaves[0]):
         return jax.device_get(gathered)
 

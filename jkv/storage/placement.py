@@ -16,6 +16,7 @@ import numpy as np
 from jkv.config.cache_config import CacheConfig
 from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.pools import PoolSharding
+from jkv.sharding.processes import is_shared
 from jkv.sharding.resharding import is_explicit
 from jkv.sharding.storage_sharding import POOL, POOL_HEADS, StorageSharding
 from jkv.state.cache import Cache, Device
@@ -106,27 +107,48 @@ def place(arrays: Arrays, device: Placement) -> Arrays:
       The pytree of JAX arrays, no two of which share a buffer with another or with one
       of numpy's.
     """
-    return jax.device_put(jax.tree.map(_unaligned, arrays), device)
+    if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
+        return jax.device_put(jax.tree.map(_unaligned, arrays), device)
+
+    def place_parts(array: np.ndarray) -> jax.Array:
+        # `device_put` would compare what the processes have, array by array.
+        return jax.make_array_from_callback(
+            array.shape, device, lambda part: _unaligned(array[part])
+        )
+
+    return jax.tree.map(place_parts, arrays)
 
 
-def place_by_layers(
-    array: np.ndarray | jax.Array,
-    device: Placement,
-    sharding: StorageSharding | None = None,
-) -> jax.Array:
-    """Put an array of storage, [L, N, K, ...], on a device a layer at a time.
+def place_by_layers(array: np.ndarray, where: Placements) -> jax.Array:
+    """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
-    One mapped from a file is then never in the host's memory as a whole.
+    One mapped from a file is then never in the host's memory as a whole. Of an array
+    with an axis of ranks first, that is a layer of each rank.
     """
+    axis = 0 if where.pools is None else 1  # of the layers
     shape = list(array.shape)
-    shape[POOL_HEADS] *= copies_of(sharding)
-    pool = jnp.zeros(shape, array.dtype, device=device)
-    for number, layer in enumerate(array):
+    shape[axis + POOL_HEADS] *= copies_of(where.sharding)
+    pool = jnp.zeros(shape, array.dtype, device=where.storage)
+    for number in range(shape[axis]):
+        layer = _place_layer(array[(slice(None),) * axis + (number,)], where)
         # Waiting keeps copies of layers from piling up on their way.
         pool = jax.block_until_ready(
-            _set_layer(pool, np.int32(number), layer, sharding)
+            _set_layer(pool, np.int32(number), layer, axis, where.sharding)
         )
     return pool
+
+
+def _place_layer(layer: np.ndarray, where: Placements) -> np.ndarray | jax.Array:
+    """Put a layer of an array of storage where the array has it."""
+    if not isinstance(where.storage, jax.sharding.NamedSharding):
+        return layer
+    axis = 0 if where.pools is None else 1
+    axes = [*where.storage.spec, *[None] * layer.ndim][: layer.ndim + 1]
+    del axes[axis]
+    if copies_of(where.sharding) > 1:  # the model's heads: the copies are made there
+        axes[axis + POOL_HEADS - 1] = None
+    spec = jax.sharding.PartitionSpec(*axes)
+    return place(layer, jax.sharding.NamedSharding(where.storage.mesh, spec))
 
 
 def _unaligned(array: np.ndarray) -> np.ndarray:
@@ -138,11 +160,13 @@ def _unaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
 def _set_layer(
     pool: jax.Array,
     number: jax.Array,
     layer: jax.Array,
+    axis: int,
     sharding: StorageSharding | None,
 ) -> jax.Array:
-    return pool.at[number].set(with_copies_of_heads(sharding, layer, POOL_HEADS - 1))
+    layer = with_copies_of_heads(sharding, layer, axis + POOL_HEADS - 1)
+    return pool.at[(slice(None),) * axis + (number,)].set(layer)

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jkv.attention import paged_attention
+from jkv.attention.kernel.lists import DecodeWork
 from jkv.attention.parts import join_parts
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import over_devices
@@ -128,7 +129,7 @@ def attend(
     check_batch(cache, batch)
     check_queries(cache, batch, queries)
     # Elements, then who reads what, then options that may be traced.
-    places = (ROWS, POOL, PER_HEAD, *[WHOLE] * 8)
+    places = (ROWS, POOL, PER_HEAD, *[WHOLE] * 9)
     sharding = cache.sharding
     attend_on_device = over_devices(
         sharding,
@@ -154,6 +155,7 @@ def attend(
         batch.query_starts,
         batch.query_lengths,
         batch.context_lengths,
+        batch.decode_work,
         scale,
         checked_window(cache, window),
     )
@@ -170,6 +172,7 @@ def _attend_on_device(
     query_starts: jax.Array,
     query_lengths: jax.Array,
     context_lengths: jax.Array,
+    decode_work: DecodeWork | None,
     scale: float | jax.Array | None,
     window: int | jax.Array | None,
     *,
@@ -194,6 +197,7 @@ def _attend_on_device(
         query_starts,
         query_lengths,
         context_lengths,
+        decode_work=decode_work,
         scale=scale,
         window=window,
         key_scales=storage.get("key_scales"),

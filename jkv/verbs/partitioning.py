@@ -8,6 +8,7 @@ import jax
 from jkv.config.cache_config import CacheConfig
 from jkv.sharding.storage_sharding import POOL, find_spec
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.storage.placement import choose_placements
 from jkv.verbs.initialization import init
 
@@ -38,7 +39,7 @@ def partition_specs(
 
     Raises:
       ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
-        a block, evenly.
+        a block, evenly; for a cache of another kind, with groups or in debug mode.
 
     Example:
       >>> import jkv
@@ -49,6 +50,11 @@ def partition_specs(
       ((None, None, 'tp'), ())
     """
     if isinstance(cache, Cache):
+        if type(cache) is not Cache:
+            raise UsageError(
+                f"partition_specs takes a plain cache, got {type(cache).__name__}: "
+                f"give it each of cache.groups, or jkv.debug(cache, False)"
+            )
         shapes = cache
     else:
         axes = {"heads": heads, "context": context, "pools": pools}

@@ -25,6 +25,7 @@ import jkv
 from jkv.decoding import PromptLookup
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.pace import Pace
+from jkv.decoding.speculation.verification import row_sizes
 
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 2, 20
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running")
@@ -99,27 +100,74 @@ def test_the_longest_and_latest_run_is_looked_up():
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]
 
 
-@pytest.mark.one_end
-def test_guesses_that_fail_are_rarer_and_rarer():
-    """Of 2,000 steps with seven wrong guesses each, some twenty are tried."""
+EIGHT, COST = jnp.int32(8), 1.5
+
+
+def play(right, num_steps, present=8):
+    """Guess seven tokens for eight texts; who was guessed for, bool[steps, 8].
+
+    Args:
+      right: of each text's seven guesses, i32[8].
+      num_steps: how often.
+      present: texts for which there are guesses.
+    """
+    right = jnp.asarray(right, jnp.int32)
+    found = jnp.where(jnp.arange(8) < present, 7, 0).astype(jnp.int32)
 
     def step(pace, _):
-        tries = (pace.wait == 0) & pace.pays(jnp.int32(56), jnp.int32(8), 1.5)
-        none = jnp.int32(0)
-        failed = pace.after_guesses(jnp.int32(56), none, jnp.int32(8), 1.5)
+        pace = pace.follow(jnp.arange(8, dtype=jnp.int32))
+        guesses = jnp.where(pace.choose(found, EIGHT, COST), found, 0)
+        accepted = jnp.minimum(right, guesses)
+        after = pace.after_guesses(guesses, accepted, EIGHT, COST)
+        guessed = jnp.any(guesses > 0)
         pick = jax.tree.map(
-            lambda a, b: jnp.where(tries, a, b), failed, pace.after_step()
+            lambda a, b: jnp.where(guessed, a, b), after, pace.after_step()
         )
-        return pick, tries
+        return pick, guesses > 0
 
-    _, tries = jax.jit(lambda: jax.lax.scan(step, Pace.begin(), length=2000))()
-    assert 4 <= tries[:256].sum() <= 6 and tries.sum() <= 10
+    pace = Pace.begin(8, 7, COST)
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, pace, length=num_steps))()[1])
+
+
+@pytest.mark.one_end
+def test_guesses_that_fail_are_rarer_and_rarer():
+    """Of 2,000 steps with seven wrong guesses each, six are tried."""
+    tries = play([0] * 8, 2000).any(axis=1)
+    assert tries.nonzero()[0].tolist() == [0, 33, 162, 675, 1188, 1701]
     # Where all are right, every step guesses.
-    right = Pace.begin()
-    for _ in range(3):
-        right = right.after_guesses(jnp.int32(56), jnp.int32(56), jnp.int32(8), 1.5)
-    assert right.pays(jnp.int32(8), jnp.int32(8), 1.5) and right.wait == 0
-    assert not right.pays(jnp.int32(2), jnp.int32(8), 1.5)
+    assert play([7] * 8, 50).all()
+    # Guesses for two texts of eight are not worth a step of all.
+    assert not play([7] * 8, 50, present=2).any()
+
+
+@pytest.mark.one_end
+def test_texts_that_repeat_are_guessed_for_and_others_hardly():
+    guessed = play([7, 7, 7, 0, 0, 0, 0, 0], 200)
+    assert guessed[:, :3].all()
+    assert 0.01 < guessed[:, 3:].mean() < 0.1
+    # One such text is worth a step of eight; one that brings less is not.
+    assert play([7, 0, 0, 0, 0, 0, 0, 0], 200)[:, 0].mean() > 0.9
+    assert play([2, 0, 0, 0, 0, 0, 0, 0], 200).any(axis=1).sum() == 3
+
+
+@pytest.mark.one_end
+def test_a_text_that_takes_a_place_is_believed_to_be_like_the_others():
+    good = Pace.begin(2, 7, COST).follow(jnp.int32([0, 1]))
+    for accepted in ([7, 7], [7, 7]):
+        good = good.after_guesses(
+            jnp.int32([7, 7]), jnp.int32(accepted), jnp.int32(2), COST
+        )
+    assert good.follow(jnp.int32([0, 5])).rates.tolist() == good.rates.tolist()
+    mixed = good.after_guesses(jnp.int32([7, 7]), jnp.int32([7, 0]), jnp.int32(2), COST)
+    rates = mixed.follow(jnp.int32([0, 6])).rates.tolist()
+    assert mixed.rates[1] < rates[1] == mixed.typical < rates[0] == mixed.rates[0]
+
+
+@pytest.mark.one_end
+def test_a_step_with_few_guesses_has_few_rows():
+    assert row_sizes(8, 7) == (22, 64)
+    assert row_sizes(1, 7) == (8,) and row_sizes(2, 7) == (16,)
+    assert row_sizes(3, 3) == (6, 12)  # of the games above
 
 
 @pytest.mark.one_end

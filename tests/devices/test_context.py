@@ -245,6 +245,44 @@ def attend_dense(query, keys, values, window=0):
 
 
 @pytest.mark.one_end
+def test_groups_and_debug_mode_on_a_mesh():
+    """Layers with windows and without, and a mistake that is found."""
+    layers = dict(layer_windows=[8, None], num_kv_heads=2, head_dim=8, step_tokens=8)
+    config = jkv.GroupedConfig.for_context_length(
+        64, max_sequences=2, block_size=4, dtype="float32", **layers
+    )
+    axes = (("tp", 2), ("cp", 2))
+    mesh = LAYOUTS["int8, heads too, Explicit"]._replace(axes=axes).mesh
+    rng = np.random.default_rng(4)
+    keys, queries = (rng.standard_normal((8, n, 8), np.float32) for n in (2, 4))
+
+    def step(cache, attends_to=1, writes=True):
+        cache, batch = jkv.append(cache, [0, 1], [5, 3], capacity=8)
+        if writes:
+            for layer in range(2):
+                cache = jkv.write(cache, layer, batch, keys, keys * layer)
+        return cache, jkv.attend(cache, attends_to, batch, queries)
+
+    found = []
+    for where in ({}, dict(mesh=mesh, heads="tp", context="cp")):
+        cache, _ = jkv.allocate(jkv.init_groups(config, **where), [0, 0])
+        cache, outputs = jax.jit(step)(cache)
+        jkv.check(cache)
+        found.append(np.asarray(outputs))
+    assert_close(found[1], found[0])
+    for group in cache.groups:
+        assert group.keys.sharding.shard_shape(group.keys.shape)[2:4] == (1, 2)
+        assert tuple(jkv.partition_specs(group).keys) == (None, None, "tp", "cp")
+    with pytest.raises(ValueError, match="each of cache.groups"):
+        jkv.partition_specs(cache)
+
+    watched, forget = jkv.debug(cache.groups[0]), dict(attends_to=0, writes=False)
+    watched, _ = jax.jit(functools.partial(step, **forget))(watched)
+    with pytest.raises(jkv.DebugError, match="before this step is written"):
+        jkv.check(watched)
+
+
+@pytest.mark.one_end
 def test_the_example_of_the_page_runs():
     """What docs/how-to/devices.md shows of one sequence over several devices."""
     page = (ROOT / "docs" / "how-to" / "devices.md").read_text()

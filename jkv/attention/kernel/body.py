@@ -94,7 +94,7 @@ def attend_range(
 
     # The walk starts at a multiple of the tile, so that a tile lies in one block.
     tokens = Range(
-        layer=o.layer[0],
+        layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
         table=work.table[entry],
         kv_head=kv_head,
         first=work.first[entry],

@@ -12,8 +12,8 @@ import numpy as np
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
+from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.variant import Variant
-from jkv.attention.kernel.work import Work
 
 
 class Operands(NamedTuple):

@@ -6,6 +6,7 @@ token: prompts are computed by plain steps, and so are texts that were preempted
 Symbols: W places, V tokens in the vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,15 @@ class _Loop(NamedTuple):
     drafts: Drafts | None  # of a draft model
 
 
+class _Fixed(NamedTuple):
+    """What stays the same from step to step."""
+
+    model: Model
+    params: Any
+    sampling: Sampling
+    options: Speculation
+
+
 def run_speculatively(
     model: Model,
     params: Any,
@@ -60,54 +70,58 @@ def run_speculatively(
     options: Speculation,
 ) -> tuple[Cache, GenerationState]:
     """Do steps until everything has ended."""
-
-    def plain(loop: _Loop) -> _Loop:
-        cache, state, logits = advance(
-            model, params, loop.cache, loop.state, sampling, loop.logits
-        )
-        pace = loop.pace.after_step()
-        return loop._replace(cache=cache, state=state, logits=logits, pace=pace)
-
-    def checking(loop: _Loop, *given: jax.Array) -> _Loop:
-        guesses, drafts = Guesses(*given), loop.drafts
-        before = loop.state.loads(loop.cache).text_lengths
-        cache, state, accepted = check_guesses(
-            model,
-            params,
-            loop.cache,
-            loop.state,
-            sampling,
-            guesses,
-            _choose_sampler(drafts, guesses),
-        )
-        if drafts is not None:
-            drafts = keep_accepted(drafts, before, accepted)
-        pace = loop.pace.after_guesses(
-            jnp.sum(guesses.counts, dtype=jnp.int32),
-            jnp.sum(accepted, dtype=jnp.int32),
-            loop.state.places.num_running,
-            options.cost,
-        )
-        return _Loop(cache, state, loop.logits, pace, drafts)
-
-    def step(loop: _Loop) -> _Loop:
-        loop, guesses = _guess(loop, options, sampling)
-        num_guesses = jnp.sum(guesses.counts, dtype=jnp.int32)
-        num_running = loop.state.places.num_running
-        is_worth_it = loop.pace.pays(num_guesses, num_running, options.cost)
-        loop = when(is_worth_it, checking, loop, *guesses)
-        loop = when(~is_worth_it, plain, loop)
-        cache, state = settle_places(loop.cache, loop.state)
-        return loop._replace(cache=cache, state=state)
-
+    fixed = _Fixed(model, params, sampling, options)
     drafts = begin_drafts(options, state) if isinstance(options, DraftModel) else None
+    pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
     logits = jnp.zeros(state.seen.shape, jnp.float32)
     loop = while_loop(
         lambda loop: jnp.any(loop.state.is_running),
-        step,
-        _Loop(cache, state, logits, Pace.begin(), drafts),
+        functools.partial(_step, fixed),
+        _Loop(cache, state, logits, pace, drafts),
     )
     return loop.cache, loop.state
+
+
+def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
+    """Do a step with guesses or without."""
+    loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
+    loop, guesses = _guess(fixed, loop)
+    is_worth_it = jnp.any(guesses.counts > 0)
+    loop = when(is_worth_it, functools.partial(_check, fixed), loop, *guesses)
+    loop = when(~is_worth_it, functools.partial(_advance, fixed), loop)
+    cache, state = settle_places(loop.cache, loop.state)
+    return loop._replace(cache=cache, state=state)
+
+
+def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
+    """Do a step as without speculation."""
+    cache, state, logits = advance(
+        fixed.model, fixed.params, loop.cache, loop.state, fixed.sampling, loop.logits
+    )
+    pace = loop.pace.after_step()
+    return loop._replace(cache=cache, state=state, logits=logits, pace=pace)
+
+
+def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
+    """Do a step that checks guesses."""
+    guesses, drafts = Guesses(*given), loop.drafts
+    before = loop.state.loads(loop.cache).text_lengths
+    running = loop.state.places.num_running
+    cache, state, accepted = check_guesses(
+        fixed.model,
+        fixed.params,
+        loop.cache,
+        loop.state,
+        fixed.sampling,
+        guesses,
+        _choose_sampler(drafts, guesses),
+    )
+    if drafts is not None:
+        drafts = keep_accepted(drafts, before, accepted)
+    pace = loop.pace.after_guesses(
+        guesses.counts, accepted, running, fixed.options.cost
+    )
+    return _Loop(cache, state, loop.logits, pace, drafts)
 
 
 def _choose_sampler(
@@ -124,11 +138,9 @@ def _choose_sampler(
     return lambda i: make_rejection_sampler(guesses, logits, i)
 
 
-def _guess(
-    loop: _Loop, options: Speculation, sampling: Sampling
-) -> tuple[_Loop, Guesses]:
-    """Guess for all places, unless it is not the time for it."""
-    cache, state = loop.cache, loop.state
+def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
+    """Guess for the texts where it pays; for none if the step shall be plain."""
+    cache, state, options = loop.cache, loop.state, fixed.options
     places, loads = state.places, state.loads(cache)
     is_ready = places.is_cached & places.is_running
     lengths = state.result.lengths[places.sequences]
@@ -136,21 +148,31 @@ def _guess(
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
     Carry = tuple[Guesses, Drafts | None]
 
+    def choose(counts: jax.Array) -> jax.Array:
+        return loop.pace.choose(counts, places.num_running, options.cost)
+
     def guess(carry: Carry) -> Carry:
         drafts = carry[1]
         if isinstance(options, DraftModel):
             assert drafts is not None
             drafts = draft(
-                options, drafts, state, loads.text_lengths, is_ready, sampling
+                options, drafts, state, loads.text_lengths, is_ready, fixed.sampling
             )
             tokens, counts = drafts.guesses
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
             tokens, counts = find_guesses(texts, lengths, options)
-        return Guesses(tokens, limit_guesses(cache, state, loads, counts)), drafts
+        counts = limit_guesses(cache, state, loads, counts)
+        counts = jnp.where(choose(counts), counts, 0)
+        if drafts is not None:
+            # What is not checked may be wrong, and nobody would know.
+            drafts = keep_accepted(drafts, loads.text_lengths, counts)
+        return Guesses(tokens, counts), drafts
 
+    # To look for guesses takes time too: not where the most there can be would not pay.
+    most = jnp.where(is_ready, jnp.int32(options.num_tokens), 0)
     guesses, drafts = when(
-        is_decoding & (loop.pace.wait == 0),
+        is_decoding & jnp.any(choose(most)),
         guess,
         (Guesses.none(places.num_places, options.num_tokens), loop.drafts),
     )

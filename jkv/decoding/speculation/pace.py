@@ -1,9 +1,12 @@
-"""When to guess: while it pays, and after a failure again only after a while.
+"""When to guess, and for whom: where it pays, and after a failure again only later.
 
 What a step costs cannot be measured inside a jit, so the caller says how much longer
-one with guesses takes. What it brings is the share of the guesses that were right, of
-late. Where the tokens to be expected are fewer than the cost, steps go without guesses,
-and a later one tries again; each failure doubles the time until then.
+one with guesses takes. What it brings is the share of each text's guesses that were
+right, of late. A text is guessed for where its own guesses are worth a step, and a step
+has guesses where those of all texts together are. Else it goes without, and a later one
+tries again, as if guesses were just good enough; each failure makes the pause longer.
+
+Symbols: W places.
 """
 
 from typing import NamedTuple
@@ -14,31 +17,65 @@ import jax.numpy as jnp
 # How much the newest step weighs in the share of right guesses.
 _WEIGHT = 0.75
 
-# Steps without guesses after a failure, and at most.
-_SHORTEST_PAUSE = 32
+# How fast a text for which nothing is guessed is taken to be like the others, a step.
+_DRIFT = 1 / 256
+
+# Steps without guesses after the first failure, by what each further one multiplies
+# them, and the most.
+_SHORTEST_PAUSE, _LONGER = 32, 4
 _LONGEST_PAUSE = 512
+
+# The share that is expected at first, and what one try must bring to be made.
+_FIRST_RATE = 0.25
+_JUST_ENOUGH = 1.1
 
 
 class Pace(NamedTuple):
     """How well guesses did of late."""
 
-    rate: jax.Array  # f32[], share of the guesses that were right
+    texts: jax.Array  # i32[W], the sequence in each place
+    rates: jax.Array  # f32[W], share of its guesses that were right
+    typical: jax.Array  # f32[], the share of all texts
+    hope: jax.Array  # f32[], the share that a try counts on
     pause: jax.Array  # i32[], steps that the next failure costs
     wait: jax.Array  # i32[], steps until the next try
 
     @classmethod
-    def begin(cls) -> "Pace":
-        """Begin with hope."""
+    def begin(cls, num_places: int, num_tokens: int, cost: float) -> "Pace":
+        """Begin with hope, which one failure disappoints.
+
+        Args:
+          num_places: W.
+          num_tokens: most guesses for a text.
+          cost: of a step with guesses, in steps without.
+        """
+        rate = max(_FIRST_RATE, 1.5 * (cost - 1) / num_tokens)
         return cls(
-            rate=jnp.asarray(0.5, jnp.float32),
+            texts=jnp.full((num_places,), -1, jnp.int32),
+            rates=jnp.full((num_places,), rate, jnp.float32),
+            typical=jnp.asarray(rate, jnp.float32),
+            hope=jnp.zeros((), jnp.float32),
             pause=jnp.asarray(_SHORTEST_PAUSE, jnp.int32),
             wait=jnp.zeros((), jnp.int32),
         )
 
-    def pays(self, guesses: jax.Array, running: jax.Array, cost: float) -> jax.Array:
-        """Tell whether so many guesses, i32[], for so many sequences pay, bool[]."""
-        each = guesses.astype(jnp.float32) / jnp.maximum(running, 1).astype(jnp.float32)
-        return (guesses > 0) & (1 + self.rate * each >= cost)
+    def follow(self, texts: jax.Array) -> "Pace":
+        """Return the pace with these sequences in the places, i32[W]."""
+        rates = jnp.where(texts == self.texts, self.rates, self.typical)
+        return self._replace(texts=texts, rates=rates)
+
+    def choose(self, guesses: jax.Array, running: jax.Array, cost: float) -> jax.Array:
+        """Tell for which texts to guess in this step, bool[W]; for none if plain.
+
+        Args:
+          guesses: i32[W], as many as there are.
+          running: i32[], texts that run.
+          cost: of a step with guesses, in steps without.
+        """
+        known = _find_worthy(self.rates, guesses, running, cost)
+        hoped = jnp.maximum(self.rates, self.hope)
+        tried = _find_worthy(hoped, guesses, running, cost) & (self.wait == 0)
+        return jnp.where(jnp.any(known), known, tried)
 
     def after_step(self) -> "Pace":
         """Return the pace after a step without guesses."""
@@ -51,16 +88,43 @@ class Pace(NamedTuple):
         running: jax.Array,
         cost: float,
     ) -> "Pace":
-        """Return the pace after guesses, i32[], of which some were right."""
-        share = accepted.astype(jnp.float32) / guesses.astype(jnp.float32)
-        rate = (1 - _WEIGHT) * self.rate + _WEIGHT * share
-        fails = ~self._replace(rate=rate).pays(guesses, running, cost)
-        # The next try is made with as many guesses; one failure then ends it.
-        each = guesses.astype(jnp.float32) / jnp.maximum(running, 1).astype(jnp.float32)
-        least = (jnp.float32(cost) - 1) / each
-        longer = jnp.minimum(2 * self.pause, _LONGEST_PAUSE)
-        return Pace(
-            rate=jnp.where(fails, 1.1 * least, rate),
+        """Return the pace after guesses, i32[W], of which some were right, i32[W]."""
+        is_guessed = guesses > 0
+        share = _divide(accepted, guesses)
+        number = jnp.sum(guesses, dtype=jnp.int32)
+        all_share = _divide(jnp.sum(accepted, dtype=jnp.int32), number)
+        typical = _average(self.typical, all_share, _WEIGHT)
+        rates = jnp.where(
+            is_guessed,
+            _average(self.rates, share, _WEIGHT),
+            _average(self.rates, typical, _DRIFT),
+        )
+        fails = ~jnp.any(_find_worthy(rates, guesses, running, cost))
+        # The next try is made with as many guesses.
+        least = jnp.float32(cost - 1) * _divide(running, number)
+        longer = jnp.minimum(_LONGER * self.pause, _LONGEST_PAUSE)
+        return self._replace(
+            rates=rates,
+            typical=typical,
+            hope=jnp.where(fails, _JUST_ENOUGH * least, self.hope),
             pause=jnp.where(fails, longer, _SHORTEST_PAUSE),
             wait=jnp.where(fails, self.pause, 0),
         )
+
+
+def _find_worthy(
+    rates: jax.Array, guesses: jax.Array, running: jax.Array, cost: float
+) -> jax.Array:
+    """Tell whose guesses are worth a step, bool[W], if all of them together are."""
+    expected = rates * guesses.astype(jnp.float32)
+    is_worthy = (guesses > 0) & (1 + expected >= cost)
+    brought = jnp.sum(jnp.where(is_worthy, expected, 0.0))
+    return is_worthy & (brought >= (cost - 1) * running.astype(jnp.float32))
+
+
+def _divide(part: jax.Array, whole: jax.Array) -> jax.Array:
+    return part.astype(jnp.float32) / jnp.maximum(whole, 1).astype(jnp.float32)
+
+
+def _average(old: jax.Array, new: jax.Array, weight: float) -> jax.Array:
+    return (1 - weight) * old + weight * new

@@ -1,10 +1,11 @@
 """Guesses are checked: one step computes them all, and tokens are chosen as ever.
 
-The rows of a step are each text's newest token and the guesses behind it. Its logits
-choose the token after each row as a plain step would, one row after the other, for as
-long as the token chosen is the one that was guessed. The rows behind are cut off.
+The rows of a step are each text's newest token and the guesses behind it, if there are
+any. Their logits choose the token after each row as a plain step would, one row after
+the other, for as long as the token chosen is the one that was guessed. The rows behind
+are cut off.
 
-Symbols: W places, K guesses of each, V tokens in the vocabulary.
+Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabulary.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.choosing import Sampler, choose_more
+from jkv.decoding.conditions import when
 from jkv.decoding.model import Model, call_model_for_rows
 from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState, count_free_blocks
@@ -28,7 +30,9 @@ from jkv.decoding.scheduling.demand import (
     subtract,
     total,
 )
+from jkv.decoding.scheduling.rows import choose_size
 from jkv.decoding.step import Computed, count_step, note_refusals
+from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -83,6 +87,22 @@ def limit_guesses(
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 
+def row_sizes(num_places: int, num_tokens: int) -> tuple[int, ...]:
+    """Return the rows that a step with guesses may have, ascending.
+
+    The last holds all guesses of all places. The first holds those of a quarter of the
+    places, and a row for each other; where it would hardly be smaller there is none.
+    Each is a program to compile.
+
+    Args:
+      num_places: W.
+      num_tokens: K.
+    """
+    most = num_places * (num_tokens + 1)
+    few = num_places + num_tokens * -(-num_places // 4)
+    return (few, most) if 2 * few <= most else (most,)
+
+
 def check_guesses(
     model: Model,
     params: Any,
@@ -111,25 +131,23 @@ def check_guesses(
         model, params, cache, state, loads, is_ready, guesses
     )
     num_rows = batch.query_lengths
-    computed = Computed(logits[:, 0], batch.status, jnp.minimum(num_rows, 1))
+    computed = Computed(logits, batch.status, jnp.minimum(num_rows, 1))
     state = count_step(cache, state, loads, computed)
     state = note_refusals(state, computed)
     before = state.result.lengths[places.sequences]
     state = _choose_checked(
-        cache, state, sampling, guesses, logits, num_rows > 0, make_sampler
+        cache, state, sampling, guesses, batch, logits, make_sampler
     )
     made = state.result.lengths[places.sequences] - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
     accepted = jnp.maximum(made - 1, 0)
-    state = dataclasses.replace(
-        state,
-        result=state.result.add_counts(
-            draft_tokens=jnp.sum(jnp.maximum(num_rows - 1, 0), dtype=jnp.int32),
-            accepted_tokens=jnp.sum(accepted, dtype=jnp.int32),
-        ),
+    result = state.result.add_counts(
+        draft_tokens=jnp.sum(jnp.maximum(num_rows - 1, 0), dtype=jnp.int32),
+        accepted_tokens=jnp.sum(accepted, dtype=jnp.int32),
+        checking_steps=jnp.int32(1),
     )
-    return cache, state, accepted
+    return cache, dataclasses.replace(state, result=result), accepted
 
 
 def _compute_guesses(
@@ -143,23 +161,61 @@ def _compute_guesses(
 ) -> tuple[Cache, Batch, jax.Array]:
     """Compute the newest token of each text and the guesses behind it.
 
+    The step is planned for the most rows that there can be; the model computes the
+    first of them, as many as the smallest size that holds the guesses.
+
     Returns:
-      The cache, the batch, and the logits after each row, f32[W, K + 1, V].
+      The cache, the batch of the most rows R, and the logits after each row, f32[R, V].
     """
-    num_places, num_tokens = guesses.tokens.shape
-    sequence = jnp.where(is_ready, state.places.sequences, 0)
-    newest = find_tokens(state.prompts, state.result, sequence, loads.done)
-    tokens = jnp.concatenate([newest[:, None], guesses.tokens], axis=1).reshape(-1)
-    cache, batch = append(
-        cache,
-        jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE),
-        jnp.where(is_ready, 1 + guesses.counts, 0),
-        max_query_length=num_tokens + 1,
-        tokens=tokens,
+    sizes = row_sizes(*guesses.tokens.shape)
+    counts = jnp.where(is_ready, 1 + guesses.counts, 0)
+    tokens = _tokens_of_rows(state, loads, guesses, counts, sizes[-1])
+    seq_ids = jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE)
+    cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
+    leaves, structure = jax.tree.flatten(batch)
+    Carry = tuple[Cache, jax.Array]
+
+    def program(size: int) -> Callable[..., Carry]:
+        def compute(carry: Carry, tokens: jax.Array, *leaves: jax.Array) -> Carry:
+            cache, logits = carry
+            first = _take_rows(jax.tree.unflatten(structure, leaves), size)
+            found, cache = call_model_for_rows(
+                model, params, tokens[:size], cache, first
+            )
+            return cache, logits.at[:size].set(found.astype(jnp.float32))
+
+        return compute
+
+    logits = jnp.zeros((sizes[-1], state.seen.shape[1]), jnp.float32)
+    carry, chosen = (cache, logits), choose_size(jnp.sum(counts), sizes)
+    for i, size in enumerate(sizes):
+        carry = when(chosen == i, program(size), carry, tokens, *leaves)
+    return carry[0], batch, carry[1]
+
+
+def _tokens_of_rows(
+    state: GenerationState,
+    loads: Loads,
+    guesses: Guesses,
+    counts: jax.Array,
+    num_rows: int,
+) -> jax.Array:
+    """Return the newest token of each text and the guesses behind it, i32[R]."""
+    newest = find_tokens(
+        state.prompts, state.result, state.places.sequences, loads.done
     )
-    logits, cache = call_model_for_rows(model, params, tokens, cache, batch)
-    logits = logits.astype(jnp.float32).reshape(num_places, num_tokens + 1, -1)
-    return cache, batch, logits
+    of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
+    starts = running_sum(counts) - counts
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    owner = find_owners(starts, row)
+    return of_place.at[owner, row - starts[owner]].get(mode="clip")
+
+
+def _take_rows(batch: Batch, num_rows: int) -> Batch:
+    """Return a step without the rows behind the first ones, which nobody owns."""
+    by_row = "positions", "valid", "block_ids", "offsets"
+    first = {name: getattr(batch, name)[:num_rows] for name in by_row}
+    return dataclasses.replace(batch, **first)
 
 
 def _choose_checked(
@@ -167,8 +223,8 @@ def _choose_checked(
     state: GenerationState,
     sampling: Sampling,
     guesses: Guesses,
+    batch: Batch,
     logits: jax.Array,
-    is_ready: jax.Array,
     make_sampler: Callable[[jax.Array], Sampler],
 ) -> GenerationState:
     """Choose tokens for as long as guesses are right."""
@@ -178,14 +234,16 @@ def _choose_checked(
 
     def trip(carry: Carry) -> Carry:
         i, goes_on, state = carry
+        after = logits.at[batch.query_starts + i].get(mode="clip")
         state, tokens = choose_more(
-            state, bounds, logits[:, i], goes_on, sampling, make_sampler(i)
+            state, bounds, after, goes_on, sampling, make_sampler(i)
         )
         guess = guesses.tokens[:, jnp.minimum(i, num_tokens - 1)]
         is_right = (i < guesses.counts) & (tokens == guess)
         runs = state.is_running[state.places.sequences]
         return i + 1, goes_on & is_right & runs, state
 
+    is_ready = batch.query_lengths > 0
     _, _, state = while_loop(
         lambda carry: jnp.any(carry[1]), trip, (jnp.int32(0), is_ready, state)
     )

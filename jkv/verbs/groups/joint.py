@@ -83,4 +83,9 @@ def count_refusals(cache: Cache, status: jax.Array) -> Cache:
 
 def without_storage(cache: Cache) -> Cache:
     """Return a cache of no layers, in which a verb moves no keys and values."""
-    return cache.with_storage({name: pool[:0] for name, pool in cache.storage.items()})
+    return cache.with_storage(
+        {
+            name: jnp.zeros((0, *pool.shape[1:]), pool.dtype)
+            for name, pool in cache.storage.items()
+        }
+    )
