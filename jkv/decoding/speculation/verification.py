@@ -22,9 +22,8 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import find_tokens
 from jkv.decoding.scheduling.demand import BlockSize, Loads, blocks_for
-from jkv.decoding.scheduling.rows import choose_size
+from jkv.decoding.scheduling.rows import choose_size, locate_rows
 from jkv.decoding.step import Computed, count_step, note_refusals
-from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -193,10 +192,8 @@ def _tokens_of_rows(
         state.prompts, state.result, state.places.sequences, loads.done
     )
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
-    starts = running_sum(counts) - counts
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
-    return of_place.at[owner, row - starts[owner]].get(mode="clip")
+    owner, guess = locate_rows(counts, jnp.zeros_like(counts), num_rows)
+    return of_place.at[owner, guess].get(mode="clip")
 
 
 def _take_rows(batch: Batch, num_rows: int) -> Batch:
