@@ -35,9 +35,8 @@ from machine_code import attention_loop, compile_kernel  # noqa: E402
 from jkv.attention.call import make_requests  # noqa: E402
 from jkv.attention.kernel.tuning import Tuning, find_tuning  # noqa: E402
 from jkv.attention.kernel.work import (  # noqa: E402
-    count_least,
     list_decode_work,
-    num_decode_entries,
+    size_decode_work,
 )
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "kernel_model.json"
@@ -90,7 +89,7 @@ def compile_decode(elements: str, **changes: Any) -> Compiled:
 def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
     wanted = -(-compiled.tuning.programs // KV_HEADS)
-    num_entries = num_decode_entries(batch, batch, context, wanted)
+    sizes = size_decode_work(batch, batch, context, wanted)
     requests = make_requests(
         jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
         None,
@@ -101,13 +100,7 @@ def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
         block_size=BLOCK_SIZE,
         max_query_length=1,
     )
-    work, _ = list_decode_work(
-        requests,
-        None,
-        num_rows=batch,
-        num_entries=num_entries,
-        least=count_least(wanted),
-    )
+    work = list_decode_work(requests, None, sizes).work
     tokens = np.asarray(work.end - work.first)
     return -(-tokens[tokens > 0] // compiled.tuning.decode.tokens)
 

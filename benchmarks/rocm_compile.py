@@ -1,10 +1,12 @@
 """A decode step through XLA's own ROCm compiler for MI300X, without an AMD card.
 
-A step of a model's worth of layers (append, then write and attend in each, the cache
-donated) is compiled ahead of time, and the compiled module asked: how much temporary
-memory does it take, which of its operations are as large as a pool, are the kernels in
-it, is every array of the cache updated in place? Nothing runs, so nothing is timed. The
-compiler comes from JAX's ROCm plugin with stand-ins for ROCm (`rocm_stand_in.py`).
+For one card, and for a mesh of eight. A step of a model's worth of layers (append, then
+write and attend in each, the cache donated) is compiled ahead of time, and the compiled
+module asked: how much temporary memory does it take, which of its operations are as
+large as a pool, are the kernels in it, is every array of the cache updated in place? On
+a mesh also: what is each card's share, and what crosses between cards? Nothing runs, so
+nothing is timed. The compiler comes from JAX's ROCm plugin with stand-ins for ROCm
+(`rocm_stand_in.py`).
 
     python benchmarks/rocm_compile.py            # downloads 160 MB the first time
 """
@@ -12,6 +14,7 @@ compiler comes from JAX's ROCm plugin with stand-ins for ROCm (`rocm_stand_in.py
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -19,6 +22,8 @@ import re
 import sys
 import time
 import unittest.mock
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +61,25 @@ class Step:
     num_blocks: int
     dtype: str
     is_scanned: bool  # the layers in a `lax.scan`, or one after the other
+    heads: int = 1  # cards over which the heads are spread
+    context: int = 1  # cards over which the tokens of each block are
+
+    @property
+    def num_cards(self) -> int:
+        return self.heads * self.context
+
+    def place(self, devices: list[jax.Device]) -> tuple[Any, Any, Any]:
+        """Return how the cache, what all cards have, and rows by heads lie on cards."""
+        shape = self.heads, self.context
+        mesh = jax.sharding.Mesh(
+            np.array(devices[: self.num_cards]).reshape(shape),
+            ("tp", "cp"),
+            (jax.sharding.AxisType.Auto,) * 2,
+        )
+        specs = jkv.partition_specs(self.config(), mesh=mesh, heads="tp", context="cp")
+        spread = functools.partial(jax.sharding.NamedSharding, mesh)
+        spec = jax.sharding.PartitionSpec
+        return jax.tree.map(spread, specs), spread(spec()), spread(spec(None, "tp"))
 
     def config(self) -> jkv.CacheConfig:
         return jkv.CacheConfig(
@@ -63,14 +87,14 @@ class Step:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
-            block_size=16,
+            block_size=16 * self.context,
             max_sequences=self.num_sequences,
             max_context_length=self.max_context_length,
             dtype=self.dtype,
         )
 
     def run(
-        self, cache: jkv.Cache, seq_ids: jax.Array, rows: jax.Array
+        self, cache: jkv.Cache, seq_ids: jax.Array, rows: jax.Array, keys: jax.Array
     ) -> tuple[jkv.Cache, jax.Array]:
         """Decode; each layer's output is the next one's input, like a model's."""
         cache, batch = jkv.append(cache, seq_ids)
@@ -79,7 +103,6 @@ class Step:
             carry: tuple[jkv.Cache, jax.Array], layer: jax.Array | int
         ) -> tuple[tuple[jkv.Cache, jax.Array], None]:
             cache, rows = carry
-            keys = rows[:, : self.num_kv_heads]
             cache = jkv.write(cache, layer, batch, keys, keys)
             return (cache, jkv.attend(cache, layer, batch, rows)), None
 
@@ -114,21 +137,47 @@ STEPS = [
     ),
     dataclasses.replace(LLAMA, name="llama-8b, int8", dtype="int8"),
     dataclasses.replace(LLAMA, name="fp8", num_layers=4, dtype="float8_e4m3fn"),
+    dataclasses.replace(LLAMA, name="llama-8b, heads on 8 cards", heads=8),
+    # Four times the tokens, and contexts sixteen times as long.
+    dataclasses.replace(
+        LLAMA,
+        name="llama-8b, blocks on 8 cards",
+        context=8,
+        num_sequences=16,
+        max_context_length=131072,
+        num_blocks=16384,
+    ),
+    dataclasses.replace(
+        LLAMA,
+        name="llama-8b, heads on 4 cards, blocks on 2, int8",
+        heads=4,
+        context=2,
+        num_blocks=65536,
+        dtype="int8",
+    ),
 ]
+# What crosses between cards.
+COLLECTIVE = re.compile(
+    r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|"
+    r"collective-broadcast)(?:-start)?\("
+)
 
 
-def compile_step(step: Step, device: jax.Device) -> dict[str, object]:
+def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    of_cache, everywhere, by_heads = step.place(devices)
     cache = jax.eval_shape(lambda: jkv.init(step.config()))
-    seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
-    rows = jax.ShapeDtypeStruct(
-        (step.num_sequences, step.num_heads, step.head_dim),
-        jnp.bfloat16 if cache.key_scales is not None else step.dtype,
+    cache = dataclasses.replace(cache, sharding=of_cache.sharding)
+    dtype = jnp.bfloat16 if cache.key_scales is not None else step.dtype
+    rows, keys = (
+        jax.ShapeDtypeStruct((step.num_sequences, heads, step.head_dim), dtype)
+        for heads in (step.num_heads, step.num_kv_heads)
     )
+    seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
     operands = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (cache, seq_ids, rows),
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (cache, seq_ids, rows, keys),
+        (of_cache, everywhere, by_heads, by_heads),
     )
     start = time.perf_counter()
     compiled = jax.jit(step.run, donate_argnums=0).trace(*operands).lower().compile()
@@ -139,7 +188,10 @@ def compile_step(step: Step, device: jax.Device) -> dict[str, object]:
     # Pieces and their joining: no request of several rows, no third kernel.
     expected = 2 if step.is_scanned else 2 * step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
-    layer_elements = cache.keys.size // step.num_layers
+    launches = count_launches(text)
+    if launches is not None and step.context == 1:
+        assert launches["bookkeeping"] == 0, f"lists are made in each layer: {launches}"
+    layer_elements = cache.keys.size // step.num_layers // step.num_cards
     for line in text.splitlines():
         match = re.search(r"= (.+?) ([\w-]+)\(", line)
         if match is None or match[2] in IN_PLACE:
@@ -148,29 +200,71 @@ def compile_step(step: Step, device: jax.Device) -> dict[str, object]:
             size = np.prod([int(n) for n in shape.split(",")])
             assert size < layer_elements, f"a copy of a layer or more: {line}"
     storage = cache.storage.values()
-    storage_bytes = sum(x.size * x.dtype.itemsize for x in storage)
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in storage)
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    storage_bytes = pool_bytes // step.num_cards
+    cache_bytes -= pool_bytes - storage_bytes  # the metadata is on every card
+    crossing = sorted(
+        f"{name} {re.sub('{.*?}', '', kind)}" for kind, name in COLLECTIVE.findall(text)
+    )
+    # The maxima, and totals and weighted values as one.
+    assert len(crossing) == (2 if step.context > 1 else 0), crossing
     assert memory.temp_size_in_bytes < storage_bytes / step.num_layers / 4
     assert memory.alias_size_in_bytes >= cache_bytes, "not updated in place"
     return {
         "step": step.name,
         "layers": step.num_layers,
         "dtype": step.dtype,
+        "cards": step.num_cards,
+        "collectives": crossing,
         "pool bytes": storage_bytes,
         "temporary bytes": memory.temp_size_in_bytes,
         "aliased bytes": memory.alias_size_in_bytes,
         "output bytes": memory.output_size_in_bytes,
         "kernels": num_kernels,
+        "launches a layer": launches,
         "seconds to compile": round(seconds, 1),
     }
 
 
-def pretend_mi300x() -> contextlib.AbstractContextManager[object]:
+def count_launches(text: str) -> dict[str, int] | None:
+    """Count what a trip of the loop over layers launches; None without a loop.
+
+    By what it is for: kernels of the attention, writes into the pool, bookkeeping of
+    the attention, and the rest (the loop's own counting).
+    """
+    body = re.search(r"body=%?([\w.-]+)", text)
+    if body is None:
+        return None
+    start = re.search(rf"^%?{re.escape(body[1])} ", text, re.MULTILINE)
+    assert start is not None
+    lines = text[start.start() :].split("\n\n")[0].splitlines()
+    counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "loop"), 0)
+    for line in lines:
+        if " custom-call(" in line:
+            counts["kernels"] += 1
+        elif " fusion(" in line:
+            name = re.search(r'op_name="([^"]*)"', line)
+            path = name[1] if name else ""
+            is_write, is_attention = "_write" in path, "attend" in path
+            counts[
+                "writes" if is_write else "bookkeeping" if is_attention else "loop"
+            ] += 1
+    return counts
+
+
+@contextlib.contextmanager
+def pretend_mi300x() -> Iterator[None]:
     """Let the kernel be cut for the card that is compiled for."""
-    return unittest.mock.patch(
-        "jkv.attention.choice.find_target",
-        lambda platform: "gfx942" if platform == "rocm" else None,
-    )
+    with contextlib.ExitStack() as stack:
+        for module in ("platforms", "planning"):
+            stack.enter_context(
+                unittest.mock.patch(
+                    f"jkv.attention.kernel.{module}.find_target",
+                    lambda platform: "gfx942" if platform == "rocm" else None,
+                )
+            )
+        yield
 
 
 def main() -> None:
@@ -185,12 +279,12 @@ def main() -> None:
         again = [sys.executable, __file__, "--inside", "--folder", str(folder)]
         os.execve(sys.executable, again, variables)
 
-    device = rocm_stand_in.mi300x(folder)
-    print(f"JAX {jax.__version__}, {device.device_kind}, nothing runs")
+    devices = rocm_stand_in.mi300x(folder, max(step.num_cards for step in STEPS))
+    print(f"JAX {jax.__version__}, {devices[0].device_kind}, nothing runs")
     results = []
     with pretend_mi300x():
         for step in STEPS:
-            results.append(compile_step(step, device))
+            results.append(compile_step(step, devices))
             print(json.dumps(results[-1]))
     out = HERE / "results" / "rocm_compile.json"
     run = {"jax": jax.__version__, "target": "MI300X (gfx942)", "steps": results}

@@ -118,8 +118,8 @@ def build(site: pathlib.Path, folder: pathlib.Path) -> None:
         _compile(folder, library_name, symbols[library_name])
 
 
-def mi300x(folder: pathlib.Path) -> jax.Device:
-    """Return a device to compile for, in a process that has `prepare`'s variables."""
+def mi300x(folder: pathlib.Path, count: int = 1) -> list[jax.Device]:
+    """Return devices to compile for, in a process that has `prepare`'s variables."""
     # JAX looks for plugins once, and would complain that this one finds no card.
     jax.devices("cpu")
     sys.path.append(str(_site(folder)))
@@ -138,9 +138,9 @@ def mi300x(folder: pathlib.Path) -> jax.Device:
             options=options,
         )
     topology = topologies.get_topology_desc(
-        "", platform="rocm", topology="1x1x1", target_config=_MI300X
+        "", platform="rocm", topology=f"1x1x{count}", target_config=_MI300X
     )
-    return topology.devices[0]
+    return topology.devices  # type: ignore[no-any-return]
 
 
 def _site(folder: pathlib.Path) -> pathlib.Path:

@@ -26,9 +26,6 @@ def main():
     from served.api import make_app
     from served.display import warm_up
 
-    from jkv.commands.compiled_programs import keep_compiled_programs
-
-    keep_compiled_programs()
     served = load(options, max_waiting=options.max_waiting)
     print(f"{warm_up(served.engine)} programs are ready")
     uvicorn.run(make_app(served), host=options.host, port=options.port)

@@ -599,8 +599,8 @@ class Game:
         layer = int(self.rng.integers(NUM_LAYERS))
         window = self.oracle.window
         if window is not None:  # nothing that was given back may be looked at
-            free = self.oracle.free_blocks
-            self.cache = with_storage_filled(self.cache, np.nan, free)
+            free = set(self.oracle.free_blocks) - self.oracle.visible_blocks()
+            self.cache = with_storage_filled(self.cache, np.nan, sorted(free))
         found = self.verbs["attend"](self.cache, i32(layer), batch, queries)
         wanted = np.zeros((CAPACITY, NUM_HEADS, VALUE_HEAD_DIM), np.float32)
         for row, slot in enumerate(expected.rows):

@@ -55,6 +55,7 @@ class ReuseGame(Game):
         super().__init__(*args, **options)
         self.pending = []  # steps that were not committed, or again and again
         self.num_hits = 0
+        self.num_beyond = 0  # hits of prompts whose first blocks no row sees
 
     def pick_contents(self):
         contents = self.rng.integers(NUM_TOKENS, size=CAPACITY).tolist()
@@ -93,12 +94,17 @@ class ReuseGame(Game):
         counts[int(self.rng.integers(BATCH_SIZE + 1)) :] = []
         counts += [PADDING] * (BATCH_SIZE - len(counts))
         prompts, rows, salts = self.pick_prompts()
+        found = [
+            self.oracle.find(*each)[0] for each in zip(prompts, salts, strict=True)
+        ]
         expected = self.oracle.allocate(counts, prompts, salts)
         self.cache, result = self.call("allocate_prompts", counts, rows, salts)
         seq_ids, status, num_cached = expected
         same(result.seq_ids, seq_ids)
         same(result.num_cached, num_cached)
         self.num_hits += sum(num_cached)
+        pairs = zip(num_cached, found, strict=True)
+        self.num_beyond += sum(num > 0 and None in blocks for num, blocks in pairs)
         self.compare_status(result.status, status)
 
     def play_match(self):

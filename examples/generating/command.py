@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.windows import CHUNK_SIZE
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
@@ -34,7 +35,7 @@ class Task(NamedTuple):
     padded: np.ndarray  # i32[B, P], the same as an array
     max_new_tokens: int
     sampling: jkv.Sampling
-    config: jkv.CacheConfig
+    config: jkv.CacheConfig | jkv.GroupedConfig
     mesh: jax.sharding.Mesh | None  # the devices, where there are several
 
 
@@ -84,7 +85,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
     return Engine(
         task.model,
         task.params,
-        jkv.init(task.config, mesh=task.mesh, heads=task.mesh and "tp"),
+        init_cache(task.config, task.mesh),
         max_running=len(task.prompts) * num_samples,
         num_ahead=0,
         max_new_tokens=task.max_new_tokens,
@@ -96,6 +97,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
         detokenize=task.tokenizer.decode,
         max_results=len(task.prompts),
         result_seconds=float("inf"),
+        kept_programs=pretrained.keep_programs(task.model),
     )
 
 
@@ -147,15 +149,51 @@ def prepare(options: argparse.Namespace) -> Task:
     # One token more than the context takes: then that is given as the reason.
     room = context - min(map(len, ids)) + 2
     max_new_tokens = min(options.max_new_tokens, room)
-    config = jkv.CacheConfig.for_context_length(
+    config = choose_config(
+        model,
         min(context, padded.shape[1] + max_new_tokens),
+        step_tokens=min(CHUNK_SIZE, padded.size),
+        has_mesh=mesh is not None,
         max_sequences=len(ids) * options.num_samples,
         dtype=options.kv_dtype or params["embedding"].dtype,
-        **model.cache_fields,
     )
     return Task(
         model, params, tokenizer, ids, padded, max_new_tokens, sampling, config, mesh
     )
+
+
+def choose_config(
+    model: pretrained.Decoder,
+    max_context_length: int,
+    *,
+    step_tokens: int,
+    has_mesh: bool,
+    **sizes: Any,
+) -> jkv.CacheConfig | jkv.GroupedConfig:
+    """Size one pool, or where some layers see a part of the texts a pool for each kind.
+
+    On several devices all layers share one pool.
+    """
+    windows = [
+        None if window is None or window >= max_context_length else window
+        for window in model.config.windows
+    ]
+    fields = model.cache_fields | sizes
+    if has_mesh or not any(windows):
+        return jkv.CacheConfig.for_context_length(max_context_length, **fields)
+    del fields["num_layers"]
+    return jkv.GroupedConfig.for_context_length(
+        max_context_length, layer_windows=windows, step_tokens=step_tokens, **fields
+    )
+
+
+def init_cache(
+    config: jkv.CacheConfig | jkv.GroupedConfig, mesh: jax.sharding.Mesh | None
+) -> jkv.Cache:
+    """Make the cache, with its heads on several devices if there are."""
+    if isinstance(config, jkv.GroupedConfig):
+        return jkv.init_groups(config)
+    return jkv.init(config, mesh=mesh, heads=mesh and "tp")
 
 
 def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:

@@ -13,7 +13,7 @@ Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``
 (the forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``),
 ``tensors.py`` and ``checkpoint.py`` (weights; ``files.py``, ``quantised.py``, and
 ``spreading.py`` for several devices), ``tokenizer.py`` (texts and chats),
-``sampling.py`` (generation_config.json).
+``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
 """
 
 from pathlib import Path
@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from .architectures import ARCHITECTURES, Architecture
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, parse_config, read_config
+from .keeping import keep_programs
 from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
-from .spreading import make_mesh, put_whole, spread_over
+from .spreading import find_divided_axis, make_mesh, put_whole, spread_over
 from .tokenizer import has_chat_template, load_tokenizer, render_chat
 
 __all__ = [
@@ -37,7 +38,9 @@ __all__ = [
     "DecoderConfig",
     "Params",
     "Rope",
+    "find_divided_axis",
     "has_chat_template",
+    "keep_programs",
     "load",
     "load_tokenizer",
     "make_mesh",

@@ -64,15 +64,28 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
         raise ValueError(
             f"{config.num_heads} query heads cannot be shared by {num_devices} devices"
         )
-    shares_kv_heads = config.num_kv_heads % num_devices == 0
 
     def place(name: str, array: np.ndarray) -> jax.Array:
         spec: list[str | None] = [None] * array.ndim
-        axis = DIVIDED.get(name)
-        is_shared = shares_kv_heads or name not in OF_KV_HEADS
-        if axis is not None and is_shared and array.shape[axis] % num_devices == 0:
+        axis = find_divided_axis(config, name, array.shape, num_devices)
+        if axis is not None:
             spec[axis] = "tp"
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.device_put(array, where)
+        # Not `device_put`: between processes it would compare what they have.
+        return jax.make_array_from_callback(
+            array.shape, where, lambda part: array[part]
+        )
 
     return place
+
+
+def find_divided_axis(
+    config: DecoderConfig, name: str, shape: tuple[int, ...], num_devices: int
+) -> int | None:
+    """Return the axis of a parameter that devices share; None if all have it whole."""
+    axis = DIVIDED.get(name)
+    if axis is None or shape[axis] % num_devices:
+        return None
+    if name in OF_KV_HEADS and config.num_kv_heads % num_devices:
+        return None
+    return axis

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.serving import Completion, EngineError, RequestRefused
 
 from .asking import read_body
@@ -21,7 +20,6 @@ AHEAD = 4
 
 def serve(options: argparse.Namespace) -> None:
     """Do what the command line says."""
-    keep_compiled_programs()
     try:
         lines = read_lines(Path(options.prompts))
         with ResultLines(Path(options.results), lines) as results:

@@ -64,6 +64,7 @@ def load(options: argparse.Namespace, **changes: object) -> Served:
         stop_tokens=stop_tokens,
         stop_sizes=StopSizes(len(stop_tokens), 0, 0),
         detokenize=tokenizer.decode,
+        kept_programs=pretrained.keep_programs(model),
     )
     engine = Engine(model, params, jkv.init(config), **(fields | changes))
     most = min(options.max_new_tokens, context)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call, empty_results, make_requests
 from jkv.attention.choice import choose
+from jkv.attention.kernel.lists import DecodeWork
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
     require_options,
+    require_part,
     require_queries,
     require_requests,
 )
@@ -44,6 +46,8 @@ def paged_attention(
     kv_dtype: jax.typing.DTypeLike | None = ...,
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
+    block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
+    decode_work: DecodeWork | None = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...
 
@@ -70,6 +74,8 @@ def paged_attention(
     kv_dtype: jax.typing.DTypeLike | None = ...,
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
+    block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
+    decode_work: DecodeWork | None = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -96,6 +102,8 @@ def paged_attention(
     kv_dtype: jax.typing.DTypeLike | None = ...,
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
+    block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
+    decode_work: DecodeWork | None = ...,
     implementation: str | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
@@ -121,6 +129,8 @@ def paged_attention(
     kv_dtype: jax.typing.DTypeLike | None = None,
     value_head_dim: int | None = None,
     max_query_length: int | None = None,
+    block_part: tuple[jax.typing.ArrayLike, int] | None = None,
+    decode_work: DecodeWork | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -164,15 +174,20 @@ def paged_attention(
       value_head_dim: `Dv`, needed only with `value_pool=None`.
       max_query_length: static; no request has more rows than this. With 1, for steps
         that only decode, what requests of several rows take is left out.
+      block_part: (i, n) where the pools have the i-th of n equal parts of each block,
+        as on one of n devices that share a sequence: T tokens of n * T. i may be
+        traced. Lengths and tables are those of the whole. Join the results by their
+        log-sum-exp; `sinks`, which count once, are for whoever joins.
+      decode_work: a `Batch`'s: what `append` listed for the kernel of these requests.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
         "reference" force one.
 
     Returns:
-      [R, H, Dv] in the queries' dtype. With `return_lse` also f32[R, H], the natural
-      logarithm of the softmax denominator, sink included; -inf for rows that see
-      nothing.
+      [R, H, Dv] in the queries' dtype, f32 with `block_part`. With `return_lse` also
+      f32[R, H], the natural logarithm of the softmax denominator, sink included; -inf
+      for rows that see nothing.
 
     Raises:
       ValueError: ranks, sizes or dtypes that do not fit, or an unknown implementation.
@@ -205,6 +220,7 @@ def paged_attention(
     arrays = seq_ids, query_starts, query_lengths, context_lengths
     require_requests(block_tables, *arrays)
     require_options(window, soft_cap, max_query_length)
+    part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
     call = Call(
         queries=queries,
@@ -214,12 +230,15 @@ def paged_attention(
             block_tables,
             *arrays,
             num_rows=queries.shape[0],
-            block_size=pools.block_size,
+            block_size=num_parts * pools.block_size,
             max_query_length=max_query_length,
         ),
         scale=jnp.asarray(scale, jnp.float32),
         window=None if window is None else jnp.asarray(window, jnp.int32),
         sinks=None if sinks is None else sinks.astype(jnp.float32),
+        part=part,
+        decode_work=decode_work,
+        num_parts=num_parts,
         soft_cap=soft_cap,
         max_query_length=max_query_length,
     )

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention import lazy_chex as chex
+from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.parts import find_held
 from jkv.attention.pools import Pools
 
 
@@ -28,7 +30,7 @@ class Requests(NamedTuple):
     seq_ids: jax.Array  # i32[B], rows of block_tables
     query_starts: jax.Array  # i32[B], R for padding
     query_lengths: jax.Array  # i32[B]
-    context_lengths: jax.Array  # i32[B], at most M * T
+    context_lengths: jax.Array  # i32[B], at most M * T, of whole blocks
 
 
 @jax.tree_util.register_dataclass
@@ -43,9 +45,15 @@ class Call:
     scale: jax.Array  # f32[]
     window: jax.Array | None  # i32[]
     sinks: jax.Array | None  # f32[H]
-    # Static: both change what is traced, not what is computed with.
+    # i32[], which part of each block the pools have; None: the whole. Positions and
+    # lengths are those of whole sequences.
+    part: jax.Array | None = None
+    # What was listed for the kernel when the step was planned, if anything was.
+    decode_work: DecodeWork | None = None
+    # Static: all change what is traced, not what is computed with.
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     max_query_length: int | None = dataclasses.field(metadata={"static": True})
+    num_parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
@@ -78,16 +86,41 @@ class Call:
         return self.max_query_length == 1
 
     @property
+    def output_dtype(self) -> jnp.dtype:
+        """What results are: not rounded before they are joined with other parts."""
+        return self.queries.dtype if self.part is None else jnp.dtype(jnp.float32)
+
+    def find_held(self, positions: jax.Array) -> jax.Array:
+        """Return the last token in the pools up to each position, i32[...]."""
+        size = self.pools.block_size
+        return find_held(positions, self.part, self.num_parts, size)
+
+    def of_last_rows(self) -> tuple[Requests, jax.Array | None]:
+        """Return the requests as their last rows see them, and how much they see.
+
+        Context lengths are those of what the pools have of each sequence; the window is
+        i32[] or i32[B], None for all.
+        """
+        if self.part is None:
+            return self.requests, self.window
+        last = self.requests.context_lengths - 1
+        held = self.find_held(last)
+        requests = self.requests._replace(context_lengths=held + 1)
+        if self.window is None:
+            return requests, None
+        return requests, held - self.find_held(last - self.window)
+
+    @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what an implementation returns."""
         shape = (self.num_rows, self.num_heads)
         return (
-            jax.ShapeDtypeStruct((*shape, self.pools.value_dim), self.queries.dtype),
+            jax.ShapeDtypeStruct((*shape, self.pools.value_dim), self.output_dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )
 
 
-# An implementation: [R, H, Dv] in the queries' dtype, and the natural logarithm of the
+# An implementation: [R, H, Dv] in the output's dtype, and the natural logarithm of the
 # softmax denominators, f32[R, H]. Rows that see nothing are zeros and -inf.
 Attend = Callable[[Call], tuple[jax.Array, jax.Array]]
 

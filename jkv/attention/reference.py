@@ -23,7 +23,7 @@ def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     output, lse = lax.map(
         lambda row: attend_row(call, *row), (queries, positions, tables)
     )
-    return output.astype(call.queries.dtype), lse
+    return output.astype(call.output_dtype), lse
 
 
 def locate_rows(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +50,7 @@ def attend_row(
 ) -> tuple[jax.Array, jax.Array]:
     """Return f32[H, Dv] and f32[H] of one row."""
     keys, values = gather_sequence(call.pools, call.layer, table)
-    token = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    token = locate_tokens(call, keys.shape[1])
     visible = token <= position
     if call.window is not None:
         visible &= token > position - call.window
@@ -80,6 +80,15 @@ def attend_row(
     output = jnp.where(sees_any, output, 0.0)
     lse = jnp.where(sees_any, lse, -jnp.inf)
     return output.reshape(call.num_heads, -1), lse.reshape(call.num_heads)
+
+
+def locate_tokens(call: Call, num_tokens: int) -> jax.Array:
+    """Return the position of each token that the pools have of a sequence, i32[s]."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    if call.part is None:
+        return token
+    column, offset = jnp.divmod(token, call.pools.block_size)
+    return (column * call.num_parts + call.part) * call.pools.block_size + offset
 
 
 def gather_sequence(

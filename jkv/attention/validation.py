@@ -172,6 +172,29 @@ def require_options(
         )
 
 
+def require_part(
+    block_part: tuple[jax.typing.ArrayLike, int] | None, sinks: jax.Array | None
+) -> tuple[jax.Array | None, int]:
+    """Check which part of each block there is; return it, and how many there are."""
+    if block_part is None:
+        return None, 1
+    part, num_parts = block_part
+    if not isinstance(num_parts, int) or num_parts < 1:
+        raise ValueError(
+            f"block_part is (i, n) with a static int n of at least 1, got {num_parts!r}"
+        )
+    if isinstance(part, int) and not 0 <= part < num_parts:
+        raise ValueError(
+            f"block_part is (i, n) with i from 0 to n - 1, got {part} of {num_parts}"
+        )
+    if sinks is not None:
+        raise ValueError(
+            "a sink counts once, not in each part of a sequence: leave sinks out with "
+            "block_part, and add them where the parts are joined"
+        )
+    return jnp.asarray(part, jnp.int32), num_parts
+
+
 def require_requests(
     block_tables: jax.Array,
     seq_ids: jax.Array | None,

@@ -26,11 +26,11 @@ def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path |
       The folder, or None where JAX has been told otherwise or nothing can be written.
     """
     settings = jax.config.values
-    if settings["jax_compilation_cache_dir"] is not None:
+    folder = folder or find_user_cache() / "jkv" / "programs"
+    if settings["jax_compilation_cache_dir"] not in (None, str(folder)):
         return None
     if not settings["jax_enable_compilation_cache"]:
         return None
-    folder = folder or find_user_cache() / "jkv" / "programs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_oldest(folder)

@@ -51,7 +51,7 @@ class CacheConfig:
         token, for `tokens(cache, seq_id)`.
       prefix_caching: index full blocks by their tokens, so that a prompt that begins
         like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
-        recorded) and 116 a block.
+        recorded) and 116 a block, 128 with a sliding window.
       sliding_window: tokens that a row of any layer sees, itself counted; `None`: all.
         `append` gives back the blocks that no row will see again, so that a sequence
         keeps about that many tokens however long it is. 4 bytes a sequence.
@@ -93,7 +93,10 @@ class CacheConfig:
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         checked_num_blocks(self.num_blocks, self.prefix_caching)
         window, sinks = check_window(
-            self.sliding_window, self.num_sink_tokens, self.prefix_caching
+            self.sliding_window,
+            self.num_sink_tokens,
+            self.block_size,
+            self.prefix_caching,
         )
         object.__setattr__(self, "sliding_window", window)
         object.__setattr__(self, "num_sink_tokens", sinks)

@@ -38,7 +38,7 @@ def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
 
 
 def check_window(
-    sliding_window: Any, num_sink_tokens: Any, prefix_caching: bool
+    sliding_window: Any, num_sink_tokens: Any, block_size: int, prefix_caching: bool
 ) -> tuple[int | None, int]:
     """Return a window and its sinks as Python ints, or say what cannot be."""
     if sliding_window is None:
@@ -52,10 +52,11 @@ def check_window(
     sinks = num_sink_tokens
     if sinks != 0:
         sinks = checked_count("num_sink_tokens", sinks)
-    if prefix_caching:
+    if prefix_caching and window <= block_size:
         raise ValueError(
-            "prefix_caching finds a prompt from its first block on, which a "
-            "sliding_window gives back; leave one of the two out"
+            f"prefix_caching needs a window that reaches into the block before, so a "
+            f"sliding_window above block_size: got {window} and {block_size}; lower "
+            f"block_size, or leave prefix_caching out"
         )
     return window, int(sinks)
 

@@ -75,6 +75,16 @@ class GroupedConfig:
         return self.groups[0].max_sequences
 
     @property
+    def max_context_length(self) -> int:
+        """Tokens that one sequence may have."""
+        return self.groups[0].max_context_length
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, T."""
+        return self.groups[0].block_size
+
+    @property
     def bytes(self) -> int:
         """Bytes of all groups, equal to the sum of the arrays' `nbytes`."""
         return sum(group.bytes for group in self.groups)

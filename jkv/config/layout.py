@@ -103,6 +103,9 @@ def lay_out_metadata(sizes: Sizes) -> dict[str, ArrayLayout]:
         arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
     if sizes.prefix_caching:
         arrays |= _lay_out_index(blocks, sequences)
+        if sizes.sliding_window is not None:
+            arrays["prefix.wide_hashes"] = ArrayLayout((blocks, 2), _U32, fill=0)
+            arrays["prefix.hashes_above"] = ArrayLayout((blocks,), _U32, fill=0)
     return arrays
 
 

@@ -9,18 +9,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.progress import GenerationState
+from jkv.decoding.progress import GenerationState, count_free_blocks
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling import seating
 from jkv.decoding.scheduling.demand import (
+    Blocks,
     Loads,
     blocks_beside_prompt,
     blocks_for,
     find_demand,
+    reach,
+    subtract,
+    total,
 )
 from jkv.decoding.scheduling.seating import Candidates, Seated
 from jkv.state import Cache
-from jkv.verbs.lookups import num_free_blocks
 
 
 class Attempt(NamedTuple):
@@ -29,8 +32,8 @@ class Attempt(NamedTuple):
     # bool[], whether the youngest was seated only to see if the cache has room for it:
     # the prefix index may have enough of its text, or nobody else runs.
     is_trial: jax.Array
-    keep_free: jax.Array  # i32[], blocks promised to others, which a trial leaves alone
-    slack: jax.Array  # i32[], free blocks that were promised to nobody
+    keep_free: Blocks  # i32[], promised to others, which a trial leaves alone
+    slack: Blocks  # i32[], free ones that were promised to nobody
     goes_on: jax.Array  # bool[], whether more may be seated
 
 
@@ -39,11 +42,11 @@ class _Offer(NamedTuple):
 
     candidates: Candidates
     ended: jax.Array  # bool[K], they ended while they waited
-    costs: jax.Array  # i32[K], blocks; of a leader, those of its whole text
+    costs: Blocks  # i32[K]; of a leader, those of its whole text
     may_cost_less: jax.Array  # bool[K], the prefix index may have some of them
 
 
-def may_admit(state: GenerationState, slack: jax.Array) -> jax.Array:
+def may_admit(state: GenerationState, slack: Blocks) -> jax.Array:
     """Return whether it is worth the while to look who waits, bool[].
 
     Args:
@@ -54,7 +57,7 @@ def may_admit(state: GenerationState, slack: jax.Array) -> jax.Array:
     waits = (places.num_started > places.num_running) | (state.queue.count > 0)
     has_place = places.num_running < state.most_running
     is_empty = places.num_running == 0
-    return waits & has_place & (is_empty | (slack >= state.seating_needs))
+    return waits & has_place & (is_empty | reach(slack, state.seating_needs))
 
 
 def admit(
@@ -68,10 +71,8 @@ def admit(
       num_lanes: K, static.
     """
     places, loads = state.places, state.loads(cache)
-    promised = jnp.sum(
-        find_demand(places, loads, state.block_size(cache)), dtype=jnp.int32
-    )
-    slack = num_free_blocks(cache) - promised
+    promised = total(find_demand(places, loads, state.block_size(cache)))
+    slack = subtract(count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
     offer = _find_offer(cache, state, loads, num_lanes)
     result = seating.choose_seated(
@@ -85,7 +86,7 @@ def admit(
     is_refused = offer.candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
     # Bringing it into the cache takes a lane.
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
-    may_fit = offer.may_cost_less[0] & (slack >= state.seating_needs)
+    may_fit = offer.may_cost_less[0] & reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
     result = _with_first(result, is_trial)
     places, queue = seating.seat(places, state.queue, offer.candidates, result)
@@ -99,7 +100,7 @@ def admit(
         mode="fill", fill_value=False
     )
     goes_on = is_trial | (num_passed == num_lanes) | (is_tried_next & (num_passed > 0))
-    keep_free = jnp.where(is_trial, promised, 0)
+    keep_free = tuple(jnp.where(is_trial, blocks, 0) for blocks in promised)
     return state, Attempt(is_trial, keep_free, slack, goes_on)
 
 
@@ -118,9 +119,12 @@ def _find_offer(
         is_first = _is_first_of_group(state, loads, prompt, ended)
         is_held = state.holder.holds(prompt)
         beside = blocks_beside_prompt(prompt_lengths, text_lengths, size)
-        held = costs - blocks_for(prompt_lengths, size)
+        held = subtract(costs, blocks_for(prompt_lengths, size))
         leads = is_first & ~is_held
-        costs = jnp.where(leads, costs, jnp.where(is_first, held, beside))
+        costs = tuple(
+            jnp.where(leads, whole, jnp.where(is_first, rest, own))
+            for whole, rest, own in zip(costs, held, beside, strict=True)
+        )
     may_cost_less = leads & (cache.metadata.prefix is not None)
     return _Offer(candidates, ended, costs, may_cost_less)
 
@@ -144,8 +148,8 @@ def _with_first(result: Seated, is_first: jax.Array) -> Seated:
     return Seated(result.seated | forced, result.passed | forced)
 
 
-def _find_needs(offer: _Offer, num_passed: jax.Array) -> jax.Array:
+def _find_needs(offer: _Offer, num_passed: jax.Array) -> Blocks:
     """Return the blocks without which the next one cannot be seated, i32[]."""
     known = offer.candidates.exists & ~offer.may_cost_less
-    needs = jnp.where(known, offer.costs, 0)
-    return needs.at[num_passed].get(mode="fill", fill_value=0)
+    needs = [jnp.where(known, cost, 0) for cost in offer.costs]
+    return tuple(need.at[num_passed].get(mode="fill", fill_value=0) for need in needs)

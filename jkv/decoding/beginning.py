@@ -10,7 +10,11 @@ import jax.numpy as jnp
 
 from jkv.decoding.ending import Bounds, Stops, judge_prompts
 from jkv.decoding.model import Model, call_model
-from jkv.decoding.progress import GenerationState, find_block_size
+from jkv.decoding.progress import (
+    GenerationState,
+    count_free_blocks,
+    find_block_size,
+)
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.scheduling.groups import Holder
@@ -19,7 +23,6 @@ from jkv.decoding.scheduling.seating import make_queue
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.lookups import num_free_blocks
 
 
 class Concurrency(NamedTuple):
@@ -60,25 +63,20 @@ def begin_generation(
     model: Model,
     params: Any,
     cache: Cache,
-    texts: Texts,
+    prompts: Prompts,
     *,
     max_new_tokens: int,
-    limits: Integers | None,
     stop_tokens: Integers,
     stop_sequences: Texts | None,
     num_samples: int,
     sizes: Concurrency,
-    salts: Integers,
 ) -> GenerationState:
     """Begin with everything in the queue."""
     check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
-    prompts = Prompts.of(
-        texts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
-    )
     stops = Stops.of(stop_tokens, stop_sequences, prompts.lengths.shape[0])
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
-    num_blocks = num_free_blocks(cache)
+    num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
     reasons = judge_prompts(prompts, bounds)
@@ -97,7 +95,7 @@ def begin_generation(
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=jnp.minimum(num_rows, num_places),
-        seating_needs=jnp.zeros((), jnp.int32),
+        seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         row_counts=row_counts,
     )
 

@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.conditions import when
-from jkv.decoding.progress import GenerationState, note_texts
+from jkv.decoding.progress import GenerationState, count_free_blocks, note_texts
 from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import find_demand
+from jkv.decoding.scheduling.demand import (
+    Blocks,
+    find_demand,
+    reach,
+    subtract,
+    total,
+)
 from jkv.decoding.scheduling.groups import Holder, find_hand_over
 from jkv.decoding.scheduling.places import (
     LANES,
@@ -27,7 +33,6 @@ from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status
 from jkv.verbs.allocation import free
-from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.truncation import truncate
 
 
@@ -49,7 +54,7 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
             state,
             places=vacate(state.places, ended),
             holder=dataclasses.replace(state.holder, seq_id=kept),
-            seating_needs=jnp.zeros((), jnp.int32),
+            seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
     # In most steps nobody ends.
@@ -78,55 +83,64 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
 
 def make_room(
     cache: Cache, state: GenerationState
-) -> tuple[Cache, GenerationState, jax.Array]:
+) -> tuple[Cache, GenerationState, Blocks]:
     """Preempt the youngest until the free blocks reach for what the others need.
 
     A prompt that is held goes first. One sequence is left at least.
 
     Returns:
-      The cache, the state, and i32[]: the free blocks that were promised to nobody.
+      The cache, the state, and i32[] for each group: free blocks that were promised to
+      nobody.
     """
     demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
 
     def lacks_blocks(pool: _Pool) -> jax.Array:
         can_give = (pool.holder.seq_id >= 0) | (pool.places.num_running > 1)
-        return can_give & (pool.promised > pool.metadata.free_blocks.count)
+        free = tuple(metadata.free_blocks.count for metadata in pool.metadata)
+        return can_give & ~reach(free, pool.promised)
 
     none = jnp.zeros((), jnp.int32)
-    promised = jnp.sum(demand, dtype=jnp.int32)
+    metadata = tuple(group.metadata for group in cache.groups)
     pool = while_loop(
         lacks_blocks,
         lambda pool: _take_back(cache, pool, demand),
-        _Pool(cache.metadata, state.places, state.holder, promised, none),
+        _Pool(metadata, state.places, state.holder, total(demand), none),
     )
-    cache = cache.with_metadata(pool.metadata)
+    cache = pool.put_into(cache)
     is_same = pool.places.num_running == state.places.num_running
     state = dataclasses.replace(
         state,
         places=pool.places,
         holder=pool.holder,
-        seating_needs=jnp.where(is_same, state.seating_needs, 0),
+        seating_needs=tuple(jnp.where(is_same, n, 0) for n in state.seating_needs),
         result=state.result.add_counts(preemptions=pool.num_preempted),
     )
-    return cache, state, num_free_blocks(cache) - pool.promised
+    return cache, state, subtract(count_free_blocks(cache), pool.promised)
 
 
 class _Pool(NamedTuple):
     """What `make_room` changes."""
 
-    metadata: Metadata
+    metadata: tuple[Metadata, ...]  # of each group
     places: Places
     holder: Holder
-    promised: jax.Array  # i32[], blocks
+    promised: Blocks  # i32[]
     num_preempted: jax.Array  # i32[]
 
+    def put_into(self, cache: Cache) -> Cache:
+        """Return the cache with this metadata."""
+        pairs = zip(cache.groups, self.metadata, strict=True)
+        return cache.with_groups(
+            tuple(group.with_metadata(metadata) for group, metadata in pairs)
+        )
 
-def _take_back(cache: Cache, pool: _Pool, demand: jax.Array) -> _Pool:
+
+def _take_back(cache: Cache, pool: _Pool, demand: Blocks) -> _Pool:
     """Take the blocks of the holder, or else of the youngest; its demand, i32[W]."""
     is_held = pool.holder.seq_id >= 0
     youngest = find_youngest_running(pool.places)
     seq_id = jnp.where(is_held, pool.holder.seq_id, pool.places.seq_ids[youngest])
-    cache, _ = free(cache.with_metadata(pool.metadata), seq_id[None])
+    cache, _ = free(pool.put_into(cache), seq_id[None])
     places = jax.tree.map(
         lambda kept, new: jnp.where(is_held, kept, new),
         pool.places,
@@ -135,10 +149,13 @@ def _take_back(cache: Cache, pool: _Pool, demand: jax.Array) -> _Pool:
     # One that waited for its prompt had computed nothing.
     counts = ~is_held & (seq_id >= 0)
     return _Pool(
-        metadata=cache.metadata,
+        metadata=tuple(group.metadata for group in cache.groups),
         places=places,
         holder=dataclasses.replace(pool.holder, seq_id=jnp.int32(NO_SEQUENCE)),
-        promised=pool.promised - jnp.where(is_held, 0, demand[youngest]),
+        promised=subtract(
+            pool.promised,
+            tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),
+        ),
         num_preempted=pool.num_preempted + counts.astype(jnp.int32),
     )
 

@@ -7,6 +7,7 @@ results, after.
 Symbols: Q prompts, N sequences, P ranks.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,8 @@ from jkv.state import Cache
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.pooling import enter_pool, leave_pool
 
-# A generation of one pool: cache, params and prompts, i32[Q, P].
-Generate = Callable[[Cache, Any, jax.Array], tuple[Cache, Generation]]
+# A generation of one pool: params, cache, prompts, and how tokens are guessed.
+Generate = Callable[[Any, Cache, Prompts, Any], tuple[Cache, Generation]]
 
 
 def generate_on_pools(
@@ -31,6 +32,7 @@ def generate_on_pools(
     params: Any,
     cache: Cache,
     prompts: Prompts,
+    speculate: Any,
     num_samples: int,
 ) -> tuple[Cache, Generation]:
     """Deal prompts to the ranks by what is free, and generate on all.
@@ -40,6 +42,7 @@ def generate_on_pools(
       params: the model's weights.
       cache: with a pool for each rank.
       prompts: Q of them.
+      speculate: how each rank guesses tokens, any pytree.
       num_samples: sequences of each.
 
     Returns:
@@ -50,20 +53,23 @@ def generate_on_pools(
     axis = pools.axis
 
     def on_rank(divided: Cache, whole: Any) -> tuple[Cache, Generation]:
-        params, prompts = whole
+        params, prompts, speculate = whole
         cache = enter_pool(without_rank(divided))
         free = jax.lax.all_gather(num_free_blocks(cache), axis)
         owner = deal(prompts, free, cache.block_size, num_samples)
         is_mine = owner == jax.lax.axis_index(axis)
-        cache, result = generate(
-            cache, params, jnp.where(is_mine[:, None], prompts.tokens, -1)
+        mine = dataclasses.replace(
+            prompts,
+            tokens=jnp.where(is_mine[:, None], prompts.tokens, -1),
+            lengths=jnp.where(is_mine, prompts.lengths, 0),
         )
+        cache, result = generate(params, cache, mine, speculate)
         result = _collect(result, jnp.repeat(is_mine, num_samples), axis)
         return leave_pool(with_rank(cache), pools), result
 
     out_specs = PartitionSpec(axis), PartitionSpec()
     answer: tuple[Cache, Generation] = pools.map(
-        on_rank, cache, (params, prompts), out_specs=out_specs
+        on_rank, cache, (params, prompts, speculate), out_specs=out_specs
     )
     return answer
 

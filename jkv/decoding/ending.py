@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import BlockSize, blocks_for
+from jkv.decoding.scheduling.demand import Blocks, BlockSize, blocks_for, reach
 
 # Beside a token of a text there can be no such number.
 _ANY = -1
@@ -118,14 +118,14 @@ class Bounds(NamedTuple):
 
     max_context_length: jax.Array | int  # i32[K] where texts differ
     block_size: BlockSize
-    num_blocks: jax.Array  # i32[], those it would find if it were alone
+    num_blocks: Blocks  # i32[], those it would find if it were alone
 
     def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
         """Return which texts of these lengths, i32[K], have a token without a slot."""
-        blocks = blocks_for(lengths, self.block_size)
+        has_blocks = reach(self.num_blocks, blocks_for(lengths, self.block_size))
         return [
             (FinishReason.CONTEXT_FULL, lengths > self.max_context_length),
-            (FinishReason.OUT_OF_BLOCKS, blocks > self.num_blocks),
+            (FinishReason.OUT_OF_BLOCKS, ~has_blocks),
         ]
 
 

@@ -18,7 +18,7 @@ from jkv.decoding.conditions import when
 from jkv.decoding.ending import Bounds, Stops, judge_prompts
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import GREEDY, Sampling
-from jkv.decoding.progress import find_block_size
+from jkv.decoding.progress import count_used_blocks, find_block_size
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.scheduling.demand import blocks_to_take
@@ -30,7 +30,7 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.verbs.appending import append
-from jkv.verbs.lookups import context_lengths, num_free_blocks
+from jkv.verbs.lookups import context_lengths
 from jkv.verbs.prefixes import commit
 
 
@@ -113,7 +113,8 @@ def extend(
     room = cache.max_context_length - before
     size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
     block_size = find_block_size(cache, (size,))
-    bounds = Bounds(room, block_size, jnp.int32(cache.num_blocks))
+    num_blocks = tuple(jnp.int32(group.num_blocks) for group in cache.groups)
+    bounds = Bounds(room, block_size, num_blocks)
     reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
@@ -135,18 +136,24 @@ def _judge(
 
     Whose tokens find room is judged before any is fed, in order, as `append` would.
     """
-    metadata, running = cache.metadata, jnp.int32(FinishReason.RUNNING)
+    metadata = [group.metadata for group in cache.groups]
+    running = jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
-        requests.is_live_once(metadata, seq_ids),
+        requests.is_live_once(cache.metadata, seq_ids),
         judge_prompts(given, bounds),
         jnp.int32(FinishReason.CANCELLED),
     )
-    counts = metadata.num_mapped_blocks, metadata.num_kept_blocks
-    mapped, kept = (array.at[seq_ids].get(mode="clip") for array in counts)
-    need = blocks_to_take(before + given.lengths, mapped, kept, bounds.block_size)
-    need = jnp.where(reasons == running, need, 0)
-    no_block, _ = requests.lacks_blocks(metadata, need)
-    return jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
+    mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in metadata]
+    kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in metadata]
+    needs = blocks_to_take(
+        before + given.lengths, tuple(mapped), tuple(kept), bounds.block_size
+    )
+    for each, need in zip(metadata, needs, strict=True):
+        no_block, _ = requests.lacks_blocks(
+            each, jnp.where(reasons == running, need, 0)
+        )
+        reasons = jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
+    return reasons
 
 
 class _Extension(NamedTuple):
@@ -255,7 +262,7 @@ def _count_step(
         sequence_steps=served,
         prompt_tokens=rows if is_prompt else jnp.int32(0),
     )
-    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
+    used = count_used_blocks(cache)
     peak = jnp.maximum(result.statistics.peak_blocks, used)
     return result._replace(statistics=result.statistics._replace(peak_blocks=peak))
 

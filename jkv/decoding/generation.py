@@ -12,9 +12,9 @@ tokens in the vocabulary.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jkv.decoding.beginning import Concurrency, begin_generation
 from jkv.decoding.dealing import generate_on_pools
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
@@ -22,7 +22,7 @@ from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import Generation
 from jkv.decoding.speculation.loop import run_speculatively
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.windows import CHUNK_SIZE, begin, run_steps
+from jkv.decoding.windows import CHUNK_SIZE, run_steps
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
 from jkv.state.entry import takes_pools
@@ -97,7 +97,8 @@ def generate(
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
         earlier prompts of a domain left behind is not computed again.
       speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
-        or a `DraftModel`; None does not. The model must take `all_rows`.
+        or a `DraftModel`; None does not. The model must take `all_rows`. With several
+        pools each guesses for its own; the cache of a draft lies on the whole mesh.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -120,44 +121,36 @@ def generate(
       >>> [jkv.FinishReason(reason).name for reason in result.reasons.tolist()]
       ['STOP', 'LENGTH', 'LENGTH']
     """
-    if cache.pools is not None:
-        return generate_on_pools(
-            functools.partial(
-                _generate_on_rank,
-                model=model,
-                max_new_tokens=max_new_tokens,
-                limits=limits,
-                stop_tokens=stop_tokens,
-                stop_sequences=stop_sequences,
-                sampling=sampling,
-                num_samples=num_samples,
-                max_running=max_running,
-                chunk_size=chunk_size,
-                row_counts=row_counts,
-                salts=salts,
-            ),
-            params,
-            cache,
-            Prompts.of(
-                prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
-            ),
-            num_samples,
-        )
-    state = begin(
+    given = Prompts.of(
+        prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
+    )
+    run = functools.partial(
+        _generate,
         model,
-        params,
-        cache,
-        prompts,
+        sampling=sampling,
         max_new_tokens=max_new_tokens,
-        limits=limits,
         stop_tokens=stop_tokens,
         stop_sequences=stop_sequences,
         num_samples=num_samples,
-        max_running=max_running,
-        chunk_size=chunk_size,
-        row_counts=row_counts,
-        salts=salts,
+        sizes=Concurrency(max_running, chunk_size, row_counts),
     )
+    if cache.pools is not None:
+        return generate_on_pools(run, params, cache, given, speculate, num_samples)
+    return run(params, cache, given, speculate)
+
+
+def _generate(
+    model: Model,
+    params: Any,
+    cache: Cache,
+    prompts: Prompts,
+    speculate: PromptLookup | DraftModel | None,
+    *,
+    sampling: Sampling,
+    **options: Any,
+) -> tuple[Cache, Generation]:
+    """Do steps on one pool until nothing runs; options as `begin_generation` has."""
+    state = begin_generation(model, params, cache, prompts, **options)
     if speculate is not None:
         cache, state = run_speculatively(
             model, params, cache, state, sampling, speculate
@@ -172,10 +165,3 @@ def generate(
         lambda state, _: jnp.any(state.is_running),
     )
     return cache, state.result
-
-
-def _generate_on_rank(
-    cache: Cache, params: Any, prompts: jax.Array, *, model: Model, **options: Any
-) -> tuple[Cache, Generation]:
-    """Do as `generate` on the pool of one rank."""
-    return generate(model, params, cache, prompts, **options)

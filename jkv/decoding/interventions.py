@@ -198,7 +198,7 @@ def _queue_up(
             logprobs=begin(old.logprobs, fresh.logprobs),
             statistics=old.statistics,
         ),
-        seating_needs=jnp.zeros((), jnp.int32),
+        seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
     )
     queue = ring.push(queue, sequences, begins)
     queue = order_queue(queue, _find_ranks(state, queue))

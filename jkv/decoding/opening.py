@@ -14,7 +14,7 @@ from jkv.decoding.ending import find_first
 from jkv.decoding.progress import GenerationState, note_texts
 from jkv.decoding.prompts import find_texts
 from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import Loads
+from jkv.decoding.scheduling.demand import Blocks, Loads
 from jkv.decoding.scheduling.groups import Holder, find_pending
 from jkv.decoding.scheduling.places import LANES, find_oldest
 from jkv.sharding.loops import while_loop
@@ -25,7 +25,7 @@ from jkv.verbs.forking import fork
 
 
 def fill_places(
-    cache: Cache, state: GenerationState, slack: jax.Array
+    cache: Cache, state: GenerationState, slack: Blocks
 ) -> tuple[Cache, GenerationState]:
     """Seat those that wait, as long as they fit, and bring them into the cache.
 
@@ -194,7 +194,10 @@ def _give_up(
         places=dataclasses.replace(
             places, num_running=places.num_running - unseats.astype(jnp.int32)
         ),
-        seating_needs=jnp.where(unseats, attempt.slack + 1, state.seating_needs),
+        seating_needs=tuple(
+            jnp.where(unseats, slack + 1, needs)
+            for slack, needs in zip(attempt.slack, state.seating_needs, strict=True)
+        ),
         result=result._replace(
             reasons=result.reasons.at[ended].set(reason, mode="drop")
         ),

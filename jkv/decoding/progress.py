@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jkv.decoding.ending import Bounds, Stops
 from jkv.decoding.prompts import Prompts, find_texts
 from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import BlockSize, Loads
+from jkv.decoding.scheduling.demand import Blocks, BlockSize, Loads, sum_groups
 from jkv.decoding.scheduling.groups import Holder
 from jkv.decoding.scheduling.places import Places
 from jkv.state import NO_SEQUENCE, Cache, Ring
+from jkv.verbs.lookups import num_free_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +33,10 @@ class GenerationState:
     queue: Ring  # i32[N], who has never run, in order
     holder: Holder  # a prompt that is kept for samples that wait
     seen: jax.Array  # bool[W, V], tokens of the text in each place
-    num_blocks: jax.Array  # i32[], blocks that a sequence would find alone
+    num_blocks: Blocks  # i32[], those that a sequence would find alone
     most_running: jax.Array  # i32[], sequences that run at one time, at most W
     # i32[], unpromised blocks without which it is useless to seat the first that waits
-    seating_needs: jax.Array
+    seating_needs: Blocks
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
@@ -82,16 +83,34 @@ class GenerationState:
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + self.result.lengths[sequences],
             done=of_cached(metadata.context_lengths),
-            mapped=of_cached(metadata.num_mapped_blocks),
-            kept=of_cached(metadata.num_kept_blocks),
+            mapped=tuple(of_cached(g.metadata.num_mapped_blocks) for g in cache.groups),
+            kept=tuple(of_cached(g.metadata.num_kept_blocks) for g in cache.groups),
         )
 
 
 def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
     """Return how many blocks a text takes in a cache, in steps of so many rows."""
-    window, size = cache.metadata.window, cache.block_size
-    most = None if window is None else window.most_blocks(size, row_counts[-1])
-    return BlockSize(size, most)
+    windows = [group.metadata.window for group in cache.groups]
+    size = cache.block_size
+    return BlockSize(
+        size,
+        tuple(
+            None if window is None else window.most_blocks(size, row_counts[-1])
+            for window in windows
+        ),
+    )
+
+
+def count_free_blocks(cache: Cache) -> Blocks:
+    """Return the blocks that can be handed out, i32[] for each group."""
+    return tuple(num_free_blocks(group) for group in cache.groups)
+
+
+def count_used_blocks(cache: Cache) -> jax.Array:
+    """Return the blocks in use, i32[], of all groups together."""
+    return sum_groups(
+        tuple(jnp.int32(g.num_blocks) - num_free_blocks(g) for g in cache.groups)
+    )
 
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:

@@ -41,7 +41,8 @@ class Statistics(NamedTuple):
     recomputed_tokens: jax.Array  # i32[], generated ones computed a second time
     cached_tokens: jax.Array  # i32[], tokens that the prefix cache had
     preemptions: jax.Array  # i32[], running sequences that gave their blocks back
-    peak_blocks: jax.Array  # i32[], most blocks of the pool in use, others' too
+    # i32[], most blocks in use, others' too; of all groups of layers together
+    peak_blocks: jax.Array
     empty_slots: jax.Array  # i32[], slots without a token in the step's blocks, then
     queue_steps: jax.Array  # i32[], steps in which a sequence waited for a place
     idle_places: jax.Array  # i32[], sum over these of the places without a row

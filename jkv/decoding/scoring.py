@@ -235,7 +235,11 @@ def _as_one_step(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
     first, moved = 0, []
     for batch in batches:
         starts = batch.query_starts + first
-        moved.append(dataclasses.replace(batch, query_starts=starts, is_decoding=False))
+        moved.append(
+            dataclasses.replace(
+                batch, query_starts=starts, is_decoding=False, decode_work=None
+            )
+        )
         first += batch.num_rows
     joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *moved)
     return ScoringBatch(**fields_of(Batch, joined), scored_rows=scored_rows)

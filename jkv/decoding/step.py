@@ -21,7 +21,7 @@ from jkv.decoding.conditions import when
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.opening import fill_places
 from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
+from jkv.decoding.progress import GenerationState, count_used_blocks
 from jkv.decoding.prompts import find_tokens
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Loads
@@ -29,7 +29,6 @@ from jkv.decoding.scheduling.rows import choose_size, locate_rows, share_rows
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.appending import append
-from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.prefixes import commit
 
 
@@ -244,9 +243,11 @@ def count_step(
         queue_steps=waits_now,
         idle_places=waits_now * (state.most_running - num_served),
     )
-    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
+    used = count_used_blocks(cache)
     length = jnp.where(places.is_cached, loads.done + rows, 0)
     empty = jnp.sum(-length % cache.block_size, dtype=jnp.int32)
+    if len(cache.groups) > 1:
+        empty = len(cache.groups) * empty
     is_peak = (used > old.peak_blocks) & (num_served > 0)
     statistics = result.statistics._replace(
         peak_blocks=jnp.where(is_peak, used, old.peak_blocks),

@@ -18,6 +18,7 @@ from jkv.decoding.beginning import Concurrency, begin_generation
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.progress import GenerationState
+from jkv.decoding.prompts import Prompts
 from jkv.decoding.step import run_step
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.sharding.loops import while_loop
@@ -116,14 +117,12 @@ def begin(
         model,
         params,
         cache,
-        prompts,
+        Prompts.of(prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts),
         max_new_tokens=max_new_tokens,
-        limits=limits,
         stop_tokens=stop_tokens,
         stop_sequences=stop_sequences,
         num_samples=num_samples,
         sizes=Concurrency(max_running, chunk_size, row_counts),
-        salts=salts,
     )
 
 

@@ -5,6 +5,7 @@ tables and shares no code with the verbs, so that a fault in them cannot hide it
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -179,7 +180,7 @@ def _prefix_blocks(meta: Metadata) -> Iterator[str]:
     indexed = np.flatnonzero(hashes)
     for block in indexed[~np.isin(indexed, np.asarray(prefix.buckets))]:
         yield f"prefix_index: block {block} is indexed, but in no bucket"
-    chains: dict[tuple[int, int, bytes], int] = {}
+    chains: dict[tuple[Any, ...], int] = {}
     for block in indexed.tolist():
         parent = int(parents[block])
         if parent != meta.num_blocks and (hashes[parent] == 0 or parent == block):
@@ -188,7 +189,10 @@ def _prefix_blocks(meta: Metadata) -> Iterator[str]:
             yield f"prefix_index: block {block} has another domain than its parent"
         if np.any(contents[block] < 0):
             yield f"prefix_index: block {block} is indexed without all of its tokens"
-        key = (parent, int(salts[block]), contents[block].tobytes())
+        key: tuple[Any, ...] = (parent, int(salts[block]), contents[block].tobytes())
+        if prefix.wide_hashes is not None:
+            words = [hashes[block], *np.asarray(prefix.wide_hashes)[block]]
+            key = (*key, tuple(words))
         if key in chains:
             yield f"prefix_index: blocks {chains[key]} and {block} are equal"
         chains[key] = block
@@ -226,6 +230,11 @@ def _committed(meta: Metadata) -> Iterator[str]:
         num = max(int(committed[row]), 0) // meta.block_size
         chain, rest = tables[row, :num], tables[row, num : mapped[row]]
         before = np.concatenate([[meta.num_blocks], chain])[:num]
+        if meta.window is not None:  # then blocks have no parents
+            first, last = gone_columns(meta, int(row))
+            chain = np.delete(chain, np.s_[first : min(last, num)])
+            rest = rest[rest < meta.num_blocks]
+            before = np.full_like(chain, meta.num_blocks)
         if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
             yield f"committed: the blocks that row {row} committed are no chain"
         if np.any(hashes[rest] != 0):

@@ -134,6 +134,16 @@ def find_start(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     return jnp.where(gap > 0, (first + gap) * metadata.block_size, 0)
 
 
+def find_gone(metadata: Metadata) -> jax.Array:
+    """Return which cells of the tables were given back, bool[S, M]."""
+    column = jnp.arange(metadata.max_blocks_per_sequence, dtype=jnp.int32)[None]
+    if metadata.window is None:
+        return jnp.zeros(column.shape, bool)
+    first = num_sink_columns(metadata, metadata.window)
+    gap = metadata.window.num_given_back[:, None]
+    return (column >= first) & (column < first + gap)
+
+
 def window_of(metadata: Metadata) -> SlidingWindow:
     """Return the window of a metadata that has one."""
     assert metadata.window is not None, "asked of caches with a window only"

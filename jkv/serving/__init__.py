@@ -1,6 +1,7 @@
 """An engine for requests that come and go: `Engine`, and what it takes and gives."""
 
 from jkv.serving.engine import Engine
+from jkv.serving.kept_programs import KeptPrograms
 from jkv.serving.measures import EngineStats, Times
 from jkv.serving.record import Completion, EngineError, Event, QueueFull, RequestState
 from jkv.serving.submission import RequestRefused, StopSizes
@@ -11,6 +12,7 @@ __all__ = [
     "EngineError",
     "EngineStats",
     "Event",
+    "KeptPrograms",
     "QueueFull",
     "RequestRefused",
     "RequestState",

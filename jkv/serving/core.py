@@ -70,7 +70,7 @@ class Core:
     ):
         self.loop, self.measures = loop, Measures()
         self.book = Book(sizes.num_prompts, sizes.num_samples)
-        self.measures.free_blocks = loop.num_blocks
+        self.measures.free_blocks = sum(loop.num_blocks)
         self._sizes, self._options, self._lock = sizes, options, lock
         self._deadlines = Deadlines()
         self._ended: Store[Record] = Store(
@@ -160,7 +160,7 @@ class Core:
         with self._lock:
             states = self.book.count_states()
             return self.measures.read(
-                self.loop.cache.num_blocks,
+                sum(group.num_blocks for group in self.loop.cache.groups),
                 self._options.clock(),
                 waiting=states[RequestState.WAITING],
                 running=states[RequestState.RUNNING],
@@ -286,7 +286,7 @@ class Core:
                 failure.__cause__ = error
                 self._failure = failure
                 self._fail_all(list(self.book.records.values()), failure)
-            self.measures.free_blocks = self.loop.num_blocks
+            self.measures.free_blocks = sum(self.loop.num_blocks)
 
     def _fail_all(self, records: list[Record], error: BaseException) -> None:
         for record in records:

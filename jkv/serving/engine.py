@@ -25,6 +25,7 @@ from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.consumers import await_events, read_events
 from jkv.serving.core import Core, HostOptions
+from jkv.serving.kept_programs import KeptPrograms
 from jkv.serving.loop import Loop, Progress
 from jkv.serving.measures import EngineStats
 from jkv.serving.programs import EngineSizes
@@ -95,9 +96,10 @@ class Engine:
         max_results: int = 1024,
         result_seconds: float = 300.0,
         checks: bool = False,
+        kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Make an engine; nothing is compiled yet (`warm_up`).
+        """Make an engine; nothing is compiled yet (`warm_up`) unless programs are kept.
 
         Args:
           model: as for `jkv.generate`.
@@ -122,6 +124,8 @@ class Engine:
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
           checks: whether to look at the cache's invariants after each window (slow).
+          kept_programs: where executables are kept between runs, which then begin
+            without tracing the model; what is not there yet is compiled at once.
           clock: seconds, for deadlines and times.
 
         Raises:
@@ -150,13 +154,13 @@ class Engine:
             num_lanes=min(NUM_LANES, num_prompts),
             stops=stop_sizes,
         )
-        loop = Loop(model, params, cache, sizes)
+        loop = Loop(model, params, cache, sizes, kept_programs)
         self._limits = Limits(
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             max_context_length=cache.max_context_length,
             num_blocks=loop.num_blocks,
-            block_size=cache.block_size,
+            block_size=loop.block_size,
             vocabulary=loop.vocabulary,
             stops=stop_sizes,
             has_detokenizer=detokenize is not None,

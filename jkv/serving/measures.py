@@ -65,7 +65,7 @@ class EngineStats(NamedTuple):
     preemptions: int  # of sequences
     num_windows: int  # that were read
     num_steps: int  # calls of the model
-    num_blocks: int  # of the pool
+    num_blocks: int  # of the pool; with groups of layers, of all pools
     free_blocks: int  # of these, after the last window; cached ones too
     peak_blocks: int  # most in use
     empty_slots: int  # slots without a token in the blocks of sequences, then

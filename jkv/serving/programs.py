@@ -19,13 +19,13 @@ import numpy as np
 from jkv import decoding
 from jkv.decoding.model import Model
 from jkv.decoding.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.progress import GenerationState
+from jkv.decoding.progress import GenerationState, count_free_blocks
 from jkv.decoding.results import Statistics
+from jkv.decoding.scheduling.demand import sum_groups
 from jkv.serving.book import Part
 from jkv.serving.record import RequestState
 from jkv.serving.submission import StopSizes
 from jkv.state import Cache
-from jkv.verbs.lookups import num_free_blocks
 
 # What `WindowReport.stages` counts.
 STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
@@ -116,7 +116,7 @@ class WindowReport(NamedTuple):
     reasons: jax.Array  # i32[N], `FinishReason`
     stages: jax.Array  # i32[N], index in STAGES
     statistics: Statistics  # of the window
-    num_free_blocks: jax.Array  # i32[]
+    num_free_blocks: jax.Array  # i32[], of all groups of layers together
 
 
 _STATIC = ("model", "sizes")
@@ -218,7 +218,7 @@ def run_window(
             reasons=result.reasons,
             stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
             statistics=result.statistics,
-            num_free_blocks=num_free_blocks(cache),
+            num_free_blocks=sum_groups(count_free_blocks(cache)),
         ),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jkv.decoding.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.demand import BlockSize
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 
 
@@ -41,8 +42,8 @@ class Limits(NamedTuple):
     max_prompt_tokens: int
     max_new_tokens: int
     max_context_length: int
-    num_blocks: int  # that one sequence can find
-    block_size: int
+    num_blocks: tuple[int, ...]  # that one sequence can find in each group of layers
+    block_size: BlockSize
     vocabulary: int
     stops: StopSizes
     has_detokenizer: bool
@@ -193,13 +194,16 @@ def _check_prompt(tokens: np.ndarray[Any, Any], limits: Limits) -> None:
             f"{limits.max_context_length} a sequence (max_context_length)",
             FinishReason.CONTEXT_FULL,
         )
-    needed = -(-length // limits.block_size)
-    if needed > limits.num_blocks:
-        raise RequestRefused(
-            f"the prompt has {length} tokens and needs {needed} blocks of "
-            f"{limits.block_size}; the cache has {limits.num_blocks}",
-            FinishReason.OUT_OF_BLOCKS,
-        )
+    size = limits.block_size
+    columns = -(-length // size.tokens)
+    for most, num_blocks in zip(size.most, limits.num_blocks, strict=True):
+        needed = columns if most is None else min(columns, most)
+        if needed > num_blocks:
+            raise RequestRefused(
+                f"the prompt has {length} tokens and needs {needed} blocks of "
+                f"{size.tokens}; the cache has {num_blocks}",
+                FinishReason.OUT_OF_BLOCKS,
+            )
     if length > limits.max_prompt_tokens:
         raise RequestRefused(
             f"the prompt has {length} tokens, and this engine makes room for "

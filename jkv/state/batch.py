@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.kernel.lists import DecodeWork
+
 
 class StepSizes(NamedTuple):
     """What a batch and the cache that it is used with agree in; letters as ever."""
@@ -31,7 +33,8 @@ class Batch:
     Request i owns the rows from `query_starts[i]` on; of a served one, the first
     `query_lengths[i]` rows are its new tokens, the last of them at position
     `context_lengths[i] - 1`. A refused request has the length its sequence had before
-    the call; padding and ids that are not open have 0.
+    the call; padding and ids that are not open have 0. What is changed by hand in
+    these arrays `decode_work` does not know: replace it by None.
     """
 
     seq_ids: jax.Array  # i32[B], as asked
@@ -44,6 +47,8 @@ class Batch:
     block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
     offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
+    # Who reads what, for the kernel of the card at hand; None where there is none.
+    decode_work: DecodeWork | None
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: those of the cache that planned it, to tell a batch of another cache.

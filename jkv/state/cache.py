@@ -15,8 +15,9 @@ import numpy as np
 
 from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
-from jkv.sharding.heads import HeadSharding, copies_of
+from jkv.sharding.heads import copies_of
 from jkv.sharding.pools import PoolSharding
+from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state.batch import StepSizes
 from jkv.state.ownership import Metadata, Ring
 
@@ -65,9 +66,9 @@ class Cache:
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
     # Dv of values that lie in the keys, else None; static, as no shape tells it.
     latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
-    # How the heads lie on a mesh, None where they do not; static, as a step is compiled
-    # for it. With it the arrays hold each head `sharding.copies` times, side by side.
-    sharding: HeadSharding | None = dataclasses.field(
+    # How keys and values lie on a mesh, None where they do not; static, as a step is
+    # compiled for it. The arrays hold each head `sharding.copies` times, side by side.
+    sharding: StorageSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
     # Of which mesh axis each rank has a pool; static, as every array then has one axis
@@ -94,6 +95,16 @@ class Cache:
     def with_storage(self, storage: dict[str, jax.Array]) -> Self:
         """Return the cache with other arrays beside the metadata."""
         return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
+
+    @property
+    def groups(self) -> "tuple[Cache, ...]":
+        """The cache of each group of layers: itself, unless it is a `GroupedCache`."""
+        return (self,)
+
+    def with_groups(self, groups: "tuple[Cache, ...]") -> "Cache":
+        """Return the cache with other groups."""
+        (cache,) = groups
+        return cache
 
     def enter(self, function: Callable[..., Any], given: BoundArguments) -> Any:
         """Call a public function that was given this cache, one of a derived class."""
@@ -150,12 +161,12 @@ class Cache:
     @property
     def sizes(self) -> StepSizes:
         """The sizes in which the cache and the batches planned on it agree."""
-        num_layers, num_blocks, _, block_size, head_dim = self.keys.shape
+        num_layers, num_blocks, _, _, head_dim = self.keys.shape
         return StepSizes(
             num_layers=num_layers,
             num_blocks=num_blocks,
             num_kv_heads=self.num_kv_heads,
-            block_size=block_size,
+            block_size=self.block_size,
             head_dim=head_dim,
             value_head_dim=self.value_head_dim,
             max_sequences=self.max_sequences,

@@ -57,8 +57,15 @@ def takes_pools(function: Callable[Params, Result]) -> Callable[Params, Result]:
     return entered_with_pools
 
 
-def for_host(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Make a public function that runs on the host refuse a cache inside jit."""
+def for_host(
+    function: Callable[Params, Result], *, has_pools: bool = False
+) -> Callable[Params, Result]:
+    """Make a public function that runs on the host refuse a cache inside jit.
+
+    Args:
+      function: with a parameter `cache`.
+      has_pools: whether it takes a cache with several pools, too.
+    """
     place = list(inspect.signature(function).parameters).index("cache")
 
     @functools.wraps(function)
@@ -71,7 +78,7 @@ def for_host(function: Callable[Params, Result]) -> Callable[Params, Result]:
             )
         return function(*args, **kwargs)
 
-    return takes_cache(entered)
+    return (takes_pools if has_pools else takes_cache)(entered)
 
 
 def _enter_unusual(

@@ -74,7 +74,8 @@ class PrefixIndex:
     out again, whether live or free (then it is a *cached* block). Its parent is the
     block before it; the parents of a block lead back to the first block of a prompt.
     A parent stays indexed as long as its children: every table row that names a child
-    names the parent one column before, and rows are released from their end.
+    names the parent one column before, and rows are released from their end. (Not with
+    a sliding window: see the fields at the end.)
 
     Buckets and children are hash tables with 8 and 16 places to a row. What they name
     need not be indexed any more: whoever reads them compares with the arrays below.
@@ -89,6 +90,10 @@ class PrefixIndex:
     committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
     sequence_salts: jax.Array  # i32[S], domain of each sequence
     epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
+    # With a sliding window, which gives parents back before their children: no block
+    # has a parent, and what came before it is known by more hashes.
+    wide_hashes: jax.Array | None = None  # u32[N, 2], of the prefix to the block's end
+    hashes_above: jax.Array | None = None  # u32[N], of the prefix to its beginning
 
 
 @jax.tree_util.register_dataclass
@@ -136,9 +141,11 @@ class Metadata:
     8. `closed_rows`: a closed row has length 0 and no blocks.
     9. `shapes`: every array has the shape and dtype that the others imply.
     10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
-       equal, and a parent that is indexed and is not handed out before it.
-    11. `committed`: what a sequence committed is a chain of indexed blocks, the rest of
-       what it maps is not indexed; 0 <= committed <= context length, or -1.
+       equal, and a parent that is indexed and is not handed out before it; with a
+       window it has none.
+    11. `committed`: what a sequence committed is a chain of indexed blocks but for what
+       was given back, the rest of what it maps is not indexed; 0 <= committed <=
+       context length, or -1.
     12. `given_back`: all tokens that the next row of a sequence will see are kept; a
        closed row has given nothing back.
     """

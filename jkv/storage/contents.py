@@ -20,12 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.sharding.heads import (
-    POOL_HEADS,
-    HeadSharding,
-    with_copies_of_heads,
-    without_copies_of_heads,
-)
+from jkv.sharding.heads import with_copies_of_heads, without_copies_of_heads
+from jkv.sharding.processes import bring_whole, is_shared
+from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
@@ -115,7 +112,7 @@ def _gather_blocks(
     pools: dict[str, jax.Array],
     tokens: jax.Array | None,
     blocks: jax.Array,
-    sharding: HeadSharding | None,
+    sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Copy blocks, i32[p], out of the storage and the recorded tokens."""
     storage = {
@@ -130,6 +127,8 @@ def _gather_blocks(
 def _to_host(gathered: Any) -> Any:
     """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
     leaves = jax.tree.leaves(gathered)
+    if any(is_shared(leaf.sharding) for leaf in leaves):
+        return jax.tree.map(bring_whole, gathered)
     if not leaves or not _has_pinned_memory(leaves[0]):
         return jax.device_get(gathered)
 
@@ -154,7 +153,7 @@ def _has_pinned_memory(array: jax.Array) -> bool:
 
 
 def _placed(
-    piece: HostArray, pool: jax.Array, sharding: HeadSharding | None
+    piece: HostArray, pool: jax.Array, sharding: StorageSharding | None
 ) -> HostArray:
     """Bring a piece to the devices of the pool it goes to.
 
@@ -180,7 +179,7 @@ def _scatter(
     blocks: jax.Array,
     contents: dict[str, HostArray],
     rows: jax.Array,
-    sharding: HeadSharding | None,
+    sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its blocks, i32[p], all different."""
     chex.assert_rank(blocks, 1)

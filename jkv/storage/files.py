@@ -105,15 +105,14 @@ def write_file(
 
     Args:
       path: where; a file that is there is replaced when the new one is complete.
-      tensors: the arrays by name.
+      tensors: the arrays by name, large elements first: then each begins at a multiple
+        of its element size.
       metadata: what else the header shall say.
 
     Raises:
       OSError: if it cannot be written.
       ValueError: if the parts of a tensor do not make up its shape.
     """
-    # Large elements first: each array then begins at a multiple of its element size.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     start, entries = 0, {}
     for name, tensor in tensors.items():
         entries[name] = {
@@ -136,9 +135,7 @@ def write_file(
         file.write(_header(metadata, entries, digest.hexdigest()))
 
 
-def read_file(
-    path: Path,
-) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Verify a file and map its arrays into memory.
 
     Args:

@@ -37,7 +37,7 @@ def allocate(
     *,
     tokens: Texts | None = None,
     salts: Integers = 0,
-    keep_free: jax.Array | int = 0,
+    keep_free: jax.Array | int | tuple[jax.Array, ...] = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
@@ -58,7 +58,8 @@ def allocate(
       salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
         the weights); 0 unless given.
       keep_free: i32[] or int, blocks to leave free: requests that would need them are
-        OUT_OF_BLOCKS. For a scheduler that has promised blocks to others.
+        OUT_OF_BLOCKS. For a scheduler that has promised blocks to others. A tuple has
+        the number of each group of layers.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -82,6 +83,8 @@ def allocate(
         num_tokens=num_tokens,
         salts=requests.as_domains("salts", salts),
     )
+    if isinstance(keep_free, tuple):
+        (keep_free,) = keep_free
     metadata, result, copies = _allocate(
         cache.metadata, counts, prompts, domains, requests.as_index(keep_free)
     )

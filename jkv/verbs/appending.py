@@ -8,16 +8,19 @@ so neither `append` nor `write` ever copies.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.kernel.planning import plan_decode_work
 from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
+from jkv.sharding.heads import places_on_device
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -89,8 +92,28 @@ def append(
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
-    batch = Batch(is_decoding=max_query_length == 1, sizes=cache.sizes, **plan)
+    batch = Batch(
+        is_decoding=max_query_length == 1,
+        sizes=cache.sizes,
+        decode_work=_plan_attention(cache, plan, num_rows, max_query_length),
+        **plan,
+    )
     return cache.with_metadata(metadata), batch
+
+
+def _plan_attention(
+    cache: Cache, plan: dict[str, Any], num_rows: int, max_query_length: int | None
+) -> DecodeWork | None:
+    """List for a kernel what all layers of the step read, if there is a kernel."""
+    names = "seq_ids", "query_starts", "query_lengths", "context_lengths"
+    return plan_decode_work(
+        cache.metadata.block_tables,
+        *(plan[name] for name in names),
+        num_rows=num_rows,
+        block_size=cache.block_size,
+        num_kv_heads=places_on_device(cache.sharding, cache.keys.shape[2]),
+        max_query_length=max_query_length,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "max_query_length"))

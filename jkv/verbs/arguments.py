@@ -100,12 +100,12 @@ def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
             f"the batch, got {name_kind(queries)}"
         )
     sharding = cache.sharding
-    if sharding is not None and not sharding.is_manual:
-        num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.axis]
+    if sharding is not None and sharding.heads in sharding.open_axes:
+        num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.heads]
         if num_heads % num_devices:
             raise ValueError(
                 f"{num_heads} query heads cannot be shared evenly by the {num_devices} "
-                f"devices of mesh axis {sharding.axis!r}, over which init spread this "
+                f"devices of mesh axis {sharding.heads!r}, over which init spread this "
                 f"cache's heads; use an axis whose size divides the query heads"
             )
 

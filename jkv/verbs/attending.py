@@ -1,12 +1,16 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
 
 from jkv.attention import paged_attention
+from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.parts import join_parts
 from jkv.metadata.requests import Integer
-from jkv.sharding.heads import HEADS, POOL_HEADS, ROW_HEADS, over_heads
+from jkv.sharding.mapping import over_devices
+from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS, WHOLE
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
@@ -125,12 +129,15 @@ def attend(
     check_batch(cache, batch)
     check_queries(cache, batch, queries)
     # Elements, then who reads what, then options that may be traced.
-    places = (ROW_HEADS, POOL_HEADS, HEADS, *[None] * 8)
-    attend_heads = over_heads(
-        cache.sharding,
-        _attend_with_heads,
+    places = (ROWS, POOL, PER_HEAD, *[WHOLE] * 9)
+    sharding = cache.sharding
+    attend_on_device = over_devices(
+        sharding,
+        _attend_on_device,
         places,
-        ROW_HEADS,
+        ROWS,
+        context=None if sharding is None else sharding.context,
+        num_parts=1 if sharding is None else sharding.num_parts,
         soft_cap=soft_cap,
         return_lse=return_lse,
         kv_dtype=cache.dtype,
@@ -138,7 +145,7 @@ def attend(
         max_query_length=1 if batch.is_decoding else None,
         implementation=implementation,
     )
-    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_heads(
+    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(
         queries,
         cache.storage,
         sinks,
@@ -148,13 +155,14 @@ def attend(
         batch.query_starts,
         batch.query_lengths,
         batch.context_lengths,
+        batch.decode_work,
         scale,
         checked_window(cache, window),
     )
     return answer
 
 
-def _attend_with_heads(
+def _attend_on_device(
     queries: jax.Array,
     storage: dict[str, jax.Array],
     sinks: jax.Array | None,
@@ -164,12 +172,22 @@ def _attend_with_heads(
     query_starts: jax.Array,
     query_lengths: jax.Array,
     context_lengths: jax.Array,
+    decode_work: DecodeWork | None,
     scale: float | jax.Array | None,
     window: int | jax.Array | None,
+    *,
+    context: str | None,
+    num_parts: int,
+    return_lse: bool,
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend with the query heads and the kv heads that are here, all or some."""
-    answer: jax.Array | tuple[jax.Array, jax.Array] = paged_attention(
+    """Attend with the query heads and the kv heads that are here, all or some.
+
+    Where `context` is the mesh axis over which the tokens of a block are spread, to
+    those that are here, and join what all find.
+    """
+    attend_here = functools.partial(
+        paged_attention,
         queries,
         storage["keys"],
         storage.get("values"),
@@ -179,11 +197,19 @@ def _attend_with_heads(
         query_starts,
         query_lengths,
         context_lengths,
+        decode_work=decode_work,
         scale=scale,
         window=window,
-        sinks=sinks,
         key_scales=storage.get("key_scales"),
         value_scales=storage.get("value_scales"),
         **static,
     )
-    return answer
+    answer: jax.Array | tuple[jax.Array, jax.Array]
+    if context is None:
+        answer = attend_here(sinks=sinks, return_lse=return_lse)
+        return answer
+    part = jax.lax.axis_index(context), num_parts
+    output, lse = attend_here(block_part=part, return_lse=True)
+    output, lse = join_parts(output, lse, sinks, context)
+    output = output.astype(queries.dtype)
+    return (output, lse) if return_lse else output

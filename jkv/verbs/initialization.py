@@ -22,6 +22,7 @@ def init(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     pools: str | None = None,
 ) -> Cache:
     """Return a fresh cache: every block free, no sequence open.
@@ -36,6 +37,9 @@ def init(
       heads: the mesh axis over which the kv heads of keys and values are spread. The
         metadata, and everything if it is None, is on every device. Where the axis has
         more devices than there are kv heads, each head is held several times.
+      context: the mesh axis over which the tokens of each block are spread, so that a
+        sequence lies on all of its devices: each attends to its part. The block size
+        must be a multiple of their number.
       pools: the mesh axis of which each rank has a pool of these sizes, with metadata
         of its own: `generate` deals prompts to them, `over_pools` calls verbs on them.
 
@@ -43,8 +47,8 @@ def init(
       A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
 
     Raises:
-      ValueError: if the devices of the axis cannot share the kv heads evenly, or for
-        arguments that exclude each other.
+      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
+        a block, evenly, or for arguments that exclude each other.
 
     Example:
       >>> import jkv
@@ -55,7 +59,8 @@ def init(
       (4, 0)
     """
     sizes = config.sizes if storage else config.sizes._replace(num_layers=0)
-    where = choose_placements(config.num_kv_heads, device, mesh, heads, pools)
+    axes = {"heads": heads, "context": context, "pools": pools}
+    where = choose_placements(config, device, mesh, **axes)
     copies = copies_of(where.sharding)
     stored = sizes._replace(num_kv_heads=sizes.num_kv_heads * copies)
     ranks = () if where.pools is None else (where.pools.num_ranks,)

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jkv.config.cache_config import CacheConfig
-from jkv.sharding.heads import POOL_HEADS
+from jkv.sharding.storage_sharding import POOL, find_spec
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.storage.placement import choose_placements
 from jkv.verbs.initialization import init
 
@@ -17,6 +18,7 @@ def partition_specs(
     *,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     pools: str | None = None,
 ) -> Cache:
     """Return a `PartitionSpec` for each array of a cache, in the cache's own structure.
@@ -29,13 +31,15 @@ def partition_specs(
       mesh: only with a configuration.
       heads: the mesh axis over which the kv heads of keys and values are spread;
         default that of the cache, None of a cache that remembers none.
+      context: the mesh axis over which the tokens of each block are spread, likewise.
       pools: only with a configuration: the mesh axis of which each rank has a pool.
 
     Returns:
       A `Cache` with a `PartitionSpec` in the place of each array.
 
     Raises:
-      ValueError: if the devices of the axis cannot share the kv heads evenly.
+      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
+        a block, evenly; for a cache of another kind, with groups or in debug mode.
 
     Example:
       >>> import jkv
@@ -46,17 +50,23 @@ def partition_specs(
       ((None, None, 'tp'), ())
     """
     if isinstance(cache, Cache):
+        if type(cache) is not Cache:
+            raise UsageError(
+                f"partition_specs takes a plain cache, got {type(cache).__name__}: "
+                f"give it each of cache.groups, or jkv.debug(cache, False)"
+            )
         shapes = cache
     else:
-        where = choose_placements(cache.num_kv_heads, None, mesh, heads, pools)
+        axes = {"heads": heads, "context": context, "pools": pools}
+        where = choose_placements(cache, None, mesh, **axes)
         shapes = jax.eval_shape(lambda: init(cache))
         shapes = dataclasses.replace(shapes, sharding=where.sharding, pools=where.pools)
-        heads = None  # an axis of one device divides nothing
-    if heads is None and shapes.sharding is not None:
-        heads = shapes.sharding.axis
+        heads = context = None  # an axis of one device divides nothing
+    if shapes.sharding is not None:
+        heads = heads or shapes.sharding.heads
+        context = context or shapes.sharding.context
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
     specs: Any = jax.tree.map(lambda _: jax.sharding.PartitionSpec(*ranks), shapes)
-    if heads is not None:
-        of_pools = jax.sharding.PartitionSpec(*ranks, *[None] * POOL_HEADS, heads)
-        specs = specs.with_storage(dict.fromkeys(shapes.storage, of_pools))
-    return specs  # type: ignore[no-any-return]
+    within = find_spec(POOL, heads, context)
+    of_pools = jax.sharding.PartitionSpec(*ranks, *within)
+    return specs.with_storage(dict.fromkeys(shapes.storage, of_pools))  # type: ignore[no-any-return]

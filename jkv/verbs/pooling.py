@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from jkv.sharding.heads import POOL_HEADS, without_copies_of_heads
+from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.pools import PoolSharding, with_rank, without_rank
+from jkv.sharding.processes import bring_whole
+from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import place
@@ -85,7 +86,8 @@ def split_pools(cache: Cache) -> list[Cache]:
     """Return the pool of each rank as a cache of its own. For the host, outside jit.
 
     They are copies: what the host does with `check`, `stats` and `save`, and what is
-    left of a mesh when it is taken down.
+    left of a mesh when it is taken down. Where ranks are on other processes, all of
+    them call it, and each gets the pools of all.
 
     Args:
       cache: with a pool for each rank.
@@ -109,11 +111,12 @@ def split_pools(cache: Cache) -> list[Cache]:
         raise UsageError("split_pools is for a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
     whole = dataclasses.replace(cache, pools=None, sharding=None)
+    arrays = jax.tree.map(bring_whole, whole)
     storage = {
-        name: without_copies_of_heads(cache.sharding, np.asarray(pool), POOL_HEADS + 1)
-        for name, pool in cache.storage.items()
+        name: without_copies_of_heads(cache.sharding, pool, POOL_HEADS + 1)
+        for name, pool in arrays.storage.items()
     }
-    arrays = jax.device_get(whole.with_storage(storage))
+    arrays = arrays.with_storage(storage)
     return [
         place(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks

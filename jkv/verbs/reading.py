@@ -10,6 +10,7 @@ from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata import gaps, requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import without_copies_of_heads
+from jkv.sharding.mapping import gather_tokens
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -123,7 +124,7 @@ def _read(
 
     # [M, K, T, ...] of each array
     keys, values = _restored(
-        cache, 1, lambda pool: pool.at[layer, row].get(mode="clip")
+        cache, 1, lambda pool: _whole(cache, pool.at[layer, row].get(mode="clip"), 2)
     )
     return in_order(keys), in_order(values), length, start
 
@@ -135,11 +136,17 @@ def _read_slot(
     # Negative indices would wrap around.
     known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
     block_id = jnp.where(known, block_id, cache.num_blocks)
-    return _restored(
-        cache,
-        0,
-        lambda pool: pool.at[layer, block_id, :, offset].get(mode="fill", fill_value=0),
-    )
+
+    def gather(pool: jax.Array) -> jax.Array:
+        block = pool.at[layer, block_id].get(mode="fill", fill_value=0)
+        return _whole(cache, block, 1).at[:, offset].get(mode="fill", fill_value=0)
+
+    return _restored(cache, 0, gather)
+
+
+def _whole(cache: Cache, blocks: jax.Array, place: int) -> jax.Array:
+    """Return blocks with all their tokens, which stand on this axis."""
+    return gather_tokens(cache.sharding, blocks, place)
 
 
 def _restored(

@@ -5,6 +5,7 @@ the pool. Sequences are gathered on the host first, as `swap_out` does.
 """
 
 import dataclasses
+import functools
 import os
 from typing import overload
 
@@ -15,7 +16,7 @@ from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
 from jkv.state import Cache
 from jkv.state.entry import for_host
-from jkv.status import InvariantError
+from jkv.status import InvariantError, UsageError
 from jkv.storage import saved
 from jkv.storage.files import FileError, Path
 from jkv.storage.placement import (
@@ -28,13 +29,17 @@ from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.swapping import SwapIn, swap_in
 
 
-@for_host
+@functools.partial(for_host, has_pools=True)
 def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     """Write a cache, or some of its sequences, to one file. For the host, outside jit.
 
     The file has the safetensors format and is written whole or not at all: under
     another name first, then renamed in place of whatever is at `path`. Progress is
     logged under the name "jkv".
+
+    A cache on devices of several processes is saved by all of them: each calls this,
+    one writes, and all return when the file is complete. A cache with several pools is
+    one file.
 
     Args:
       path: the file.
@@ -58,6 +63,11 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
       >>> int(jkv.num_free_blocks(loaded)), loaded.metadata.is_open.tolist()
       (0, [True, False])
     """
+    if seq_ids is not None and cache.pools is not None:
+        raise UsageError(
+            "seq_ids name sequences of one pool, and this cache has several: save one "
+            "of jkv.split_pools(cache), or leave seq_ids out to save all"
+        )
     value = cache if seq_ids is None else copy_out(cache, seq_ids)
     saved.write_value(path, value)
 
@@ -70,6 +80,8 @@ def load(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
+    pools: str | None = None,
 ) -> Cache: ...
 
 
@@ -84,6 +96,8 @@ def load(
     device: Placement = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
+    pools: str | None = None,
     donate: bool = False,
 ) -> Cache | tuple[Cache, SwapIn]:
     """Read what `save` wrote. For the host, outside jit.
@@ -98,8 +112,12 @@ def load(
       path: the file.
       cache: where its sequences go; without it the file must hold a whole cache.
       device: where a whole cache's arrays go, a device or a sharding as for `init`.
-      mesh, heads: the devices instead and the axis for the kv heads, as for `init`,
-        whatever devices the file was written from.
+      mesh: the devices instead, as for `init`, whatever devices the file was written
+        from. If they belong to several processes, all of them call this, and each can
+        read the file.
+      heads: the mesh's axis for the kv heads, as for `init`.
+      context: the mesh's axis for the tokens of a block, as for `init`.
+      pools: the mesh's axis of ranks, for a file with a pool for each, as for `init`.
       donate: as for `swap_in`.
 
     Returns:
@@ -108,8 +126,8 @@ def load(
     Raises:
       FileError: if the file is foreign, truncated, damaged or of a newer version.
       OSError: if it cannot be read.
-      ValueError: if it holds sequences and no cache is given, or the cache given is of
-        another shape or dtype.
+      ValueError: if it holds sequences and no cache is given, the cache given is of
+        another shape or dtype, or the file has another number of pools than the axis.
 
     Example:
       >>> import jkv, pathlib, tempfile
@@ -125,7 +143,7 @@ def load(
     """
     value = saved.read_value(path)
     if isinstance(value, Cache):
-        _check_saved(path, value)
+        _check_saved(path, value, mesh, pools)
     if cache is not None:
         if isinstance(value, Cache):
             value = copy_out(value, np.flatnonzero(value.metadata.is_open))
@@ -136,22 +154,44 @@ def load(
             f"{os.fspath(path)} holds {value.num_sequences} sequences, not a whole "
             f"cache; load(path, cache) opens them in a cache"
         )
-    where = choose_placements(value.num_kv_heads, device, mesh, heads)
-    pools = {
-        name: place_by_layers(pool, where.storage, where.sharding)
+    axes = {"heads": heads, "context": context, "pools": pools}
+    where = choose_placements(_first_pool(value), device, mesh, **axes)
+    storage = {
+        name: place_by_layers(np.asarray(pool), where)
         for name, pool in value.storage.items()
     }
     loaded = dataclasses.replace(
-        value.with_storage(pools),
+        value.with_storage(storage),
         metadata=place(value.metadata, where.metadata),
         sharding=where.sharding,
+        pools=where.pools,
     )
     return jax.block_until_ready(loaded)
 
 
-def _check_saved(path: Path, cache: Cache) -> None:
-    """Refuse a file whose cache breaks an invariant."""
+def _first_pool(cache: Cache) -> Cache:
+    """Return the pool of the first rank of a file's cache, or the only one."""
+    has_ranks = cache.metadata.block_tables.ndim == 3
+    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache  # type: ignore[no-any-return]
+
+
+def _check_saved(
+    path: Path, cache: Cache, mesh: jax.sharding.Mesh | None, pools: str | None
+) -> None:
+    """Refuse a file whose caches break an invariant, or are not as many as asked."""
+    has_ranks = cache.metadata.block_tables.ndim == 3
+    found = len(cache.metadata.block_tables) if has_ranks else None
+    wanted = mesh.shape.get(pools) if mesh is not None and pools else None
+    if found != wanted:
+        holds = f"{found} pools" if has_ranks else "one pool, without ranks"
+        raise ValueError(
+            f"{os.fspath(path)} holds {holds}; load it with pools= of a mesh axis of "
+            f"as many ranks, or with none if it has none"
+        )
     try:
-        check(cache)
+        for rank in range(found or 0):
+            check(jax.tree.map(lambda array, rank=rank: array[rank], cache))
+        if found is None:
+            check(cache)
     except (KeyError, TypeError, ValueError, InvariantError) as error:
         raise FileError(path, f"is damaged: {error}") from error

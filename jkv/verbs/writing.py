@@ -10,12 +10,9 @@ import numpy as np
 from jkv.attention import lazy_chex as chex
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata.requests import Integer
-from jkv.sharding.heads import (
-    POOL_HEADS,
-    ROW_HEADS,
-    over_heads,
-    with_copies_of_heads,
-)
+from jkv.sharding.heads import with_copies_of_heads
+from jkv.sharding.mapping import over_devices
+from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS, WHOLE
 from jkv.state import Batch, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -71,8 +68,11 @@ def write(
     for name, array in rows.items():
         check_rows(cache, batch, name, array)
         rows[name] = with_copies_of_heads(cache.sharding, array, ROW_HEADS)
-    places = (POOL_HEADS, None, None, None, ROW_HEADS)
-    store = over_heads(cache.sharding, _write, places, POOL_HEADS, dtype=cache.dtype)
+    places = (POOL, WHOLE, WHOLE, WHOLE, ROWS)
+    context = None if cache.sharding is None else cache.sharding.context
+    store = over_devices(
+        cache.sharding, _write, places, POOL, dtype=cache.dtype, context=context
+    )
     storage = store(
         cache.storage,
         any_layer(layer, batch),
@@ -83,7 +83,7 @@ def write(
     return cache.with_storage(storage)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnames=("dtype", "context"))
 def _write(
     storage: dict[str, jax.Array],
     layer: jax.Array,
@@ -92,8 +92,13 @@ def _write(
     rows: dict[str, jax.Array],
     *,
     dtype: np.dtype[Any],
+    context: str | None,
 ) -> dict[str, jax.Array]:
-    """Store rows of keys and values, [R, K, D] each, in the slots of valid ones."""
+    """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
+
+    Of those whose tokens lie here, where `context` is the mesh axis over which the
+    tokens of a block are spread.
+    """
     chex.assert_equal_shape([slots.block_ids, slots.offsets, valid])
     stored: dict[str, jax.Array | None] = {}
     for name, given in rows.items():
@@ -101,10 +106,16 @@ def _write(
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
     num_blocks, num_rows = storage["keys"].shape[1], valid.shape[0]
+    offsets = slots.offsets
+    if context is not None:
+        size = storage["keys"].shape[POOL_TOKENS]
+        offsets = offsets - jax.lax.axis_index(context) * size
+        valid = valid & (offsets >= 0) & (offsets < size)
+        offsets = jnp.where(valid, offsets, 0)
     past_end = num_blocks + jnp.arange(num_rows, dtype=jnp.int32)
     block_ids = jnp.where(valid & (layer >= 0), slots.block_ids, past_end)
     return {
-        name: pool.at[layer, block_ids, :, slots.offsets].set(
+        name: pool.at[layer, block_ids, :, offsets].set(
             stored[name], mode="drop", unique_indices=True
         )
         for name, pool in storage.items()

@@ -32,7 +32,7 @@ def seat_next(places, queue, ended, costs, num_free_blocks, num_free_places):
     result = choose_seated(
         candidates,
         ended[candidates.sequences],
-        costs[candidates.sequences],
+        tuple(cost[candidates.sequences] for cost in costs),
         num_free_blocks=num_free_blocks,
         num_free_places=num_free_places,
     )
@@ -62,18 +62,20 @@ def test_places_and_queue_are_three_lists(seed):
     places = Places.empty(PLACES)
     queue = make_queue(jnp.ones(SEQUENCES, bool))
     ended = np.zeros(SEQUENCES, bool)
-    costs = rng.integers(0, 5, SEQUENCES).astype(np.int32)
+    # Blocks of two groups of layers: a sequence needs its own in both.
+    costs = rng.integers(0, 5, (SEQUENCES, 2)).astype(np.int32)
     for _ in range(60):
-        blocks, room = rng.integers(0, 9), rng.integers(0, PLACES - len(running) + 1)
+        blocks = rng.integers(0, 9, 2).astype(np.int32)
+        room = rng.integers(0, PLACES - len(running) + 1)
         places, queue = seat_next(
-            places, queue, ended, costs, np.int32(blocks), np.int32(room)
+            places, queue, ended, tuple(costs.T), tuple(blocks), np.int32(room)
         )
         for _ in range(LANES):
             line = preempted or waiting
             if not line:
                 break
             if not ended[line[0]]:
-                if costs[line[0]] > blocks or not room:
+                if (costs[line[0]] > blocks).any() or not room:
                     break
                 blocks, room = blocks - costs[line[0]], room - 1
                 running.append(line[0])

@@ -1,36 +1,30 @@
-"""`generate` on a cache whose layers have a window, beside the same model in numpy."""
+"""Loops on caches that give blocks back, beside the same models in numpy.
+
+A window of a cache does not change a text whose layers see no further.
+"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from windowed_model import (
+    EMBEDDING,
+    MIXED,
+    NEW_TOKENS,
+    PROMPTS,
+    SIZES,
+    WINDOW,
+    count_free,
+    expect,
+    grouped_cache,
+    mixed_model,
+    windowed_model,
+)
 
 import jkv
+from jkv.decoding import FinishReason, PromptLookup
 
 pytestmark = pytest.mark.one_end
-VOCABULARY, WINDOW, SAMPLES, NEW_TOKENS = 29, 8, 3, 30
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7], [1, 8, 2, 8, 1, 8]]
-EMBEDDING = np.random.default_rng(3).standard_normal((VOCABULARY, 6)).astype("float32")
-
-
-def model(params, tokens, cache, batch):
-    """One layer of attention over a window, whose values differ from its keys."""
-    rows = params[tokens][:, None]
-    cache = jkv.write(cache, 0, batch, rows, jnp.flip(rows, axis=2))
-    seen = jkv.attend(cache, 0, batch, rows, window=WINDOW, scale=-0.3)
-    logits = (seen - rows)[:, 0] @ params.T
-    return logits[jnp.minimum(batch.last_rows, batch.num_rows - 1)], cache
-
-
-def continue_by_hand(text, window):
-    """The likeliest tokens after a prompt, one after the other."""
-    for _ in range(NEW_TOKENS):
-        rows = EMBEDDING[text]
-        scores = -0.3 * rows[-window:] @ rows[-1]
-        weights = np.exp(scores - scores.max())
-        seen = weights / weights.sum() @ np.flip(rows[-window:], axis=1)
-        text = [*text, int(np.argmax((seen - rows[-1]) @ EMBEDDING.T))]
-    return text[-NEW_TOKENS:]
+SAMPLES = 3
 
 
 def test_texts_outgrow_the_pool():
@@ -40,19 +34,11 @@ def test_texts_outgrow_the_pool():
     it computes the prompt again.
     """
     config = jkv.CacheConfig(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=6,
-        num_blocks=9,
-        block_size=4,
-        max_sequences=4,
-        max_context_length=48,
-        dtype="float32",
-        sliding_window=WINDOW,
+        num_blocks=9, max_sequences=4, sliding_window=WINDOW, **SIZES
     )
     cache, found = jax.jit(
         lambda params, cache: jkv.generate(
-            model,
+            windowed_model,
             params,
             cache,
             PROMPTS,
@@ -64,8 +50,93 @@ def test_texts_outgrow_the_pool():
     )(EMBEDDING, jkv.init(config))
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == 9
-    expected = [continue_by_hand(prompt, WINDOW) for prompt in PROMPTS]
-    assert all(len(set(text)) > 5 for text in expected)
-    assert expected != [continue_by_hand(prompt, WINDOW + 1) for prompt in PROMPTS]
-    assert found.tokens.tolist() == [text for text in expected for _ in range(SAMPLES)]
+    expected = expect([WINDOW], samples=SAMPLES)
+    assert expected != expect([WINDOW + 1], samples=SAMPLES)
+    assert found.tokens.tolist() == expected
     assert found.statistics.prompt_tokens > sum(map(len, PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def generate():
+    """Samples of all prompts, four at a time, with guesses; one program for all pools.
+
+    Plain steps alone are what the engine's test takes.
+    """
+    return jax.jit(
+        lambda cache, limits: jkv.generate(
+            mixed_model,
+            EMBEDDING,
+            cache,
+            PROMPTS,
+            max_new_tokens=NEW_TOKENS,
+            limits=limits,
+            num_samples=2,
+            max_running=4,
+            row_counts=(6,),
+            speculate=PromptLookup(num_tokens=2, min_ngram=1, cost=1.0),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "held, scarce",
+    [([], None), ([48, 48, 24], 0), ([8] * 6, 1)],
+    ids=["room", "full layers lack blocks", "windowed layers lack blocks"],
+)
+def test_groups_generate_what_one_cache_would(generate, held, scarce):
+    """Blocks are promised, and taken back from the youngest, in both groups."""
+    cache = grouped_cache(held)
+    before = count_free(cache)
+    cache, found = generate(cache, np.int32([NEW_TOKENS] * 3))
+    jkv.check(cache)
+    assert count_free(cache) == before
+    assert found.tokens.tolist() == expect(MIXED, samples=2)
+    assert set(found.reasons.tolist()) == {FinishReason.LENGTH}
+    statistics = found.statistics
+    assert (statistics.preemptions > 0) == (scarce is not None)
+    assert statistics.accepted_tokens < statistics.draft_tokens  # some are cut off
+    lowest = [int(group.metadata.free_blocks.fewest) for group in cache.groups]
+    assert scarce is None or lowest[scarce] <= 2
+
+
+def test_a_text_that_one_group_cannot_hold_ends(generate):
+    """Of the full layers' blocks eight are left: 32 tokens. Windows have room."""
+    cache, found = generate(grouped_cache([48, 48, 48]), np.int32([NEW_TOKENS] * 3))
+    jkv.check(cache)
+    expected, lengths = expect(MIXED, samples=2), found.lengths.tolist()
+    assert found.reasons.tolist()[:2] == [FinishReason.OUT_OF_BLOCKS] * 2
+    assert lengths == [21, 21, 30, 30, 27, 27]
+    texts = [text[:n] for text, n in zip(found.tokens.tolist(), lengths, strict=True)]
+    assert texts == [text[:n] for text, n in zip(expected, lengths, strict=True)]
+
+
+def test_open_sequences_go_on_in_groups():
+    """A second turn goes on where the first ended; tokens without room are refused."""
+    cache, opened = jkv.allocate(grouped_cache([40]), [0, 0])
+    extend = jax.jit(
+        lambda cache, tokens: jkv.extend(
+            mixed_model,
+            EMBEDDING,
+            cache,
+            opened.seq_ids,
+            tokens,
+            max_new_tokens=NEW_TOKENS // 2,
+            chunk_size=8,
+        )
+    )
+    first, second = expect(MIXED)[:2]
+    tokens = np.full((2, 12), -1, np.int32)
+    for row, prompt in enumerate(PROMPTS[:2]):
+        tokens[row, : len(prompt)] = prompt
+    cache, found = extend(cache, tokens)
+    assert found.tokens.tolist() == [first[:15], second[:15]]
+    tokens[:, 1:] = -1
+    tokens[:, 0] = found.tokens[:, -1]
+    cache, found = extend(cache, tokens)
+    jkv.check(cache)
+    assert found.tokens.tolist() == [first[15:], second[15:]]
+    tokens[:] = 1
+    after, found = extend(cache, tokens)
+    assert found.reasons.tolist()[0] == FinishReason.CONTEXT_FULL
+    lengths = jkv.context_lengths(after)[opened.seq_ids].tolist()
+    assert found.lengths.tolist()[0] == 0 and lengths == [41, 48]

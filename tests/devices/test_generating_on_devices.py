@@ -24,10 +24,10 @@ from jkv.decoding.prompts import Prompts
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [1], [], [7, 7]]
 NUM_ROWS, NUM_SEQUENCES = 5, len(PROMPTS)
 CONFIG = dataclasses.replace(AUTO.config, num_blocks=40)
-# Two ranks, each with a pool whose heads four devices share. (Before JAX 0.12 a mesh
-# of Explicit axes is refused.)
+# Two ranks, each with a pool whose heads two pairs of devices share, each of the pair
+# half of every block. (Before JAX 0.12 a mesh of Explicit axes is refused.)
 LAYOUT = AUTO._replace(
-    axes=(("dp", 2), ("tp", 4)),
+    axes=(("dp", 2), ("tp", 2), ("cp", 2)),
     axis_type=AxisType.Explicit if IS_NEWEST else AxisType.Auto,
 )
 
@@ -49,7 +49,7 @@ def generate(cache, weights):
 
 
 def init():
-    return jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="dp")
+    return jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", context="cp", pools="dp")
 
 
 def assert_as_on_one_device(result):
@@ -88,6 +88,9 @@ def on_two_pools():
 
     brought = collectives(compiled)
     assert brought.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
+    # Maxima, then totals and values, that the parts of a sequence are joined from.
+    joined = [key for key in brought if f"f32[{NUM_ROWS},8" in key[1]]
+    assert sum(map(brought.pop, joined)) == 2
     # The free blocks of the ranks, and the results of all sequences.
     assert brought.pop(("all-gather", "s32[2]")) == 1
     assert {name for name, _ in brought} == {"all-reduce"} and len(brought) <= 3
@@ -113,6 +116,51 @@ def test_generate_on_a_mesh_equals_one_device(play):
     play()
 
 
+def follow_a_table(params, tokens, cache, _batch, *, all_rows=False):
+    """A model whose texts soon go round in circles: each token has one that follows."""
+    following = (tokens * 3 + 1) % 8
+    logits = params * jax.nn.one_hot(following, 8)
+    return (logits if all_rows else logits.at[_batch.last_rows].get(mode="clip")), cache
+
+
+def generate_by_table(cache, scale, speculate):
+    return jkv.generate(
+        follow_a_table,
+        scale,
+        cache,
+        PROMPTS,
+        max_new_tokens=9,
+        max_running=3,
+        speculate=speculate,
+    )
+
+
+@pytest.mark.one_end
+def test_each_rank_guesses_tokens_of_its_own_texts():
+    """By looking up and by a draft model; texts are what the table says."""
+    mesh = AUTO._replace(axes=(("dp", 2),)).mesh
+    config = dataclasses.replace(CONFIG, max_context_length=64)
+    scale = np.float32(9)
+    wanted = np.full((NUM_SEQUENCES, 9), -1)
+    for i, prompt in enumerate(PROMPTS):
+        for place in range(9) if prompt else ():
+            last = wanted[i, place - 1] if place else prompt[-1]
+            wanted[i, place] = (last * 3 + 1) % 8
+    draft = jkv.decoding.DraftModel(
+        model=follow_a_table,
+        params=scale,
+        cache=jkv.init(config, storage=False, mesh=mesh),
+    )
+    for speculate in (jkv.decoding.PromptLookup(cost=1.0), draft):
+        cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
+        cache, result = jax.jit(generate_by_table)(cache, scale, speculate)
+        np.testing.assert_array_equal(result.tokens, wanted)
+        assert int(result.statistics.accepted_tokens) >= 10
+        for pool in jkv.split_pools(cache):
+            jkv.check(pool)
+            assert jkv.stats(pool).free_blocks == 40
+
+
 @pytest.mark.one_end
 def test_each_prompt_goes_where_most_blocks_are_left():
     """They need 3, 2, 3, 2, no and 2 blocks, with four new tokens."""
@@ -131,14 +179,15 @@ def test_a_verb_on_several_pools_says_how_to_call_it():
     alone = jkv.init(CONFIG)
     with pytest.raises(ValueError, match="with a pool for each rank"):
         jkv.over_pools(jkv.append)(alone, [[0]])
-    with pytest.raises(ValueError, match="need an axis each"):
+    with pytest.raises(ValueError, match="heads and pools need an axis each"):
         jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="tp")
     with pytest.raises(ValueError, match="'rank' is no axis"):
         jkv.init(CONFIG, mesh=LAYOUT.mesh, pools="rank")
     explicit = LAYOUT._replace(axis_type=AxisType.Explicit).mesh
     with pytest.raises(ValueError, match="Auto, or take JAX 0.12"):
         jkv.init(CONFIG, mesh=explicit, heads="tp", pools="dp")
-    specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="dp")
+    axes = dict(heads="tp", context="cp", pools="dp")
+    specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, **axes)
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert tuple(specs.keys) == ("dp", None, None, "tp")
+    assert tuple(specs.keys) == ("dp", None, None, "tp", "cp")
     assert tuple(specs.metadata.is_open) == ("dp",)

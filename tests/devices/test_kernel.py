@@ -13,7 +13,7 @@ from sharded_model import AUTO, REPEATED, collectives
 from tolerances import assert_close, is_close
 
 import jkv
-from jkv.sharding.heads import HeadSharding
+from jkv.sharding.storage_sharding import StorageSharding
 
 
 def attend_step(cache, rows, queries, implementation=None):
@@ -61,7 +61,7 @@ def test_each_card_of_a_mesh_launches_the_kernel_for_its_heads(axis_type):
     )
     mesh = mesh_of_cards("rocm", 8, axis_type)
     cache = jax.eval_shape(lambda: jkv.init(config))
-    cache = dataclasses.replace(cache, sharding=HeadSharding(mesh, "tp"))
+    cache = dataclasses.replace(cache, sharding=StorageSharding(mesh, "tp"))
     rows, queries = (
         shape(6, 8, 64, dtype="bfloat16"),
         shape(6, 32, 64, dtype="bfloat16"),

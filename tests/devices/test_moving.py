@@ -11,7 +11,9 @@ from sharded_model import AUTO, REPEATED, Layout
 
 import jkv
 
-FOUR = Layout("repeated", (("tp", 4),), AxisType.Explicit, "int8")
+# Heads held twice, on pairs of devices that have half of every block each.
+MESH = Layout("repeated", (("tp", 4), ("cp", 2)), AxisType.Explicit, "int8")
+WHERE = dict(mesh=MESH.mesh, heads="tp", context="cp")
 LAYER = np.int32(1)
 
 
@@ -21,10 +23,9 @@ def small(layout, **changes):
     return dataclasses.replace(layout.config, **changes)
 
 
-def filled(layout, mesh=None):
+def filled(layout, where):
     """A cache with two sequences that share a block, one with a hole before it."""
     config = small(layout)
-    where = {} if mesh is None else dict(mesh=mesh, heads="tp")
     cache = jkv.init(config, **where)
     cache, opened = jkv.allocate(cache, [8, 0])
     tokens = np.arange(10, dtype=np.int32)
@@ -54,8 +55,7 @@ def same(one, other):
 @pytest.mark.one_end
 def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     """swap, save and load, compact, resize: the same bits, and the same shares."""
-    layout = FOUR
-    alone, cache = filled(layout), filled(layout, layout.mesh)
+    alone, cache = filled(MESH, {}), filled(MESH, WHERE)
     same(cache, alone)
     spread = cache.keys.sharding
     for change in (jkv.compact, lambda cache: jkv.resize(cache, 14)):
@@ -73,7 +73,7 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     assert without_refusals(loaded) == without_refusals(alone)
     eight = AUTO.mesh
     same(jkv.load(other, mesh=eight, heads="tp"), alone)
-    again = jkv.load(other, mesh=layout.mesh, heads="tp")
+    again = jkv.load(other, **WHERE)
     assert again.sharding == cache.sharding
     assert without_refusals(again) == without_refusals(cache)
 
@@ -103,6 +103,10 @@ def test_what_does_not_fit_a_mesh_is_refused():
         jkv.init(small(AUTO), mesh=mesh, heads="heads")
     with pytest.raises(ValueError, match="an axis of a mesh; give the mesh"):
         jkv.init(small(AUTO), heads="tp")
+    with pytest.raises(ValueError, match="blocks of 4 tokens .* 8 devices .* as 128"):
+        jkv.init(small(AUTO), mesh=mesh, context="tp")
+    with pytest.raises(ValueError, match="heads and context need an axis each"):
+        jkv.init(small(AUTO), mesh=mesh, heads="tp", context="tp")
     with pytest.raises(ValueError, match="a device or a mesh"):
         jkv.init(small(AUTO), mesh=mesh, device=jax.devices()[0])
     cache = jkv.init(small(REPEATED), mesh=mesh, heads="tp")
@@ -115,7 +119,7 @@ def test_what_does_not_fit_a_mesh_is_refused():
 def test_without_an_axis_all_is_everywhere():
     """An axis of one device, or none, divides nothing, and nothing is remembered."""
     one = Layout("sharded", (("dp", 8), ("tp", 1)), AxisType.Auto)
-    for options in ({"heads": "tp"}, {}):
+    for options in ({"heads": "tp"}, {"context": "tp"}, {}):
         cache = jkv.init(small(one), mesh=one.mesh, **options)
         assert cache.sharding is None
         for leaf in jax.tree.leaves(cache):

@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 TESTED_ELSEWHERE = {
     "chat.py": "test_chat",
     "corpus.py": "test_bundled_model",
+    "multiprocess.py": "test_processes",
     "pydoc_model.py": "test_bundled_model",
     "train_pydoc.py": "test_bundled_model",
     "flax_model.py": "test_framework_models",
@@ -61,7 +62,7 @@ def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py", "block_map.py"}
     here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
-    here |= {"speculate.py"}
+    here |= {"speculate.py", "data_parallel.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -77,8 +78,10 @@ def test_every_script_is_run_by_some_test():
         ("block_map.py", 120),
         ("beam_search.py", 120),
         ("speculate.py", 120),
+        ("data_parallel.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
+        ("multiprocess.py", 60),
         ("train_with_tunix.py", 160),
     ],
 )
@@ -94,6 +97,22 @@ def test_quickstart_is_in_the_docs_with_its_output():
     output = run_example("quickstart.py").stdout
     assert f"```text\n{output}```" in page
     assert "free blocks after free: 32" in output
+
+
+@pytest.mark.one_end
+def test_data_parallel_says_what_each_replica_did():
+    """On four simulated devices: both work, and no device has more than its share."""
+    output = run_example("data_parallel.py", "--max-new-tokens", "8").stdout
+    texts, replicas = output.split("\n\n4 devices, 2,049 KiB of cache a replica\n")
+    assert len(texts.splitlines()) == 6 and "The with statement is used to" in texts
+    pattern = (
+        r"replica (\d) on devices (\[\d, \d\]): (\d+) blocks taken, \d+ at one time, "
+        r"64 free again; keys and values ([\d,]+) KiB on each device"
+    )
+    found = [re.fullmatch(pattern, line).groups() for line in replicas.splitlines()]
+    assert [each[:2] for each in found] == [("0", "[0, 1]"), ("1", "[2, 3]")]
+    assert all(int(blocks) >= 3 for _, _, blocks, _ in found)
+    assert {each[3] for each in found} == {"1,024"}
 
 
 @pytest.mark.slow

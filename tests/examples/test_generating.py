@@ -9,6 +9,7 @@ import runpy
 import sys
 import types
 
+import numpy as np
 import pytest
 from places import EXAMPLES, FIXTURES
 
@@ -135,6 +136,39 @@ def test_new_tokens_are_bounded_by_the_context(monkeypatch):
     context = task.model.config.max_context_length
     assert task.max_new_tokens == context - len(task.prompts[0]) + 2
     assert task.config.max_context_length == context
+
+
+def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
+    """Two of three layers see eight tokens; the texts are those of transformers."""
+    folder = FIXTURES / "checkpoints" / "gemma3"
+    for file in [*folder.iterdir(), BUNDLED / "tokenizer.json"]:
+        (tmp_path / file.name).symlink_to(file)
+    expected = np.load(folder / "expected.npz")
+    tokens = np.split(expected["prompts"], np.cumsum(expected["prompt_lengths"]))
+    texts = [each.tolist() for each in tokens[:-1]]
+    monkeypatch.setattr(command.prompts, "encode", lambda *_, **__: texts)
+    greedy = ["--temperature", "0", "--repetition-penalty", "1"]
+    arguments = ["x", "--model", str(tmp_path), "--max-new-tokens", "51", *greedy]
+    options = parsed(monkeypatch, *arguments)
+    task = command.prepare(options)
+    assert [group.sliding_window for group in task.config.groups] == [None, 8]
+    assert task.config.layer_groups == (1, 1, 0)
+    engine = command.make_engine(task, 1)
+    numbers = command.submit(task, engine, options)
+    found = [engine.results(number)[0].tokens for number in numbers]
+    assert found == expected["generated"].tolist()
+
+
+def test_a_window_as_long_as_the_texts_needs_no_groups():
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(windows=(64, None)),
+        cache_fields=dict(num_layers=2, num_kv_heads=1, head_dim=8),
+    )
+    sizes = dict(step_tokens=8, max_sequences=1)
+    plain = command.choose_config(model, 64, has_mesh=False, **sizes)
+    assert isinstance(plain, jkv.CacheConfig)
+    meshed = command.choose_config(model, 128, has_mesh=True, **sizes)
+    assert isinstance(meshed, jkv.CacheConfig)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,10 @@ class Oracle(Cache):
 
     # What an index of prefixes changes.
 
+    def visible_blocks(self):
+        """Blocks that a prompt may find."""
+        return set()
+
     def _not_to_be_lost(self):
         """Blocks that keep their contents."""
         return {block for each in self.open.values() for block in held(each)}

@@ -29,7 +29,7 @@ class PrefixOracle(Oracle):
         seq_ids, status, fresh = [], [], []
         for count, salt, (blocks, length) in zip(num_tokens, salts, found, strict=True):
             # Blocks that are free are claimed by the first that finds them.
-            revived = free_before & set(blocks)
+            revived = free_before & (set(blocks) - {None})
             more = max(self._blocks_for(count), self._blocks_for(length)) - len(blocks)
             cause = self._why_not_open(count)
             if cause == OK and count != PADDING:
@@ -40,6 +40,7 @@ class PrefixOracle(Oracle):
                 claimed |= revived
                 seq_id = self._open(list(blocks))
                 self.open[seq_id].salt = salt
+                self.open[seq_id].num_gone = blocks.count(None)
             seq_ids.append(seq_id)
             status.append(cause)
             fresh.append(more)
@@ -59,14 +60,18 @@ class PrefixOracle(Oracle):
     def find(self, prompt, salt):
         """The visible blocks of a prompt's beginning, and how many tokens are found,
         those of a block that only begins like the rest included.
+
+        With a window None stands for a block that no row behind them sees, whether the
+        index has it or not.
         """
         T = self.block_size
         usable = min(max(len(prompt) - 1, 0), self.max_context)  # one is computed
-        blocks = []
-        while (end := (len(blocks) + 1) * T) <= usable:
-            if (salt, tuple(prompt[:end])) not in self.index:
-                break
-            blocks.append(self.index[salt, tuple(prompt[:end])])
+        blocks = [
+            self.index.get((salt, tuple(prompt[:end])))
+            for end in range(T, usable + 1, T)
+        ]
+        while any(blocks[i] is None for i in self._seen_columns(len(blocks) * T)):
+            blocks.pop()
         start = len(blocks) * T
         partial = [
             common(tokens[start:], prompt[start:usable])
@@ -74,7 +79,9 @@ class PrefixOracle(Oracle):
             if (domain, tokens[:start]) == (salt, tuple(prompt[:start]))
             and len(tokens) == start + T
         ]
-        return blocks, start + min(max(partial, default=0), T - 1)
+        length = start + min(max(partial, default=0), T - 1)
+        seen = self._seen_columns(length)
+        return [b if i in seen else None for i, b in enumerate(blocks)], length
 
     def commit(self, batch):
         """Make full blocks visible; a block equal to a visible one gives way to it."""
@@ -91,14 +98,17 @@ class PrefixOracle(Oracle):
                 or mine.epoch != batch.epochs[i]
                 or mine.visible != start
                 or len(mine.tokens) < end
+                # A later step gave back what this one went on from.
+                or (start >= T and mine.table[start // T - 1] is None)
             ):
                 continue
             mine.visible = end
             for column in range(start // T, end // T):
                 key = self._key(mine, column)
                 is_told = all(token >= 0 for token in key[1][column * T :])
-                is_alone = counts[mine.table[column]] == 1
-                if not is_told or not (is_alone or key in before):
+                is_gone = mine.table[column] is None
+                is_alone = not is_gone and counts[mine.table[column]] == 1
+                if is_gone or not is_told or not (is_alone or key in before):
                     mine.visible = column * T
                     break
                 if self.index.setdefault(key, mine.table[column]) != mine.table[column]:
@@ -131,8 +141,11 @@ class PrefixOracle(Oracle):
     # What the index changes elsewhere: visible blocks stay longest, those taken or cut
     # are forgotten, and all have new numbers when blocks have.
 
+    def visible_blocks(self):
+        return set(self.index.values())
+
     def _not_to_be_lost(self):
-        return super()._not_to_be_lost() | set(self.index.values())
+        return super()._not_to_be_lost() | self.visible_blocks()
 
     def _first_to_leave(self):
         visible = set(self.index.values())
@@ -142,6 +155,8 @@ class PrefixOracle(Oracle):
         self.index = {k: b for k, b in self.index.items() if b not in blocks}
 
     def _forget_from(self, block):
+        if self.window is not None:  # what followed is known without it
+            return self._forget([block])
         for salt, tokens in [k for k, b in self.index.items() if b == block]:
             self.index = {
                 (domain, text): b
@@ -152,6 +167,14 @@ class PrefixOracle(Oracle):
     def _rename(self, number):
         super()._rename(number)
         self.index = {key: number[block] for key, block in self.index.items()}
+
+    def _seen_columns(self, length):
+        """The full columns before a length that sinks and the next row need."""
+        columns = range(length // self.block_size)
+        if self.window is None:
+            return columns
+        first = max(length - self.window + 1, 0) // self.block_size
+        return [i for i in columns if i < self.num_sinks or i >= first]
 
     def _key(self, sequence, column):
         return sequence.salt, tuple(sequence.tokens[: (column + 1) * self.block_size])

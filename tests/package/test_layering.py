@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "attention": {"sharding"},
     "config": {"attention", "status"},
-    "state": {"config", "sharding", "status"},
+    "state": {"attention", "config", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     "storage": {"attention", "config", "metadata", "sharding", "state", "status"},
     "inspection": {"config", "state", "status"},

@@ -45,6 +45,38 @@ def test_random_reuse(name, mode, tmp_path):
         assert game.num_hits > 0 or name.startswith(("one", "blocks of 16"))
 
 
+# Shapes, windows above the block size, which an index needs, with sinks; and games.
+CUT_SHORT = {
+    "window": ((16, 2, 4, 17), (4, 0), 5),
+    "window and sinks": ((18, 2, 5, 23), (5, 3), 338),
+}
+
+
+@pytest.mark.parametrize(
+    "name, mode", dealt([("window", "donated"), ("window and sinks", "jitted")])
+)
+def test_random_reuse_with_a_window(name, mode, tmp_path):
+    """A prompt is found where what its next row sees is there, though it began before.
+
+    The oracle knows prefixes by all of their tokens.
+    """
+    verbs = make_reuse_verbs(mode)
+    shape, window, first_seed = CUT_SHORT[name]
+    num_hits = num_beyond = 0
+    for seed in range(EFFORT):
+        game = ReuseGame(
+            shape,
+            verbs,
+            seed=first_seed + seed,
+            donate=mode == "donated",
+            folder=tmp_path,
+            window=window,
+        )
+        game.play(num_operations=200)
+        num_hits, num_beyond = num_hits + game.num_hits, num_beyond + game.num_beyond
+    assert num_hits > num_beyond > 0
+
+
 @pytest.mark.parametrize("mask", [0, 1], ids=["constant", "one bit"].__getitem__)
 @pytest.mark.one_end
 def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):

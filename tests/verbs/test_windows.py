@@ -15,6 +15,7 @@ from caches import (
     free_count,
     grow,
     lengths,
+    match,
     names,
     reorder,
     small_cache,
@@ -22,6 +23,7 @@ from caches import (
     table,
     truncate,
     with_storage_filled,
+    write_tokens,
 )
 
 import jkv
@@ -240,6 +242,87 @@ class TestCounting:
         assert jkv.stats(cache).tokens == 20  # a length counts what is gone
 
 
+# Blocks of four, a window of five: row 12 sees from 8 on, all of block 2.
+REUSED = dict(sliding_window=5, max_context_length=32, prefix_caching=True)
+TEXT = list(range(50, 66))
+
+
+def remembering(**changes):
+    """A cache that has computed TEXT, and has let its four blocks go: 0, 1, 3, 2."""
+    cache, _ = allocate(small_cache(**REUSED | changes), 0, tokens=[TEXT[:4]])
+    for start in range(0, 16, 4):
+        cache, step = append(cache, 0, 4, tokens=TEXT[start : start + 4])
+        cache = write_tokens(cache, step, TEXT[start : start + 4])
+    cache, _ = free(cache, 0)
+    jkv.check(cache)
+    return cache
+
+
+def without_the_beginning(cache):
+    """Others take all but the two blocks that were let go last."""
+    return allocate(cache, 4 * free_count(cache) - 8)[0]
+
+
+class TestPrefixes:
+    def test_a_hit_names_what_its_next_row_sees(self):
+        """One token is left to compute, which sees from 11 on."""
+        cache, found = allocate(remembering(), 16, tokens=[TEXT])
+        assert found.num_cached.tolist() == [15]
+        assert columns(cache, 1) == [2, 3] and kept(cache, 1) == 8
+        jkv.check(cache)
+        assert jkv.tokens(cache, 1).tolist()[:16] == [-1] * 8 + TEXT[8:15] + [-1]
+
+    def test_the_beginning_may_be_gone(self):
+        cache = without_the_beginning(remembering())
+        assert match(cache, [TEXT[:9], TEXT[:13], TEXT]) == [0, 12, 15]
+
+    def test_the_blocks_of_sinks_are_named_too(self):
+        cache, found = allocate(remembering(num_sink_tokens=3), 16, tokens=[TEXT])
+        assert found.num_cached.tolist() == [15] and columns(cache, 1) == [0, 2, 3]
+        jkv.check(cache)
+
+    def test_another_beginning_is_not_found_by_the_same_end(self):
+        cache = remembering()
+        for other in ([49, *TEXT[1:]], [*TEXT[4:8], *TEXT[:4], *TEXT[8:]]):
+            assert match(cache, [other]) == [0]
+        assert match(cache, [TEXT], salts=1) == [0]
+
+    def test_a_part_of_a_block_is_told_by_what_is_gone(self):
+        cache = without_the_beginning(remembering())
+        similar = [*TEXT[:14], 7, 7]
+        assert match(cache, [similar, [49, *similar[1:]]]) == [14, 0]
+        cache, found = allocate(cache, 16, tokens=[similar])
+        assert found.num_cached.tolist() == [14] and columns(cache, 2) == [2, 3]
+        jkv.check(cache)
+
+    def test_a_cut_forgets_the_block_and_not_what_followed(self):
+        """A step of two blocks is taken back but for a token."""
+        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
+        for start, count in ((0, 4), (4, 4), (8, 8)):
+            tokens = TEXT[start : start + count]
+            cache, step = append(cache, 0, count, tokens=tokens)
+            cache = write_tokens(cache, step, tokens)
+        cut, last = np.asarray(jkv.block_ids(cache, 0))[2:4]
+        cache, status = truncate(cache, 0, 9)
+        assert names(status) == ["OK"]
+        jkv.check(cache)
+        assert bool(jkv.block_info(cache, last).is_cached)
+        cache, _ = free(cache, 0)
+        assert not bool(jkv.block_info(cache, cut).is_cached)
+
+    def test_a_late_commit_of_what_is_gone_makes_nothing_visible(self):
+        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
+        steps = []
+        for start in (0, 8):
+            cache, step = append(cache, 0, 8, tokens=TEXT[start : start + 8])
+            steps.append(step.batch)
+        for step in steps:
+            cache = jkv.commit(cache, step)
+        jkv.check(cache)
+        cache, _ = free(cache, 0)
+        assert match(cache, [TEXT]) == [0]
+
+
 class TestConfiguration:
     @pytest.mark.parametrize(
         "changes, said",
@@ -248,7 +331,7 @@ class TestConfiguration:
             (dict(sliding_window=2.5), "sliding_window must be an int"),
             (dict(num_sink_tokens=4), "give sliding_window too"),
             (dict(sliding_window=8, num_sink_tokens=-1), "num_sink_tokens must be at"),
-            (dict(sliding_window=8, prefix_caching=True), "leave one of the two out"),
+            (dict(sliding_window=4, prefix_caching=True), "above block_size: got 4"),
         ],
     )
     def test_what_cannot_be_is_refused(self, changes, said):

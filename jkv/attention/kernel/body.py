@@ -33,6 +33,7 @@ from jkv.attention.kernel.loads import (
 )
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
+from jkv.attention.parts import find_held
 
 
 def attend_range(
@@ -71,9 +72,21 @@ def attend_range(
     head += index & (variant.row_heads - 1)
     valid = (head < group) & (offset < work.num_rows[entry])
     head += kv_head * group
-    row, position = work.row[entry] + offset, work.position[entry] + offset
+    row = work.row[entry] + offset
+
+    def find_last(position: jax.Array) -> jax.Array:
+        """Return the last token in the pools up to a position."""
+        part = None if o.part is None else o.part[0]
+        return find_held(position, part, variant.num_parts, o.keys.shape[3])
+
+    last, before = jnp.int32(0), None
     if not variant.is_decode:
-        valid &= position >= 0
+        last = find_last(work.position[entry] + offset)
+        valid &= last >= 0
+        if o.window is not None:
+            before = find_last(work.position[entry] + offset - o.window[0])
+            if o.part is not None:
+                valid &= last > before
     queries = [
         load_rows(o.queries, row, head, valid, section, variant)
         for section in key_sections
@@ -81,7 +94,7 @@ def attend_range(
 
     # The walk starts at a multiple of the tile, so that a tile lies in one block.
     tokens = Range(
-        layer=o.layer[0],
+        layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
         table=work.table[entry],
         kv_head=kv_head,
         first=work.first[entry],
@@ -98,9 +111,9 @@ def attend_range(
             if o.window is not None:
                 visible &= token >= tokens.first
             return visible[None, :]
-        visible = token[None, :] <= position[:, None]
-        if o.window is not None:
-            visible &= token[None, :] > position[:, None] - o.window[0]
+        visible = token[None, :] <= last[:, None]
+        if before is not None:
+            visible &= token[None, :] > before[:, None]
         return visible
 
     def load(trip: jax.Array) -> TokenTile:
@@ -146,7 +159,10 @@ def attend_range(
     num_full = jnp.int32(0)
     if variant.tile.has_full_loop and o.window is None:
         # Tiles that every row sees as a whole come first and need no mask.
-        seen_by_all = jnp.clip(work.position[entry] + 1, 0, tokens.end)
+        first_row = work.position[entry]
+        if not variant.is_decode:  # whose positions are counted as its tokens are
+            first_row = find_last(first_row)
+        seen_by_all = jnp.clip(first_row + 1, 0, tokens.end)
         num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
         sums = lax.fori_loop(
             jnp.int32(0),

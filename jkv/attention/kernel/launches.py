@@ -15,16 +15,15 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.join import join_pieces
+from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.tuning import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
-    Work,
-    count_least,
     list_decode_work,
     list_prefill_work,
-    num_decode_entries,
     num_prefill_entries,
+    size_decode_work,
 )
 from jkv.sharding.varying import is_manual
 
@@ -57,28 +56,21 @@ def decode_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
     wanted = -(-programs // variant.head_tiles)
-    num_entries = num_decode_entries(
-        call.num_rows,
-        call.num_requests,
-        call.max_blocks * call.pools.block_size,
-        wanted,
-    )
-    work, pieces = list_decode_work(
-        call.requests,
-        call.window,
-        num_rows=call.num_rows,
-        num_entries=num_entries,
-        least=count_least(wanted),
-    )
+    max_tokens = call.max_blocks * call.pools.block_size
+    sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
+    listed = call.decode_work
+    sees_all = call.window is None and call.part is None
+    if listed is None or listed.sizes != sizes or not sees_all:
+        listed = list_decode_work(*call.of_last_rows(), sizes)
     # Sinks join with the pieces.
-    operands = _make_operands(call, work)._replace(sinks=None)
+    operands = _make_operands(call, listed.work)._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
-        pieces,
+        listed.pieces,
         call.sinks,
         partial,
         partial_lse,
-        call.queries.dtype,
+        call.output_dtype,
         interpret=variant.interpret,
     )
 
@@ -97,18 +89,23 @@ def prefill_rows(
         num_entries=num_prefill_entries(
             call.num_rows, call.num_requests, variant.row_tokens
         ),
+        find_held=call.find_held,
     )
     return _launch_rows(_make_operands(call, work), output, lse, variant)
 
 
 def _make_operands(call: Call, work: Work) -> Operands:
-    """Return what the kernel reads, whole: nothing is sliced out of a pool."""
+    """Return what the kernel reads, whole: nothing is sliced, and nothing computed.
+
+    Each operation here would be a launch in every layer.
+    """
     pools = call.pools
     return Operands(
         work=work,
-        layer=jnp.clip(call.layer, 0, pools.keys.shape[0] - 1)[None],
+        layer=call.layer[None],
         scale=call.scale[None],
         window=None if call.window is None else call.window[None],
+        part=None if call.part is None else call.part[None],
         sinks=call.sinks,
         block_tables=call.requests.block_tables,
         queries=call.queries,

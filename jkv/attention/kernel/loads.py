@@ -12,8 +12,8 @@ import numpy as np
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
+from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.variant import Variant
-from jkv.attention.kernel.work import Work
 
 
 class Operands(NamedTuple):
@@ -23,6 +23,7 @@ class Operands(NamedTuple):
     layer: jax.Array  # i32[1]
     scale: jax.Array  # f32[1]
     window: jax.Array | None  # i32[1]
+    part: jax.Array | None  # i32[1], of each block, where the pools have only one
     sinks: jax.Array | None  # f32[H], where the programs finish rows themselves
     block_tables: jax.Array  # i32[S, M]
     queries: jax.Array  # [R, H, D]

@@ -31,6 +31,7 @@ class Variant:
     weight_dtype: np.dtype[Any]  # what weights and values are multiplied in
     kv_dtype: np.dtype[Any] | None  # what raw bits in the pool mean
     soft_cap: float | None
+    num_parts: int  # of a block, of which the pools have one
     interpret: bool
 
 
@@ -72,5 +73,6 @@ def _make_variant(
         weight_dtype=find_weight_dtype(call.queries, call.pools),
         kv_dtype=call.pools.kv_dtype,
         soft_cap=call.soft_cap,
+        num_parts=call.num_parts,
         interpret=interpret,
     )

@@ -11,12 +11,13 @@ longest one possible, or leave the long one to a few programs.
 Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Requests
+from jkv.attention.kernel.lists import DecodeSizes, DecodeWork, Pieces, Work
 
 # Pieces start at multiples of this many tokens (any tile divides it), and are no
 # shorter than four: below that, starting a program costs as much as its reading.
@@ -38,63 +39,41 @@ def count_least(wanted: int) -> int:
     return -(-wanted // 2)
 
 
-class Work(NamedTuple):
-    """What each program does: some rows of one request over a range of its tokens."""
-
-    table: jax.Array  # i32[W], row of the block tables
-    row: jax.Array  # i32[W], the first query row
-    num_rows: jax.Array  # i32[W], 0 for nothing to do
-    position: jax.Array  # i32[W], of the token that the first row stands for
-    first: jax.Array  # i32[W], first token that any of the rows sees
-    end: jax.Array  # i32[W], past the last one; at most `first` for nothing to do
-
-
-class Pieces(NamedTuple):
-    """Which entries of the decode list belong to which row."""
-
-    first: jax.Array  # i32[R]
-    end: jax.Array  # i32[R], equal to `first` for rows of other requests
-
-
-def num_decode_entries(
-    num_rows: int, num_requests: int, max_tokens: int, target: int
-) -> int:
-    """Return W: enough that pieces of one length fit, whatever the contexts are.
+def size_decode_work(
+    num_rows: int, num_requests: int, max_tokens: int, wanted: int
+) -> DecodeSizes:
+    """Return the sizes of a list in which pieces of one length fit any contexts.
 
     Args:
       num_rows: R.
       num_requests: B.
       max_tokens: most tokens of one context.
-      target: pieces that keep the device busy.
+      wanted: pieces that keep the device busy.
     """
     # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
     # than keep the device busy would find no room, and a second turn for a few.
     most_listed = min(num_rows, num_requests)
-    spare = max(target - most_listed, count_least(target))
+    least = count_least(wanted)
+    spare = max(wanted - most_listed, least)
     most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
     most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
-    return most_listed + min(
-        spare, max(most_pieces, min(count_least(target), most_short))
-    )
+    num_entries = most_listed + min(spare, max(most_pieces, min(least, most_short)))
+    return DecodeSizes(num_rows, num_entries, least)
 
 
 def list_decode_work(
     requests: Requests,
-    window: jax.Array | None,  # i32[]
-    *,
-    num_rows: int,
-    num_entries: int,
-    least: int,
-) -> tuple[Work, Pieces]:
+    window: jax.Array | None,  # i32[] or i32[B]
+    sizes: DecodeSizes,
+) -> DecodeWork:
     """Cut the contexts of all requests of one row into pieces of about equal length.
 
     Args:
       requests: B of them.
       window: tokens that a row sees, if not all.
-      num_rows: R.
-      num_entries: W.
-      least: pieces that there shall be, if need be short ones.
+      sizes: of the list.
     """
+    num_rows, num_entries, least = sizes
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
     first = jnp.zeros_like(context)
@@ -139,7 +118,8 @@ def list_decode_work(
         end=jnp.sum(jnp.where(mine, ends[None, :], 0), 1, jnp.int32),
     )
     # A row that several requests name gets wrong numbers, but no piece past the list.
-    return work, pieces._replace(end=jnp.minimum(pieces.end, num_entries))
+    pieces = pieces._replace(end=jnp.minimum(pieces.end, num_entries))
+    return DecodeWork(work=work, pieces=pieces, sizes=sizes)
 
 
 def num_prefill_entries(num_rows: int, num_requests: int, tile_rows: int) -> int:
@@ -153,8 +133,17 @@ def list_prefill_work(
     *,
     tile_rows: int,
     num_entries: int,
+    find_held: Callable[[jax.Array], jax.Array] = lambda positions: positions,
 ) -> Work:
-    """Cut the rows of all requests of two or more into tiles."""
+    """Cut the rows of all requests of two or more into tiles.
+
+    Args:
+      requests: B of them.
+      window: tokens that a row sees, if not all.
+      tile_rows: rows of a tile.
+      num_entries: W.
+      find_held: which token in the pools is the last one up to positions, i32[W].
+    """
     lengths, context = requests.query_lengths, requests.context_lengths
     counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
@@ -165,12 +154,13 @@ def list_prefill_work(
     offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
-    end = position + num_rows
+    end = find_held(position + num_rows - 1) + 1
     first = jnp.zeros_like(end)
-    alive = (entry < ends[-1]) & (end > 0)
+    alive = entry < ends[-1]
     if window is not None:
         alive &= window > 0
-        first = jnp.maximum(position - jnp.maximum(window, 1) + 1, 0)
+        first = jnp.maximum(find_held(position - jnp.maximum(window, 1)) + 1, 0)
+    alive &= end > first
     return Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
@@ -181,8 +171,8 @@ def list_prefill_work(
     )
 
 
-# XLA does not move these lists out of a scan over layers, so their cost is launches: a
-# comparison of all with all is one, a scan or a search is several.
+# What these lists cost is launches: a comparison of all with all is one, a scan or a
+# search is several.
 def _running_sum(counts: jax.Array) -> jax.Array:
     """Return the sums up to and with each entry, i32[B]."""
     place = jnp.arange(counts.shape[0], dtype=jnp.int32)

@@ -47,6 +47,8 @@ class Walk(NamedTuple):
 
     call: Call
     queries: jax.Array  # f32[R, K, G, D], scaled
+    contexts: jax.Array  # i32[B], tokens in the pools that the last row sees
+    window: jax.Array | None  # i32[] or i32[B], how many of these it sees
     work: WorkList
     piece_blocks: int  # blocks of a piece
     num_lanes: int  # pieces of a trip
@@ -79,16 +81,19 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
     num_lanes = min(TRIP_BYTES // (block_bytes * piece_blocks), MAX_LANES)
     most_pieces = num_requests * -(-call.max_blocks // piece_blocks)
     num_lanes = max(1, min(num_lanes, most_pieces))
+    requests, window = call.of_last_rows()
     work = list_work(
-        call.requests,
-        call.window,
+        requests,
+        window,
         pools.block_size,
         piece_blocks=piece_blocks,
         padding=num_lanes,
     )
     # No trip meets more requests than it has lanes, nor more than there are.
     num_segments = min(num_lanes, num_requests)
-    return Walk(call, queries, work, piece_blocks, num_lanes, num_segments)
+    contexts = requests.context_lengths
+    sizes = piece_blocks, num_lanes, num_segments
+    return Walk(call, queries, contexts, window, work, *sizes)
 
 
 def _start_sums(walk: Walk) -> Sums:
@@ -115,17 +120,20 @@ def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
     last = gather(work.last, rank)
     columns = last[:, None]
     is_edge = jnp.ones_like(columns, bool)
-    if call.window is not None:
+    if walk.window is not None:
         first = gather(work.first, rank) - 1
         columns = jnp.stack([first, last], axis=1)
         is_edge = jnp.stack([first < last, first <= last], axis=1)
     offsets = jnp.arange(call.pools.block_size, dtype=jnp.int32)
     tokens = columns[..., None] * call.pools.block_size + offsets[None, None]
     request = gather(work.request, rank)
-    context = gather(call.requests.context_lengths, request)[:, None, None]
+    context = gather(walk.contexts, request)[:, None, None]
     visible = is_edge[..., None] & (tokens < context)
-    if call.window is not None:
-        visible &= tokens >= context - call.window
+    if walk.window is not None:
+        window = walk.window
+        if window.ndim:
+            window = gather(window, request)[:, None, None]
+        visible &= tokens >= context - window
     row = gather(call.requests.query_starts, request)
     return Lanes(row, request, columns, visible, never)
 

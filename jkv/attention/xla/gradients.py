@@ -29,6 +29,7 @@ from jkv.attention.xla.tiling import (
     score_chunk,
 )
 from jkv.sharding.loops import fori_loop
+from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 
 class Gradients(NamedTuple):
@@ -60,9 +61,11 @@ def attend_differentiably(attend: Attend, call: Call) -> tuple[jax.Array, jax.Ar
     """Call an implementation with the derivative of this file.
 
     Jitted, so that calls of equal shapes, dtypes and static fields are traced and
-    lowered once, and an eager backward pass is compiled.
+    lowered once, and an eager backward pass is compiled. Inside `shard_map` a gradient
+    varies over all axes that anything here varies over, so the arguments do too: what
+    was the same on several devices has its gradient summed over them.
     """
-    return _attend(attend, call)
+    return _attend(attend, vary_over(call, varying_axes(call)) if is_manual() else call)
 
 
 def _forward(attend, call):  # type: ignore[no-untyped-def]
@@ -102,6 +105,7 @@ def _backward(attend, saved, cotangents):  # type: ignore[no-untyped-def]
         layer=None,
         requests=None,
         window=None,
+        part=None,
     )
     return (gradient,)
 

@@ -30,7 +30,7 @@ def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
+    """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
     return _attend_by_head(call, _attend_requests)
 
 
@@ -49,7 +49,7 @@ def _attend_by_head(
     check_call(call)
     output, lse = attend(call, scale_queries(call))
     by_head = call.num_rows, call.num_heads
-    output = output.reshape(*by_head, -1).astype(call.queries.dtype)
+    output = output.reshape(*by_head, -1).astype(call.output_dtype)
     return output, lse.reshape(by_head)
 
 

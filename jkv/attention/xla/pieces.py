@@ -29,7 +29,7 @@ class WorkList(NamedTuple):
 
 def list_work(
     requests: Requests,
-    window: jax.Array | None,  # i32[]
+    window: jax.Array | None,  # i32[] or i32[B]
     block_size: int,
     *,
     piece_blocks: int,

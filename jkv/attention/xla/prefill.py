@@ -63,9 +63,9 @@ def attend_tile(
     sums = empty_sums(rows.shape[:3], call.pools.value_dim, sinks)
     attend = functools.partial(_attend_chunk, tiling, tile, rows)
     sums = fori_loop(jnp.int32(0), tile.num_chunks, attend, sums)
-    sees = tile.valid & (tile.positions >= 0)
-    if call.window is not None:
-        sees &= call.window > 0
+    sees = tile.valid & (tile.last >= 0)
+    if tile.before is not None:
+        sees &= tile.last > tile.before
     by_row = Sums(*(jnp.moveaxis(array, 2, 0) for array in sums))
     return finish_sums(by_row, sees[:, None, None])
 

@@ -30,7 +30,8 @@ class Owners(NamedTuple):
     """Whose token each row is."""
 
     request: jax.Array  # i32[R]
-    position: jax.Array  # i32[R], -1 where nobody owns the row
+    last: jax.Array  # i32[R], the last token in the pools that it sees, or -1
+    before: jax.Array | None  # i32[R], the last one before its window
 
 
 def is_small(call: Call) -> bool:
@@ -56,12 +57,12 @@ def attend_rows(
     """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`."""
     rows, block_size = _locate_rows(call), call.pools.block_size
     width = min(max(1, _ROWS_TRIP_BYTES // _column_bytes(call)), call.max_blocks)
-    end = divide_up(jnp.max(rows.position) + 1, width * block_size)
-    sees, start = rows.position >= 0, jnp.int32(0)
-    if call.window is not None:
-        sees &= call.window > 0
-        earliest = jnp.min(jnp.where(sees, rows.position, jnp.iinfo(jnp.int32).max))
-        start = quotient(jnp.maximum(earliest - call.window, 0), width * block_size)
+    end = divide_up(jnp.max(rows.last) + 1, width * block_size)
+    sees, start = rows.last >= 0, jnp.int32(0)
+    if rows.before is not None:
+        sees &= rows.last > rows.before
+        earliest = jnp.min(jnp.where(sees, rows.before, jnp.iinfo(jnp.int32).max))
+        start = quotient(jnp.maximum(earliest, 0), width * block_size)
     by_group = queries.shape[1:3]
     sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
     sums = empty_sums((call.num_rows, *by_group), call.pools.value_dim, sinks)
@@ -71,7 +72,7 @@ def attend_rows(
 
 
 def _locate_rows(call: Call) -> Owners:
-    """Find the request and the position of each row."""
+    """Find the request of each row, and what it sees."""
     requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
     place = row[:, None] - requests.query_starts[None]  # i32[R, B]
     owns = (place >= 0) & (place < requests.query_lengths[None])
@@ -80,7 +81,11 @@ def _locate_rows(call: Call) -> Owners:
     position = jnp.sum(jnp.where(owns, first[None] + place + 1, 0), axis=1) - 1
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
     request = jnp.sum(jnp.where(owns, request[None], 0), axis=1)
-    return Owners(request.astype(jnp.int32), position.astype(jnp.int32))
+    position = position.astype(jnp.int32)
+    before = None
+    if call.window is not None:
+        before = call.find_held(position - call.window)
+    return Owners(request.astype(jnp.int32), call.find_held(position), before)
 
 
 def _take_columns(
@@ -96,10 +101,9 @@ def _take_columns(
     column = trip * width + jnp.arange(width, dtype=jnp.int32)
     offset = jnp.arange(block_size, dtype=jnp.int32)
     token = (column * block_size)[:, None] + offset[None]  # i32[W, T]
-    position = rows.position[:, None, None]
-    visible = token[None] <= position
-    if call.window is not None:
-        visible &= token[None] > position - call.window
+    visible = token[None] <= rows.last[:, None, None]
+    if rows.before is not None:
+        visible &= token[None] > rows.before[:, None, None]
     lanes = Lanes(
         row=jnp.arange(num_rows, dtype=jnp.int32),
         request=rows.request,

@@ -38,7 +38,8 @@ class RowTile(NamedTuple):
     """Some consecutive rows of one request and the blocks that they can see."""
 
     start: jax.Array  # i32[], the first row; `Q` rows from here are inside the batch
-    positions: jax.Array  # i32[Q], of the tokens that the rows stand for
+    last: jax.Array  # i32[Q], the last token in the pools that the row sees, or -1
+    before: jax.Array | None  # i32[Q], the last one before its window
     valid: jax.Array  # bool[Q], the other rows belong to other tiles or requests
     table: jax.Array  # i32[M], the blocks of the request's sequence
     first_block: jax.Array  # i32[], column of the first block that a row sees
@@ -87,15 +88,19 @@ def locate_tile(tiling: Tiling, index: jax.Array) -> RowTile:
     first_position = gather(requests.context_lengths, request) - length
     last_offset = jnp.minimum(first_offset + tiling.tile_rows, length) - 1
     last_position = first_position + last_offset
-    first_block = jnp.int32(0)
+    positions = first_position + offsets
+    first_block, starts = jnp.int32(0), None
     if call.window is not None:
-        first_token = first_position + first_offset - call.window + 1
-        first_block = quotient(jnp.maximum(first_token, 0), block_size)
-    num_tokens = jnp.maximum(last_position + 1 - first_block * block_size, 0)
+        starts = call.find_held(positions - call.window)
+        first = call.find_held(first_position + first_offset - call.window) + 1
+        first_block = quotient(jnp.maximum(first, 0), block_size)
+    end = call.find_held(last_position) + 1
+    num_tokens = jnp.maximum(end - first_block * block_size, 0)
     chunk_tokens = tiling.chunk_blocks * block_size
     return RowTile(
         start=start - excess,
-        positions=first_position + offsets,
+        last=call.find_held(positions),
+        before=starts,
         valid=(offsets >= first_offset) & (offsets < length),
         table=gather(requests.block_tables, gather(requests.seq_ids, request)),
         first_block=first_block,
@@ -105,16 +110,16 @@ def locate_tile(tiling: Tiling, index: jax.Array) -> RowTile:
 
 def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> Chunk:
     """Find the blocks of chunk `index` of a tile and what its rows see of them."""
-    block_size, window = tiling.call.pools.block_size, tiling.call.window
+    block_size = tiling.call.pools.block_size
     first_block = tile.first_block + index * tiling.chunk_blocks
     columns = first_block + jnp.arange(tiling.chunk_blocks, dtype=jnp.int32)
     blocks = gather(tile.table, columns)
     tokens = first_block * block_size + jnp.arange(
         tiling.chunk_blocks * block_size, dtype=jnp.int32
     )
-    visible = tokens[None, :] <= tile.positions[:, None]
-    if window is not None:
-        visible &= tokens[None, :] > tile.positions[:, None] - window
+    visible = tokens[None, :] <= tile.last[:, None]
+    if tile.before is not None:
+        visible &= tokens[None, :] > tile.before[:, None]
     visible &= tile.valid[:, None]
     return Chunk(blocks, visible, visible.any(axis=0))
 

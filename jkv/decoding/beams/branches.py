@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jkv.decoding.beams.progress import SearchState
 from jkv.decoding.conditions import when
 from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import BlockSize, blocks_for
+from jkv.decoding.scheduling.demand import BlockSize, count_columns
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
@@ -170,7 +170,7 @@ def count_blocks(cache: Cache, state: SearchState) -> SearchState:
     """Note the blocks in use, and those of beams that would share nothing."""
     old = state.statistics
     used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
-    whole = blocks_for(
+    whole = count_columns(
         state.prompts.lengths + state.length, BlockSize(cache.block_size)
     )
     each = jnp.where(state.is_running, whole * state.num_beams, 0)

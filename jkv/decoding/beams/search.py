@@ -161,7 +161,7 @@ def beam_search(
         )
     texts = Prompts.of(prompts, limits=None, max_new_tokens=max_new_tokens, salts=salts)
     bounds = Bounds(
-        cache.max_context_length, BlockSize(cache.block_size), num_free_blocks(cache)
+        cache.max_context_length, BlockSize(cache.block_size), (num_free_blocks(cache),)
     )
     state = SearchState.begin(
         texts, judge_prompts(texts, bounds), num_beams, max_new_tokens
@@ -304,7 +304,7 @@ def _choose_beams(
     length = state.length + 1
     text_lengths = state.prompts.lengths + length
     bounds = Bounds(
-        cache.max_context_length, BlockSize(cache.block_size), jnp.int32(2**30)
+        cache.max_context_length, BlockSize(cache.block_size), (jnp.int32(2**30),)
     )
     (_, is_past_context), _ = bounds.exceeded(text_lengths)
     is_last = is_past_context | (length >= rules.max_new_tokens)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.scheduling.demand import Blocks, reach
 from jkv.decoding.scheduling.places import Places, sort_by_age
 from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
@@ -87,9 +88,9 @@ class Seated(NamedTuple):
 def choose_seated(
     candidates: Candidates,
     ended: jax.Array,  # bool[K]
-    costs: jax.Array,  # i32[K]
+    costs: Blocks,  # i32[K]
     *,
-    num_free_blocks: jax.Array,
+    num_free_blocks: Blocks,
     num_free_places: jax.Array,
 ) -> Seated:
     """Choose who gets a place: all up to the first that does not fit.
@@ -102,9 +103,9 @@ def choose_seated(
       num_free_places: i32[].
     """
     alive = candidates.exists & ~ended
-    blocks = running_sum(jnp.where(alive, costs, 0))
+    blocks = tuple(running_sum(jnp.where(alive, cost, 0)) for cost in costs)
     ranks = running_sum(alive.astype(jnp.int32))
-    fits = (blocks <= num_free_blocks) & (ranks <= num_free_places)
+    fits = reach(num_free_blocks, blocks) & (ranks <= num_free_places)
     stops = ~candidates.exists | (alive & ~fits)
     passed = running_sum(stops.astype(jnp.int32)) == 0
     return Seated(passed & alive, passed)

@@ -9,6 +9,7 @@ Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabula
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,16 @@ from jkv.decoding.choosing import Sampler, choose_more
 from jkv.decoding.conditions import when
 from jkv.decoding.model import Model, call_model_for_rows
 from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
+from jkv.decoding.progress import GenerationState, count_free_blocks
 from jkv.decoding.prompts import find_tokens
-from jkv.decoding.scheduling.demand import BlockSize, Loads, blocks_for
+from jkv.decoding.scheduling.demand import (
+    BlockSize,
+    Loads,
+    count_columns,
+    reach,
+    subtract,
+    total,
+)
 from jkv.decoding.scheduling.rows import choose_size, locate_rows
 from jkv.decoding.step import Computed, count_step, note_refusals
 from jkv.metadata.prefixes import sequences
@@ -29,7 +37,6 @@ from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.prefixes import commit
 from jkv.verbs.truncation import truncate
 
@@ -64,13 +71,18 @@ def limit_guesses(
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, counts, 0)
 
-    promised = jnp.maximum(loads.mapped, blocks_for(loads.text_lengths, size))
-    needs = jnp.where(is_ready, promised - loads.mapped, 0)
-    slack = num_free_blocks(cache) - jnp.sum(needs, dtype=jnp.int32)
-    more = blocks_for(loads.text_lengths + counts, size) - promised
-    more = jnp.where(is_ready, jnp.maximum(more, 0), 0)
-    fits = running_sum(more) <= slack
-    owned = jnp.maximum(promised * size.tokens - loads.text_lengths, 0)
+    columns = count_columns(loads.text_lengths, size)
+    promised = tuple(jnp.maximum(mapped, columns) for mapped in loads.mapped)
+    needs = subtract(promised, loads.mapped)
+    needs = tuple(jnp.where(is_ready, need, 0) for need in needs)
+    slack = subtract(count_free_blocks(cache), total(needs))
+    columns = count_columns(loads.text_lengths + counts, size)
+    more = [jnp.maximum(columns - each, 0) for each in promised]
+    fits = reach(
+        slack, tuple(running_sum(jnp.where(is_ready, each, 0)) for each in more)
+    )
+    owned = functools.reduce(jnp.minimum, promised) * size.tokens
+    owned = jnp.maximum(owned - loads.text_lengths, 0)
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 

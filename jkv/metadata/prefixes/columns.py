@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import requests, tables
-from jkv.metadata.prefixes import hashing
+from jkv.metadata.prefixes import cut_chains, hashing
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Batch, Metadata
 
@@ -45,6 +45,7 @@ class Columns(NamedTuple):
     owners: jax.Array  # i32[P], table entries that name the block
     hashes: jax.Array  # u32[P], of the prefix up to the block's end
     hashes_above: jax.Array  # u32[P], up to its beginning
+    wide: jax.Array | None  # u32[P, 2], more hashes up to its end, with a window
     is_first: jax.Array  # bool[P], the first lane of its request in this trip
     before: jax.Array  # i32[P], the block before the first lane's, N for none
 
@@ -65,6 +66,10 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
         & (committed == batch.context_lengths - batch.query_lengths)
         & (batch.context_lengths <= current)
     )
+    if metadata.window is not None:
+        # A later step may have given back what this one went on from.
+        column = committed // size
+        continues &= cut_chains.has_block_before(metadata, seq_ids, column)
     first = jnp.where(continues, committed // size, 0)
     return Chains(
         seq_ids=seq_ids,
@@ -87,12 +92,18 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
     hashes_before = index_of(metadata).hashes.at[before].get(mode="clip")
     above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
     hashes, is_first = above + terms, jnp.ones_like(lanes.valid)
-    if lanes.request is not None:
+    is_alone = lanes.request is None
+    if not is_alone:
         first_lane = first_lanes(lanes.rank)
         is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
         sums = jnp.cumsum(terms, dtype=jnp.uint32)
         hashes = (hashes - sums)[first_lane] + sums
         above = jnp.where(is_first, above, jnp.roll(hashes, 1))
+    wide = None
+    if metadata.window is not None:
+        wide = cut_chains.hash_lanes(
+            metadata, salts, tokens, column, before, None if is_alone else first_lane
+        )
     return Columns(
         row=row,
         column=column,
@@ -102,6 +113,7 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
         owners=metadata.reference_counts.at[block].get(mode="fill", fill_value=0),
         hashes=hashes,
         hashes_above=above,
+        wide=wide,
         is_first=is_first,
         before=before,
     )

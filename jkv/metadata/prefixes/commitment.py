@@ -111,6 +111,7 @@ def _commit_lanes(
         columns.tokens,
         columns.salts,
         columns.owners == 1,
+        columns.wide,
     )
     entered = (answer == columns.block) & (answer < nothing)
     parent = columns.before
@@ -118,15 +119,24 @@ def _commit_lanes(
         parent = jnp.where(columns.is_first, parent, jnp.roll(answer, 1))
     prefix = index_of(metadata)
     child = jnp.where(entered, columns.block, nothing)
-    prefix = dataclasses.replace(
-        prefix, parents=prefix.parents.at[child].set(parent, mode="drop")
-    )
+    prefix = _note_above(prefix, child, parent, columns.hashes_above)
     prefix, lengths = _prove(prefix, lanes, lengths, answer, parent, entered)
     is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
     listed = jnp.where(entered & is_visible, columns.block, nothing)
     prefix = hash_tables.insert_children(prefix, listed, columns.hashes_above)
     metadata = dataclasses.replace(metadata, prefix=prefix)
     return _replace_equal(metadata, columns, answer, is_visible & ~entered), lengths
+
+
+def _note_above(
+    prefix: PrefixIndex, block: jax.Array, parent: jax.Array, above: jax.Array
+) -> PrefixIndex:
+    """Note what comes before blocks, i32[P]: their parents, or with a window hashes."""
+    if prefix.hashes_above is None:
+        parents = prefix.parents.at[block].set(parent, mode="drop")
+        return dataclasses.replace(prefix, parents=parents)
+    hashes = prefix.hashes_above.at[block].set(above, mode="drop")
+    return dataclasses.replace(prefix, hashes_above=hashes)
 
 
 def _find_fit(
@@ -180,6 +190,8 @@ def _prove(
     nothing, past_end = prefix.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
     follows = prefix.parents.at[answer].get(mode="clip") == parent
+    if prefix.hashes_above is not None:
+        follows = jnp.ones_like(follows)  # its hashes say what it follows
 
     def is_in(prefix: PrefixIndex) -> jax.Array:
         return prefix.hashes.at[answer].get(mode="fill", fill_value=0) != 0

@@ -25,6 +25,7 @@ def insert(
     tokens: jax.Array,
     salts: jax.Array,
     may_enter: jax.Array,
+    wide: jax.Array | None = None,
 ) -> tuple[Metadata, jax.Array]:
     """Find each block's equal in the index, or else enter the block itself.
 
@@ -39,6 +40,7 @@ def insert(
       tokens: i32[P, T].
       salts: i32[P].
       may_enter: bool[P], False for a block that is only looked for.
+      wide: u32[P, 2], more hashes of the prefixes, with a window.
 
     Returns:
       The metadata, and i32[P]: the block that stands for each, N where none does.
@@ -54,7 +56,7 @@ def insert(
         prefix, answer, pending = state
         equal = look_up(prefix, hashes)
         now = dataclasses.replace(metadata, prefix=prefix)
-        is_equal = is_same(now, equal, tokens, salts)
+        is_equal = is_same(now, equal, tokens, salts, wide)
         answer = jnp.where(pending & is_equal, equal, answer)
         # (That an equal one is none says nothing new, but has all reads come before the
         # writes below: XLA would keep copies of the arrays for them.)
@@ -71,6 +73,8 @@ def insert(
             hashes=prefix.hashes.at[won].set(hashes, mode="drop"),
             salts=prefix.salts.at[won].set(salts, mode="drop"),
         )
+        if wide is not None:
+            prefix = _note_wide(prefix, won, wide)
         return prefix, jnp.where(wins, block, answer), pending & ~wins
 
     prefix, answer, _ = while_loop(
@@ -126,14 +130,33 @@ def look_up(prefix: PrefixIndex, hashes: jax.Array) -> jax.Array:
 
 
 def is_same(
-    metadata: Metadata, block: jax.Array, tokens: jax.Array, salts: jax.Array
+    metadata: Metadata,
+    block: jax.Array,
+    tokens: jax.Array,
+    salts: jax.Array,
+    wide: jax.Array | None = None,
 ) -> jax.Array:
-    """Return whether indexed blocks, [...], have these tokens, [..., T], and salts."""
+    """Return whether indexed blocks, [...], have these tokens, [..., T], and salts.
+
+    With a window also whether what came before is the same, by u32[..., 2].
+    """
     same = jnp.all(
         tokens_of(metadata).at[block].get(mode="clip") == tokens, axis=block.ndim
     )
     theirs = index_of(metadata).salts.at[block].get(mode="clip")
-    return (block < metadata.num_blocks) & same & (theirs == salts)
+    same &= (block < metadata.num_blocks) & (theirs == salts)
+    if wide is None:
+        return same
+    before = index_of(metadata).wide_hashes
+    assert before is not None
+    return same & jnp.all(before.at[block].get(mode="clip") == wide, axis=-1)
+
+
+def _note_wide(prefix: PrefixIndex, block: jax.Array, wide: jax.Array) -> PrefixIndex:
+    """Note the wide hashes, u32[P, 2], of blocks, i32[P]; N is dropped."""
+    assert prefix.wide_hashes is not None
+    hashes = prefix.wide_hashes.at[block].set(wide, mode="drop")
+    return dataclasses.replace(prefix, wide_hashes=hashes)
 
 
 def _claim(
@@ -177,6 +200,8 @@ def _is_free_child(prefix: PrefixIndex, listed: jax.Array, row: jax.Array) -> ja
     root = hashing.salt_hash(prefix.salts.at[listed].get(mode="clip"))
     above = prefix.hashes.at[parent].get(mode="fill", fill_value=0)
     above = jnp.where(parent < prefix.hashes.shape[0], above, root)
+    if prefix.hashes_above is not None:
+        above = prefix.hashes_above.at[listed].get(mode="clip")
     is_stale = (hashes == 0) | (row_of(prefix.children, ~above) != row[:, None])
     return is_stale | _is_repeated(listed)
 

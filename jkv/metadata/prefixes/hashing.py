@@ -11,6 +11,9 @@ _GOLDEN = np.uint32(0x9E3779B9)
 
 _MIX = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
+# Fractions of the square roots of 2 and 3, in 32 bits: other beginnings.
+_SEEDS = (np.uint32(0x6A09E667), np.uint32(0xBB67AE85))
+
 
 def salt_hash(salts: jax.Array) -> jax.Array:
     """Return the hash of an empty prefix in each domain, u32[...]."""
@@ -29,6 +32,26 @@ def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
     terms = mixed(as_bits(tokens) ^ weights.reshape((1,) * (tokens.ndim - 1) + (size,)))
     block = jnp.sum(terms, axis=-1, dtype=jnp.uint32)
     return mixed(block ^ (as_bits(column + 1) * _GOLDEN))
+
+
+def wide_salt_hash(salts: jax.Array) -> jax.Array:
+    """Return two hashes more of an empty prefix in each domain, u32[..., 2]."""
+    bits = as_bits(salts)
+    return jnp.stack([mixed(bits ^ seed) for seed in _SEEDS], axis=-1)
+
+
+def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
+    """Return what a block adds to the two other hashes of its prefix, u32[..., 2].
+
+    Arguments are those of `column_hash`; tokens and places are mixed differently.
+    """
+    place = as_bits(column + 1)
+    words = []
+    for seed in _SEEDS:
+        scrambled = mixed(as_bits(tokens) + seed)
+        terms = column_hash(jax.lax.bitcast_convert_type(scrambled, jnp.int32), column)
+        words.append(mixed(terms + mixed(place ^ seed)))
+    return jnp.stack(words, axis=-1)
 
 
 def mixed(bits: jax.Array) -> jax.Array:

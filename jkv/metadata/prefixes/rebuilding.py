@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters
+from jkv.metadata import counters, gaps
 from jkv.metadata.prefixes import hash_tables, hashing
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
 from jkv.sharding.loops import while_loop
@@ -43,6 +43,12 @@ def rename_blocks(
         salts=moved(prefix.salts, 0),
         positions=positions.at[free_ids].set(place, mode="drop"),
     )
+    if prefix.wide_hashes is not None and prefix.hashes_above is not None:
+        prefix = dataclasses.replace(
+            prefix,
+            wide_hashes=moved(prefix.wide_hashes, 0),
+            hashes_above=moved(prefix.hashes_above, 0),
+        )
     return dataclasses.replace(metadata, prefix=prefix)
 
 
@@ -96,6 +102,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         tokens_of(metadata),
         before.salts,
         is_indexed,
+        before.wide_hashes,
     )
 
     def is_cut_off(hashes: jax.Array) -> jax.Array:
@@ -112,6 +119,8 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
 
 def _hash_above(prefix: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """Return the hash, of u32[N], that ends where each block begins, u32[N]."""
+    if prefix.hashes_above is not None:
+        return prefix.hashes_above
     num_blocks = hashes.shape[0]
     parent = hashes.at[prefix.parents].get(mode="fill", fill_value=0)
     root = hashing.salt_hash(prefix.salts)
@@ -132,6 +141,7 @@ def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
     """
     size, committed = jnp.int32(metadata.block_size), index_of(metadata).committed
     visible = hashes.at[metadata.block_tables].get(mode="fill", fill_value=0) != 0
+    visible |= gaps.find_gone(metadata)
     leading = jnp.cumprod(visible, axis=1, dtype=jnp.int32)
     num_visible = jnp.sum(leading, axis=1, dtype=jnp.int32)
     return jnp.where(num_visible < committed // size, num_visible * size, committed)

@@ -7,8 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, tables
-from jkv.metadata.prefixes import hash_tables, hashing, holes, sequences
+from jkv.metadata import counters, gaps, tables
+from jkv.metadata.prefixes import (
+    cut_chains,
+    hash_tables,
+    hashing,
+    holes,
+    sequences,
+)
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.state import Metadata
@@ -25,6 +31,8 @@ class Found(NamedTuple):
     num_blocks: jax.Array  # i32[B], leading columns found
     part: jax.Array  # i32[B], a block that begins like what follows, N if there is none
     num_part: jax.Array  # i32[B], tokens they have in common, below T
+    # i32[B], of the leading columns those that nothing needs; None without a window
+    gap: jax.Array | None = None
 
     def num_tokens(self, block_size: int) -> jax.Array:
         """Return the tokens found, i32[B]."""
@@ -56,20 +64,33 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     length = jnp.min(ends, axis=1, initial=tokens.shape[1])
     usable = jnp.clip(length - 1, 0, metadata.max_context_length)
     prompts = _Prompts(tokens, salts, usable)
-    blocks, num_blocks, tip_hash = _find_whole(metadata, prompts)
-    tip = _at(blocks, num_blocks[:, None] - 1, metadata.num_blocks)
-    part, num_part = _find_part(metadata, prompts, num_blocks, tip, tip_hash)
-    return Found(blocks, num_blocks, part, num_part)
+    blocks, num_blocks, tip = _find_whole(metadata, prompts)
+    part, num_part = _find_part(metadata, prompts, num_blocks, tip)
+    found = Found(blocks, num_blocks, part, num_part)
+    if metadata.window is None:
+        return found
+    num_tokens = found.num_tokens(metadata.block_size)
+    kept = cut_chains.find_kept(metadata, num_tokens, blocks.shape[1])
+    blocks = jnp.where(kept.columns, blocks, metadata.num_blocks)
+    return found._replace(blocks=blocks, gap=kept.gap)
+
+
+class _Tip(NamedTuple):
+    """The end of what was found whole of B prompts."""
+
+    block: jax.Array  # i32[B], the last block, N for none
+    hash: jax.Array  # u32[B], of the prefix up to its end
+    wide: jax.Array | None  # u32[B, 2], more hashes of it, with a window
 
 
 def _find_whole(
     metadata: Metadata, prompts: _Prompts
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, _Tip]:
     """Find leading blocks of prompts: all columns at once, the proof after the guess.
 
     Returns:
       i32[B, C] blocks, N from the first column not found; i32[B], columns found; and
-      u32[B], the hash of the prefix that they make.
+      the end of the prefix that they make.
     """
     prefix = index_of(metadata)
     size, nothing = metadata.block_size, metadata.num_blocks
@@ -83,26 +104,36 @@ def _find_whole(
     hashes = start[:, None] + sums
 
     proposed = hash_tables.look_up(prefix, hashes)
-    first = jnp.full((num_requests, 1), nothing, jnp.int32)
-    before = jnp.concatenate([first, proposed[:, :-1]], axis=1)[:, :num_columns]
-    is_found = (
-        ((column + 1) * size <= prompts.usable[:, None])
-        & hash_tables.is_same(metadata, proposed, whole, prompts.salts[:, None])
-        & (prefix.parents.at[proposed].get(mode="clip") == before)
+    wide = cut_chains.hash_prompts(metadata, whole, column, prompts.salts)
+    is_found = ((column + 1) * size <= prompts.usable[:, None]) & hash_tables.is_same(
+        metadata, proposed, whole, prompts.salts[:, None], wide
     )
-    missing = jnp.where(is_found, num_columns, column)
-    num_found = jnp.min(missing, axis=1, initial=num_columns)
+    if wide is None:
+        first = jnp.full((num_requests, 1), nothing, jnp.int32)
+        before = jnp.concatenate([first, proposed[:, :-1]], axis=1)[:, :num_columns]
+        is_found &= prefix.parents.at[proposed].get(mode="clip") == before
+        missing = jnp.where(is_found, num_columns, column)
+        num_found = jnp.min(missing, axis=1, initial=num_columns)
+    else:
+        num_found = cut_chains.find_reach(metadata, is_found)
     blocks = jnp.where(column < num_found[:, None], proposed, nothing)
-    tip_hash = _at(hashes, num_found[:, None] - 1, np.uint32(0))
-    return blocks, num_found, jnp.where(num_found > 0, tip_hash, start)
+    last = num_found[:, None] - 1
+    tip_hash = jnp.where(num_found > 0, _at(hashes, last, np.uint32(0)), start)
+    if wide is not None:
+        words = [_at(wide[..., i], last, np.uint32(0)) for i in range(2)]
+        wide = jnp.where(
+            num_found[:, None] > 0,
+            jnp.stack(words, axis=-1),
+            hashing.wide_salt_hash(prompts.salts),
+        )
+    return blocks, num_found, _Tip(_at(blocks, last, nothing), tip_hash, wide)
 
 
 def _find_part(
     metadata: Metadata,
     prompts: _Prompts,
     num_found: jax.Array,
-    tip: jax.Array,
-    tip_hash: jax.Array,
+    tip: _Tip,
 ) -> tuple[jax.Array, jax.Array]:
     """Find the child of the last block found that begins most like what follows it.
 
@@ -110,8 +141,7 @@ def _find_part(
       metadata: with an index.
       prompts: the prompts.
       num_found: i32[B], columns found.
-      tip: i32[B], the last block found, N for none.
-      tip_hash: u32[B], of the prefix up to its end.
+      tip: the last block found, and the prefix up to its end.
 
     Returns:
       i32[B], the child, N for none; and i32[B], the tokens in common.
@@ -121,12 +151,14 @@ def _find_part(
     offset = jnp.arange(size, dtype=jnp.int32)[None]
     rest = _at_each(prompts.tokens, num_found[:, None] * size + offset, -1)
     at_most = jnp.minimum(prompts.usable - num_found * size, size - 1)
-    child = prefix.children[hash_tables.row_of(prefix.children, ~tip_hash)]
-    is_child = (
-        (prefix.hashes.at[child].get(mode="fill", fill_value=0) != 0)
-        & (prefix.parents.at[child].get(mode="clip") == tip[:, None])
-        & (prefix.salts.at[child].get(mode="clip") == prompts.salts[:, None])
+    child = prefix.children[hash_tables.row_of(prefix.children, ~tip.hash)]
+    is_child = (prefix.hashes.at[child].get(mode="fill", fill_value=0) != 0) & (
+        prefix.salts.at[child].get(mode="clip") == prompts.salts[:, None]
     )
+    if tip.wide is None:
+        is_child &= prefix.parents.at[child].get(mode="clip") == tip.block[:, None]
+    else:
+        is_child &= cut_chains.is_child(metadata, child, num_found, tip.hash, tip.wide)
     theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
     offset = offset[None]
     differs = (theirs != rest[:, None]) | (offset >= at_most[:, None, None])
@@ -149,6 +181,8 @@ def share(metadata: Metadata, row: jax.Array, found: Found) -> Metadata:
     rows = jnp.where(blocks < metadata.num_blocks, row[:, None], metadata.max_sequences)
     tables = metadata.block_tables.at[rows, columns].set(blocks, mode="drop")
     metadata = dataclasses.replace(metadata, block_tables=tables)
+    if found.gap is not None:
+        metadata = gaps.set_gap(metadata, row, found.gap)
     return holes.add_references(metadata, blocks.reshape(-1))
 
 

@@ -29,6 +29,9 @@ Arguments = dict[str, Any]
 # Of what all groups have in common, the first tells.
 _OF_THE_FIRST = ("context_lengths", "clock", "least_recently_used", "tokens")
 
+# Made of verbs, and of numbers of blocks that they ask all groups for.
+_LOOPS = ("add_prompts", "begin", "cancel", "decode", "extend", "generate", "prefill")
+
 # Of one layer.
 _OF_A_LAYER = ("read", "read_slot")
 
@@ -67,10 +70,12 @@ def call_on_groups(
     if name in _OF_A_LAYER:
         found = cache.find_layer(given.pop("layer"))
         return function(cache.groups[found.group], found.place, **given)
+    if name in _LOOPS:
+        return function(cache=cache, **given)
     if "model" in given:
         raise UsageError(
-            f"{name} does not take groups of layers yet: step with append, the model "
-            f"and free, or keep all layers in one cache"
+            f"{name} does not take groups of layers: step with append, the model and "
+            f"free, or keep all layers in one cache"
         )
     if name not in _VERBS:
         raise UsageError(
@@ -127,25 +132,33 @@ def _append_in_groups(
 
 
 def _allocate_in_groups(
-    cache: Grouped, num_tokens: Any, tokens: Any, **given: Any
+    cache: Grouped, num_tokens: Any, tokens: Any, keep_free: Any, **given: Any
 ) -> tuple[Grouped, Allocation]:
     num = None if tokens is None else requests.as_prompts(tokens).shape[0]
     (counts,) = requests.broadcast(num, num_tokens=num_tokens)
     counts = jnp.asarray(counts)
 
-    def reserve(group: Cache, counts: jax.Array) -> tuple[Cache, Allocation]:
+    def reserve(
+        group: Cache, counts: jax.Array, keep_free: Any
+    ) -> tuple[Cache, Allocation]:
         window = group.metadata.window
         if window is not None:  # blocks that a window gives back are not reserved
             most = jnp.int32(window.length)
             is_count = counts <= group.max_context_length
             counts = jnp.where(is_count, jnp.minimum(counts, most), counts)
-        return allocate(group, counts, **given)
+        return allocate(group, counts, keep_free=keep_free, **given)
 
-    status = joint.judge(
-        cache.groups, counts, lambda group, counts: reserve(group, counts)[1].status
-    )
+    def judge_with(keep_free: Any) -> joint.Judge:
+        return lambda group, counts: reserve(group, counts, keep_free)[1].status
+
+    groups = cache.groups
+    # A scheduler has promised blocks in each group.
+    kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(groups)
+    status = joint.judge(groups, counts, [judge_with(blocks) for blocks in kept])
     left = joint.leave_out(counts, status)
-    opened = [reserve(group, left) for group in cache.groups]
+    opened = [
+        reserve(group, left, blocks) for group, blocks in zip(groups, kept, strict=True)
+    ]
     first = joint.count_refusals(opened[0][0], status)
     result = opened[0][1]._replace(status=status)
     return cache.with_groups((first, *(group for group, _ in opened[1:]))), result

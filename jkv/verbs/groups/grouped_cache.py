@@ -104,12 +104,20 @@ class GroupedCache(Cache):
         return "\n".join(f"group {i}: {g!r}" for i, g in enumerate(self.groups))
 
 
-def init_groups(config: GroupedConfig, *, storage: bool = True) -> GroupedCache:
+def init_groups(
+    config: GroupedConfig,
+    *,
+    storage: bool = True,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
+    context: str | None = None,
+) -> GroupedCache:
     """Return a fresh cache for a model whose layers differ in their windows.
 
     Args:
       config: the sizes of each group.
       storage: False leaves the K/V arrays empty, as for `init`.
+      mesh, heads, context: devices, and how all groups lie on them, as for `init`.
 
     Returns:
       A `GroupedCache`, which `append`, `write`, `attend` and the other verbs of a step
@@ -125,7 +133,8 @@ def init_groups(config: GroupedConfig, *, storage: bool = True) -> GroupedCache:
       >>> jkv.context_lengths(cache).tolist(), cache.find_layer(3)
       ([32, 0], GroupLayer(group=1, place=2))
     """
-    first, *others = (init(group, storage=storage) for group in config.groups)
+    where: Any = {"mesh": mesh, "heads": heads, "context": context}
+    first, *others = (init(group, storage=storage, **where) for group in config.groups)
     return GroupedCache(
         **fields_of(Cache, first),
         others=tuple(others),

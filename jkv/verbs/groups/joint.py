@@ -6,7 +6,7 @@ refused then, as there is more room, not less. Only in `reorder` a request that 
 out gives nothing up for others, so that it is judged again until all groups agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,22 @@ _ORDER = (
 Judge = Callable[[Cache, jax.Array], jax.Array]
 
 
-def judge(groups: tuple[Cache, ...], ids: jax.Array, verb: Judge) -> jax.Array:
+def judge(
+    groups: tuple[Cache, ...], ids: jax.Array, verb: Judge | Sequence[Judge]
+) -> jax.Array:
     """Return the status of each request, i32[B]: the first cause of any group.
 
     Args:
       groups: the caches.
       ids: i32[B], what -1 makes padding of.
-      verb: the verb on one group, whose status counts and whose cache does not.
+      verb: the verb on one group, whose status counts and whose cache does not; or one
+        for each group.
     """
     places = np.argsort(np.array(_ORDER)).astype(np.int32)
     bare = [without_storage(group) for group in groups]
-    found = jnp.stack([jnp.asarray(places)[verb(group, ids)] for group in bare])
+    verbs = [verb] * len(groups) if callable(verb) else verb
+    statuses = [verb(group, ids) for verb, group in zip(verbs, bare, strict=True)]
+    found = jnp.stack([jnp.asarray(places)[status] for status in statuses])
     return jnp.asarray(np.array(_ORDER, np.int32))[jnp.max(found, axis=0)]
 
 
@@ -78,4 +83,9 @@ def count_refusals(cache: Cache, status: jax.Array) -> Cache:
 
 def without_storage(cache: Cache) -> Cache:
     """Return a cache of no layers, in which a verb moves no keys and values."""
-    return cache.with_storage({name: pool[:0] for name, pool in cache.storage.items()})
+    return cache.with_storage(
+        {
+            name: jnp.zeros((0, *pool.shape[1:]), pool.dtype)
+            for name, pool in cache.storage.items()
+        }
+    )

@@ -2,7 +2,8 @@
 
 Needs the `triton` wheel (`pip install jkv[amd-compile]`, 1 GB): XLA embeds the same
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
-to `benchmarks/results/kernel_code.json` too.
+to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
+that the table promises, which takes half an hour.
 """
 
 import json
@@ -53,6 +54,18 @@ if KEEP:  # the whole table
     ]
     SHAPES += [(128, 128, {"kv_dtype": "int8", "dtype": "float32"})]
     SHAPES += [(64, 64, {"dtype": "float32"}), (576, 512, {"group": 128})]
+if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
+    SHAPES += [
+        (dim, dim, {**kind, **options})
+        for dim in range(16, 257, 16)
+        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
+        for options in ({}, HARDEST)
+    ]
+    SHAPES += [(dim, dim, {"dtype": "float32"}) for dim in range(16, 257, 16)]
+    SHAPES += [
+        (dim, dim, {"kv_dtype": "float8_e4m3fn", **HARDEST})
+        for dim in range(16, 257, 16)
+    ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.

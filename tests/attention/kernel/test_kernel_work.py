@@ -7,11 +7,10 @@ import pytest
 
 from jkv.attention.call import make_requests
 from jkv.attention.kernel.work import (
-    count_least,
     list_decode_work,
     list_prefill_work,
-    num_decode_entries,
     num_prefill_entries,
+    size_decode_work,
 )
 
 MAX_TOKENS = 4096
@@ -59,23 +58,15 @@ def seen_tokens(requests, window, *, decode):
 def test_decode_pieces_cover_every_context_once(window):
     rng = np.random.default_rng(0)
     num_requests, num_rows, target = 9, 12, 20
-    num_entries = num_decode_entries(num_rows, num_requests, MAX_TOKENS, target)
+    sizes = size_decode_work(num_rows, num_requests, MAX_TOKENS, target)
+    num_entries = sizes.num_entries
     assert num_entries == target
-    build = jax.jit(
-        lambda requests, window: list_decode_work(
-            requests,
-            window,
-            num_rows=num_rows,
-            num_entries=num_entries,
-            least=count_least(target),
-        )
-    )
+    build = jax.jit(lambda requests, window: list_decode_work(requests, window, sizes))
     traced = None if window is None else jnp.int32(window)
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.8)
-        work, pieces = (
-            jax.tree.map(np.asarray, each) for each in build(requests, traced)
-        )
+        listed = jax.tree.map(np.asarray, build(requests, traced))
+        work, pieces = listed.work, listed.pieces
         expected = seen_tokens(requests, window, decode=True)
         longest = 0
         for row in range(num_rows):
@@ -132,12 +123,12 @@ def test_prefill_tiles_cover_every_row_once(window):
 def test_sizes_by_hand():
     # 64 sequences over 8 kv heads: 304 pieces for 2432 programs. 300 may need one more
     # each than half as many.
-    assert num_decode_entries(64, 64, 131_072, 304) == 304
-    assert num_decode_entries(300, 300, 131_072, 304) == 452
+    assert size_decode_work(64, 64, 131_072, 304).num_entries == 304
+    assert size_decode_work(300, 300, 131_072, 304).num_entries == 452
     # Contexts of 512 tokens: pieces of 64, as there are fewer of them than units, and
     # one more each when a window begins between.
-    assert num_decode_entries(4, 4, 512, 304) == 36
-    assert num_decode_entries(1, 8, 512, 304) == 9
+    assert size_decode_work(4, 4, 512, 304).num_entries == 36
+    assert size_decode_work(1, 8, 512, 304).num_entries == 9
     assert num_prefill_entries(64, 4, 16) == 8
     assert num_prefill_entries(3, 4, 16) == 1
 
@@ -154,15 +145,9 @@ def list_alike(contexts, rows, target):
         block_size=16,
         max_query_length=None,
     )
-    num_entries = num_decode_entries(len(rows), len(rows), MAX_TOKENS, target)
-    work, pieces = list_decode_work(
-        requests,
-        None,
-        num_rows=len(rows),
-        num_entries=num_entries,
-        least=count_least(target),
-    )
-    return work, pieces, num_entries
+    sizes = size_decode_work(len(rows), len(rows), MAX_TOKENS, target)
+    listed = list_decode_work(requests, None, sizes)
+    return listed.work, listed.pieces, sizes.num_entries
 
 
 @pytest.mark.one_end

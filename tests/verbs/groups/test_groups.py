@@ -216,8 +216,8 @@ def test_mistakes_are_answered():
         jkv.attend(grown, 0, batch, rows)
     with pytest.raises(UsageError, match=r"pass one of cache\.groups"):
         jkv.num_free_blocks(cache)
-    with pytest.raises(UsageError, match="does not take groups of layers yet"):
-        jkv.generate(step, {}, cache, [[1]], max_new_tokens=1)
+    with pytest.raises(UsageError, match="beam_search does not take groups of layers"):
+        jkv.beam_search(step, {}, cache, [[1]], num_beams=1, max_new_tokens=1)
     config = grouped_config()
     for changes, said in (
         (dict(layer_groups=(1, 0, 1)), "gives it 1 layers"),

@@ -1,0 +1,33 @@
+"""Continue texts on several processes, and go on after one of them was killed.
+
+    python examples/multiprocess.py --state FOLDER
+    python examples/multiprocess.py --state FOLDER --coordinator HOST:PORT --process 0
+    srun --kill-on-bad-exit=1 python examples/multiprocess.py --state FOLDER \
+        --coordinator auto --devices 0
+
+The first starts two processes here, each with two simulated devices: the devices of one
+share the model (tensor parallel), each process has texts of its own (data parallel).
+The second is what it starts, one process, by hand; `--process 1` is the other, on
+another host too. Under SLURM, Open MPI or on a TPU JAX finds the others itself.
+
+State is saved to FOLDER every few steps. When a process ends before its work is done
+the others end, too; the same command then goes on where they stopped. What happens is
+in `processes/`: `launching.py` starts and watches, `generation.py` is what each does.
+"""
+
+import sys
+
+from generating.ending import ending_in_one_line
+from processes.options import parse_arguments
+
+if __name__ == "__main__":
+    with ending_in_one_line():
+        options = parse_arguments(__doc__.splitlines()[0])
+        # Imported here, as the launcher needs no JAX and a process configures it.
+        if options.coordinator is None:
+            from processes.launching import launch
+
+            sys.exit(launch(options))
+        from processes.generation import run_process
+
+        run_process(options)

@@ -1,0 +1,25 @@
+"""What was compiled for a checkpoint is kept, and the next start finds it."""
+
+from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.serving import KeptPrograms
+
+from .model import Decoder
+
+
+def keep_programs(model: Decoder) -> KeptPrograms | None:
+    """Keep an engine's executables in the user's cache folder, by the model's settings.
+
+    Args:
+        model: the model.
+
+    Returns:
+        What ``jkv.serving.Engine`` takes; None where JAX was told to keep programs
+        elsewhere, or nothing can be written.
+    """
+    folder = keep_compiled_programs()
+    if folder is None:
+        return None
+    import pretrained
+
+    sources = (pretrained,)
+    return KeptPrograms(repr(model), sources=sources, folder=folder / "executables")

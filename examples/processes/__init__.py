@@ -1,0 +1,1 @@
+"""Several processes that continue texts together (`examples/multiprocess.py`)."""

@@ -1,0 +1,127 @@
+"""Processes are started and watched; if one ends too early it is said what happened."""
+
+import argparse
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, NamedTuple
+
+# How long after the first failure the others may take to notice it, beside the time
+# after which a process counts as dead. Then they are killed.
+SECONDS_TO_END = 5
+
+
+class Child(NamedTuple):
+    """A process that was started."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: pathlib.Path  # what it writes
+    reader: (
+        threading.Thread | None
+    )  # of process 0's standard output, which goes to ours
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Start processes until they are done, or have failed once too often.
+
+    Returns:
+        The exit status, 0 when all is done.
+    """
+    pathlib.Path(options.state).mkdir(parents=True, exist_ok=True)
+    for attempt in range(options.restarts + 1):
+        if attempt:
+            say(f"starting again, {attempt} of {options.restarts}")
+        children = start(options)
+        try:
+            if watch(children, options.heartbeat + SECONDS_TO_END):
+                return 0
+        finally:
+            kill(children)
+    say("the same command goes on from what was saved")
+    return 1
+
+
+def start(options: argparse.Namespace) -> list[Child]:
+    """Start all processes; the first is the one that the others report to."""
+    with socket.create_server(("localhost", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"
+    children = []
+    for number in range(options.num_processes):
+        log = pathlib.Path(options.state, f"process-{number}.log")
+        place = ["--coordinator", coordinator, "--process", str(number)]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *sys.argv, *place],
+                stdout=subprocess.PIPE if number == 0 else file,
+                stderr=file,
+            )
+        reader = None
+        if process.stdout:
+            reader = threading.Thread(target=pass_on, args=[process.stdout])
+            reader.start()
+        say(f"process {number} has pid {process.pid}")
+        children.append(Child(number, process, log, reader))
+    return children
+
+
+def watch(children: list[Child], patience: float) -> bool:
+    """Wait until all have ended; after the first failure, no longer than `patience`.
+
+    Returns:
+        Whether all have done their work.
+    """
+    began, failed = time.monotonic(), None
+    waiting = list(children)
+    while waiting:
+        time.sleep(0.05)
+        now = time.monotonic()
+        for child in [each for each in waiting if each.process.poll() is not None]:
+            waiting.remove(child)
+            if child.process.returncode == 0:
+                continue
+            how = describe(child.process.returncode)
+            after = f"after {now - began:.1f} s"
+            if failed is not None:
+                after = f"{now - failed:.1f} s later"
+            say(f"process {child.number} {how} {after}; see {child.log}")
+            failed = failed or now
+        if failed is not None and now - failed > patience:
+            for child in waiting:
+                say(f"process {child.number} still runs {patience} s later: killed")
+            return False
+    return failed is None
+
+
+def pass_on(output: IO[bytes]) -> None:
+    """Write the output of a process to ours, but for the greetings of Gloo."""
+    for line in output:
+        if b"connected peer ranks" not in line:
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+
+
+def describe(status: int) -> str:
+    """Say how a process ended."""
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def kill(children: list[Child]) -> None:
+    """End what still runs."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.process.wait()
+        if child.reader:
+            child.reader.join()
+
+
+def say(text: str) -> None:
+    """Tell the user, at once."""
+    print(f"launcher: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""Texts of several ranks, and the steps that continue those of one."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+# Tokens of a text that one step computes at most.
+CHUNK = 16
+
+
+class Texts(NamedTuple):
+    """B texts of each of P ranks, at most C tokens long; in a rank's steps B alone."""
+
+    tokens: jax.Array | np.ndarray  # i32[P, B, C], -1 past each one's end
+    lengths: jax.Array | np.ndarray  # i32[P, B]
+    limits: jax.Array | np.ndarray  # i32[P, B], tokens of each one when it has ended
+
+    @classmethod
+    def deal(
+        cls, prompts: Sequence[Sequence[int]], num_ranks: int, max_new_tokens: int
+    ) -> "Texts":
+        """Deal prompts to ranks in turn; places that are left over get no text."""
+        each = -(-len(prompts) // num_ranks)
+        longest = max(map(len, prompts)) + max_new_tokens
+        tokens = np.full((num_ranks, each, longest), -1, np.int32)
+        lengths = np.zeros((num_ranks, each), np.int32)
+        for number, prompt in enumerate(prompts):
+            place, rank = divmod(number, num_ranks)
+            tokens[rank, place, : len(prompt)] = prompt
+            lengths[rank, place] = len(prompt)
+        limits = np.where(lengths > 0, lengths + max_new_tokens, 0).astype(np.int32)
+        return cls(tokens, lengths, limits)
+
+    def collect(self, num_texts: int) -> list[list[int]]:
+        """Return the tokens of each text in the order of the prompts."""
+        places = (divmod(number, len(self.tokens)) for number in range(num_texts))
+        return [
+            self.tokens[rank, place, : self.lengths[rank, place]].tolist()
+            for place, rank in places
+        ]
+
+
+def take_steps(
+    model: jkv.Model,
+    params: Any,
+    stop_token: int,
+    num_steps: int,
+    cache: jkv.Cache,
+    texts: Texts,
+) -> tuple[jkv.Cache, Texts]:
+    """Continue the texts of one rank, each text the sequence of its number."""
+    numbers = jnp.arange(texts.lengths.shape[0], dtype=jnp.int32)
+
+    def take_step(
+        _: jax.Array, carry: tuple[jkv.Cache, Texts]
+    ) -> tuple[jkv.Cache, Texts]:
+        cache, (tokens, lengths, limits) = carry
+        # What the cache lacks of each text: its prompt, later its last token.
+        done = jkv.context_lengths(cache)
+        counts = jnp.where(lengths < limits, jnp.minimum(lengths - done, CHUNK), 0)
+        cache, batch = jkv.append(cache, numbers, counts, max_query_length=CHUNK)
+        positions = batch.positions.reshape(-1, CHUNK)
+        rows = jnp.take_along_axis(tokens, positions, axis=1, mode="clip")
+        logits, cache = model(params, rows.reshape(-1), cache, batch)
+        cache = jkv.commit(cache, batch)
+        # Texts that are now in the cache as a whole get their next token.
+        chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        is_next = (counts > 0) & (done + counts == lengths)
+        place = jnp.where(is_next, lengths, tokens.shape[1])
+        tokens = tokens.at[numbers, place].set(chosen, mode="drop")
+        lengths += is_next.astype(jnp.int32)
+        limits = jnp.where(is_next & (chosen == stop_token), lengths, limits)
+        return cache, Texts(tokens, lengths, limits)
+
+    return jax.lax.fori_loop(0, num_steps, take_step, (cache, texts))

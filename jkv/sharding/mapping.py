@@ -1,0 +1,109 @@
+"""Functions that run on each device, for what it holds of keys and values.
+
+What reads or writes the pool treats every head alike, so each device can do it for the
+heads that it holds, and nothing crosses between devices. The partitioner of XLA does
+not see that in all cases, and a kernel it cannot cut at all. So such functions run
+inside a `jax.shard_map` over the axes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.sharding.resharding import spread
+from jkv.sharding.storage_sharding import Places, StorageSharding
+from jkv.sharding.varying import vary_over
+
+
+def over_devices(
+    sharding: StorageSharding | None,
+    function: Callable[..., Any],
+    places: tuple[Places, ...],
+    result: Places,
+    **static: Any,
+) -> Callable[..., Any]:
+    """Return a function that does its work on each device for what is held there.
+
+    Args:
+      sharding: of the storage; with None, and inside a `shard_map` over its axes, the
+        function is returned as it is.
+      function: takes pytrees of arrays, and static arguments by keyword; a function of
+        a module, so that what is made of it can be kept.
+      places: for each argument, which axes of its arrays are divided.
+      result: which axes are of the arrays that it returns.
+      **static: hashable.
+    """
+    axes = frozenset() if sharding is None else sharding.open_axes
+    if sharding is None or not axes:
+        return functools.partial(function, **static)
+    context = jax.sharding.get_abstract_mesh()
+    mesh = sharding.mesh if context.empty else context
+    for axis in sharding.axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"this cache lies on axis {axis!r} of a mesh, the mesh in use here has "
+                f"{mesh.axis_names}; use the mesh that was given to init"
+            )
+    return _map_over_devices(
+        sharding, axes, mesh, function, places, result, tuple(sorted(static.items()))
+    )
+
+
+@functools.cache
+def _map_over_devices(
+    sharding: StorageSharding,
+    axes: frozenset[str],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    function: Callable[..., Any],
+    places: tuple[Places, ...],
+    result: Places,
+    static: tuple[tuple[str, Any], ...],
+) -> Callable[..., Any]:
+    """Make the function; kept, so that calls outside of jit find it compiled."""
+    mapped = jax.shard_map(
+        functools.partial(function, **dict(static)),
+        mesh=mesh,
+        in_specs=tuple(sharding.spec(each, axes) for each in places),
+        out_specs=sharding.spec(result, axes),
+        axis_names=axes,
+    )
+
+    def move(arrays: Any, places: Places) -> Any:
+        for axis, place in zip((sharding.heads, sharding.context), places, strict=True):
+            if axis in axes:
+                arrays = spread(arrays, sharding.mesh, axis, place)
+        return arrays
+
+    def call(*arguments: Any) -> Any:
+        return mapped(*map(move, arguments, places))
+
+    call.__name__ = function.__name__
+    return jax.jit(call)
+
+
+def gather_tokens(
+    sharding: StorageSharding | None, blocks: jax.Array, place: int
+) -> jax.Array:
+    """Return blocks with the tokens of all devices, the same on each of them.
+
+    Args:
+      sharding: of the storage.
+      blocks: out of a pool.
+      place: which axis has the tokens.
+    """
+    if sharding is None or sharding.context is None:
+        return blocks
+    axis = sharding.context
+    if axis in sharding.open_axes:
+        return spread(blocks, sharding.mesh, axis, None)
+    # A sum, not a gathering: types say of a sum that all devices have the same.
+    size = blocks.shape[place]
+    shape = list(blocks.shape)
+    shape[place] = size * sharding.num_parts
+    parts = vary_over(jnp.zeros(shape, blocks.dtype), frozenset({axis}))
+    start = jax.lax.axis_index(axis) * size
+    parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, place)
+    return jax.lax.psum(parts, axis)  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""How keys and values lie on a mesh: kv heads over one axis, tokens over another."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from jkv.sharding.resharding import is_explicit
+
+
+class Places(NamedTuple):
+    """Which axis of an array has the kv heads, and which the tokens of a block."""
+
+    heads: int | None = None
+    tokens: int | None = None
+
+
+# In [L, N, K, T, D] of a pool and [L, N, K, T] of scales, and in [R, K, D] of rows.
+POOL_HEADS, POOL_TOKENS, ROW_HEADS = 2, 3, 1
+POOL, ROWS = Places(POOL_HEADS, POOL_TOKENS), Places(ROW_HEADS)
+# Of [H], and of what every device has whole.
+PER_HEAD, WHOLE = Places(0), Places()
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageSharding:
+    """How the keys and values of a cache lie on a mesh.
+
+    Attributes:
+      mesh: the devices.
+      heads: the mesh axis over which the kv heads are spread, None for no axis.
+      context: the mesh axis over which the tokens of each block are spread: of a block
+        of T tokens the first device has the first T / n, and so on. None for no axis.
+      copies: places in the pool that hold each head of the model: more than 1 where the
+        axis has more devices than the model has kv heads. Each device then holds one.
+    """
+
+    mesh: jax.sharding.Mesh
+    heads: str | None = None
+    context: str | None = None
+    copies: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        mesh: jax.sharding.Mesh,
+        *,
+        heads: str | None,
+        context: str | None,
+        num_kv_heads: int,
+        block_size: int,
+    ) -> "StorageSharding | None":
+        """Spread K heads over an axis, and the T tokens of a block over another.
+
+        None where there is nothing to divide. An axis of one device divides nothing,
+        unless types say even then that arrays are divided by it, as those of an
+        Explicit axis do.
+
+        Raises:
+          ValueError: for an axis that the mesh lacks, or that the numbers do not fit.
+        """
+        copies = 1
+        if heads is not None:
+            num_devices = _num_devices(mesh, "heads", heads)
+            if num_kv_heads % num_devices and num_devices % num_kv_heads:
+                raise ValueError(
+                    f"{num_kv_heads} kv heads cannot be shared evenly by the "
+                    f"{num_devices} devices of mesh axis {heads!r}; use a divisor or a "
+                    f"multiple of {num_kv_heads} devices, or leave heads out to have "
+                    f"all heads on every device"
+                )
+            copies = max(num_devices // num_kv_heads, 1)
+            heads = heads if _divides(mesh, heads) else None
+        if context is not None:
+            num_devices = _num_devices(mesh, "context", context)
+            if block_size % num_devices:
+                raise ValueError(
+                    f"blocks of {block_size} tokens cannot be shared evenly by the "
+                    f"{num_devices} devices of mesh axis {context!r}, each of which "
+                    f"has an equal part of every block; make the block_size a multiple "
+                    f"of {num_devices}, such as {16 * num_devices}"
+                )
+            context = context if _divides(mesh, context) else None
+        if heads is None and context is None:
+            return None
+        return cls(mesh, heads, context, copies)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide something."""
+        return tuple(axis for axis in (self.heads, self.context) if axis is not None)
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """Those of the axes over which this is not traced for one device already."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return frozenset(self.axes) - frozenset(manual)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a block, each on another device."""
+        return 1 if self.context is None else int(self.mesh.shape[self.context])
+
+    def spec(
+        self, places: Places, axes: frozenset[str] | None = None
+    ) -> jax.sharding.PartitionSpec:
+        """Return the partition of an array, by some of the axes or by all."""
+        heads, context = (
+            axis if axes is None or axis in axes else None
+            for axis in (self.heads, self.context)
+        )
+        return find_spec(places, heads, context)
+
+
+def find_spec(
+    places: Places, heads: str | None, context: str | None
+) -> jax.sharding.PartitionSpec:
+    """Return the partition of an array by these mesh axes, None for none."""
+    parts = {
+        place: axis
+        for place, axis in zip(places, (heads, context), strict=True)
+        if axis is not None and place is not None
+    }
+    last = max(parts, default=-1)
+    return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))
+
+
+def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
+    """Return how many devices an axis has; refuse one that the mesh lacks."""
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"{name}={axis!r} is no axis of the mesh; it has "
+            f"{', '.join(map(repr, mesh.axis_names)) or 'none'}"
+        )
+    return int(mesh.shape[axis])
+
+
+def _divides(mesh: jax.sharding.Mesh, axis: str) -> bool:
+    return mesh.shape[axis] > 1 or is_explicit(mesh, axis)

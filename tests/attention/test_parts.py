@@ -1,0 +1,94 @@
+"""Parts of blocks: what several devices find is what one finds that has the whole."""
+
+import jax
+import numpy as np
+import pytest
+from ends import dealt
+from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, attend_loop, case
+from tolerances import assert_close, is_close
+from workloads import make_operands
+
+from jkv.attention import paged_attention
+
+# Three parts of four tokens: no power of two, and some rows see nothing of a part.
+NUM_PARTS, BLOCK_SIZE, LAYER = 3, 12, 1
+WAYS = {
+    "reference": ("reference", None),
+    "plain, small calls": (None, None),
+    "small calls, window": (None, 6),
+    "loops, window": ("xla", 6),
+    "loops": ("xla", None),
+    "kernel": ("pallas", None),
+    "kernel, window": ("pallas", 6),
+}
+
+
+def join(outputs, logs):
+    """Join the parts in float64."""
+    outputs, logs = np.float64(outputs), np.float64(logs)
+    weights = np.exp(logs)
+    total = weights.sum(axis=0)
+    summed = (outputs * weights[..., None]).sum(axis=0)
+    return summed / np.where(total > 0, total, 1)[..., None], np.log(total)
+
+
+@pytest.mark.parametrize("way", dealt(WAYS))
+def test_parts_join_to_the_whole(way):
+    """Decode, chunks and mixed batches, each part in a pool of its own."""
+    implementation, window = WAYS[way]
+
+    @jax.jit
+    def attend(part, *positional):
+        return paged_attention(
+            *positional,
+            block_part=(part, NUM_PARTS),
+            window=window,
+            soft_cap=3.0,
+            return_lse=True,
+            implementation=implementation,
+        )
+
+    sees_nothing = 0
+    for seed, batch in enumerate(BATCHES):
+        workload = case(group=2, block_size=BLOCK_SIZE).workload(batch)
+        operands = make_operands(
+            workload, seed, num_blocks=NUM_BLOCKS, max_blocks=MAX_BLOCKS
+        )
+        expected, logs = attend_loop(operands, LAYER, window=window, soft_cap=3.0)
+        positional, found = arguments(operands), []
+        for part in range(NUM_PARTS):
+            size = BLOCK_SIZE // NUM_PARTS
+            mine = slice(part * size, (part + 1) * size)
+            pools = [pool[:, :, :, mine] for pool in positional[1:3]]
+            found.append(attend(np.int32(part), positional[0], *pools, *positional[3:]))
+        outputs, lses = (np.stack(arrays) for arrays in zip(*found, strict=True))
+        assert outputs.dtype == np.float32 and np.isfinite(outputs).all()
+        with np.errstate(divide="ignore"):
+            output, lse = join(outputs, lses)
+        used = len(expected)
+        assert_close(output[:used].astype(np.float32), expected)
+        assert_close(lse[:used].astype(np.float32), logs)
+        assert not outputs[:, used:].any() and np.isneginf(lses[:, used:]).all()
+        sees_nothing += np.isneginf(lses[:, :used]).sum()
+        # One part for another is a mistake that is seen.
+        with np.errstate(divide="ignore"):
+            wrong, _ = join(outputs[[0, 0, 2]], lses[[0, 0, 2]])
+        assert batch == "idle" or not is_close(
+            wrong[:used].astype(np.float32), expected
+        )
+    assert sees_nothing > 0
+
+
+@pytest.mark.one_end
+def test_what_no_part_can_be_is_refused():
+    operands = make_operands(case().workload("decode"))
+    positional = arguments(operands)
+    for part, words in (
+        ((3, 3), "i from 0 to n - 1"),
+        ((0, 0), "n of at least 1"),
+        ((0, np.float32(2)), "static int n"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            paged_attention(*positional, block_part=part)
+    with pytest.raises(ValueError, match="a sink counts once"):
+        paged_attention(*positional, block_part=(0, 2), sinks=np.zeros(2, np.float32))

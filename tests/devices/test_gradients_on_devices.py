@@ -1,0 +1,70 @@
+"""Derivatives of attention where its heads, or the tokens of a block, are spread."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ends import dealt
+from jax.sharding import PartitionSpec
+from sharded_model import AUTO
+from tolerances import assert_close, is_close
+
+import jkv
+
+NUM_ROWS = 9
+CONFIG = dataclasses.replace(AUTO.config, num_layers=1, num_blocks=12, block_size=4)
+
+
+def loss(rows, cache):
+    """Of a step with a chunk and a token, in which all tokens are seen."""
+    keys, values, queries, sinks = rows
+    cache, _ = jkv.allocate(cache, [0, 0])
+    cache, batch = jkv.append(cache, [0, 1], [8, 1], capacity=NUM_ROWS)
+    cache = jkv.write(cache, 0, batch, keys, values)
+    found = jkv.attend(cache, 0, batch, queries, sinks=sinks, soft_cap=4.0)
+    return jnp.sum(jnp.sin(3 * found))
+
+
+@functools.cache
+def make_rows():
+    rng = np.random.default_rng(2)
+    shapes = [(NUM_ROWS, 8, 16)] * 2 + [(NUM_ROWS, 16, 16), (16,)]
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+@functools.cache
+def differentiate_alone():
+    return jax.jit(jax.grad(loss))(make_rows(), jkv.init(CONFIG))
+
+
+def through_jkv():
+    """Four devices have other heads, and two of each halves of blocks."""
+    mesh = AUTO._replace(axes=(("tp", 4), ("cp", 2))).mesh
+    cache = jkv.init(CONFIG, mesh=mesh, heads="tp", context="cp")
+    return jax.jit(jax.grad(loss))(make_rows(), cache)
+
+
+def in_shard_map():
+    """In a `shard_map` of the user's own each device differentiates its heads."""
+    cache = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp")
+    heads = PartitionSpec(None, "tp")
+    specs = [heads, heads, heads, PartitionSpec("tp")]
+    mapped = jax.shard_map(
+        jax.grad(loss),
+        mesh=AUTO.mesh,
+        in_specs=(specs, jkv.partition_specs(cache)),
+        out_specs=specs,
+    )
+    return jax.jit(mapped)(make_rows(), cache)
+
+
+@pytest.mark.parametrize("differentiate", dealt([through_jkv, in_shard_map]))
+def test_gradients_are_those_of_one_device(differentiate):
+    found, wanted = differentiate(), differentiate_alone()
+    for here, there in zip(found, wanted, strict=True):
+        assert_close(here, there)
+        assert np.abs(there).max() > 0.1
+    assert not is_close(found[0], wanted[1])

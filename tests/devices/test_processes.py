@@ -1,0 +1,184 @@
+"""Several processes: the example, killed in the middle, and files of them all.
+
+A process starts with the two devices that it asks for, not with the eight of the tests.
+"""
+
+import argparse
+import os
+import pathlib
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from caches import without_refusals
+from ends import dealt
+from generating.options import BUNDLED
+from jax.sharding import AxisType
+from processes.generation import continue_texts
+from processes.options import PROMPTS
+from sharded_model import Layout
+from test_moving import filled, small
+
+import jkv
+
+TESTS = pathlib.Path(__file__).parents[1]
+EXAMPLE = TESTS.parent / "examples" / "multiprocess.py"
+COORDINATOR, WORKER = 0, 1
+NEW_TOKENS = 24
+SECONDS = 300  # for all that a test starts; far more than it takes
+
+
+def start(*command):
+    flags = os.environ["XLA_FLAGS"].split()
+    flags = [flag for flag in flags if "device_count" not in flag]
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"XLA_FLAGS": " ".join(flags)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder, *, deaths=()):
+    """Run the example, kill a process after each of the first saves; return its lines.
+
+    It starts again after each death but the last.
+    """
+    options = "--save-every=8", f"--max-new-tokens={NEW_TOKENS}", "--heartbeat=5"
+    restarts = f"--restarts={max(len(deaths) - 1, 0)}"
+    launcher = start(EXAMPLE, "--state", folder, *options, restarts)
+    watch = threading.Timer(SECONDS, launcher.kill)
+    watch.start()
+    pids, lines, waiting = [], [], list(deaths)
+    try:
+        for line in launcher.stdout:
+            lines.append(line.rstrip())
+            if found := re.search(r"process \d has pid (\d+)", line):
+                pids.append(int(found[1]))
+            # Once in each attempt: a line may come after the death.
+            attempt = len(pids) // 2
+            is_alive = len(deaths) - len(waiting) < attempt
+            if line.startswith("saved after") and waiting and is_alive:
+                os.kill(pids[-2:][waiting.pop(0)], signal.SIGKILL)
+    finally:
+        watch.cancel()
+        launcher.stdout.close()
+    assert launcher.wait() == bool(deaths), lines
+    return lines
+
+
+def assert_said(lines, deaths):
+    """The launcher says who was killed and how the other ended, and starts again."""
+    said = "\n".join(line for line in lines if line.startswith("launcher: "))
+    attempts = []
+    for death in deaths:
+        attempts += [
+            r"launcher: process 0 has pid \d+",
+            r"launcher: process 1 has pid \d+",
+            rf"launcher: process {death} was ended by SIGKILL after [\d.]+ s; .*",
+            # By itself: within the heartbeat's seconds, else the launcher would kill it
+            rf"launcher: process {1 - death} .*ended .* [\d.]+ s later; .*",
+            r"launcher: starting again, 1 of 1",
+        ]
+    attempts[-1] = "launcher: the same command goes on from what was saved"
+    assert re.fullmatch("\n".join(attempts), said), said
+
+
+def texts_of_one_device(folder):
+    """The same texts, from a device of this process."""
+    options = argparse.Namespace(
+        model=BUNDLED,
+        state=folder,
+        prompts=PROMPTS,
+        max_new_tokens=NEW_TOKENS,
+        save_every=NEW_TOKENS,
+    )
+    mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    return continue_texts(options, mesh)
+
+
+# The oldest kills one process after the other, the newest leaves them alone.
+@pytest.mark.parametrize("deaths", dealt([(WORKER, COORDINATOR), ()]))
+def test_processes_print_what_one_device_prints(deaths, tmp_path):
+    """With a process killed in the middle, too: the other ends, none hangs.
+
+    Both are started again and go on with what was saved.
+    """
+    state, steps = tmp_path / "state", 0
+    if deaths:
+        lines = run(state, deaths=deaths)
+        assert_said(lines, deaths)
+        steps = 8 * sum(line.startswith("saved after") for line in lines)
+        assert steps >= 16 and f"go on after {steps - 8} steps" in lines
+    lines = run(state)
+    (begin,) = (i for i, line in enumerate(lines) if re.match("begin|go on", line))
+    assert lines[begin] == (f"go on after {steps} steps" if deaths else "begin")
+    last = max(i for i, line in enumerate(lines) if line.startswith("saved after"))
+    texts = "\n".join(lines[last + 1 :])
+    wanted = texts_of_one_device(tmp_path / "alone")
+    assert texts.strip() == "\n\n".join(wanted).strip()
+    assert all(text.startswith(p) for text, p in zip(wanted, PROMPTS, strict=True))
+
+
+@pytest.mark.one_end
+def test_files_of_several_processes_are_those_of_one(tmp_path):
+    """Byte by byte, with heads or pools spread over processes; sequences swapped out.
+
+    What each process does is in `two_processes.py`, which has assertions of its own.
+    """
+    layout = Layout("repeated", (("dp", 2), ("tp", 2)), AxisType.Auto, "int8")
+    alone = filled(layout, {})
+    jkv.save(tmp_path / "cache", alone)
+    cache = jkv.init(small(layout), mesh=layout.mesh, heads="tp", pools="dp")
+    cache, _ = jkv.over_pools(jkv.allocate)(cache, np.array([[4, 9], [12, -1]]))
+    rng = np.random.default_rng(1)
+    storage = {
+        name: jax.device_put(
+            rng.integers(100, size=pool.shape).astype(pool.dtype), pool.sharding
+        )
+        for name, pool in cache.storage.items()
+    }
+    jkv.save(tmp_path / "pools", cache.with_storage(storage))
+
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    script = TESTS / "devices" / "two_processes.py"
+    pair = [start(script, process, port, tmp_path) for process in (0, 1)]
+    for process in pair:
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0 and "done" in output, output
+
+    swapped = pickle.loads((tmp_path / "swapped").read_bytes())
+    wanted = jkv.swap_out(alone, [1, 2])[1]
+    for found, leaf in zip(
+        jax.tree.leaves(swapped.contents), jax.tree.leaves(wanted.contents), strict=True
+    ):
+        np.testing.assert_array_equal(found, leaf)
+
+
+@pytest.mark.one_end
+def test_files_of_pools_are_loaded_as_pools(tmp_path):
+    layout = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Auto)
+    path, config = tmp_path / "pools", small(layout)
+    cache = jkv.init(config, mesh=layout.mesh, heads="tp", pools="dp")
+    jkv.save(path, cache)
+    on_two = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("ranks",))
+    other = jkv.load(path, mesh=on_two, pools="ranks")
+    again, first = jkv.split_pools(other)[1], jkv.split_pools(cache)[1]
+    assert without_refusals(again) == without_refusals(first)
+    for options in ({}, {"mesh": on_two}, {"mesh": layout.mesh, "pools": "tp"}):
+        with pytest.raises(ValueError, match="holds 2 pools; load it with pools="):
+            jkv.load(path, **options)
+    with pytest.raises(ValueError, match="sequences of one pool"):
+        jkv.save(path, cache, 0)
+    jkv.save(path, first)
+    with pytest.raises(ValueError, match="holds one pool, without ranks"):
+        jkv.load(path, mesh=on_two, pools="ranks")

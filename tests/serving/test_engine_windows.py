@@ -1,0 +1,71 @@
+"""An engine on a cache whose groups of layers differ in their windows."""
+
+import numpy as np
+import pytest
+from windowed_model import (
+    EMBEDDING,
+    MIXED,
+    NEW_TOKENS,
+    PROMPTS,
+    SIZES,
+    WINDOW,
+    count_free,
+    expect,
+    grouped_cache,
+    mixed_model,
+    windowed_model,
+)
+
+import jkv
+from jkv.decoding import FinishReason
+from jkv.serving import Engine, RequestRefused, StopSizes
+
+pytestmark = pytest.mark.one_end
+
+
+def make_engine(cache, model=mixed_model):
+    return Engine(
+        model,
+        EMBEDDING,
+        cache,
+        max_running=3,
+        num_ahead=1,
+        max_new_tokens=NEW_TOKENS,
+        row_counts=(6,),
+        stop_sizes=StopSizes(1, 0, 0),
+        checks=True,
+    )
+
+
+def test_texts_are_those_of_the_model_in_scarce_pools():
+    """Full layers have 20 blocks, for three texts of up to eleven."""
+    engine = make_engine(grouped_cache([48, 48]))
+    results = engine.generate([*PROMPTS, PROMPTS[0]])
+    expected = expect(MIXED)
+    assert [result.tokens for result in results] == [*expected, expected[0]]
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.num_blocks == 64
+    assert stats.free_blocks == 64 - 28
+
+
+def test_all_pools_are_made_anew_when_a_step_failed():
+    engine = make_engine(grouped_cache())
+    loop = engine._core.loop
+    engine.generate(PROMPTS[:1])
+    loop.start_again()
+    assert count_free(loop.cache) == [44, 20]
+    assert [np.count_nonzero(group.keys) for group in loop.cache.groups] == [0, 0]
+    assert [each.tokens for each in engine.generate(PROMPTS[1:])] == expect(MIXED)[1:]
+
+
+def test_a_prompt_needs_no_more_blocks_than_a_window_keeps():
+    """Ten blocks are too few for all layers of 41 tokens, and enough for a window."""
+    config = jkv.CacheConfig(
+        num_blocks=10, max_sequences=4, sliding_window=WINDOW, **SIZES
+    )
+    windowed = make_engine(jkv.init(config), windowed_model)
+    assert windowed.submit([1] * 41) == 0
+    mixed = make_engine(grouped_cache([48, 48, 40]))
+    with pytest.raises(RequestRefused, match="11 blocks of 4; the cache has 10") as no:
+        mixed.submit([1] * 41)
+    assert no.value.reason == FinishReason.OUT_OF_BLOCKS

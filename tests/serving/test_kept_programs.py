@@ -1,0 +1,145 @@
+"""Executables in a folder: found again, and only for what they were made of."""
+
+import functools
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.serving import Engine, KeptPrograms
+from jkv.serving.kept_programs import BoundProgram
+
+NUM_TRACES = []
+
+
+@functools.partial(jax.jit, static_argnames=("model", "size"), donate_argnames="state")
+def advance(model, state, step, *, size):
+    """A program of several fusions, which XLA compiles as functions of their own."""
+    NUM_TRACES.append(size)
+    doubled = state["x"] * 2
+    total = jnp.cumsum(jnp.where(doubled > 0, doubled, 0))
+    return {"x": model(doubled[::-1] + step)}, total @ total[:, None]
+
+
+def double(x):
+    return x * 2
+
+
+def run(kept, static=(), size=3, **changed):
+    """The result of the program, and how often a new process would trace it."""
+    static = {"model": double, "size": size, **dict(static)}
+    dynamic = {
+        "state": {"x": jnp.arange(float(size)) - 1},
+        "step": np.float32(1),
+    } | changed
+    jax.clear_caches()
+    before = len(NUM_TRACES)
+    program = BoundProgram(advance, kept, static)
+    shapes = program.find_shapes(**dynamic)
+    state, total = program(**dynamic)
+    assert shapes[0]["x"].shape == state["x"].shape
+    assert dynamic["state"]["x"].is_deleted()
+    return (state["x"].tolist(), total.tolist()), len(NUM_TRACES) - before
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return KeptPrograms("double", folder=tmp_path / "kept")
+
+
+def test_a_program_is_traced_once_for_all_runs(kept):
+    expected, _ = run(None)
+    assert run(kept) == (expected, 1)
+    assert run(kept) == (expected, 0)
+
+
+def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
+    """Not for another version, other code, sizes, shapes, types or settings."""
+    file = tmp_path / "model.py"
+    file.write_text("SCALE = 2")
+    spec = importlib.util.spec_from_file_location("model", file)
+    source = importlib.util.module_from_spec(spec)
+    with_source = KeptPrograms("double", kept.folder, sources=(source,))
+    for one in (
+        lambda: run(kept),
+        lambda: run(KeptPrograms("twice", kept.folder)),
+        lambda: run(with_source),
+        lambda: file.write_text("SCALE = 3") and run(with_source),
+        lambda: run(kept, size=4),
+        lambda: run(kept, step=1.0),
+        lambda: run(kept, step=jnp.ones((1,))),
+    ):
+        assert one()[1] == 1
+        assert one()[1] == 0
+    with jax.default_matmul_precision("highest"):
+        assert run(kept)[1] == 1
+
+
+def test_what_cannot_be_read_is_compiled_again(kept, caplog):
+    expected, _ = run(kept)
+    (path,) = pathlib.Path(kept.folder).iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert run(kept) == (expected, 1)
+    assert "compiled again" in caplog.text
+    assert run(kept) == (expected, 0)
+
+
+def test_what_cannot_be_written_is_not_kept(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert run(KeptPrograms("double", folder=tmp_path / "file" / "below"))[1] == 1
+    assert "not kept" in caplog.text
+
+
+def test_what_jax_had_kept_before_is_kept_whole(kept):
+    """Read by XLA and written again, an executable would lack its functions."""
+    expected, _ = run(None)
+    run(None)  # from the cache that the tests have, if any
+    was_enabled = jax.config.jax_enable_compilation_cache
+    run(kept)
+    assert jax.config.jax_enable_compilation_cache == was_enabled
+    assert run(kept) == (expected, 0)
+
+
+@pytest.mark.one_end
+def test_an_engine_begins_without_its_model(kept):
+    num_calls = []
+
+    def count_on(_, tokens, cache, batch):
+        num_calls.append(1)
+        return jax.nn.one_hot(tokens + 1, 10)[batch.last_rows], cache
+
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        num_blocks=2,
+        block_size=4,
+        max_sequences=1,
+        max_context_length=8,
+    )
+
+    def answer():
+        engine = Engine(
+            count_on,
+            None,
+            jkv.init(config),
+            max_running=1,
+            num_ahead=0,
+            max_new_tokens=4,
+            max_prompt_tokens=2,
+            num_steps=2,
+            kept_programs=kept,
+        )
+        assert engine.warm_up() == 3
+        return [each.tokens for each in engine.generate([[3, 4]], max_new_tokens=4)]
+
+    assert answer() == [[5, 6, 7, 8]]
+    assert num_calls and len(list(pathlib.Path(kept.folder).iterdir())) == 3
+    num_calls.clear()
+    jax.clear_caches()
+    assert answer() == [[5, 6, 7, 8]]
+    assert not num_calls

@@ -1,0 +1,87 @@
+"""Models whose layers may have windows, their texts by hand, and caches for them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+VOCABULARY, WIDTH, WINDOW, NEW_TOKENS = 29, 6, 8, 30
+MIXED = (WINDOW, None)  # by layer
+SIZES = dict(num_kv_heads=1, head_dim=WIDTH, block_size=4, dtype="float32")
+SIZES |= dict(max_context_length=48, num_layers=1)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7], [1, 8, 2, 8, 1, 8]]
+EMBEDDING = np.random.default_rng(3).standard_normal((VOCABULARY, WIDTH))
+EMBEDDING = EMBEDDING.astype("float32")
+
+
+def make_model(windows):
+    """A layer of attention for each window, whose values differ from its keys."""
+
+    def model(params, tokens, cache, batch, *, all_rows=False):
+        params = jnp.asarray(params)
+        given = rows = params[tokens][:, None]
+        for layer, window in enumerate(windows):
+            cache = jkv.write(cache, layer, batch, rows, jnp.flip(rows, axis=2))
+            seen = jkv.attend(cache, layer, batch, rows, window=window, scale=-0.3)
+            rows = rows + seen
+        logits = (rows - 2 * given)[:, 0] @ params.T
+        if all_rows:
+            return logits, cache
+        return logits[jnp.minimum(batch.last_rows, batch.num_rows - 1)], cache
+
+    return model
+
+
+def continue_by_hand(text, windows, num_tokens):
+    """The likeliest tokens after a prompt, one after the other."""
+    text = list(text)
+    for _ in range(num_tokens):
+        text.append(int(np.argmax(find_logits(text, windows))))
+    return text[-num_tokens:]
+
+
+def find_logits(text, windows):
+    """The logits after a text."""
+    rows = EMBEDDING[text]
+    distance = np.subtract.outer(np.arange(len(text)), np.arange(len(text)))
+    for window in windows:
+        seen = (distance >= 0) & (distance < (window or len(text)))
+        scores = np.where(seen, -0.3 * rows @ rows.T, -np.inf)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        rows = rows + weights @ np.flip(rows, axis=1)
+    return (rows[-1] - 2 * EMBEDDING[text[-1]]) @ EMBEDDING.T
+
+
+def expect(windows, prompts=PROMPTS, samples=1):
+    """What a generation with samples of each prompt says."""
+    texts = [continue_by_hand(prompt, windows, NEW_TOKENS) for prompt in prompts]
+    assert all(len(set(text)) > 5 for text in texts)
+    return [text for text in texts for _ in range(samples)]
+
+
+windowed_model, mixed_model = make_model([WINDOW]), make_model(MIXED)
+
+
+def grouped_cache(held=(), num_blocks=(44, 20)):
+    """A cache of two groups; others reserve blocks for so many tokens each.
+
+    Beyond the window they hold blocks of the full layers alone.
+    """
+    full, windowed = num_blocks
+    sizes = SIZES | dict(max_sequences=10)
+    config = jkv.GroupedConfig(
+        groups=(
+            jkv.CacheConfig(num_blocks=full, **sizes),
+            jkv.CacheConfig(num_blocks=windowed, sliding_window=WINDOW, **sizes),
+        ),
+        layer_groups=(1, 0),
+    )
+    padding = [-1] * (6 - len(held))
+    cache, opened = jkv.allocate(jkv.init_groups(config), [*held, *padding])
+    jkv.raise_for_status(opened.status)
+    return cache
+
+
+def count_free(cache):
+    return [int(jkv.num_free_blocks(group)) for group in cache.groups]
