@@ -177,7 +177,7 @@ def _compute_guesses(
     def program(size: int) -> Callable[..., Carry]:
         def compute(carry: Carry, tokens: jax.Array, *leaves: jax.Array) -> Carry:
             cache, logits = carry
-            first = _take_rows(jax.tree.unflatten(structure, leaves), size)
+            first = jax.tree.unflatten(structure, leaves).first_rows(size)
             found, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )
@@ -206,13 +206,6 @@ def _tokens_of_rows(
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
     owner, guess = locate_rows(counts, jnp.zeros_like(counts), num_rows)
     return of_place.at[owner, guess].get(mode="clip")
-
-
-def _take_rows(batch: Batch, num_rows: int) -> Batch:
-    """Return a step without the rows behind the first ones, which nobody owns."""
-    by_row = "positions", "valid", "block_ids", "offsets"
-    first = {name: getattr(batch, name)[:num_rows] for name in by_row}
-    return dataclasses.replace(batch, **first)
 
 
 def _choose_checked(
