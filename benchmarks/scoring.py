@@ -10,7 +10,7 @@ the same attention; and the same full passes on dense attention, one after the o
 Dense attention goes through tiles of query rows, whose scores stay in the processor's
 cache and are computed again in the backward pass; it computes what the causal mask
 hides, which paged attention does not. Whole arrays of scores, [H, L, L], are 570 MB a
-layer at 4,224 tokens and took more than ten times as long as tiles.
+layer at 4,224 tokens and took several times as long as tiles.
 
 The floor of what sharing can bring is the ratio of the rows: P + G * (C - 1) against
 G * (P + C - 1), 6.5 at the default sizes; attention's share is G * C * P of

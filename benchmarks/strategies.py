@@ -1,23 +1,34 @@
-"""Decoding strategies beside plain decoding: speculation, and beam search.
+"""Decoding strategies beside plain decoding: speculation, beam search, best of n.
 
-    python benchmarks/strategies.py [--rounds 15] [--only speculation|beams]
+    python benchmarks/strategies.py [--rounds 5] [--only speculation|beams|samples]
 
-Speculation, on the bundled model in float32: tokens a second of `jkv.generate` with
-guesses and without, the same call otherwise, in turns.
+All of it with the bundled model in float32, on the beginnings of the 46 documents that
+it was not trained on, 192 tokens each, each continued greedily by 128 tokens.
 
-* repetitive: each prompt is a listing or a table, eight times over; greedy.
-* nothing accepted, look-up: the same prompts at temperature 2, guesses for every token
-  that occurred before; hardly one is right.
-* nothing accepted, draft model: a model of one random layer drafts.
+Speculation: tokens a second of `jkv.generate` with guesses and without, the same call
+otherwise, in turns. The texts are ranked by how much of them repeats, which is measured
+on what plain decoding wrote: how well `zlib` compresses the tokens.
+
+* repetitive: the eight prompts, and the one, whose texts repeat the most.
+* all: every document in the queue, eight running at a time, as they come.
+* nothing accepted, look-up: the eight of the first row at temperature 2, guesses for
+  every token that occurred before; hardly one is right.
+* nothing accepted, draft model: one random layer drafts.
+
+Beside times stand counts, which no other work on the machine changes: steps without and
+with guesses, guesses computed, and guesses that were right.
 
 Beam search: `jkv.beam_search` beside `transformers`, the same prompts and beams: tokens
-a second, and the blocks at the peak beside those of beams that share nothing.
+a second, and the blocks at the peak beside those of beams that share nothing. Best of
+n: the blocks at the peak of samples beside the ideal, each prompt's full blocks once.
 """
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
+import zlib
 from typing import Any
 
 import harness
@@ -28,6 +39,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
+import corpus  # noqa: E402
 import pretrained  # noqa: E402
 
 import jkv  # noqa: E402
@@ -35,30 +47,15 @@ from jkv.decoding import DraftModel, PromptLookup, Sampling  # noqa: E402
 
 FOLDER = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "strategies.json"
-NEW_TOKENS, BEAM_TOKENS, NUM_BEAMS = 256, 48, 4
-PARAGRAPHS = (
-    'The "with" statement is used to wrap the execution of a block with methods '
-    "defined by a context manager. This allows common try, except and finally usage "
-    "patterns to be encapsulated for convenient reuse.",
-    "Return a list of the names of the entries in the directory given by path. The "
-    "list is in arbitrary order, and does not include the special entries.",
-    "A class definition defines a class object. The inheritance list usually gives a "
-    "list of base classes, so each item in the list should evaluate to a class object.",
-    "The import statement combines two operations; it searches for the named module, "
-    "then it binds the results of that search to a name in the local scope.",
-)
-# Listings and tables, which the model goes on repeating.
-REPEATED = (
-    ">>> x = [1, 2, 3]\n>>> y = [1, 2, 3]\n",
-    "| int | an integer | 4 |\n| float | a number | 8 |\n",
-    ">>> s = (4, 5, 6)\n>>> t = (4, 5, 6)\n",
-    "| str | a string | 1 |\n| bytes | some bytes | 2 |\n",
-)
-TIMES = 8
+PROMPT_TOKENS, NEW_TOKENS, RUNNING = 192, 128, 8
+BEAM_TOKENS, NUM_BEAMS, BEAM_PROMPTS = 48, 4, 4
+SAMPLES, SAMPLED_PROMPTS = 8, 4
 GREEDY, HOT = Sampling(), Sampling(temperature=2.0, seeds=1)
 
 generate = jax.jit(
-    jkv.generate, static_argnames=("model", "max_new_tokens"), donate_argnames="cache"
+    jkv.generate,
+    static_argnames=("model", "max_new_tokens", "max_running", "num_samples"),
+    donate_argnames="cache",
 )
 beam_search = jax.jit(
     jkv.beam_search,
@@ -67,33 +64,40 @@ beam_search = jax.jit(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """The bundled model."""
+    """A model, its weights, and what it continues."""
 
     model: Any
     params: Any
-    tokenizer: Any
+    prompts: np.ndarray  # i32[46, PROMPT_TOKENS], -1 after the end of short documents
 
-    def prompts(self, count: int, texts: tuple[str, ...]) -> np.ndarray:
-        """Return texts, the first ones again at the end, as i32[count, P]."""
-        # Later ones begin later, so that no two are the same.
-        ids = [
-            self.tokenizer.encode(texts[i % len(texts)]).ids[i:] for i in range(count)
-        ]
-        rows = np.full((count, max(map(len, ids))), -1, np.int32)
-        for row, tokens in zip(rows, ids, strict=True):
-            row[: len(tokens)] = tokens
-        return rows
+    @classmethod
+    def load(cls) -> "Subject":
+        """Load the bundled model, and cut the documents."""
+        model, params = pretrained.load(FOLDER, dtype=jnp.float32)
+        tokenizer = pretrained.load_tokenizer(FOLDER)
+        _, held_out = corpus.split()
+        prompts = np.full((len(held_out), PROMPT_TOKENS), -1, np.int32)
+        for row, document in zip(prompts, held_out, strict=True):
+            ids = tokenizer.encode(document.text).ids[:PROMPT_TOKENS]
+            row[: len(ids)] = ids
+        return cls(model, params, prompts)
 
-    def cache(self, rows: int, length: int) -> jkv.Cache:
+    def cache(self, rows: int, length: int = PROMPT_TOKENS + NEW_TOKENS) -> jkv.Cache:
         """Return a cache for texts of a length."""
-        config = jkv.CacheConfig.for_context_length(
-            length, max_sequences=rows, dtype=jnp.float32, **self.model.cache_fields
-        )
-        return jkv.init(config)
+        return make_cache(self.model, rows, length)
 
-    def random_draft(self, rows: int, length: int) -> DraftModel:
+    @functools.cached_property
+    def ranked(self) -> np.ndarray:
+        """The prompts, those whose greedy texts repeat the most first."""
+        plain = Run(self, self.prompts)
+        plain(None)
+        tokens = np.asarray(plain.result.tokens, np.int32)
+        sizes = [len(zlib.compress(row.tobytes(), 9)) for row in tokens]
+        return self.prompts[np.argsort(sizes, kind="stable")]
+
+    def random_draft(self, rows: int) -> DraftModel:
         """Return a draft model that knows nothing: one layer, tokens mixed up."""
         old = self.model.config
         config = dataclasses.replace(
@@ -103,22 +107,31 @@ class Subject:
         first = jax.tree.map(lambda weights: weights[:1], self.params["layers"][0])
         params = dict(self.params, layers=[first])
         params["embedding"] = params["embedding"][::-1]
-        fields = dict(self.model.cache_fields, num_layers=1)
-        cache = jkv.init(
-            jkv.CacheConfig.for_context_length(
-                length, max_sequences=rows, dtype=jnp.float32, **fields
-            )
-        )
-        return DraftModel(model=model, params=params, cache=cache)
+        return as_draft(model, params, rows)
+
+
+def make_cache(model: Any, rows: int, length: int) -> jkv.Cache:
+    """Return a cache for texts of a length."""
+    config = jkv.CacheConfig.for_context_length(
+        length, max_sequences=rows, dtype=jnp.float32, **model.cache_fields
+    )
+    return jkv.init(config)
+
+
+def as_draft(model: Any, params: Any, rows: int) -> DraftModel:
+    """Return a model as a draft, with room for so many texts."""
+    cache = make_cache(model, rows, PROMPT_TOKENS + NEW_TOKENS)
+    return DraftModel(model=model, params=params, cache=cache)
 
 
 class Run:
     """One way to generate, whose cache goes from call to call."""
 
     def __init__(self, subject: Subject, prompts: np.ndarray, **options: Any):
-        self._subject, self._prompts, self._options = subject, prompts, options
-        length = prompts.shape[1] + NEW_TOKENS
-        self._cache = subject.cache(len(prompts), length)
+        self._subject, self._prompts = subject, prompts
+        self._options = {"sampling": GREEDY} | options
+        self._running = min(RUNNING, len(prompts))
+        self._cache = subject.cache(self._running)
         self.result: Any = None
 
     def __call__(self, _: object) -> None:
@@ -129,6 +142,7 @@ class Run:
             self._cache,
             self._prompts,
             max_new_tokens=NEW_TOKENS,
+            max_running=self._running,
             **self._options,
         )
         self.result.tokens.block_until_ready()
@@ -136,64 +150,61 @@ class Run:
 
 def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each workload."""
+    everything, best = subject.prompts, subject.ranked
+    eager = PromptLookup(min_ngram=1)
+    workloads: list[tuple[str, np.ndarray, Sampling, Any]] = [
+        ("repetitive, look-up", best[:1], GREEDY, PromptLookup()),
+        ("repetitive, look-up", best[:RUNNING], GREEDY, PromptLookup()),
+        ("all, look-up", everything, GREEDY, PromptLookup()),
+        ("nothing accepted, look-up", best[:RUNNING], HOT, eager),
+        (
+            "nothing accepted, draft model",
+            best[:RUNNING],
+            GREEDY,
+            subject.random_draft(RUNNING),
+        ),
+    ]
     rows = []
-    for kind, count in [
-        ("repetitive", 1),
-        ("repetitive", 8),
-        ("nothing accepted, look-up", 8),
-        ("nothing accepted, draft model", 8),
-    ]:
-        prompts = subject.prompts(count, tuple(text * TIMES for text in REPEATED))
-        length = prompts.shape[1] + NEW_TOKENS
-        sampling, speculate = GREEDY, PromptLookup()
-        if kind == "nothing accepted, look-up":
-            sampling, speculate = HOT, PromptLookup(min_ngram=1)
-        elif kind == "nothing accepted, draft model":
-            speculate = subject.random_draft(count, length)
+    for name, prompts, sampling, speculate in workloads:
         plain = Run(subject, prompts, sampling=sampling)
         guessing = Run(subject, prompts, sampling=sampling, speculate=speculate)
+        cases = {"plain": plain, "guessing": guessing}
         samples = harness.interleave(
             [
-                harness.Case(name="plain", prepare=lambda: None, run=plain),
-                harness.Case(name="guessing", prepare=lambda: None, run=guessing),
+                harness.Case(name=name, prepare=lambda: None, run=run)
+                for name, run in cases.items()
             ],
             rounds=rounds,
-            warmup=2,
+            warmup=1,
         )
-        # Looked up or drafted for greedy texts, they are the same.
-        same = np.array_equal(plain.result.tokens, guessing.result.tokens)
-        counts, num_tokens = guessing.result.statistics, int(plain.result.lengths.sum())
+        counts, before = guessing.result.statistics, plain.result.statistics
+        num_tokens = int(plain.result.lengths.sum())
         rows.append(
             {
-                "workload": kind,
-                "prompts": count,
-                "same text": same,
+                "workload": name,
+                "prompts": len(prompts),
                 "plain tokens/s": num_tokens / samples["plain"].median,
                 "tokens/s": num_tokens / samples["guessing"].median,
                 "speed-up": samples["plain"].ratio_to(samples["guessing"]),
+                "plain steps": int(before.num_steps),
+                "steps": int(counts.num_steps),
+                "with guesses": int(counts.checking_steps),
                 "guessed": int(counts.draft_tokens),
                 "accepted": int(counts.accepted_tokens),
-                "plain steps": int(plain.result.statistics.num_steps),
-                "steps": int(counts.num_steps),
+                # Looked up or drafted for greedy texts, they are the same.
+                "same texts": np.array_equal(
+                    plain.result.tokens, guessing.result.tokens
+                ),
                 "seconds": {name: each.row(1) for name, each in samples.items()},
             }
         )
-        print(harness.table(rows[-1:], COLUMNS), flush=True)
+        print(harness.table(rows[-1:], columns(rows)), flush=True)
     return rows
 
 
-COLUMNS = {
-    "workload": "workload",
-    "prompts": "prompts",
-    "plain tokens/s": "plain tokens/s",
-    "tokens/s": "tokens/s",
-    "speed-up": "speed-up",
-    "guessed": "guessed",
-    "accepted": "accepted",
-    "plain steps": "plain steps",
-    "steps": "steps",
-    "same text": "same text",
-}
+def columns(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the columns of a table: all but the details of the times."""
+    return {key: key for key in rows[0] if key != "seconds"}
 
 
 def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
@@ -201,17 +212,13 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
     import torch
     import transformers
 
-    count = len(PARAGRAPHS)
-    prompts = subject.prompts(count, PARAGRAPHS)
+    is_whole = (subject.prompts >= 0).all(axis=1)
+    prompts = subject.prompts[is_whole][:BEAM_PROMPTS]
     peer = transformers.AutoModelForCausalLM.from_pretrained(
         FOLDER, dtype=torch.float32
     )
-    is_token = torch.tensor((prompts >= 0).astype(np.int64))
-    # It pads on the left.
-    moved = [np.roll(row, int((row < 0).sum())) for row in prompts]
-    ids = torch.tensor(np.maximum(moved, 0).astype(np.int64))
-    mask = torch.flip(is_token, [1])
-    cache = subject.cache(count * NUM_BEAMS, prompts.shape[1] + BEAM_TOKENS)
+    ids = torch.tensor(prompts.astype(np.int64))
+    cache = subject.cache(len(prompts) * NUM_BEAMS, PROMPT_TOKENS + BEAM_TOKENS)
     found: dict[str, Any] = {"cache": cache}
 
     def ours(_: object) -> None:
@@ -229,7 +236,7 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
         with torch.no_grad():
             found["theirs"] = peer.generate(
                 ids,
-                attention_mask=mask,
+                attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 num_beams=NUM_BEAMS,
                 max_new_tokens=BEAM_TOKENS,
@@ -244,42 +251,76 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
             harness.Case(name="transformers", prepare=lambda: None, run=theirs),
         ],
         rounds=rounds,
-        warmup=2,
+        warmup=1,
     )
-    texts = np.asarray(found["theirs"][:, prompts.shape[1] :])
-    statistics, num_tokens = found["ours"].statistics, count * BEAM_TOKENS
+    texts = np.asarray(found["theirs"][:, PROMPT_TOKENS:])
+    statistics, num_tokens = found["ours"].statistics, len(prompts) * BEAM_TOKENS
     return [
         {
-            "prompts": count,
+            "prompts": len(prompts),
             "beams": NUM_BEAMS,
             "tokens/s": num_tokens / samples["jkv"].median,
             "transformers tokens/s": num_tokens / samples["transformers"].median,
             "speed-up": samples["transformers"].ratio_to(samples["jkv"]),
             "peak blocks": int(statistics.peak_blocks),
-            "unshared": int(statistics.unshared_peak_blocks),
+            "of copying caches": int(statistics.unshared_peak_blocks),
             "same texts": bool((np.asarray(found["ours"].tokens[:, 0]) == texts).all()),
             "seconds": {name: each.row(1) for name, each in samples.items()},
         }
     ]
 
 
+def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
+    """Return the blocks that samples of some prompts take, beside the ideal."""
+    del rounds  # nothing is timed
+    prompts = subject.prompts[:SAMPLED_PROMPTS]
+    count = SAMPLED_PROMPTS * SAMPLES
+    cache, result = generate(
+        subject.model,
+        subject.params,
+        subject.cache(count),
+        prompts,
+        max_new_tokens=NEW_TOKENS,
+        num_samples=SAMPLES,
+        sampling=Sampling(temperature=0.9, seeds=1),
+    )
+    lengths, size = (prompts >= 0).sum(axis=1), cache.block_size
+    # The last token of a text is never put in the cache.
+    whole = -(-(lengths + NEW_TOKENS - 1) // size)
+    shared = lengths // size
+    ideal = int(np.sum(shared + SAMPLES * (whole - shared)))
+    peak = int(result.statistics.peak_blocks)
+    return [
+        {
+            "prompts": SAMPLED_PROMPTS,
+            "samples of each": SAMPLES,
+            "peak blocks": peak,
+            "ideal": ideal,
+            "by the ideal": peak / ideal,
+            "without sharing": int(SAMPLES * whole.sum()),
+        }
+    ]
+
+
 def main() -> None:
     """Measure, print, and keep."""
+    parts = {
+        "speculation": measure_speculation,
+        "beams": measure_beams,
+        "samples": measure_samples,
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=("speculation", "beams"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=tuple(parts))
     options = parser.parse_args()
-    model, params = pretrained.load(FOLDER)
-    subject = Subject(model, params, pretrained.load_tokenizer(FOLDER))
     where = harness.machine()
-    print(harness.header("Decoding strategies", where))
-    parts = {"speculation": measure_speculation, "beams": measure_beams}
+    print(harness.header("Decoding strategies", where), flush=True)
+    subject = Subject.load()
     for name, measure in parts.items():
         if options.only in (None, name):
             rows = measure(subject, options.rounds)
-            shown = COLUMNS if name == "speculation" else None
-            keys = [key for key in rows[0] if key != "seconds"]
-            print("\n" + harness.table(rows, shown or {key: key for key in keys}))
+            print("\n" + harness.table(rows, columns(rows)), flush=True)
+            where["load after"] = harness.machine()["load"]
             run = {"benchmark": f"strategies, {name}", "machine": where, "rows": rows}
             harness.save(RESULTS, run)
 

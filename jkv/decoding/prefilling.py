@@ -13,9 +13,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.prompts import Prompts
-from jkv.decoding.scheduling.rows import share_rows
-from jkv.metadata.entries import find_owners
-from jkv.metadata.xla_cpu import running_sum
+from jkv.decoding.scheduling.rows import locate_rows, share_rows
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.appending import append
@@ -61,7 +59,9 @@ def compute_prompts(
         cache, kept, left, num_steps = carry
         done, _ = find_left(cache)
         counts = share_rows(left, ages, num_rows)
-        tokens = _tokens_of_rows(prompts, done, counts, num_rows)
+        owner, position = locate_rows(counts, done, num_rows)
+        tokens = prompts.tokens.at[owner, position].get(mode="clip")
+        tokens = jnp.maximum(tokens, 0)
         ids = jnp.where(counts > 0, seq_ids, NO_SEQUENCE)
         cache, batch = append(cache, ids, counts, capacity=num_rows, tokens=tokens)
         logits, cache = call_model(model, params, tokens, cache, batch)
@@ -81,14 +81,3 @@ def compute_prompts(
         ),
     )
     return cache, logits, num_steps
-
-
-def _tokens_of_rows(
-    prompts: Prompts, done: jax.Array, counts: jax.Array, num_rows: int
-) -> jax.Array:
-    """Return the tokens of a step that computes `counts` more of each, i32[R]."""
-    starts = running_sum(counts) - counts
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
-    position = row + (done - starts)[owner]
-    return jnp.maximum(prompts.tokens.at[owner, position].get(mode="clip"), 0)

@@ -25,9 +25,7 @@ from jkv.decoding.progress import GenerationState, count_used_blocks
 from jkv.decoding.prompts import find_tokens
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Loads
-from jkv.decoding.scheduling.rows import choose_size, share_rows
-from jkv.metadata.entries import find_owners
-from jkv.metadata.xla_cpu import running_sum
+from jkv.decoding.scheduling.rows import choose_size, locate_rows, share_rows
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.appending import append
@@ -197,10 +195,7 @@ def _append_rows(
         tokens = find_tokens(state.prompts, state.result, sequences, loads.done)
         cache, batch = append(cache, seq_ids, tokens=tokens)
         return cache, (tokens, batch)
-    starts = running_sum(counts) - counts
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
-    position = row + (loads.done - starts)[owner]
+    owner, position = locate_rows(counts, loads.done, num_rows)
     sequences = places.sequences[owner]
     tokens = find_tokens(state.prompts, state.result, sequences, position)
     cache, batch = append(cache, seq_ids, counts, capacity=num_rows, tokens=tokens)

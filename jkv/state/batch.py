@@ -4,7 +4,7 @@ Symbols in shape comments as in `jkv.state.ownership`.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,16 @@ class Batch:
         """Row of each request's last token, i32[B]; R where it has none."""
         last = self.query_starts + self.query_lengths - 1
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
+
+    def first_rows(self, num_rows: int) -> Self:
+        """Return the step without the rows behind the first ones; nobody may own them.
+
+        Args:
+          num_rows: rows that are left.
+        """
+        by_row = "positions", "valid", "block_ids", "offsets"
+        first = {name: getattr(self, name)[:num_rows] for name in by_row}
+        return dataclasses.replace(self, **first)
 
 
 class Slots(NamedTuple):

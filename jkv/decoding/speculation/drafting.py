@@ -20,12 +20,10 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import find_tokens
 from jkv.decoding.sampling import PerRow, by_row, draw, filter_logits
-from jkv.decoding.scheduling.rows import share_rows
+from jkv.decoding.scheduling.rows import locate_rows, share_rows
 from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import Guesses
-from jkv.metadata.entries import find_owners
-from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
@@ -171,11 +169,8 @@ def _catch_up(
         cache, is_ready = carry
         left = jnp.maximum(find_missing(carry) - 1, 0)
         counts = share_rows(left, texts.state.places.ages, num_rows)
-        starts = running_sum(counts) - counts
-        row = jnp.arange(num_rows, dtype=jnp.int32)
-        owner = find_owners(starts, row)
         done = _lengths(drafts._replace(cache=cache))
-        tokens = texts.tokens(owner, row + (done - starts)[owner])
+        tokens = texts.tokens(*locate_rows(counts, done, num_rows))
         seq_ids = jnp.where(counts > 0, drafts.seq_ids, NO_SEQUENCE)
         cache, batch = append(cache, seq_ids, counts, capacity=num_rows)
         _, cache = call_model(options.model, options.params, tokens, cache, batch)

@@ -46,7 +46,7 @@ class PromptLookup:
     num_tokens: int = _static(NUM_TOKENS)
     max_ngram: int = _static(3)
     min_ngram: int = _static(2)
-    cost: float = _static(1.5)
+    cost: float = _static(2.0)
 
     def __post_init__(self) -> None:
         check_sizes(self.num_tokens, self.cost)

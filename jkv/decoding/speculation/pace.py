@@ -22,7 +22,7 @@ _DRIFT = 1 / 256
 
 # Steps without guesses after the first failure, by what each further one multiplies
 # them, and the most.
-_SHORTEST_PAUSE, _LONGER = 32, 4
+_SHORTEST_PAUSE, _LONGER = 16, 4
 _LONGEST_PAUSE = 512
 
 # The share that is expected at first, and what one try must bring to be made.

@@ -30,9 +30,8 @@ from jkv.decoding.scheduling.demand import (
     subtract,
     total,
 )
-from jkv.decoding.scheduling.rows import choose_size
+from jkv.decoding.scheduling.rows import choose_size, locate_rows
 from jkv.decoding.step import Computed, count_step, note_refusals
-from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -178,7 +177,7 @@ def _compute_guesses(
     def program(size: int) -> Callable[..., Carry]:
         def compute(carry: Carry, tokens: jax.Array, *leaves: jax.Array) -> Carry:
             cache, logits = carry
-            first = _take_rows(jax.tree.unflatten(structure, leaves), size)
+            first = jax.tree.unflatten(structure, leaves).first_rows(size)
             found, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )
@@ -205,17 +204,8 @@ def _tokens_of_rows(
         state.prompts, state.result, state.places.sequences, loads.done
     )
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
-    starts = running_sum(counts) - counts
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
-    return of_place.at[owner, row - starts[owner]].get(mode="clip")
-
-
-def _take_rows(batch: Batch, num_rows: int) -> Batch:
-    """Return a step without the rows behind the first ones, which nobody owns."""
-    by_row = "positions", "valid", "block_ids", "offsets"
-    first = {name: getattr(batch, name)[:num_rows] for name in by_row}
-    return dataclasses.replace(batch, **first)
+    owner, guess = locate_rows(counts, jnp.zeros_like(counts), num_rows)
+    return of_place.at[owner, guess].get(mode="clip")
 
 
 def _choose_checked(

@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
@@ -23,6 +22,7 @@ from jkv.integrations.tunix.rollout_options import (
     check_options,
     read_options,
 )
+from jkv.integrations.tunix.scoring import score_completions
 
 
 class JkvRollout(BaseRollout):
@@ -85,8 +85,10 @@ class JkvRollout(BaseRollout):
         self._model = PagedModel(graph)
         self._version = weights.Version()
         sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
-        self._pool = Pool(sizes, self._model.find_pages(state), mesh)
+        self._pages = self._model.find_pages(state)
+        self._pool = Pool(sizes, self._pages, mesh)
         self._max_running = max_running
+        self._block_size = block_size
         self._chunk_size = chunk_size
         self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
         self._num_calls = 0
@@ -133,7 +135,11 @@ class JkvRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """Return log-probabilities of completions, as tunix computes them everywhere.
+        """Return log-probabilities of completions at temperature 1.
+
+        They are those of tunix's own engine, to rounding. A prompt that is given
+        several times is computed once (`jkv.score`); past the first token of a
+        completion's padding they are 0.
 
         Args:
           prompt_tokens: i32[B, P], padded on the left.
@@ -141,17 +147,18 @@ class JkvRollout(BaseRollout):
 
         Returns:
           f32[B, C].
+
+        Raises:
+          ValueError: for a prompt without tokens.
         """
-        graph, state = nnx.split(self._module)
-        return common.compute_per_token_logps(
-            graph,
-            state,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
+        return score_completions(
+            self._model,
+            nnx.state(self._module),
+            self._pages,
+            prompt_tokens,
+            completion_tokens,
             pad_id=self.pad_id(),
-            eos_id=self.eos_id(),
-            stop_gradient=True,
-            return_logits=False,
+            block_size=self._block_size,
         )
 
     def update_params(

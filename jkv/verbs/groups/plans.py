@@ -1,7 +1,7 @@
 """Where a layer of a group is, and the plan of one step for all groups."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 
@@ -27,3 +27,8 @@ class GroupedBatch(Batch):
     def groups(self) -> tuple[Batch, ...]:
         """The plan of each group."""
         return (as_plain(Batch, self), *self.others)
+
+    def first_rows(self, num_rows: int) -> Self:
+        """Return the step without the rows behind the first ones, in each group."""
+        others = tuple(each.first_rows(num_rows) for each in self.others)
+        return dataclasses.replace(super().first_rows(num_rows), others=others)

@@ -1,0 +1,75 @@
+"""Log-probabilities of completions, whose prompt is computed once for all of them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jkv
+from jkv.integrations.tunix.padding import check_texts, pad_right
+from jkv.integrations.tunix.paged_model import PagedModel, Pages, Params
+from jkv.integrations.tunix.repeats import find_repeats
+
+_score = jax.jit(jkv.score, static_argnames=("model", "config"))
+
+
+def score_completions(
+    model: PagedModel,
+    weights: nnx.State[Any, Any],
+    pages: Pages,
+    prompt_tokens: jax.Array,  # i32[B, P]
+    completion_tokens: jax.Array,  # i32[B, C]
+    *,
+    pad_id: int,
+    block_size: int,
+) -> jax.Array:
+    """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
+
+    The first token of the padding is scored too: where texts are padded with the token
+    that ends them, it is that one.
+
+    Args:
+      model: of tunix.
+      weights: its state.
+      pages: what its layers keep.
+      prompt_tokens: i32[B, P], padded on the left.
+      completion_tokens: i32[B, C], padded on the right.
+      pad_id: the padding.
+      block_size: tokens a block.
+
+    Raises:
+      ValueError: for a prompt without tokens.
+    """
+    given = np.asarray(prompt_tokens, np.int32)
+    texts = [row[row != pad_id].tolist() for row in given]
+    check_texts(texts)
+    repeats = find_repeats(texts)
+    prompts = pad_right([texts[place] for place in repeats.first], given.shape[1])
+    completions = np.asarray(completion_tokens, np.int32)[repeats.places]
+    is_padding = completions == pad_id
+    is_past = np.cumsum(is_padding, axis=1) - is_padding > 0
+    scores = _score(
+        model,
+        Params(weights, 1.0),
+        prompts,
+        np.where(is_past, np.int32(-1), completions),
+        config=_configure(pages, block_size),
+    )
+    return jnp.zeros_like(scores).at[repeats.places].set(scores)
+
+
+@functools.cache
+def _configure(pages: Pages, block_size: int) -> jkv.CacheConfig:
+    """Return what `jkv.score` wants to know of a model; it counts blocks itself."""
+    return jkv.CacheConfig(
+        num_layers=pages.num_layers,
+        num_kv_heads=pages.num_kv_heads,
+        head_dim=pages.head_dim,
+        block_size=block_size,
+        num_blocks=1,
+        max_sequences=1,
+        max_context_length=1,
+    )
