@@ -73,7 +73,7 @@ class Batch:
         """
         by_row = "positions", "valid", "block_ids", "offsets"
         first = {name: getattr(self, name)[:num_rows] for name in by_row}
-        return dataclasses.replace(self, **first)
+        return dataclasses.replace(self, decode_work=None, **first)
 
 
 class Slots(NamedTuple):

@@ -62,7 +62,7 @@ def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py", "block_map.py"}
     here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
-    here |= {"speculate.py", "data_parallel.py"}
+    here |= {"speculate.py", "data_parallel.py", "long_context.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -79,6 +79,7 @@ def test_every_script_is_run_by_some_test():
         ("beam_search.py", 120),
         ("speculate.py", 120),
         ("data_parallel.py", 120),
+        ("long_context.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
         ("multiprocess.py", 60),
@@ -113,6 +114,21 @@ def test_data_parallel_says_what_each_replica_did():
     assert [each[:2] for each in found] == [("0", "[0, 1]"), ("1", "[2, 3]")]
     assert all(int(blocks) >= 3 for _, _, blocks, _ in found)
     assert {each[3] for each in found} == {"1,024"}
+
+
+@pytest.mark.one_end
+def test_a_long_context_lies_on_all_devices():
+    """On four simulated ones: each has a quarter of the keys, whatever the length."""
+    options = ("--tokens", "150", "--max-new-tokens", "4")
+    text, devices = run_example("long_context.py", *options).stdout.split(
+        "\n\n154 tokens in blocks of 64 on 4 devices:\n"
+    )
+    assert len(text) > 100
+    pattern = r"  device (\d): (\d+) tokens, keys of (\d+) KiB of (\d+)"
+    found = [re.fullmatch(pattern, line).groups() for line in devices.splitlines()]
+    assert [int(number) for number, *_ in found] == [0, 1, 2, 3]
+    assert sum(int(count) for _, count, *_ in found) == 154
+    assert all(4 * int(share) == int(whole) for *_, share, whole in found)
 
 
 @pytest.mark.slow

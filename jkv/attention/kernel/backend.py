@@ -6,6 +6,7 @@ functions takes its place.
 """
 
 import functools
+import importlib.machinery
 import importlib.util
 import sys
 import warnings
@@ -49,11 +50,17 @@ def why_missing() -> str | None:
 
 
 def is_installed() -> bool:
-    """Return whether Pallas seems to be there, without importing it."""
+    """Return whether Pallas and its backend seem to be there, without an import."""
     name = "jax.experimental.pallas"
     if sys.modules.get(f"{name}.triton", jax) is None:  # so that it cannot be imported
         return False
-    return importlib.util.find_spec(name) is not None
+    package = importlib.util.find_spec(name)
+    if package is None:
+        return False
+    # To find what lies in a package, `find_spec` would import the package.
+    folders = package.submodule_search_locations
+    found = importlib.machinery.PathFinder.find_spec(f"{name}.triton", folders)
+    return found is not None
 
 
 def program_id(axis: int) -> jax.Array:

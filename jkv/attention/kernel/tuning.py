@@ -47,7 +47,9 @@ class Family:
 
     targets: tuple[str, ...]  # where the rows were compiled
     programs: int  # wanted in a decode call: about eight for each compute unit
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # the first that suits is taken
+    # Head dims by kind that spill in every tile that was tried.
+    spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +101,33 @@ TABLE = {
         rows=(
             Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
             Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1), ("half",)),
+            Row(208, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
+            Row(224, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), ("half",)),
             Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
             Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 8, 1), ("byte",)),
         ),
+        spilling={"half": (240,)},
     ),
     # 64 tokens in five stages: the block table stands between a tile and its address,
     # and with fewer stages the pipeline holds one tile of K/V only. Three stages of 256
     # wide heads take 74 of 227 KiB and leave room for two more programs. Bytes of wide
-    # heads take all registers in tiles of this size, so theirs are smaller. Float32
-    # would be rounded to tf32, or miss the matrix units.
+    # heads take all registers in tiles of this size, so theirs are smaller. Heads of
+    # three pieces, one of them 16 wide, spill; the smallest tile on eight warps holds
+    # 176. Float32 would be rounded to tf32, or miss the matrix units.
     "hopper": Family(
         targets=("sm_90",),
         programs=8 * 132,
         rows=(
+            Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
+            Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
             Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
+            Row(160, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
+            Row(176, Tile(16, 16, 8, 2), _full(64, 32, 8, 2), ("half",)),
             Row(256, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
             Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
             Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2)),
         ),
+        spilling={"half": (208, 240), "byte": (176, 208, 240)},
     ),
     # What fits all cards from sm_80 on, the ones with 99 KiB of shared memory included.
     "other": Family(
@@ -183,14 +194,16 @@ def find_tuning(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> Tuning | None:
     """Return how a call is cut on a target, None if the table has no row for it."""
-    family = find_family(platform, target)
-    if family is None:
+    name = find_family(platform, target)
+    if name is None:
         return None
-    width = max(pools.keys.shape[4], pools.value_dim)
-    kind = find_kind(queries, pools)
-    for row in TABLE[family].rows:
-        if kind in row.kinds and width <= row.max_head_dim:
-            return Tuning(row.decode, row.prefill, TABLE[family].programs)
+    family, kind = TABLE[name], find_kind(queries, pools)
+    dims = pools.keys.shape[4], pools.value_dim
+    if set(dims) & set(family.spilling.get(kind, ())):
+        return None
+    for row in family.rows:
+        if kind in row.kinds and max(dims) <= row.max_head_dim:
+            return Tuning(row.decode, row.prefill, family.programs)
     return None
 
 

@@ -38,6 +38,10 @@ SHAPES = [
     (576, 512, {"dtype": "float32", **HARDEST}),
     (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
     (256, 256, {"kv_dtype": "int8"}),
+    # Cut into three pieces, which have rows of their own.
+    (112, 112, {"kv_dtype": "int8", **HARDEST}),
+    (176, 176, HARDEST),
+    (224, 224, HARDEST),
     (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
     # One long context in many pieces, which are joined by several warps.
     *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),

@@ -1,0 +1,93 @@
+"""One long context on several devices, each of which holds a part of every block.
+
+    python examples/long_context.py
+    python examples/long_context.py --devices 8 --module argparse --tokens 1800
+
+The bundled model reads the documentation of a module and goes on with it: on the
+devices that are there, or on simulated ones. Model and loop are those for one device;
+only `jkv.init` is told of the mesh.
+"""
+
+import argparse
+import importlib
+import pydoc
+
+import jax
+import numpy as np
+import pretrained
+from generating.options import BUNDLED
+from jax.sharding import AxisType
+
+import jkv
+from jkv.commands.compiled_programs import keep_compiled_programs
+
+BLOCK_SIZE = 16  # of each device's part
+
+
+def main() -> None:
+    """Continue a long text, and say what each device held of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=4, help="%(default)s")
+    parser.add_argument("--module", default="textwrap", help="%(default)s")
+    parser.add_argument("--tokens", type=int, default=1000, help="%(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="%(default)s")
+    options = parser.parse_args()
+    keep_compiled_programs()
+    mesh = make_mesh(options.devices)
+
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    model, params = pretrained.load(BUNDLED)
+    params = jax.device_put(params, everywhere)
+    tokenizer = pretrained.load_tokenizer(BUNDLED)
+    module = importlib.import_module(options.module)
+    text = pydoc.plain(pydoc.render_doc(module))
+    prompt = tokenizer.encode(text).ids[: options.tokens]
+
+    config = jkv.CacheConfig.for_context_length(
+        len(prompt) + options.max_new_tokens,
+        max_sequences=1,
+        block_size=BLOCK_SIZE * options.devices,
+        dtype=params["embedding"].dtype,
+        **model.cache_fields,
+    )
+    cache = jkv.init(config, mesh=mesh, context="cp")
+    generate = jax.jit(
+        jkv.generate,
+        static_argnames=("model", "max_new_tokens", "row_counts"),
+        donate_argnames="cache",
+    )
+    cache, result = generate(
+        model,
+        params,
+        cache,
+        [prompt],
+        max_new_tokens=options.max_new_tokens,
+        row_counts=(64,),
+    )
+    print(tokenizer.decode(prompt[-64:]), end="")
+    print(tokenizer.decode(np.asarray(result.tokens[0, : result.lengths[0]]).tolist()))
+
+    length = len(prompt) + int(result.lengths[0])
+    print(f"\n{length} tokens in blocks of {config.block_size} on {mesh.size} devices:")
+    for rank, shard in enumerate(cache.keys.addressable_shards):
+        place = np.arange(length) % config.block_size // BLOCK_SIZE
+        print(
+            f"  device {shard.device.id}: {np.count_nonzero(place == rank)} tokens, "
+            f"keys of {shard.data.nbytes / 2**10:,.0f} KiB "
+            f"of {cache.keys.nbytes / 2**10:,.0f}"
+        )
+
+
+def make_mesh(count: int) -> jax.sharding.Mesh:
+    """Return a mesh with the axis "cp", of simulated devices if need be."""
+    # Only before JAX is asked for a device, and for CPUs only.
+    jax.config.update("jax_num_cpu_devices", count)
+    if jax.device_count() < count:
+        raise SystemExit(f"error: {count} devices wanted, {jax.device_count()} there")
+    return jax.sharding.Mesh(
+        np.asarray(jax.devices()[:count]), ("cp",), axis_types=(AxisType.Auto,)
+    )
+
+
+if __name__ == "__main__":
+    main()
