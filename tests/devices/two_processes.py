@@ -13,47 +13,46 @@ import sys
 import jax
 import numpy as np
 
-PROCESS, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 
-
-def write_again() -> None:
+def write_again(process: int, folder: pathlib.Path) -> None:
     """Load, look, and save; process 0 also leaves what leaves the mesh."""
     import jkv
 
     devices = np.asarray(jax.devices())
     heads = jax.sharding.Mesh(devices, ("tp",))
-    cache = jkv.load(FOLDER / "cache", mesh=heads, heads="tp")
+    cache = jkv.load(folder / "cache", mesh=heads, heads="tp")
     assert not cache.keys.is_fully_addressable
     jkv.check(cache)
-    jkv.save(FOLDER / "cache again", cache)
+    jkv.save(folder / "cache again", cache)
     # All processes have waited until the file is there.
-    assert (FOLDER / "cache again").read_bytes() == (FOLDER / "cache").read_bytes()
+    assert (folder / "cache again").read_bytes() == (folder / "cache").read_bytes()
     assert jkv.stats(cache).live_sequences == 2
     # Sequences leave the mesh on each process, and come back.
     cache, swapped = jkv.swap_out(cache, [1, 2])
-    if PROCESS == 0:
-        (FOLDER / "swapped").write_bytes(pickle.dumps(swapped))
+    if process == 0:
+        (folder / "swapped").write_bytes(pickle.dumps(swapped))
     cache, back = jkv.swap_in(cache, swapped)
     jkv.raise_for_status(back.status)
     jkv.check(cache)
 
     # Heads side by side on a process, a pool on each; heads held twice.
     mesh = jax.sharding.Mesh(devices.reshape(2, 2), ("dp", "tp"))
-    pools = jkv.load(FOLDER / "pools", mesh=mesh, heads="tp", pools="dp")
-    jkv.save(FOLDER / "pools again", pools)
-    assert (FOLDER / "pools again").read_bytes() == (FOLDER / "pools").read_bytes()
+    pools = jkv.load(folder / "pools", mesh=mesh, heads="tp", pools="dp")
+    jkv.save(folder / "pools again", pools)
+    assert (folder / "pools again").read_bytes() == (folder / "pools").read_bytes()
     assert [jkv.stats(pool).live_sequences for pool in jkv.split_pools(pools)] == [2, 1]
     # A fault of the one that writes is told by all.
     try:
-        jkv.save(FOLDER / "nowhere" / "cache", pools)
+        jkv.save(folder / "nowhere" / "cache", pools)
     except OSError as error:
         said = str(error)
-    assert ("another process failed" in said) == (PROCESS == 1), said
+    assert ("another process failed" in said) == (process == 1), said
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"localhost:{PORT}", 2, PROCESS)
-    write_again()
+    number = int(sys.argv[1])
+    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, number)
+    write_again(number, pathlib.Path(sys.argv[3]))
     print("done", flush=True)
