@@ -119,6 +119,8 @@ bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/compile.py
 	$(VENV)/bin/python benchmarks/experts.py
 	$(VENV)/bin/python benchmarks/scheduling.py
+	$(VENV)/bin/python benchmarks/scoring.py
+	$(VENV)/bin/python benchmarks/strategies.py
 	$(VENV)/bin/python benchmarks/windows.py
 	$(VENV)/bin/python benchmarks/plots.py
 
