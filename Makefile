@@ -36,7 +36,7 @@ PLAIN_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 \
 WITH_MLIR := $(patsubst %,tests/%.py,metadata/test_stages storage/test_quantization \
   verbs/test_in_place)
 # On eight simulated devices, which a process has from its start or not at all.
-DEVICES := -m pytest -n 0 tests/devices
+DEVICES := $(PYTEST) tests/devices
 # Four minutes of compiling kernels, for cards that are not there: a target of its own.
 MACHINE_CODE := tests/attention/kernel/test_kernel_machine_code.py
 
