@@ -16,7 +16,6 @@ import logging
 import os
 import pickle
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jkv
 from jkv.commands.compiled_programs import remove_oldest
+from jkv.storage.files import replacing
 
 logger = logging.getLogger("jkv.serving")
 
@@ -90,13 +90,18 @@ class KeptPrograms:
             _save(path, executable)
         return executable
 
+    @functools.cached_property
+    def _code(self) -> list[str]:
+        """What the code is, read once for all programs of an engine."""
+        return [_hash_files(source) for source in (jkv, *self.sources)]
+
     def _name_file(
         self, program: Program, static: dict[str, Any], dynamic: dict[str, Any]
     ) -> Path:
         leaves, tree = jax.tree.flatten(dynamic)
         made_of = [
             self.version,
-            *(_hash_files(source) for source in (jkv, *self.sources)),
+            *self._code,
             # A model has no text of its own that another run would find again.
             *(f"{k}={v}" for k, v in sorted(static.items()) if k != "model"),
             str(tree),
@@ -208,8 +213,7 @@ def _save(path: Path, executable: Any) -> None:
         content = pickle.dumps(serialize_executable.serialize(executable))
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_oldest(path.parent)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with replacing(path) as file:
             file.write(content)
-        os.replace(file.name, path)
     except Exception as error:  # a tree that cannot be pickled, a full disk
         logger.warning("%s is not kept: %s", path.name, error)

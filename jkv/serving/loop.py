@@ -55,7 +55,7 @@ class Loop:
         self.block_size = state.block_size(cache)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         # What a fresh start needs when the arrays are lost.
-        self._first = cache.with_groups(tuple(map(_describe, cache.groups)))
+        self._first = cache.with_groups(tuple(map(_without_arrays, cache.groups)))
         self._placements = [_Placements.of(group) for group in cache.groups]
         self._generation: Any = None  # state and sampling
 
@@ -154,7 +154,7 @@ class _Placements(NamedTuple):
         return first.with_storage(storage).with_metadata(metadata)
 
 
-def _describe(group: Cache) -> Cache:
+def _without_arrays(group: Cache) -> Cache:
     """Return shapes in the place of the pools, and the metadata on the host."""
     shapes: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -122,7 +122,7 @@ def write_file(
         }
         start += tensor.nbytes
     header = _header(metadata, entries, _NO_CHECKSUM)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         digest = hashlib.sha256(header)
         file.write(len(header).to_bytes(8, "little") + header)
         parts = (part for tensor in tensors.values() for part in tensor.parts)
@@ -235,7 +235,7 @@ def _read_header(
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file that takes the place of `path` if the block succeeds."""
     target = os.path.realpath(path)
     folder, name = os.path.split(target)

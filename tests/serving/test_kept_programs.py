@@ -63,12 +63,15 @@ def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
     file.write_text("SCALE = 2")
     spec = importlib.util.spec_from_file_location("model", file)
     source = importlib.util.module_from_spec(spec)
-    with_source = KeptPrograms("double", kept.folder, sources=(source,))
+
+    def with_source():
+        return KeptPrograms("double", kept.folder, sources=(source,))
+
     for one in (
         lambda: run(kept),
         lambda: run(KeptPrograms("twice", kept.folder)),
-        lambda: run(with_source),
-        lambda: file.write_text("SCALE = 3") and run(with_source),
+        lambda: run(with_source()),
+        lambda: file.write_text("SCALE = 3") and run(with_source()),
         lambda: run(kept, size=4),
         lambda: run(kept, step=1.0),
         lambda: run(kept, step=jnp.ones((1,))),
