@@ -73,12 +73,15 @@ def load_committed(name: str) -> Checkpoint:
 
 
 def load_live(name: str, folder: Path) -> Checkpoint:
+    committed = None
+    if name not in STRETCHED:
+        committed = np.load(fixtures.FIXTURES / name / "expected.npz")["generated"]
     if name == "pydoc":
-        folder = fixtures.checkpoint_folder(name)
-        expected = fixtures.expected(name, folder, fixtures.COMMITTED_STEPS)
+        folder, kept = fixtures.checkpoint_folder(name), fixtures.COMMITTED_STEPS
     else:
         fixtures.write_checkpoint(name, folder)
-        expected = fixtures.expected(name, folder)
+        kept = range(fixtures.NUM_STEPS)
+    expected = fixtures.expected(name, folder, kept, committed)
     return Checkpoint(name, *pretrained.load(folder), expected)
 
 
