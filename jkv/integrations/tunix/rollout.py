@@ -80,7 +80,7 @@ class JkvRollout(BaseRollout):
             tokenizer = TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         dtype = None if rollout_config is None else rollout_config.data_type
-        self._module = weights.settle(rollout_actor, mesh, dtype)
+        self._module = weights.place_module(rollout_actor, mesh, dtype)
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
