@@ -73,12 +73,15 @@ def load_committed(name: str) -> Checkpoint:
 
 
 def load_live(name: str, folder: Path) -> Checkpoint:
+    committed = None
+    if name not in STRETCHED:
+        committed = np.load(fixtures.FIXTURES / name / "expected.npz")["generated"]
     if name == "pydoc":
-        folder = fixtures.checkpoint_folder(name)
-        expected = fixtures.expected(name, folder, fixtures.COMMITTED_STEPS)
+        folder, kept = fixtures.checkpoint_folder(name), fixtures.COMMITTED_STEPS
     else:
         fixtures.write_checkpoint(name, folder)
-        expected = fixtures.expected(name, folder)
+        kept = range(fixtures.NUM_STEPS)
+    expected = fixtures.expected(name, folder, kept, committed)
     return Checkpoint(name, *pretrained.load(folder), expected)
 
 
@@ -102,6 +105,8 @@ forward = jax.jit(
     static_argnums=0,
     donate_argnums=3,
 )
+append = jax.jit(jkv.append, static_argnames="capacity")
+commit = jax.jit(jkv.commit)
 
 
 def open_sequences(model, num_sequences):
@@ -131,11 +136,11 @@ def feed(model, params, cache, seq_ids, pieces: Sequence[np.ndarray]):
     counts = np.asarray([len(piece) for piece in padded], np.int32)
     tokens = np.full(CAPACITY, -1, np.int32)
     tokens[: counts.sum()] = np.concatenate(padded)
-    cache, batch = jkv.append(cache, ids.astype(np.int32), counts, capacity=CAPACITY)
+    cache, batch = append(cache, ids.astype(np.int32), counts, capacity=CAPACITY)
     jkv.raise_for_status(batch.status)
     logits, cache = forward(model, params, tokens, cache, batch)
     logits = np.split(np.asarray(logits)[: counts.sum()], np.cumsum(counts)[:-1])
-    return jkv.commit(cache, batch), [logits[0], *logits[2:]]
+    return commit(cache, batch), [logits[0], *logits[2:]]
 
 
 def prefill(model, params, prompts):

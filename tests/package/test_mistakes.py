@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import ROWS, WIDTH, copied, opened, small_cache, small_config
+from caches import (
+    ROWS,
+    WIDTH,
+    append,
+    copied,
+    opened,
+    small_cache,
+    small_config,
+)
+from caches import prompts as padded
 
 import jkv
-from jkv.decoding import decode, prefill
+from jkv.decoding import begin, decode, prefill
 
 VOCABULARY = 7
+ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once
 
 
 @functools.cache
@@ -32,7 +42,7 @@ class TestModels:
     """A model returns one row of logits for each sequence, and the cache."""
 
     def generate(self, model, prompts=((1, 2, 3), (4,)), **options):
-        cache = small_cache()
+        cache, options = small_cache(), ONE_SIZE | options
         shapes = jax.eval_shape(
             lambda cache: jkv.generate(
                 model, None, cache, prompts, max_new_tokens=2, **options
@@ -57,7 +67,7 @@ class TestModels:
 
     def test_all_rows_where_a_chunk_has_as_many_rows_as_there_are_prompts(self):
         with pytest.raises(ValueError, match=r"batch\.last_rows"):
-            self.generate(self.all_rows, chunk_size=2)
+            self.generate(self.all_rows, chunk_size=2, row_counts=None)
 
     def test_logits_without_the_axis_of_sequences(self):
         def one_row(_params, _tokens, cache, _batch):
@@ -86,7 +96,7 @@ class TestModels:
     def test_decode_looks_as_well(self):
         cache, state = jax.eval_shape(
             lambda cache: prefill(
-                self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2
+                self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2, **ONE_SIZE
             ),
             small_cache(),
         )
@@ -114,18 +124,19 @@ class TestModels:
 
     @pytest.mark.one_end
     def test_a_list_is_read_as_the_array_padded_with_minus_one(self):
-        generate = functools.partial(
-            jkv.generate, self.last_rows, None, small_cache(), max_new_tokens=2
-        )
+        """All that a generation goes on from is the same."""
+        options = dict(max_new_tokens=2, **ONE_SIZE)
+        start = functools.partial(begin, self.last_rows, None, small_cache(), **options)
         padded = np.array([[1, 2, 3], [4, -1, -1]], np.int32)
-        (_, listed), (_, given) = generate([[1, 2, 3], [4]]), generate(padded)
+        listed, given = map(jax.jit(start), ([[1, 2, 3], [4]], padded))
+        assert given.prompts.tokens.tolist() == padded.tolist()
         assert jax.tree.all(jax.tree.map(np.array_equal, listed, given))
 
     def test_ragged_lists_may_be_traced(self):
         cache = small_cache()
         found = jax.eval_shape(
             lambda prompts: jkv.generate(
-                self.last_rows, None, cache, prompts, max_new_tokens=2
+                self.last_rows, None, cache, prompts, max_new_tokens=2, **ONE_SIZE
             ),
             [[1, 2, 3], [4]],
         )
@@ -454,15 +465,10 @@ class TestCounts:
 
     @pytest.mark.one_end
     def test_of_steps_and_limits(self):
-        cache, state = prefill(
-            TestModels.last_rows,
-            None,
-            small_cache(),
-            [[1, 2, 3], [4]],
-            max_new_tokens=2,
-            limits=[self.most, 1],
-        )
-        _, state = decode(TestModels.last_rows, None, cache, state, num_steps=self.most)
+        model, cache = TestModels.last_rows, small_cache()
+        options = dict(max_new_tokens=2, limits=[self.most, 1], **ONE_SIZE)
+        state = begin(model, None, cache, [[1, 2, 3], [4]], **options)
+        _, state = decode(model, None, cache, state, num_steps=self.most)
         assert state.result.lengths.tolist() == [2, 1]
 
     def test_no_float_is_taken_for_a_count(self):
@@ -473,18 +479,19 @@ class TestCounts:
     @pytest.mark.one_end
     def test_domains_are_32_bits_signed_or_not(self):
         cache = small_cache(prefix_caching=True)
-        prompt = list(range(9))
-        cache, _ = jkv.allocate(cache, 0, salts=self.most)
-        cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
-        cache = jkv.commit(cache, batch)
+        prompt = padded([range(9)])
+        none = np.zeros(WIDTH, np.int32)
+        cache, _ = jkv.allocate(cache, none, tokens=padded([]), salts=self.most)
+        cache, step = append(cache, 0, 9, tokens=range(9))
+        cache = jkv.commit(cache, step.batch)
         for salts in (self.most, -1, np.uint32(self.most), jnp.uint32(self.most)):
-            assert jkv.match(cache, [prompt], salts).tolist() == [8]
-        assert jkv.match(cache, [prompt], 2**31 - 1).tolist() == [0]
-        assert jkv.match(cache, [prompt], self.most - 1).tolist() == [0]
+            assert jkv.match(cache, prompt, salts).tolist() == [8, 0, 0, 0]
+        assert not jkv.match(cache, prompt, 2**31 - 1).any()
+        assert not jkv.match(cache, prompt, self.most - 1).any()
         with pytest.raises(ValueError, match="salts must fit in 32 bits"):
-            jkv.match(cache, [prompt], 2**32)
+            jkv.match(cache, prompt, 2**32)
         forgotten = jkv.invalidate(cache, self.most)
-        assert jkv.match(forgotten, [prompt], -1).tolist() == [0]
+        assert not jkv.match(forgotten, prompt, -1).any()
 
 
 @pytest.mark.one_end
