@@ -10,6 +10,8 @@ import jkv
 from jkv.attention.kernel import launches, planning
 from jkv.attention.kernel.platforms import _INTERPRETED
 
+pytestmark = pytest.mark.one_end
+
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 
@@ -60,7 +62,6 @@ def test_layers_use_the_list_of_the_step(num_listed, num_tokens):
     assert_close(answer, expected)
 
 
-@pytest.mark.one_end
 @pytest.mark.usefixtures("with_card")
 def test_other_calls_make_their_own(num_listed):
     batch, answer = step(window=4)
@@ -68,7 +69,6 @@ def test_other_calls_make_their_own(num_listed):
     assert_close(answer, step(window=4, implementation="reference")[1])
 
 
-@pytest.mark.one_end
 def test_a_card_is_known_by_its_table(monkeypatch):
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
