@@ -21,6 +21,7 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.rows import spread_row_counts
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.consumers import await_events, read_events
@@ -114,7 +115,8 @@ class Engine:
             the host hears of it; None is as many as run.
           num_steps: steps of a window. Fewer show tokens sooner.
           chunk_size: as for `jkv.generate`.
-          row_counts: as for `jkv.generate`.
+          row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
+            prompts come one after the other.
           stop_tokens: of requests that do not bring their own, such as a model's end.
           stop_sizes: most stop tokens and stop sequences of a request.
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
@@ -142,6 +144,9 @@ class Engine:
                 f"{num_steps}, {prompt} and {ahead}"
             )
         num_prompts = max_running + ahead
+        if row_counts is None:
+            chunk_size = min(chunk_size, num_prompts * prompt)
+            row_counts = spread_row_counts(max_running, chunk_size)
         sizes = EngineSizes(
             num_prompts=num_prompts,
             num_samples=max_samples,

@@ -99,6 +99,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
         ({"drivers": {"rocm-smi": "6.4"}}, "is not installed"),
     ],
 )
+@pytest.mark.one_end
 def test_known_bad_combinations(changes, words):
     facts = {
         "versions": {"jaxlib": "0.12.0"},

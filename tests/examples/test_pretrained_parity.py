@@ -35,7 +35,7 @@ if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError(f"JKV_REQUIRE_PARITY is set, but one of {NEEDED} is missing")
 NAMES = (*fixtures.CASES, "pydoc")
 # With transformers at hand the committed files are compared with what it gives now.
-CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=4)
+CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8)
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
 # depend on the text's length, a prompt that passes the length before scaling must come
@@ -407,6 +407,7 @@ def test_tolerance_catches_wrong_prefill(tiny_checkpoint):
         assert error > 100 * TOLERANCE, f"{mistake}: off by {error} only, or not finite"
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_other_sequences_and_zeros(tiny_checkpoint):
     _, second, third = tiny_checkpoint.prefill
     # In every single row, so that one misplaced or empty row cannot pass.

@@ -18,6 +18,7 @@ from caches import (
     small_config,
 )
 from caches import prompts as padded
+from ends import few
 
 import jkv
 from jkv.decoding import begin, decode, prefill
@@ -38,6 +39,7 @@ def rows(cache, batch, dtype=np.float32, heads=1):
     return np.ones((batch.num_rows, heads, cache.head_dim), dtype)
 
 
+@pytest.mark.one_end
 class TestModels:
     """A model returns one row of logits for each sequence, and the cache."""
 
@@ -165,6 +167,7 @@ class TestBatches:
         ],
         ids=lambda changes: next(iter(changes)),
     )
+    @pytest.mark.one_end
     def test_the_batch_of_a_cache_of_other_sizes(self, changes):
         (name,) = changes
         _, batch = stepped()
@@ -203,6 +206,7 @@ class TestRows:
     """Keys, values and queries are floats."""
 
     @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
+    @pytest.mark.one_end
     def test_keys_or_values_that_are_integers(self, dtype):
         cache, batch = stepped()
         floats, others = rows(cache, batch), rows(cache, batch, dtype)
@@ -213,7 +217,9 @@ class TestRows:
         with pytest.raises(ValueError, match="queries must be floating point"):
             jkv.attend(cache, 0, batch, others)
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize(
+        "dtype", few(["bfloat16", "int8", "float8_e4m3fn"], "int8")
+    )
     def test_a_derivative_of_what_is_stored_as_bits(self, dtype):
         cache, batch = stepped(dtype=dtype)
         queries = rows(cache, batch)
@@ -274,17 +280,20 @@ class TestCalls:
             with pytest.raises(ValueError, match=f"{name}.*verbs return a pair"):
                 jax.eval_shape(lambda pair, verb=verb, o=others: verb(pair, *o), pair)
 
+    @pytest.mark.one_end
     def test_the_pair_in_place_of_the_cache_in_generate(self):
         model = TestModels.last_rows
         with pytest.raises(TypeError, match=r"generate.*verbs return a pair"):
             jkv.generate(model, None, stepped(), [[1]], max_new_tokens=1)
 
+    @pytest.mark.one_end
     def test_something_else_in_place_of_the_cache(self):
         for name, others in self.calls().items():
             for wrong in ([0, 1], None, 3):
                 with pytest.raises(TypeError, match=f"{name}.*cache must be a jkv.Cac"):
                     getattr(jkv, name)(wrong, *others)
 
+    @pytest.mark.one_end
     def test_a_configuration_in_place_of_the_cache(self):
         with pytest.raises(TypeError, match=r"jkv\.init\(config\)"):
             jkv.allocate(small_config(), 0)
@@ -295,6 +304,7 @@ class TestCalls:
         with pytest.raises(TypeError, match="missing.*'batch'"):
             jkv.commit(small_cache())
 
+    @pytest.mark.one_end
     def test_layer_and_batch_in_the_other_order(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
@@ -305,6 +315,7 @@ class TestCalls:
             with pytest.raises(TypeError, match=r"layer must be .* got Batch"):
                 call()
 
+    @pytest.mark.one_end
     def test_what_is_no_batch_and_what_are_no_rows(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
@@ -319,12 +330,14 @@ class TestCalls:
         with pytest.raises(TypeError, match="layer must be .* got float32"):
             jkv.write(cache, jnp.float32(0), batch, keys, keys)
 
+    @pytest.mark.one_end
     def test_a_whole_result_in_place_of_its_ids(self):
         cache, result = jkv.allocate(small_cache(), np.zeros(WIDTH, np.int32))
         for name in ("append", "free", "fork"):
             with pytest.raises(TypeError, match=r"Allocation.*its seq_ids"):
                 getattr(jkv, name)(cache, result)
 
+    @pytest.mark.one_end
     def test_raise_for_status_takes_the_pair(self):
         pair = jkv.free(small_cache(), np.full(WIDTH, 9, np.int32))
         with pytest.raises(jkv.InvalidSequence, match="8 of 8 blocks free"):
@@ -333,6 +346,7 @@ class TestCalls:
             jkv.raise_for_status(jkv.allocate(small_cache(), [0] * 5))
         jkv.raise_for_status(stepped())
 
+    @pytest.mark.one_end
     def test_raise_for_status_of_what_has_none(self):
         for wrong in (small_cache(), "OK", 0.5, np.zeros(2), None):
             with pytest.raises(TypeError, match="takes a status"):
@@ -370,6 +384,7 @@ class TestCalls:
             jkv.write(cache, 0, batch, gone, gone)
         assert "donated to an earlier call" not in str(caught.value)
 
+    @pytest.mark.one_end
     def test_more_tokens_than_rows_names_the_capacity(self):
         cache, batch = jkv.append(small_cache(), np.zeros(1, np.int32), 2)
         opened_cache = opened(3, 3)
@@ -381,6 +396,7 @@ class TestCalls:
         ("wrong", "meant"),
         [("memory", "budget"), ("num_kv_head", "num_kv_heads"), ("page_size", "block")],
     )
+    @pytest.mark.one_end
     def test_a_field_that_does_not_exist(self, tmp_path, wrong, meant):
         with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
             jkv.CacheConfig.from_model(tmp_path, **{wrong: 1})
@@ -471,6 +487,7 @@ class TestCounts:
         _, state = decode(model, None, cache, state, num_steps=self.most)
         assert state.result.lengths.tolist() == [2, 1]
 
+    @pytest.mark.one_end
     def test_no_float_is_taken_for_a_count(self):
         for verb in (jkv.evict, jkv.block_ids):
             with pytest.raises(TypeError, match="integer, got 2.5"):
