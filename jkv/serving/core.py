@@ -202,7 +202,8 @@ class Core:
             self.loop.exchange(seated, cancelled)
         report = self.loop.run(self._sizes.num_steps) if has_work else None
         if self._options.checks and (changes or report):
-            check(self.loop.cache)
+            for cache in self.loop.caches:
+                check(cache)
         return None if report is None else _Window(parts, report)
 
     def _read_window(self, window: _Window) -> None:
