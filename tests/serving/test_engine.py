@@ -11,6 +11,7 @@ from engines import (
     WIDTH,
     assert_alone,
     assert_given_back,
+    come_and_go,
     draw_request,
     expected,
     make_engine,
@@ -31,17 +32,7 @@ def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
     nan_every = int(rng.choice([0, 17]))
     engine = make_engine(free_blocks, free_rows, nan_every)
     left = [draw_request(rng) for _ in range(25)]
-    requests, events, cancelled = {}, [], set()
-    while left or not engine.is_idle:
-        for _ in range(rng.integers(0, 5)):
-            if left:
-                request = left.pop()
-                requests[engine.submit(**request)] = request
-        if requests and rng.random() < 0.2:
-            number = int(rng.choice(list(requests)))
-            if engine.cancel(number):
-                cancelled.add(number)
-        events += engine.step()
+    requests, events, cancelled = come_and_go(engine, rng, left)
     stats = engine.stats()
     assert stats.cancelled == len(cancelled) > 0
     assert stats.finished == len(requests) - len(cancelled) > 10

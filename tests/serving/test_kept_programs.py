@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.decoding import DraftModel
 from jkv.serving import Engine, KeptPrograms
 from jkv.serving.kept_programs import BoundProgram
 
@@ -114,9 +115,10 @@ def test_what_jax_had_kept_before_is_kept_whole(kept):
 def test_an_engine_begins_without_its_model(kept):
     num_calls = []
 
-    def count_on(_, tokens, cache, batch):
+    def count_on(_, tokens, cache, batch, *, all_rows=False):
         num_calls.append(1)
-        return jax.nn.one_hot(tokens + 1, 10)[batch.last_rows], cache
+        logits = jax.nn.one_hot(tokens + 1, 10)
+        return (logits if all_rows else logits[batch.last_rows]), cache
 
     config = jkv.CacheConfig(
         num_layers=1,
@@ -138,14 +140,24 @@ def test_an_engine_begins_without_its_model(kept):
             max_new_tokens=4,
             max_prompt_tokens=2,
             num_steps=2,
+            speculate=DraftModel(
+                # Another object in each run, as in each process.
+                model=lambda *args, **options: count_on(*args, **options),
+                params=None,
+                cache=jkv.init(config),
+                num_tokens=2,
+                cost=1.0,
+            ),
             kept_programs=kept,
         )
         assert engine.warm_up() == 3
-        return [each.tokens for each in engine.generate([[3, 4]], max_new_tokens=4)]
+        (found,) = engine.generate([[3, 4]], max_new_tokens=4)
+        assert engine.stats().accepted_tokens == 2
+        return found.tokens
 
-    assert answer() == [[5, 6, 7, 8]]
+    assert answer() == [5, 6, 7, 8]
     assert num_calls and len(list(pathlib.Path(kept.folder).iterdir())) == 3
     num_calls.clear()
     jax.clear_caches()
-    assert answer() == [[5, 6, 7, 8]]
+    assert answer() == [5, 6, 7, 8]
     assert not num_calls

@@ -23,7 +23,6 @@ import jkv
 from jkv.attention import paged_attention
 from jkv.attention.kernel.tuning import (
     TABLE,
-    Tuning,
     find_family,
     find_kind,
     find_target,
@@ -58,7 +57,7 @@ def test_every_row_of_the_table_lowers(family, number, kind):
     row = TABLE[family].rows[number]
     queries, pools = make_shapes(row.max_head_dim, group=16, **DTYPES[kind])
     assert find_kind(queries, pools) == kind
-    tuning = Tuning(row.decode, row.prefill, TABLE[family].programs)
+    tuning = row.tuned_for(TABLE[family].units)
     options = {
         "window": shape(),
         "soft_cap": 30.0,
