@@ -13,6 +13,8 @@ from jkv.attention.kernel.work import (
     size_prefill_work,
 )
 
+pytestmark = pytest.mark.one_end
+
 MAX_TOKENS = 4096
 
 
@@ -171,7 +173,6 @@ def list_alike(contexts, rows, target):
     return listed.work, listed.pieces, sizes.num_entries
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("count, pieces, longest", [(1, 64, 64), (16, 256, 256)])
 def test_few_pieces_are_cut_again(count, pieces, longest):
     """One context in pieces of 64 tokens; of 16, no more than the device has room."""
@@ -180,13 +181,11 @@ def test_few_pieces_are_cut_again(count, pieces, longest):
     assert (work.end - work.first).max() == longest
 
 
-@pytest.mark.one_end
 def test_a_row_that_several_requests_name_has_no_piece_past_the_list():
     _, pieces, num_entries = list_alike([4096] * 6, [0, 0, 0, 0, 1, 1], target=40)
     assert int(pieces.first.min()) >= 0 and int(pieces.end.max()) == num_entries
 
 
-@pytest.mark.one_end
 def test_the_last_tile_of_a_prompt_comes_first():
     """It sees most, so the others fill in while it runs."""
     rng = np.random.default_rng(1)
