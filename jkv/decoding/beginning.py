@@ -24,6 +24,9 @@ from jkv.metadata.requests import Integers, Texts
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.appending import append
 
+# Rows that a step must save to be worth a program more to compile.
+_LEAST_SAVED = 128
+
 
 class Concurrency(NamedTuple):
     """How much runs at one time, as the caller says."""
@@ -33,20 +36,27 @@ class Concurrency(NamedTuple):
     row_counts: tuple[int, ...] | None
 
     def resolve(
-        self, num_sequences: int, most_rows: int
+        self, num_sequences: int, num_prompts: int, prompt_tokens: int
     ) -> tuple[int, tuple[int, ...]]:
         """Return the places, W, and the rows that a step may have.
 
         Args:
           num_sequences: N.
-          most_rows: rows that all prompts have together.
+          num_prompts: Q.
+          prompt_tokens: most tokens of a prompt, P.
         """
         running = num_sequences if self.max_running is None else self.max_running
         check_counts(max_running=running, chunk_size=self.chunk_size)
         num_places = min(running, num_sequences)
         if self.row_counts is None:
-            chunk = min(self.chunk_size, most_rows)
-            return num_places, tuple(sorted({num_places, max(num_places, chunk)}))
+            most = max(num_places, min(self.chunk_size, num_prompts * prompt_tokens))
+            sizes = {num_places, most}
+            # Of those that wait, mostly one at a time takes a place that came free.
+            one_prompt = num_places + prompt_tokens
+            saved = most - one_prompt
+            if num_sequences > num_places and saved >= max(one_prompt, _LEAST_SAVED):
+                sizes.add(one_prompt)
+            return num_places, tuple(sorted(sizes))
         counts = tuple(self.row_counts)
         for count in counts:
             check_counts(row_counts=count)
@@ -75,7 +85,7 @@ def begin_generation(
     check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
     stops = Stops.of(stop_tokens, stop_sequences, prompts.lengths.shape[0])
     num_sequences = prompts.lengths.shape[0] * num_samples
-    num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
+    num_places, row_counts = sizes.resolve(num_sequences, *prompts.tokens.shape)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)

@@ -93,7 +93,8 @@ def generate(
         static. Take few where the prefix cache leaves few.
       row_counts: rows that a step may have, ascending, the last at least W; static. A
         step takes the smallest that holds its work, each is a program to compile. None
-        is W and the larger of W and `chunk_size`, which is B * P at most.
+        is W and the larger of W and `chunk_size`, which is B * P at most; and W + P,
+        for one prompt alone, where some wait and it saves half of the rows.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
         earlier prompts of a domain left behind is not computed again.
       speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
