@@ -26,6 +26,7 @@ from small_model import (
 import jkv
 from jkv import decoding
 from jkv.decoding import FinishReason, Sampling
+from jkv.decoding.beginning import Concurrency
 
 ROWS, WIDTH, NEW_TOKENS, CONTEXT = 8, 32, 12, 30
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "chunk_size")
@@ -567,6 +568,18 @@ def test_donated_and_in_place():
     assert counts[0] == counts[-1]
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == cache.num_blocks
+
+
+@pytest.mark.one_end
+def test_a_prompt_that_comes_alone_has_a_step_of_its_size():
+    def sizes(num_prompts, prompt_tokens, max_running):
+        default = Concurrency(max_running, chunk_size=512, row_counts=None)
+        return default.resolve(num_prompts, num_prompts, prompt_tokens)[1]
+
+    assert sizes(46, 192, 8) == (8, 200, 512)
+    assert sizes(46, 192, None) == (46, 512)  # nobody waits
+    assert sizes(46, 300, 8) == (8, 512)  # it would save less than half
+    assert sizes(8, 10, 4) == (4, 80)  # or too little to compile a program for
 
 
 def test_wrong_arguments_are_named():

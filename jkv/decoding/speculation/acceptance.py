@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.options import Sampling
-from jkv.decoding.sampling import by_row, draw, draw_uniforms, filter_logits, sample
+from jkv.decoding.sampling import (
+    by_row,
+    draw,
+    draw_uniforms,
+    filter_logits,
+    find_best,
+    sample,
+)
 from jkv.decoding.speculation.verification import Guesses, Rows, Sampler
 
 # What random numbers of one sequence and one position are for, beside plain draws.
@@ -69,8 +76,7 @@ def make_rejection_sampler(
                 by.seeds,
                 counts,
             )
-            best = jnp.argmax(wanted, axis=-1).astype(jnp.int32)
-            tokens = jnp.where(is_greedy, best, tokens)
+            tokens = jnp.where(is_greedy, find_best(wanted), tokens)
             logprobs = jax.nn.log_softmax(logits)
             picked = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
             return tokens, picked[:, 0]
