@@ -485,6 +485,36 @@ def test_small_calls_go_through_the_columns_together(window):
     assert not is_close(jnp.roll(output, 1, axis=0), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
+def test_requests_of_a_few_rows_read_their_blocks_once_for_all_of_them(options):
+    """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
+    workload = Workload(
+        name="few rows",
+        query_lengths=(8, 1, 11, 0, 3, 7),
+        context_lengths=(100, 1, 97, 5, 64, 7),
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        value_head_dim=24,
+        num_layers=2,
+    )
+    operands, num_rows = make_operands(workload), workload.num_rows
+    sinks = np.linspace(-1.0, 2.0, 6, dtype=np.float32)
+    attend = jax.jit(
+        functools.partial(paged_attention, return_lse=True, sinks=sinks, **options)
+    )
+    positional = arguments(operands, num_rows + 2)
+    expected = attend_loop(operands, LAYER, sinks=sinks, **options)
+    output, lse = attend(*positional)
+    for found, wanted in zip((output, lse), expected, strict=True):
+        assert_close(found[:num_rows], wanted)
+        assert not is_close(jnp.roll(found[:num_rows], 1, axis=0), wanted)
+    assert not output[num_rows:].any() and np.isneginf(lse[num_rows:]).all()
+    # Eight columns of six requests' keys by two heads, not of 32 rows'.
+    text = attend.lower(*positional).as_text()
+    assert "tensor<96x512xf32>" in text and "tensor<512x512xf32>" not in text
+
+
 @pytest.mark.one_end
 def test_the_last_token_may_begin_a_chunk():
     """Tiles of rows read 256 tokens at a time, decoding pieces of 32."""
