@@ -39,22 +39,33 @@ def logits_of(hashes, xp):
 
 def hash_model(params, tokens, cache, batch, *, all_rows=False):
     """The model as `jkv.generate` takes it; `params` is how often logits are NaN."""
-    assert not all_rows
     import jkv
 
     rows = jnp.stack([tokens, batch.positions], axis=1).astype(jnp.float32)[:, None]
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cache.head_dim - 2)))
     cache = jkv.write(cache, 0, batch, rows, rows)
+    if all_rows:
+        seq_ids, lengths = _owners(batch), batch.positions + 1
+    else:
+        seq_ids, lengths = batch.seq_ids, batch.context_lengths
     size = cache.block_size
-    blocks = cache.metadata.block_tables.at[batch.seq_ids].get(mode="clip")
+    blocks = cache.metadata.block_tables.at[seq_ids].get(mode="clip")
     found = cache.keys.at[0, blocks, 0].get(mode="fill", fill_value=0)
     found = found.reshape(blocks.shape[0], blocks.shape[1] * size, -1)[..., :2]
     place = jnp.arange(found.shape[1], dtype=jnp.int32)[None]
-    inside = place < batch.context_lengths[:, None]
+    inside = place < lengths[:, None]
     found = jnp.where(inside[..., None], found, 0).astype(jnp.uint32)
     terms = (found[..., 0] + jnp.uint32(1)) * hash_weights(found[..., 1])
     hashes = jnp.sum(jnp.where(inside, terms, 0), axis=1, dtype=jnp.uint32)
     return _with_nan(logits_of(hashes, jnp), hashes, params, jnp), cache
+
+
+def _owners(batch):
+    """The sequence of each row."""
+    row = jnp.arange(batch.num_rows, dtype=jnp.int32)[:, None]
+    begins = batch.query_starts[None]
+    is_mine = (begins <= row) & (row < begins + batch.query_lengths[None])
+    return batch.seq_ids[jnp.argmax(is_mine, axis=1)]
 
 
 def dense_logits(params, texts):

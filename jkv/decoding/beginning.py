@@ -96,6 +96,7 @@ def begin_generation(
         num_blocks=num_blocks,
         most_running=jnp.minimum(num_rows, num_places),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
+        speculation=None,
         row_counts=row_counts,
     )
 

@@ -20,7 +20,7 @@ from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import Generation
-from jkv.decoding.speculation.loop import run_speculatively
+from jkv.decoding.speculation.loop import begin_speculation
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE, run_steps
 from jkv.metadata.requests import Integers, Texts
@@ -151,17 +151,13 @@ def _generate(
 ) -> tuple[Cache, Generation]:
     """Do steps on one pool until nothing runs; options as `begin_generation` has."""
     state = begin_generation(model, params, cache, prompts, **options)
-    if speculate is not None:
-        cache, state = run_speculatively(
-            model, params, cache, state, sampling, speculate
-        )
-        return cache, state.result
     cache, state = run_steps(
         model,
         params,
         cache,
-        state,
+        begin_speculation(state, speculate),
         sampling,
         lambda state, _: jnp.any(state.is_running),
+        speculate,
     )
     return cache, state.result

@@ -199,6 +199,7 @@ def _queue_up(
             statistics=old.statistics,
         ),
         seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
+        speculation=state.speculation and state.speculation.forget(sequences),
     )
     queue = ring.push(queue, sequences, begins)
     queue = order_queue(queue, _find_ranks(state, queue))

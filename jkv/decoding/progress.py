@@ -14,6 +14,7 @@ from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.scheduling.demand import Blocks, BlockSize, Loads, sum_groups
 from jkv.decoding.scheduling.groups import Holder
 from jkv.decoding.scheduling.places import Places
+from jkv.decoding.speculation.progress import SpeculationState
 from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.verbs.lookups import num_free_blocks
 
@@ -37,6 +38,7 @@ class GenerationState:
     most_running: jax.Array  # i32[], sequences that run at one time, at most W
     # i32[], unpromised blocks without which it is useless to seat the first that waits
     seating_needs: Blocks
+    speculation: SpeculationState | None  # None where nothing is guessed
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 

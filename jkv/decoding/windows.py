@@ -19,6 +19,8 @@ from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import Prompts
+from jkv.decoding.speculation.loop import begin_speculation, run_speculatively
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.step import run_step
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.sharding.loops import while_loop
@@ -37,8 +39,13 @@ def run_steps(
     state: GenerationState,
     sampling: Sampling,
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Do steps for as long as `goes_on(state, steps so far)` is true."""
+    if speculate is not None:
+        return run_speculatively(
+            model, params, cache, state, sampling, speculate, goes_on
+        )
     Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]
 
     def step(carry: Carry) -> Carry:
@@ -71,6 +78,7 @@ def begin(
     chunk_size: int = CHUNK_SIZE,
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> GenerationState:
     """Let B prompts wait; `decode` does the rest, any number of steps at a time.
 
@@ -92,6 +100,8 @@ def begin(
       chunk_size: as for `generate`.
       row_counts: as for `generate`.
       salts: as for `generate`.
+      speculate: as for `generate`, for `decode` with the same. The cache of a draft is
+        a part of the state from now on.
 
     Returns:
       The state that `decode` goes on from. The cache is as it was.
@@ -113,7 +123,7 @@ def begin(
       >>> state.result.tokens.tolist()
       [[8, 9, 10, 11], [41, 42, 43, 44]]
     """
-    return begin_generation(
+    state = begin_generation(
         model,
         params,
         cache,
@@ -124,6 +134,7 @@ def begin(
         num_samples=num_samples,
         sizes=Concurrency(max_running, chunk_size, row_counts),
     )
+    return begin_speculation(state, speculate)
 
 
 @takes_cache
@@ -143,6 +154,7 @@ def prefill(
     chunk_size: int = CHUNK_SIZE,
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Put the first of B prompts in the cache, and choose the first token of each.
 
@@ -166,6 +178,7 @@ def prefill(
       chunk_size: as for `generate`.
       row_counts: as for `generate`.
       salts: as for `generate`.
+      speculate: as for `begin`; first tokens come without guesses.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -200,6 +213,7 @@ def prefill(
         chunk_size=chunk_size,
         row_counts=row_counts,
         salts=salts,
+        speculate=speculate,
     )
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
@@ -220,6 +234,7 @@ def decode(
     *,
     sampling: Sampling = GREEDY,
     num_steps: Integer | None = None,
+    speculate: PromptLookup | DraftModel | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Do steps: a token for each running sequence, or a piece of its prompt.
 
@@ -230,6 +245,9 @@ def decode(
       state: what came with the cache; jit may donate it, too.
       sampling: as for `prefill`.
       num_steps: steps to do at most, may be traced; None goes on until all have ended.
+      speculate: how to guess tokens, as `begin` or `prefill` was told, so that a step
+        may bring several; None does plain steps. The draft's cache is that of the
+        state: the one in a `DraftModel` is not looked at.
 
     Returns:
       The cache and the state. `state.is_running` says which sequences go on; those that
@@ -267,4 +285,5 @@ def decode(
         state,
         sampling,
         lambda state, count: (count < most) & jnp.any(state.is_running),
+        speculate,
     )

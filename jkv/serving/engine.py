@@ -21,6 +21,8 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.consumers import await_events, read_events
@@ -28,7 +30,7 @@ from jkv.serving.core import Core, HostOptions
 from jkv.serving.kept_programs import KeptPrograms
 from jkv.serving.loop import Loop, Progress
 from jkv.serving.measures import EngineStats
-from jkv.serving.programs import EngineSizes
+from jkv.serving.programs import EngineSizes, find_guess_sizes
 from jkv.serving.record import Completion, Event, QueueFull, Record, RequestState
 from jkv.serving.submission import (
     Limits,
@@ -89,6 +91,7 @@ class Engine:
         num_steps: int = 8,
         chunk_size: int = CHUNK_SIZE,
         row_counts: tuple[int, ...] | None = None,
+        speculate: PromptLookup | DraftModel | None = None,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple: nobody changes it)
         detokenize: Detokenize | None = None,
@@ -114,7 +117,10 @@ class Engine:
             the host hears of it; None is as many as run.
           num_steps: steps of a window. Fewer show tokens sooner.
           chunk_size: as for `jkv.generate`.
-          row_counts: as for `jkv.generate`.
+          row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
+            prompts come one after the other.
+          speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
+            The cache of a draft, with a row for each that runs, is given to the engine.
           stop_tokens: of requests that do not bring their own, such as a model's end.
           stop_sizes: most stop tokens and stop sequences of a request.
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
@@ -142,6 +148,9 @@ class Engine:
                 f"{num_steps}, {prompt} and {ahead}"
             )
         num_prompts = max_running + ahead
+        if row_counts is None:
+            chunk_size = min(chunk_size, num_prompts * prompt)
+            row_counts = spread_row_counts(max_running, chunk_size)
         sizes = EngineSizes(
             num_prompts=num_prompts,
             num_samples=max_samples,
@@ -153,8 +162,9 @@ class Engine:
             num_steps=num_steps,
             num_lanes=min(NUM_LANES, num_prompts),
             stops=stop_sizes,
+            guesses=find_guess_sizes(speculate),
         )
-        loop = Loop(model, params, cache, sizes, kept_programs)
+        loop = Loop(model, params, cache, sizes, kept_programs, speculate)
         self._limits = Limits(
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_new_tokens=max_new_tokens,

@@ -31,6 +31,9 @@ from jkv.storage.files import replacing
 
 logger = logging.getLogger("jkv.serving")
 
+# Static arguments whose code `KeptPrograms.version` stands for.
+_MODELS = ("model", "draft_model")
+
 
 class Program(Protocol):
     """A function that jit made."""
@@ -50,10 +53,11 @@ class KeptPrograms:
 
     Attributes:
       version: says which model it is, and changes whenever its code or anything changes
-        that is neither an array nor the shape of one, such as a configuration.
+        that is neither an array nor the shape of one, such as a configuration. With a
+        draft model it is for both.
       folder: where; a few megabytes for each engine, the oldest are removed beyond
         half a gigabyte.
-      sources: modules and packages that the model is made of: the content of their
+      sources: modules and packages that models are made of: the content of their
         files is a part of the version.
 
     Example:
@@ -103,7 +107,7 @@ class KeptPrograms:
             self.version,
             *self._code,
             # A model has no text of its own that another run would find again.
-            *(f"{k}={v}" for k, v in sorted(static.items()) if k != "model"),
+            *(f"{k}={v}" for k, v in sorted(static.items()) if k not in _MODELS),
             str(tree),
             *(_describe(leaf) for leaf in leaves),
             *_describe_surroundings(),

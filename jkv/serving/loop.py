@@ -9,6 +9,7 @@ import numpy as np
 
 from jkv.decoding.model import Model
 from jkv.decoding.progress import count_free_blocks
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.serving.book import Part
 from jkv.serving.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.programs import (
@@ -44,20 +45,34 @@ class Loop:
         cache: Cache,
         sizes: EngineSizes,
         kept: KeptPrograms | None,
+        speculate: PromptLookup | DraftModel | None,
     ):
         self._params, self._sizes, self.cache = params, sizes, cache
-        static = {"model": model, "sizes": sizes}
+        draft = speculate if isinstance(speculate, DraftModel) else None
+        draft_model = None if draft is None else draft.model
+        self._draft_params = None if draft is None else draft.params
+        self._draft_cache = None if draft is None else draft.cache
+        static = {"model": model, "draft_model": draft_model, "sizes": sizes}
         self._begin = BoundProgram(begin_empty, kept, static)
         self._exchange = BoundProgram(exchange, kept, {})
         self._run_window = BoundProgram(run_window, kept, static)
-        state, _ = self._begin.find_shapes(params=params, cache=cache)
+        state, _ = self._begin.find_shapes(**self._beginning)
         self.vocabulary = int(state.seen.shape[1])
         self.block_size = state.block_size(cache)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         # What a fresh start needs when the arrays are lost.
-        self._first = cache.with_groups(tuple(map(_without_arrays, cache.groups)))
-        self._placements = [_Placements.of(group) for group in cache.groups]
+        self._first = _First.of(cache)
+        self._first_draft = None if draft is None else _First.of(draft.cache)
         self._generation: Any = None  # state and sampling
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The newest value of each cache: that of a draft model, too."""
+        if self._generation is None:
+            return [self.cache]
+        speculation = self._generation[0].speculation
+        rows = None if speculation is None else speculation.rows
+        return [self.cache] if rows is None else [self.cache, rows.cache]
 
     def exchange(self, parts: list[Part], cancelled: np.ndarray[Any, Any]) -> None:
         """Cancel sequences, bool[N], and let parts of requests wait, at most K."""
@@ -80,6 +95,7 @@ class Loop:
             state=state,
             sampling=sampling,
             num_steps=np.int32(num_steps),
+            draft_params=self._draft_params,
         )
         self._generation = state, sampling
         return report
@@ -113,23 +129,59 @@ class Loop:
         Raises:
           EngineError: where others had sequences in the cache: theirs are lost, too.
         """
-        if np.asarray(self._first.metadata.is_open).any():
+        first, first_draft = self._first, self._first_draft
+        if first.is_shared or (first_draft is not None and first_draft.is_shared):
             raise EngineError(
                 "a step failed, and with its cache the sequences that others had open "
                 "in it; make a new engine with a new cache"
             )
         # The old pools are gone before there are new ones.
-        self._generation, self.cache = None, self._first
-        pairs = zip(self._first.groups, self._placements, strict=True)
-        groups = [placements.make_anew(first) for first, placements in pairs]
-        cache = self._first.with_groups(tuple(groups))
-        has_index = cache.metadata.prefix is not None
-        self.cache = clear_prefixes(cache) if has_index else cache
+        self._generation, self.cache, self._draft_cache = None, first.shapes, None
+        self.cache = first.make_anew()
+        if first_draft is not None:
+            self._draft_cache = first_draft.make_anew()
+
+    @property
+    def _beginning(self) -> dict[str, Any]:
+        """What a generation begins with."""
+        return {
+            "params": self._params,
+            "cache": self.cache,
+            "draft_params": self._draft_params,
+            "draft_cache": self._draft_cache,
+        }
 
     def _begun(self) -> Any:
         if self._generation is None:
-            self._generation = self._begin(params=self._params, cache=self.cache)
+            self._generation = self._begin(**self._beginning)
+            self._draft_cache = None  # donated
         return self._generation
+
+
+class _First(NamedTuple):
+    """A cache as it was at first, but for what was in its pools."""
+
+    shapes: Cache  # in the place of the pools; the metadata is on the host
+    placements: "list[_Placements]"
+
+    @classmethod
+    def of(cls, cache: Cache) -> "_First":
+        """Note what a fresh one needs."""
+        shapes = cache.with_groups(tuple(map(_without_arrays, cache.groups)))
+        return cls(shapes, [_Placements.of(group) for group in cache.groups])
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others had sequences in it."""
+        return bool(np.asarray(self.shapes.metadata.is_open).any())
+
+    def make_anew(self) -> Cache:
+        """Make one of the same sizes, and nothing in it."""
+        pairs = zip(self.shapes.groups, self.placements, strict=True)
+        groups = [placements.make_anew(first) for first, placements in pairs]
+        cache = self.shapes.with_groups(tuple(groups))
+        has_index = cache.metadata.prefix is not None
+        return clear_prefixes(cache) if has_index else cache
 
 
 class _Placements(NamedTuple):

@@ -63,6 +63,8 @@ class EngineStats(NamedTuple):
     recomputed_tokens: int  # generated ones computed a second time
     cached_tokens: int  # found in the prefix cache
     preemptions: int  # of sequences
+    draft_tokens: int  # guessed and computed
+    accepted_tokens: int  # those of them that were right
     num_windows: int  # that were read
     num_steps: int  # calls of the model
     num_blocks: int  # of the pool; with groups of layers, of all pools
@@ -78,6 +80,11 @@ class EngineStats(NamedTuple):
         """Share of the tokens needed in the cache that the prefix cache had."""
         computed = self.prompt_tokens + self.recomputed_tokens
         return self.cached_tokens / max(1, self.cached_tokens + computed)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the guessed tokens that were right."""
+        return self.accepted_tokens / max(1, self.draft_tokens)
 
 
 class Timer:
@@ -148,6 +155,8 @@ class Measures:
             recomputed_tokens=self._counts["recomputed_tokens"],
             cached_tokens=self._counts["cached_tokens"],
             preemptions=self._counts["preemptions"],
+            draft_tokens=self._counts["draft_tokens"],
+            accepted_tokens=self._counts["accepted_tokens"],
             num_windows=self.num_windows,
             num_steps=self._counts["num_steps"],
             num_blocks=num_blocks,

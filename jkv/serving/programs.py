@@ -5,7 +5,7 @@ others come, and `run_window` does some steps and reports. Nothing here asks the
 cache and state are donated.
 
 Symbols: Q prompts, N sequences of the generation, K lanes, E stop tokens, F stop
-sequences of C tokens, S steps of a window at most.
+sequences of C tokens, S steps of a window at most, U new tokens of a sequence in one.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jkv.decoding.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.progress import GenerationState, count_free_blocks
 from jkv.decoding.results import Statistics
 from jkv.decoding.scheduling.demand import sum_groups
+from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.serving.book import Part
 from jkv.serving.record import RequestState
 from jkv.serving.submission import StopSizes
@@ -29,6 +30,22 @@ from jkv.state import Cache
 
 # What `WindowReport.stages` counts.
 STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
+
+
+class DraftSizes(NamedTuple):
+    """What programs are compiled for of a `DraftModel`, beside model and arrays."""
+
+    num_tokens: int
+    cost: float
+
+
+def find_guess_sizes(
+    speculate: PromptLookup | DraftModel | None,
+) -> PromptLookup | DraftSizes | None:
+    """Return what programs are compiled for of a way to guess."""
+    if isinstance(speculate, DraftModel):
+        return DraftSizes(speculate.num_tokens, speculate.cost)
+    return speculate
 
 
 class EngineSizes(NamedTuple):
@@ -44,11 +61,18 @@ class EngineSizes(NamedTuple):
     num_steps: int  # S
     num_lanes: int  # K, prompts that one call of `exchange` takes
     stops: StopSizes
+    guesses: PromptLookup | DraftSizes | None
 
     @property
     def num_sequences(self) -> int:
         """Sequences of the generation, N."""
         return self.num_prompts * self.num_samples
+
+    @property
+    def max_window_tokens(self) -> int:
+        """Most new tokens of a sequence in a window, U."""
+        guesses = 0 if self.guesses is None else self.guesses.num_tokens
+        return min(self.num_steps * (1 + guesses), self.max_new_tokens)
 
 
 class Arrivals(NamedTuple):
@@ -110,8 +134,8 @@ class Arrivals(NamedTuple):
 class WindowReport(NamedTuple):
     """What the host reads after a window."""
 
-    tokens: jax.Array  # i32[N, S], new ones
-    logprobs: jax.Array  # f32[N, S], theirs
+    tokens: jax.Array  # i32[N, U], new ones
+    logprobs: jax.Array  # f32[N, U], theirs
     counts: jax.Array  # i32[N], how many
     reasons: jax.Array  # i32[N], `FinishReason`
     stages: jax.Array  # i32[N], index in STAGES
@@ -119,15 +143,23 @@ class WindowReport(NamedTuple):
     num_free_blocks: jax.Array  # i32[], of all groups of layers together
 
 
-_STATIC = ("model", "sizes")
+_STATIC = ("model", "draft_model", "sizes")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="draft_cache")
 def begin_empty(
-    model: Model, params: Any, cache: Cache, *, sizes: EngineSizes
+    model: Model,
+    params: Any,
+    cache: Cache,
+    draft_params: Any,
+    draft_cache: Cache | None,
+    *,
+    draft_model: Model | None,
+    sizes: EngineSizes,
 ) -> tuple[GenerationState, Sampling]:
     """Begin a generation in which nobody waits."""
     stops, num_sequences = sizes.stops, sizes.num_sequences
+    speculate = _join(sizes, draft_model, draft_params, draft_cache)
     state = decoding.begin(
         model,
         params,
@@ -140,6 +172,7 @@ def begin_empty(
         max_running=sizes.max_running,
         chunk_size=sizes.chunk_size,
         row_counts=sizes.row_counts,
+        speculate=speculate,
     )
     fields = {
         name: jnp.zeros((num_sequences,), dtype)
@@ -189,7 +222,9 @@ def run_window(
     state: GenerationState,
     sampling: Sampling,
     num_steps: jax.Array,  # i32[], at most S
+    draft_params: Any,
     *,
+    draft_model: Model | None,
     sizes: EngineSizes,
 ) -> tuple[Cache, GenerationState, WindowReport]:
     """Do steps until nobody goes on, and report what is new."""
@@ -197,13 +232,21 @@ def run_window(
     # Counted from nothing each time, no number grows past 32 bits.
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
+    rows = state.speculation and state.speculation.rows
+    speculate = _join(sizes, draft_model, draft_params, rows and rows.cache)
     cache, state = decoding.decode(
-        model, params, cache, state, sampling=sampling, num_steps=num_steps
+        model,
+        params,
+        cache,
+        state,
+        sampling=sampling,
+        num_steps=num_steps,
+        speculate=speculate,
     )
     result, places = state.result, state.places
-    step = jnp.arange(sizes.num_steps, dtype=jnp.int32)[None]
+    ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]
     sequence = jnp.arange(sizes.num_sequences, dtype=jnp.int32)[:, None]
-    column = starts[:, None] + step
+    column = starts[:, None] + ahead
     stage = 2 * places.is_started.astype(jnp.int32) - places.is_running.astype(
         jnp.int32
     )
@@ -220,6 +263,24 @@ def run_window(
             statistics=result.statistics,
             num_free_blocks=sum_groups(count_free_blocks(cache)),
         ),
+    )
+
+
+def _join(
+    sizes: EngineSizes,
+    draft_model: Model | None,
+    draft_params: Any,
+    draft_cache: Cache | None,
+) -> PromptLookup | DraftModel | None:
+    """Return how tokens are guessed, put together again."""
+    if not isinstance(sizes.guesses, DraftSizes):
+        return sizes.guesses
+    assert draft_model is not None and draft_cache is not None
+    return DraftModel(
+        model=draft_model,
+        params=draft_params,
+        cache=draft_cache,
+        **sizes.guesses._asdict(),
     )
 
 

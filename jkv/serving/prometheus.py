@@ -38,6 +38,7 @@ _GAUGES = {
     "blocks_free": ("free_blocks", "Blocks that are free, cached ones too"),
     "tokens_per_second": ("tokens_per_second", "New tokens, over ten seconds"),
     "prefix_hit_rate": ("hit_rate", "Share of tokens that the prefix cache had"),
+    "acceptance_rate": ("acceptance_rate", "Share of guessed tokens that were right"),
 }
 _COUNTERS = {
     "requests_refused": ("refused", "Requests that were never taken in"),
@@ -46,6 +47,8 @@ _COUNTERS = {
     "recomputed_tokens": ("recomputed_tokens", "New tokens computed a second time"),
     "cached_tokens": ("cached_tokens", "Tokens found in the prefix cache"),
     "preemptions": ("preemptions", "Sequences that gave their blocks back"),
+    "draft_tokens": ("draft_tokens", "Tokens that were guessed and computed"),
+    "accepted_tokens": ("accepted_tokens", "Guessed tokens that were right"),
     "windows": ("num_windows", "Windows of steps"),
     "steps": ("num_steps", "Calls of the model"),
 }

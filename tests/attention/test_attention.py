@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
+from ends import dealt, few
 from plain_attention import attend_loop
 from tolerances import assert_close, is_close
 from workloads import WORKLOADS, Workload, decode, make_operands, shrink
@@ -110,7 +110,7 @@ def small_operands(batch="mixed", seed=0, **fields):
     )
 
 
-@pytest.mark.parametrize("name", dealt(CASES, share=3))
+@pytest.mark.parametrize("name", dealt(CASES, turn=5, share=8))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equals_the_plain_loop(name, implementation):
     """Decode, prefill, mixed and idle batches through one trace."""
@@ -153,6 +153,7 @@ def test_equals_the_plain_loop(name, implementation):
 
 
 @pytest.mark.parametrize("name", ["decode-one-long-grouped", "mixed"])
+@pytest.mark.one_end
 def test_workloads_in_small(name):
     """The benchmarks' batches, their proportions kept."""
     (workload,) = (shrink(each) for each in WORKLOADS if each.name == name)
@@ -165,6 +166,7 @@ def test_workloads_in_small(name):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.one_end
 def test_any_order_of_blocks_gives_the_same_bits(implementation):
     operands = small_operands()
     positional = arguments(operands)
@@ -200,6 +202,7 @@ def test_nan_outside_the_window_stays_outside(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.one_end
 def test_padding_and_layouts(implementation):
     """Padded [B, Q] rows, requests in any order, ids and starts out of range."""
     operands = small_operands("chunked prefill")
@@ -246,7 +249,7 @@ def test_padding_and_layouts(implementation):
     assert not np.asarray(output)[~found].any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
 def test_nobody_asks(implementation):
     """No rows, no requests, and a traced window that hides everything."""
     operands = small_operands()
@@ -306,7 +309,7 @@ def quantized(positional, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", dealt(ONE_BYTE))
+@pytest.mark.parametrize("dtype", dealt(ONE_BYTE, share=4))
 def test_one_byte_pools(dtype, implementation):
     """Attention over quantised pools is that over what they mean; NaN scales around."""
     for batch in ("decode", "mixed"):
@@ -352,6 +355,7 @@ def test_scales_of_any_float_dtype(implementation):
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.one_end
 def test_small_scales_survive_half_precision_queries():
     """A weight times a scale of a millionth is below what float16 holds in full."""
     positional = arguments(small_operands())
@@ -366,7 +370,8 @@ def test_small_scales_survive_half_precision_queries():
     )
 
 
-@pytest.mark.parametrize("dtype", dealt(ONE_BYTE[1:], turn=1))
+@pytest.mark.parametrize("dtype", ONE_BYTE[1:])
+@pytest.mark.one_end
 def test_fp8_without_scales(dtype):
     """Their own dtype or its bits, as others may have stored them."""
     positional = arguments(small_operands())
@@ -393,6 +398,7 @@ def test_gradients_pass_through_quantised_pools():
     assert_close(gradient(positional, **scales), gradient(meaning))
 
 
+@pytest.mark.one_end
 def test_large_half_precision_values_do_not_overflow():
     """Partial sums in float16 would reach infinity here."""
     pool = np.full((1, 5, 1, 4, 8), 6e4, np.float16)
@@ -409,6 +415,7 @@ def test_large_half_precision_values_do_not_overflow():
     assert_close(output, np.full((1, 1, 8), 6e4))
 
 
+@pytest.mark.one_end
 def test_pools_without_layers_and_traced_scalars():
     """layer=None; a window and a scale that differ from call to call."""
     operands = small_operands()
@@ -465,6 +472,7 @@ def test_decoding_only(implementation):
 
 
 @pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.one_end
 def test_small_calls_go_through_the_columns_together(window):
     """Several trips; a trip before the window of the first row would be for nothing."""
     workload = decode("small", (96, 5, 81, 33) * 2, num_kv_heads=4, num_layers=2)
@@ -477,6 +485,7 @@ def test_small_calls_go_through_the_columns_together(window):
     assert not is_close(jnp.roll(output, 1, axis=0), expected)
 
 
+@pytest.mark.one_end
 def test_the_last_token_may_begin_a_chunk():
     """Tiles of rows read 256 tokens at a time, decoding pieces of 32."""
     workload = Workload(
@@ -496,6 +505,7 @@ def test_the_last_token_may_begin_a_chunk():
     assert_close(output, expected)
 
 
+@pytest.mark.one_end
 def test_work_is_the_sum_of_the_context_lengths():
     """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
     contexts = [1000, 32, 0, 33, 4, 5, 13]
@@ -525,7 +535,7 @@ def test_work_is_the_sum_of_the_context_lengths():
     assert int(work.num_pieces) == 0 + 0 + 1 + 0 + 1
 
 
-@pytest.mark.parametrize("storage", ["float32", "float16", "uint16"])
+@pytest.mark.parametrize("storage", few(["float32", "float16", "uint16"], "uint16"))
 def test_compiled_module_never_copies_a_pool(storage):
     """Half a GiB of pool, scan over layers: nothing of that size, little memory."""
     layers, blocks, kv_heads, block_size, head_dim = shape = (8, 16384, 2, 16, 64)
@@ -568,6 +578,7 @@ def test_compiled_module_never_copies_a_pool(storage):
     assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 8
 
 
+@pytest.mark.one_end
 def test_mistakes_are_explained():
     operands = small_operands()
     good = arguments(operands)

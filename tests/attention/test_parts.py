@@ -33,7 +33,7 @@ def join(outputs, logs):
     return summed / np.where(total > 0, total, 1)[..., None], np.log(total)
 
 
-@pytest.mark.parametrize("way", dealt(WAYS))
+@pytest.mark.parametrize("way", dealt(WAYS, turn=5, share=7))
 def test_parts_join_to_the_whole(way):
     """Decode, chunks and mixed batches, each part in a pool of its own."""
     implementation, window = WAYS[way]

@@ -355,6 +355,7 @@ def test_when_blocks_run_out_the_youngest_sequences_make_room():
     assert statistics.prompt_tokens == 4 + 2
 
 
+@pytest.mark.one_end
 def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
     # The first needs 3 blocks in the end, the second 3: 4 do for both, one after the
     # other, and the texts are what they are with room for all.
@@ -395,6 +396,7 @@ def test_any_pool_ends_every_sequence_with_a_reason():
     assert num_whole == sorted(num_whole) and set(num_whole) == {0, 2, 4}
 
 
+@pytest.mark.one_end
 def test_other_sequences_of_the_cache_stay_as_they_are():
     cache, opened = jkv.allocate(fresh_cache(free_rows=9), [0])
     cache, batch = jkv.append(cache, opened.seq_ids, [6], capacity=9)
@@ -474,6 +476,7 @@ def test_a_generation_can_be_left_at_any_step():
     assert_as_before(cache, before)
 
 
+@pytest.mark.one_end
 def test_repetition_penalty_sees_the_prompt_and_the_new_tokens():
     prompt = PROMPTS[3]
     (text,), *_ = run(attention_model, [prompt], repetition_penalty=3.0)
@@ -505,6 +508,7 @@ def test_one_trace_however_values_change():
         )
 
 
+@pytest.mark.one_end
 def test_wrong_arguments_are_named():
     start = functools.partial(
         decoding.generate, counting_model, None, fresh_cache(), row_counts=(8,)

@@ -191,7 +191,7 @@ def assert_played(result, game):
     assert found == expected
 
 
-@pytest.mark.parametrize("seed", dealt(range(12), share=3))
+@pytest.mark.parametrize("seed", dealt(range(12), share=12))
 def test_random_calls_equal_the_plain_queue(seed):
     rng = np.random.default_rng(seed)
     free_blocks = int(rng.choice([5, 6, 7, 9, 12, 20, 40]))
@@ -289,6 +289,7 @@ def test_what_is_donated_is_gone_and_leaves_nothing_behind():
     assert_given_back(pool(), cache)
 
 
+@pytest.mark.one_end
 def test_what_never_fits_ends_alone_and_shuts_nobody_out():
     rng = np.random.default_rng(7)
     call = draw_call(rng, 9, num_blocks=3)
@@ -307,6 +308,7 @@ def test_what_never_fits_ends_alone_and_shuts_nobody_out():
     assert is_out.sum() > 9 and (ended[is_out] == 13).all()
 
 
+@pytest.mark.one_end
 def test_windows_cancel_and_add_as_a_host_does():
     """Sequences are those of one call, whatever else comes and goes between windows."""
     rng = np.random.default_rng(11)
@@ -346,6 +348,7 @@ def test_windows_cancel_and_add_as_a_host_does():
     assert_given_back(pool(12), cache)
 
 
+@pytest.mark.one_end
 def test_what_stops_added_prompts_has_the_shape_of_the_first_call():
     call, cache = draw_call(np.random.default_rng(0), 1), pool()
     values = arguments(call)

@@ -71,6 +71,7 @@ def weigh(scores):
     return sum((w * each).sum() for w, each in zip(weights, scores, strict=True))
 
 
+@pytest.mark.one_end
 def test_equal_a_dense_model_and_so_does_the_derivative():
     """All weights: those before the keys and values of a prompt that three share."""
     params = attention_params()
@@ -109,7 +110,6 @@ def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):
     return rows, scores.shape
 
 
-@pytest.mark.one_end
 def test_a_prompt_is_computed_once_for_all_its_continuations():
     assert traced_rows(PROMPTS, CONTINUATIONS) == ([ROWS], (12, 6))
     assert traced_rows(PROMPTS, [[token] for token in range(8)]) == ([32], (8, 1))

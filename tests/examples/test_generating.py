@@ -138,6 +138,7 @@ def test_new_tokens_are_bounded_by_the_context(monkeypatch):
     assert task.config.max_context_length == context
 
 
+@pytest.mark.usefixtures("one_size")
 def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
     """Two of three layers see eight tokens; the texts are those of transformers."""
     folder = FIXTURES / "checkpoints" / "gemma3"

@@ -154,6 +154,31 @@ def assert_given_back(engine, free_blocks=BLOCKS, free_rows=ROWS):
     assert stats.waiting == stats.running == stats.preempted == 0
 
 
+def come_and_go(engine, rng, left):
+    """Submit requests at random and cancel some; return all by number, and what was.
+
+    Args:
+      engine: an engine without requests.
+      rng: what decides.
+      left: requests, taken from the end.
+
+    Returns:
+      The requests, the events, and the numbers of those cancelled.
+    """
+    requests, events, cancelled = {}, [], set()
+    while left or not engine.is_idle:
+        for _ in range(rng.integers(0, 5)):
+            if left:
+                request = left.pop()
+                requests[engine.submit(**request)] = request
+        if requests and rng.random() < 0.2:
+            number = int(rng.choice(list(requests)))
+            if engine.cancel(number):
+                cancelled.add(number)
+        events += engine.step()
+    return requests, events, cancelled
+
+
 def run_all(engine):
     """Do steps until nothing goes on; return the events."""
     events = []

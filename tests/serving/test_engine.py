@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from ends import few
 from engines import (
     CONTEXT,
     MOST_SAMPLES,
@@ -11,6 +12,7 @@ from engines import (
     WIDTH,
     assert_alone,
     assert_given_back,
+    come_and_go,
     draw_request,
     expected,
     make_engine,
@@ -22,24 +24,14 @@ from jkv.decoding import FinishReason, Sampling
 from jkv.serving import RequestRefused, RequestState
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", few(range(6), 1))
 def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
     rng = np.random.default_rng(seed)
     free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))
     nan_every = int(rng.choice([0, 17]))
     engine = make_engine(free_blocks, free_rows, nan_every)
     left = [draw_request(rng) for _ in range(25)]
-    requests, events, cancelled = {}, [], set()
-    while left or not engine.is_idle:
-        for _ in range(rng.integers(0, 5)):
-            if left:
-                request = left.pop()
-                requests[engine.submit(**request)] = request
-        if requests and rng.random() < 0.2:
-            number = int(rng.choice(list(requests)))
-            if engine.cancel(number):
-                cancelled.add(number)
-        events += engine.step()
+    requests, events, cancelled = come_and_go(engine, rng, left)
     stats = engine.stats()
     assert stats.cancelled == len(cancelled) > 0
     assert stats.finished == len(requests) - len(cancelled) > 10
@@ -86,6 +78,7 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
     assert_given_back(engine)
 
 
+@pytest.mark.one_end
 def test_smaller_priorities_go_first_and_equal_ones_in_order():
     engine = make_engine(free_rows=1)  # one runs at a time
     asked = dict(tokens=[5], max_new_tokens=1)
@@ -108,6 +101,7 @@ def refused(engine, *args, **options):
     return str(caught.value), caught.value.reason
 
 
+@pytest.mark.one_end
 def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
     engine = make_engine(free_blocks=2)
     text, reason = refused(engine, range(9))
@@ -144,6 +138,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
     assert engine.is_idle and engine.stats().refused == 2 + 15 - 2
 
 
+@pytest.mark.one_end
 def test_a_request_is_in_one_state_at_a_time():
     engine = make_engine(free_blocks=6, free_rows=3)
     seen = set()
@@ -166,6 +161,7 @@ def test_a_request_is_in_one_state_at_a_time():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.one_end
 def test_stop_strings_are_trimmed_exactly(seed):
     """Wherever a window ends; the texts are those of plain Python, cut by hand."""
     rng, letters = np.random.default_rng(seed), "abcdefghijklmnopqrstuvwxyz .!"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.decoding import DraftModel
 from jkv.serving import Engine, KeptPrograms
 from jkv.serving.kept_programs import BoundProgram
 
@@ -57,6 +58,7 @@ def test_a_program_is_traced_once_for_all_runs(kept):
     assert run(kept) == (expected, 0)
 
 
+@pytest.mark.one_end
 def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
     """Not for another version, other code, sizes, shapes, types or settings."""
     file = tmp_path / "model.py"
@@ -82,6 +84,7 @@ def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
         assert run(kept)[1] == 1
 
 
+@pytest.mark.one_end
 def test_what_cannot_be_read_is_compiled_again(kept, caplog):
     expected, _ = run(kept)
     (path,) = pathlib.Path(kept.folder).iterdir()
@@ -91,6 +94,7 @@ def test_what_cannot_be_read_is_compiled_again(kept, caplog):
     assert run(kept) == (expected, 0)
 
 
+@pytest.mark.one_end
 def test_what_cannot_be_written_is_not_kept(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert run(KeptPrograms("double", folder=tmp_path / "file" / "below"))[1] == 1
@@ -111,9 +115,10 @@ def test_what_jax_had_kept_before_is_kept_whole(kept):
 def test_an_engine_begins_without_its_model(kept):
     num_calls = []
 
-    def count_on(_, tokens, cache, batch):
+    def count_on(_, tokens, cache, batch, *, all_rows=False):
         num_calls.append(1)
-        return jax.nn.one_hot(tokens + 1, 10)[batch.last_rows], cache
+        logits = jax.nn.one_hot(tokens + 1, 10)
+        return (logits if all_rows else logits[batch.last_rows]), cache
 
     config = jkv.CacheConfig(
         num_layers=1,
@@ -135,14 +140,24 @@ def test_an_engine_begins_without_its_model(kept):
             max_new_tokens=4,
             max_prompt_tokens=2,
             num_steps=2,
+            speculate=DraftModel(
+                # Another object in each run, as in each process.
+                model=lambda *args, **options: count_on(*args, **options),
+                params=None,
+                cache=jkv.init(config),
+                num_tokens=2,
+                cost=1.0,
+            ),
             kept_programs=kept,
         )
         assert engine.warm_up() == 3
-        return [each.tokens for each in engine.generate([[3, 4]], max_new_tokens=4)]
+        (found,) = engine.generate([[3, 4]], max_new_tokens=4)
+        assert engine.stats().accepted_tokens == 2
+        return found.tokens
 
-    assert answer() == [[5, 6, 7, 8]]
+    assert answer() == [5, 6, 7, 8]
     assert num_calls and len(list(pathlib.Path(kept.folder).iterdir())) == 3
     num_calls.clear()
     jax.clear_caches()
-    assert answer() == [[5, 6, 7, 8]]
+    assert answer() == [5, 6, 7, 8]
     assert not num_calls

@@ -36,7 +36,8 @@ def test_windows_add_up_past_32_bits():
     # Thirty tokens since the first window was read.
     assert stats.tokens_per_second == 30 / 4
     assert snapshot(measures, 50.0).tokens_per_second == 0
-    assert snapshot(Measures(), 0.0).hit_rate == 0
+    nothing = snapshot(Measures(), 0.0)
+    assert nothing.hit_rate == nothing.acceptance_rate == 0
 
 
 def test_times_are_counted_in_buckets():
@@ -61,7 +62,8 @@ def test_prometheus_reads_the_same_numbers():
             return snapshot(measures, 1.0)
 
     measures = Measures()
-    measures.add_window(window(num_steps=4, preemptions=2), 7, 0.5)
+    counts = dict(num_steps=4, preemptions=2, draft_tokens=8, accepted_tokens=6)
+    measures.add_window(window(**counts), 7, 0.5)
     measures.failed, measures.free_blocks = 5, 6
     measures.first_token.add(0.03)
     measures.first_token.add(99.0)
@@ -82,6 +84,8 @@ def test_prometheus_reads_the_same_numbers():
         ("jkv_generated_tokens_total",): 7,
         ("jkv_preemptions_total",): 2,
         ("jkv_steps_total",): 4,
+        ("jkv_accepted_tokens_total",): 6,
+        ("jkv_acceptance_rate",): 0.75,
         ("jkv_time_to_first_token_seconds_bucket", "0.02"): 0,
         ("jkv_time_to_first_token_seconds_bucket", "0.05"): 1,
         ("jkv_time_to_first_token_seconds_bucket", "+Inf"): 2,

@@ -23,6 +23,7 @@ from jkv.decoding.sampling import PerRow, by_row, draw, filter_logits
 from jkv.decoding.scheduling.rows import locate_rows, share_rows
 from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.options import DraftModel
+from jkv.decoding.speculation.progress import DraftRows
 from jkv.decoding.speculation.verification import Guesses
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -38,14 +39,22 @@ _ROWS = 128
 class Drafts(NamedTuple):
     """What the draft model has, and what it made of it."""
 
-    cache: Cache
-    seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
-    owners: jax.Array  # i32[W], the sequence of which the row has tokens; N is none
+    rows: DraftRows
     guesses: Guesses
     logits: jax.Array  # f32[W, K, V], filtered, that each guess was drawn from
 
+    @classmethod
+    def none(cls, rows: DraftRows, num_tokens: int, vocabulary: int) -> "Drafts":
+        """Begin a window: rows as the last one left them, nothing drafted."""
+        num_places = rows.seq_ids.shape[0]
+        return cls(
+            rows=rows,
+            guesses=Guesses.none(num_places, num_tokens),
+            logits=jnp.zeros((num_places, num_tokens, vocabulary), jnp.float32),
+        )
 
-def begin_drafts(options: DraftModel, state: GenerationState) -> Drafts:
+
+def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
     """Open a row of the draft's cache for each place."""
     num_places, vocabulary = state.seen.shape
     drawn = find_vocabulary(options.model, options.params, options.cache, num_places)
@@ -55,15 +64,8 @@ def begin_drafts(options: DraftModel, state: GenerationState) -> Drafts:
             f"its logits are for {drawn}"
         )
     cache, opened = allocate(options.cache, jnp.zeros((num_places,), jnp.int32))
-    nobody = state.result.lengths.shape[0]
-    num_tokens = options.num_tokens
-    return Drafts(
-        cache=cache,
-        seq_ids=opened.seq_ids,
-        owners=jnp.full((num_places,), nobody, jnp.int32),
-        guesses=Guesses.none(num_places, num_tokens),
-        logits=jnp.zeros((num_places, num_tokens, vocabulary), jnp.float32),
-    )
+    nobody = jnp.full((num_places,), NO_SEQUENCE, jnp.int32)
+    return DraftRows(cache=cache, seq_ids=opened.seq_ids, owners=nobody)
 
 
 class _Texts(NamedTuple):
@@ -104,13 +106,10 @@ def draft(
     chosen = sampling_of(sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]
     texts = _Texts(state, lengths, chosen, by_row(chosen, num_places), made[sequences])
-    drafts = _take_over(drafts, texts, is_ready)
-    is_ready = is_ready & (drafts.seq_ids >= 0)
-    cache, is_ready = _catch_up(options, drafts, texts, is_ready)
-    cache, guesses, logits = _run_ahead(
-        options, drafts._replace(cache=cache), texts, is_ready
-    )
-    return drafts._replace(cache=cache, guesses=guesses, logits=logits)
+    rows = _take_over(drafts.rows, texts, is_ready)
+    is_ready = is_ready & (rows.seq_ids >= 0)
+    rows, is_ready = _catch_up(options, rows, texts, is_ready)
+    return _run_ahead(options, drafts._replace(rows=rows), texts, is_ready)
 
 
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
@@ -121,74 +120,70 @@ def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Dr
       lengths: i32[W], tokens of each text before the guesses.
       accepted: i32[W], guesses that were right.
     """
-    return _cut_drafts(drafts, jnp.minimum(_lengths(drafts), lengths + accepted))
+    rows = drafts.rows
+    kept = jnp.minimum(_lengths(rows), lengths + accepted)
+    return drafts._replace(rows=_cut_rows(rows, kept))
 
 
-def _lengths(drafts: Drafts) -> jax.Array:
+def _lengths(rows: DraftRows) -> jax.Array:
     """Return the tokens that the draft has of each place's text, i32[W]."""
-    metadata = drafts.cache.metadata
-    row = jnp.where(drafts.seq_ids >= 0, drafts.seq_ids, metadata.max_sequences)
+    metadata = rows.cache.metadata
+    row = jnp.where(rows.seq_ids >= 0, rows.seq_ids, metadata.max_sequences)
     return metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
-def _cut_drafts(drafts: Drafts, lengths: jax.Array) -> Drafts:
+def _cut_rows(rows: DraftRows, lengths: jax.Array) -> DraftRows:
     """Cut rows back to lengths, i32[W]."""
-    is_cut = lengths < _lengths(drafts)
-    seq_ids = jnp.where(is_cut, drafts.seq_ids, NO_SEQUENCE)
-    cache, _ = truncate(drafts.cache, seq_ids, lengths)
-    return drafts._replace(cache=cache)
+    is_cut = lengths < _lengths(rows)
+    seq_ids = jnp.where(is_cut, rows.seq_ids, NO_SEQUENCE)
+    cache, _ = truncate(rows.cache, seq_ids, lengths)
+    return rows._replace(cache=cache)
 
 
-def _take_over(drafts: Drafts, texts: _Texts, is_ready: jax.Array) -> Drafts:
+def _take_over(rows: DraftRows, texts: _Texts, is_ready: jax.Array) -> DraftRows:
     """Forget the texts that have left their places."""
-    nobody = texts.state.result.lengths.shape[0]
-    owners = jnp.where(is_ready, texts.state.places.sequences, nobody)
-    stays = is_ready & (owners == drafts.owners)
-    drafts = _cut_drafts(drafts, jnp.where(stays, _lengths(drafts), 0))
-    return drafts._replace(owners=owners)
+    owners = jnp.where(is_ready, texts.state.places.sequences, NO_SEQUENCE)
+    stays = is_ready & (owners == rows.owners)
+    rows = _cut_rows(rows, jnp.where(stays, _lengths(rows), 0))
+    return rows._replace(owners=owners)
 
 
 def _catch_up(
-    options: DraftModel, drafts: Drafts, texts: _Texts, is_ready: jax.Array
-) -> tuple[Cache, jax.Array]:
+    options: DraftModel, rows: DraftRows, texts: _Texts, is_ready: jax.Array
+) -> tuple[DraftRows, jax.Array]:
     """Compute what the draft lacks of each text, but for its last token or two.
 
     Returns:
-      The cache, and bool[W]: who is still ready. The others have no room.
+      The rows, and bool[W]: who is still ready. The others have no room.
     """
     num_places = is_ready.shape[0]
     num_rows = max(_ROWS, num_places)
-    Carry = tuple[Cache, jax.Array]
+    Carry = tuple[DraftRows, jax.Array]
 
     def find_missing(carry: Carry) -> jax.Array:
-        cache, is_ready = carry
-        done = _lengths(drafts._replace(cache=cache))
-        return jnp.where(is_ready, texts.lengths - done, 0)
+        rows, is_ready = carry
+        return jnp.where(is_ready, texts.lengths - _lengths(rows), 0)
 
     def trip(carry: Carry) -> Carry:
-        cache, is_ready = carry
+        rows, is_ready = carry
         left = jnp.maximum(find_missing(carry) - 1, 0)
         counts = share_rows(left, texts.state.places.ages, num_rows)
-        done = _lengths(drafts._replace(cache=cache))
-        tokens = texts.tokens(*locate_rows(counts, done, num_rows))
-        seq_ids = jnp.where(counts > 0, drafts.seq_ids, NO_SEQUENCE)
-        cache, batch = append(cache, seq_ids, counts, capacity=num_rows)
+        tokens = texts.tokens(*locate_rows(counts, _lengths(rows), num_rows))
+        seq_ids = jnp.where(counts > 0, rows.seq_ids, NO_SEQUENCE)
+        cache, batch = append(rows.cache, seq_ids, counts, capacity=num_rows)
         _, cache = call_model(options.model, options.params, tokens, cache, batch)
-        return cache, is_ready & (batch.status == Status.OK)
+        return rows._replace(cache=cache), is_ready & (batch.status == Status.OK)
 
     return while_loop(
-        lambda carry: jnp.any(find_missing(carry) > 2), trip, (drafts.cache, is_ready)
+        lambda carry: jnp.any(find_missing(carry) > 2), trip, (rows, is_ready)
     )
 
 
 def _run_ahead(
     options: DraftModel, drafts: Drafts, texts: _Texts, is_ready: jax.Array
-) -> tuple[Cache, Guesses, jax.Array]:
+) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    num_tokens, place = (
-        options.num_tokens,
-        jnp.arange(is_ready.shape[0], dtype=jnp.int32),
-    )
+    rows, place = drafts.rows, jnp.arange(is_ready.shape[0], dtype=jnp.int32)
     Carry = tuple[Cache, Guesses, jax.Array]
 
     def note(
@@ -206,12 +201,12 @@ def _run_ahead(
         return cache, guesses, kept.at[:, i].set(filtered)
 
     # The last token or two of each text.
-    done = _lengths(drafts)
+    done = _lengths(rows)
     missing = jnp.where(is_ready, texts.lengths - done, 0)
     column = jnp.arange(2, dtype=jnp.int32)[None]
     tokens = texts.tokens(place[:, None], done[:, None] + column).reshape(-1)
-    seq_ids = jnp.where(is_ready, drafts.seq_ids, NO_SEQUENCE)
-    cache, batch = append(drafts.cache, seq_ids, missing, max_query_length=2)
+    seq_ids = jnp.where(is_ready, rows.seq_ids, NO_SEQUENCE)
+    cache, batch = append(rows.cache, seq_ids, missing, max_query_length=2)
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
     carry = note(jnp.int32(0), cache, batch, (cache, nothing, drafts.logits), tokens)
 
@@ -222,4 +217,7 @@ def _run_ahead(
         cache, batch = append(cache, jnp.where(goes_on, seq_ids, NO_SEQUENCE))
         return note(i, cache, batch, carry, tokens)
 
-    return fori_loop(jnp.int32(1), jnp.int32(num_tokens), trip, carry)
+    cache, guesses, kept = fori_loop(
+        jnp.int32(1), jnp.int32(options.num_tokens), trip, carry
+    )
+    return Drafts(rows._replace(cache=cache), guesses, kept)

@@ -1,4 +1,4 @@
-"""The loop of `generate` with guesses: each step is a plain one or one that checks.
+"""The loop of steps with guesses: each one is a plain one or one that checks.
 
 A step checks guesses only when each text in the cache lacks nothing but its newest
 token: prompts are computed by plain steps, and so are texts that were preempted.
@@ -6,6 +6,7 @@ token: prompts are computed by plain steps, and so are texts that were preempted
 Symbols: W places, V tokens in the vocabulary.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,13 +24,14 @@ from jkv.decoding.sampling import sample
 from jkv.decoding.speculation.acceptance import make_rejection_sampler
 from jkv.decoding.speculation.drafting import (
     Drafts,
-    begin_drafts,
     draft,
     keep_accepted,
+    open_rows,
 )
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.speculation.pace import Pace
+from jkv.decoding.speculation.progress import SpeculationState
 from jkv.decoding.speculation.verification import (
     Guesses,
     check_guesses,
@@ -38,6 +40,7 @@ from jkv.decoding.speculation.verification import (
 from jkv.decoding.step import advance, settle_places
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
+from jkv.status import UsageError
 
 Speculation = PromptLookup | DraftModel
 
@@ -46,7 +49,7 @@ class _Loop(NamedTuple):
     """What the loop carries."""
 
     cache: Cache
-    state: GenerationState
+    state: GenerationState  # without its part for speculation
     logits: jax.Array  # f32[W, V], memory for those of a plain step
     pace: Pace
     drafts: Drafts | None  # of a draft model
@@ -61,6 +64,17 @@ class _Fixed(NamedTuple):
     options: Speculation
 
 
+def begin_speculation(
+    state: GenerationState, options: Speculation | None
+) -> GenerationState:
+    """Return a generation that has not begun, ready for guesses."""
+    if options is None:
+        return state
+    rows = open_rows(options, state) if isinstance(options, DraftModel) else None
+    pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
+    return dataclasses.replace(state, speculation=SpeculationState(pace, rows))
+
+
 def run_speculatively(
     model: Model,
     params: Any,
@@ -68,18 +82,49 @@ def run_speculatively(
     state: GenerationState,
     sampling: Sampling,
     options: Speculation,
+    goes_on: Callable[[GenerationState, jax.Array], jax.Array],
 ) -> tuple[Cache, GenerationState]:
-    """Do steps until everything has ended."""
+    """Do steps for as long as `goes_on(state, steps so far)` is true.
+
+    Args:
+      model, params: as for `generate`.
+      cache: the cache.
+      state: of `begin_speculation` with options of this kind.
+      sampling: of N sequences.
+      options: how to guess.
+      goes_on: when to do a further step.
+    """
+    pace, drafts = _resume(state, options)
     fixed = _Fixed(model, params, sampling, options)
-    drafts = begin_drafts(options, state) if isinstance(options, DraftModel) else None
-    pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
+    Carry = tuple[jax.Array, _Loop]
+
+    def step(carry: Carry) -> Carry:
+        num_steps, loop = carry
+        return num_steps + 1, _step(fixed, loop)
+
     logits = jnp.zeros(state.seen.shape, jnp.float32)
-    loop = while_loop(
-        lambda loop: jnp.any(loop.state.is_running),
-        functools.partial(_step, fixed),
-        _Loop(cache, state, logits, pace, drafts),
+    state = dataclasses.replace(state, speculation=None)
+    _, loop = while_loop(
+        lambda carry: goes_on(carry[1].state, carry[0]),
+        step,
+        (jnp.zeros((), jnp.int32), _Loop(cache, state, logits, pace, drafts)),
     )
-    return loop.cache, loop.state
+    left = SpeculationState(loop.pace, loop.drafts and loop.drafts.rows)
+    return loop.cache, dataclasses.replace(loop.state, speculation=left)
+
+
+def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts | None]:
+    """Return the pace, and what a draft model has, as the last window left them."""
+    old, drafts = state.speculation, isinstance(options, DraftModel)
+    if old is None or drafts != (old.rows is not None):
+        raise UsageError(
+            f"this generation was not begun for guesses of a "
+            f"{type(options).__name__}: give `begin` or `prefill` speculate=, too"
+        )
+    if old.rows is None:
+        return old.pace, None
+    vocabulary = state.seen.shape[1]
+    return old.pace, Drafts.none(old.rows, options.num_tokens, vocabulary)
 
 
 def _step(fixed: _Fixed, loop: _Loop) -> _Loop:

@@ -39,6 +39,7 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.prefixes import commit
 from jkv.verbs.truncation import truncate
+from jkv.verbs.work_lists import with_work_lists
 
 
 class Guesses(NamedTuple):
@@ -171,6 +172,8 @@ def _compute_guesses(
     tokens = _tokens_of_rows(state, loads, guesses, counts, sizes[-1])
     seq_ids = jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE)
     cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
+    # Each size has lists of work of its own.
+    batch = batch.with_work_lists((None,) * len(batch.groups))
     leaves, structure = jax.tree.flatten(batch)
     Carry = tuple[Cache, jax.Array]
 
@@ -178,6 +181,7 @@ def _compute_guesses(
         def compute(carry: Carry, tokens: jax.Array, *leaves: jax.Array) -> Carry:
             cache, logits = carry
             first = jax.tree.unflatten(structure, leaves).first_rows(size)
+            first = with_work_lists(cache, first)
             found, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )

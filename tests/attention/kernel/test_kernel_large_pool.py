@@ -28,6 +28,7 @@ def available_memory():
 
 @pytest.mark.slow
 @pytest.mark.skipif(available_memory() < 10 * 2**30, reason="takes 5 GB of memory")
+@pytest.mark.one_end
 def test_fingerprints_past_two_to_the_31():
     """Decode and prefill. Values lie in the keys, so that one pool is enough."""
     pool = make_pool()

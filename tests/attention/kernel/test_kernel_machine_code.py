@@ -151,10 +151,8 @@ def test_every_row_is_compiled():
             fields = {key: fields[key] for key in fields if key != "options"}
             queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
             tuning = find_tuning(queries, pools, platform, known)
-            reached.add(tuning and (tuning.programs, tuning.decode, tuning.prefill))
+            reached.add(tuning)
     rows = {
-        (family.programs, row.decode, row.prefill)
-        for family in TABLE.values()
-        for row in family.rows
+        row.tuned_for(family.units) for family in TABLE.values() for row in family.rows
     }
     assert rows == reached - {None}

@@ -233,7 +233,7 @@ def skip_what_has_no_row(this):
         pytest.skip(f"{FAMILY} leaves this to the plain path")
 
 
-@pytest.mark.parametrize("name", dealt(CASES, share=3))
+@pytest.mark.parametrize("name", dealt(CASES, turn=12, share=19))
 def test_equals_the_plain_loop(name):
     """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
     this = CASES[name]
@@ -356,7 +356,8 @@ def test_gradients_are_those_of_the_plain_path():
         assert np.asarray(other).any()
 
 
-@pytest.mark.parametrize("implementation", dealt(["reference", "xla"]))
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.one_end
 def test_values_in_the_keys_are_a_slice_of_them(implementation):
     """A latent cache equals one whose values were stored apart; gradients too.
 
@@ -409,6 +410,7 @@ else:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.one_end
 def test_refusals_say_why():
     good = case().arguments(case().operands("decode"))
 

@@ -1,0 +1,174 @@
+"""Engines that guess: the texts are those of engines that do not.
+
+Two texts run at a time, in pools of which others hold what is not free; one program for
+each way to guess. Samples, prefixes and stops meet guesses in `test_speculation.py`.
+The draft model is the model, but for what follows every third position.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import copied, small_cache
+from engines import (
+    BLOCK_SIZE,
+    CONTEXT,
+    NEW_TOKENS,
+    WIDTH,
+    assert_alone,
+    come_and_go,
+    draw_request,
+)
+from plain_queue import hash_model
+
+import jkv
+from jkv.decoding import DraftModel, PromptLookup, Sampling
+from jkv.serving import Engine, StopSizes, programs
+
+pytestmark = pytest.mark.one_end
+
+BLOCKS, RUNNING, OTHERS = 24, 2, 4
+PLAIN = dict(n=1, stop_tokens=[], stop_sequences=[])
+LOOKUP = PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)
+
+
+@functools.cache
+def pool(free_blocks=BLOCKS):
+    """A pool full of NaN."""
+    cache = small_cache(
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=RUNNING + OTHERS,
+        max_context_length=CONTEXT,
+    )
+    taken = [min(5, max(0, BLOCKS - free_blocks - 5 * i)) for i in range(OTHERS)]
+    cache, _ = jkv.allocate(cache, [BLOCK_SIZE * count for count in taken])
+    assert int(jkv.num_free_blocks(cache)) == free_blocks
+    return cache
+
+
+def often_right(params, tokens, cache, batch):
+    """Wrong about every third position."""
+    logits, cache = hash_model(params, tokens, cache, batch)
+    is_wrong = batch.context_lengths % 3 == 0
+    return jnp.where(is_wrong[:, None], jnp.roll(logits, 1, axis=1), logits), cache
+
+
+def draft(cache=None):
+    cache = copied(pool() if cache is None else cache)
+    params = np.uint32(0)
+    return DraftModel(
+        model=often_right, params=params, cache=cache, num_tokens=3, cost=1.0
+    )
+
+
+def make_engine(speculate, cache=None, nan_every=0):
+    """An engine that looks at the invariants of all caches after each window."""
+    return Engine(
+        hash_model,
+        np.uint32(nan_every),
+        copied(pool() if cache is None else cache),
+        max_running=RUNNING,
+        max_new_tokens=NEW_TOKENS,
+        max_prompt_tokens=WIDTH,
+        num_steps=3,
+        row_counts=(10,),
+        stop_sizes=StopSizes(0, 0, 0),
+        speculate=speculate,
+        checks=True,
+    )
+
+
+def assert_given_back(engine, free_blocks):
+    assert int(jkv.num_free_blocks(engine.cache)) == free_blocks
+    stats = engine.stats()
+    assert stats.waiting == stats.running == stats.preempted == 0
+
+
+def test_looked_up_texts_are_what_they_are_alone():
+    """Sampled ones too, NaN, and those that are cancelled."""
+    totals = np.zeros(3, int)
+    for seed, free_blocks in enumerate([5, 24, 6, 24]):
+        rng, nan_every = np.random.default_rng(seed), 17 * (seed // 2)
+        engine = make_engine(LOOKUP, pool(free_blocks), nan_every)
+        left = [draw_request(rng, **PLAIN) for _ in range(20)]
+        requests, _, cancelled = come_and_go(engine, rng, left)
+        for number, request in requests.items():
+            found = engine.results(number)
+            assert_alone(found, request, free_blocks=free_blocks, nan_every=nan_every)
+        stats = engine.stats()
+        assert stats.cancelled == len(cancelled)
+        totals += [stats.draft_tokens, stats.accepted_tokens, stats.preemptions]
+        assert_given_back(engine, free_blocks)
+    drafted, accepted, preemptions = totals
+    assert drafted > 5 * accepted > 0 and preemptions > 0
+
+
+@pytest.mark.parametrize("free_blocks, of_draft", [(24, 24), (6, 7)])
+def test_drafted_texts_are_what_they_are_alone(free_blocks, of_draft):
+    """Greedy ones. The draft has room for both texts, or for some more than one."""
+    rng = np.random.default_rng(free_blocks)
+    engine = make_engine(draft(pool(of_draft)), pool(free_blocks))
+    assert engine.warm_up() == 3
+    compiled = [programs.begin_empty, programs.exchange, programs.run_window]
+    before = [program._cache_size() for program in compiled]
+    ways = [Sampling(repetition_penalty=1.3), *3 * [Sampling()]]
+    left = [draw_request(rng, sampling=ways[i % 4], **PLAIN) for i in range(20)]
+    requests, _, cancelled = come_and_go(engine, rng, left)
+    for number, request in requests.items():
+        assert_alone(engine.results(number), request, free_blocks=free_blocks)
+    stats = engine.stats()
+    assert stats.cancelled == len(cancelled) > 0
+    assert stats.preemptions > 0 or free_blocks > 6
+    assert 0.3 < stats.acceptance_rate < 0.9 and stats.draft_tokens > 50
+    assert [program._cache_size() for program in compiled] == before
+    assert_given_back(engine, free_blocks)
+
+
+def test_a_text_is_drafted_for_as_if_no_other_had_had_its_number():
+    """A number comes again after `num_prompts` requests, here in the same place."""
+    engine = make_engine(draft())
+    others, text = [[1], [2], [3]], [9] * 9
+
+    def count():
+        """What the text is, and the guesses for it; nothing is drafted for others."""
+        before = engine.stats()
+        (found,) = engine.generate([text], max_new_tokens=8)
+        after = engine.stats()
+        engine.generate(others, max_new_tokens=1)
+        return (
+            found.tokens,
+            after.draft_tokens - before.draft_tokens,
+            after.accepted_tokens - before.accepted_tokens,
+        )
+
+    first = count()
+    assert first[2] > 2
+    (found,) = engine.generate([[5, 6, 7]])
+    assert len(found.tokens) == NEW_TOKENS
+    engine.generate(others, max_new_tokens=1)
+    assert count() == first
+    number = engine.submit([7, 6, 5, 4])
+    for _ in range(2):
+        engine.step()
+    assert engine.cancel(number)
+    engine.generate(others, max_new_tokens=1)
+    assert count() == first
+
+
+def test_drafts_begin_anew_when_a_step_failed():
+    fresh = small_cache(
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=RUNNING + OTHERS,
+        max_context_length=CONTEXT,
+    )
+    engine = make_engine(draft(fresh), fresh)
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    before = [each.tokens for each in engine.generate(prompts)]
+    guessed = engine.stats().draft_tokens
+    engine._core.loop.start_again()
+    assert [each.tokens for each in engine.generate(prompts)] == before
+    assert engine.stats().draft_tokens == 2 * guessed
+    assert_given_back(engine, BLOCKS)
