@@ -99,10 +99,10 @@ def test_prefill_tiles_cover_every_row_once():
     rng = np.random.default_rng(1)
     num_requests, num_rows, tile_rows = 7, 60, 8
     sizes = size_prefill_work(num_rows, num_requests, tile_rows)
-    build = jax.jit(list_prefill_work, static_argnames="sizes")
+    build = jax.jit(lambda requests: list_prefill_work(requests, sizes))
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.3)
-        work = jax.device_get(build(requests, sizes=sizes)).work
+        work = jax.device_get(build(requests).work)
         expected = seen_tokens(requests, None, decode=False)
         found = {}
         for entry in range(sizes.num_entries):
@@ -195,7 +195,8 @@ def test_the_last_tile_of_a_prompt_comes_first():
     """It sees most, so the others fill in while it runs."""
     rng = np.random.default_rng(1)
     requests = random_requests(rng, 3, 60, 0.0)
-    work = list_prefill_work(requests, size_prefill_work(60, 3, 8)).work
+    sizes = size_prefill_work(60, 3, 8)
+    work = jax.jit(lambda requests: list_prefill_work(requests, sizes))(requests).work
     alive = np.asarray(work.num_rows) > 0
     ends, table = np.asarray(work.end)[alive], np.asarray(work.table)[alive]
     same = table[1:] == table[:-1]
