@@ -20,6 +20,7 @@ from tolerances import assert_close, is_close
 from workloads import Workload, make_operands
 
 from jkv.attention import paged_attention
+from jkv.attention.kernel import body, loads, platforms
 from jkv.attention.kernel.tuning import find_family, find_target
 from jkv.storage import quantization
 
@@ -272,6 +273,38 @@ def test_equals_the_plain_loop(name):
                 rubbish[4] = np.full_like(arguments[4], 2**31 - 1)
                 rubbish[4][1] = -(2**31)
                 assert np.isfinite(attend(*rubbish)[0]).all()
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, storage):
+    """As the rows of CDNA decode; blocks smaller than a tile, and a window."""
+    carried = []
+
+    def to_operands(*arguments):
+        carried.append(1)
+        return loads.to_operands(*arguments)
+
+    monkeypatch.setattr(body, "to_operands", to_operands)
+    decode = dataclasses.replace(platforms._INTERPRETED.decode, is_carried=True)
+    tuning = dataclasses.replace(platforms._INTERPRETED, decode=decode)
+    monkeypatch.setattr(platforms, "_INTERPRETED", tuning)
+    # Shapes that no other test has, whose traces would be taken.
+    this = case(
+        group=3,
+        head_dim=48,
+        value_dim=32,
+        block_size=8,
+        storage=storage,
+        queries="float32",
+        options={"window": 41} if storage == "int8" else {},
+    )
+    attend, reference = (jax.jit(this.attend(n)) for n in ("pallas", "reference"))
+    for batch in BATCHES:
+        arguments = this.arguments(this.operands(batch))
+        for one, other in zip(attend(*arguments), reference(*arguments), strict=True):
+            assert_close(one, other)
+    assert carried or PLATFORM != "cpu"
 
 
 @pytest.mark.one_end
