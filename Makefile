@@ -16,29 +16,45 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compil
 BYTECODE = cd $(1) && bin/python -m compileall -q -j 2 -x '/tests?/' \
   $$(bin/python -c 'import sysconfig as s, os; p = s.get_path("purelib"); \
   print(*(os.path.join(p, n) for n in "$(IMPORTED)".split()))')
-IMPORTED := absl chex flax jax jaxlib ml_dtypes numpy opt_einsum pluggy _pytest scipy xdist
-# A worker keeps to neighbouring tests, which share compiled programs.
-PYTEST := -m pytest -n 2 --dist worksteal
+IMPORTED := absl chex flax jax jaxlib ml_dtypes numpy opt_einsum pluggy _pytest scipy
+# Each group of tests is a process, whose tests share compiled programs. JOBS of them run at
+# a time, the dearest first, so that no core waits long at the end.
+JOBS ?= 2
 PYTEST_ARGS ?=
-# What was compiled once is not compiled again: not by the other worker, and not by the next
-# run in this checkout.
+SIDE_BY_SIDE := --no-print-directory --keep-going -j$(JOBS) \
+  $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# What was compiled once is not compiled again: not by another group, and not by the next run
+# in this checkout.
 CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax-cache \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
   JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-# Half of the time of the tests is compiling, and was more with LLVM's optimisations. What
-# decides about copies and fusion is done before LLVM, and stays as it is.
-TEST_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
+# Half of the time of the tests is compiling, and was more with LLVM's optimisations and with
+# modules cut in pieces for other cores. What decides about copies and fusion is done before
+# LLVM, and stays as it is.
+QUICK := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
+TEST_FLAGS := $(CACHE) XLA_FLAGS="$(QUICK) $$XLA_FLAGS"
 # Half of the rest is MLIR, in between. The oldest JAX can still do without, the newest
 # cannot; what looks at the programs that XLA makes, or at the bits of small floats, runs
 # with it on both.
-PLAIN_FLAGS := $(CACHE) XLA_FLAGS="--xla_backend_optimization_level=0 \
-  --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
+PLAIN_FLAGS := $(CACHE) XLA_FLAGS="$(QUICK) --xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
 WITH_MLIR := $(patsubst %,tests/%.py,metadata/test_stages storage/test_quantization \
   verbs/test_in_place)
-# On eight simulated devices, which a process has from its start or not at all.
-DEVICES := $(PYTEST) tests/devices
-# Four minutes of compiling kernels, for cards that are not there: a target of its own.
+# Minutes of compiling kernels, for cards that are not there: a target of its own.
 MACHINE_CODE := tests/attention/kernel/test_kernel_machine_code.py
+# Folders of tests with a group of their own; what is in none of them is `oldest-rest`.
+# `devices` has eight simulated ones, which a process has from its start or not at all.
+FOLDERS := verbs decoding examples attention storage serving
+OLDEST_GROUPS := $(if $(PYTEST_ARGS),oldest-chosen,oldest-devices \
+  $(addprefix oldest-,$(FOLDERS)) oldest-rest oldest-modules)
+NEWEST_GROUPS := $(if $(PYTEST_ARGS),newest-chosen,newest-tests newest-devices)
+
+SAY = -c 'import sys, importlib.metadata as of; print("$@: Python %d.%d," % \
+  sys.version_info[:2], "JAX", of.version("jax"))'
+ON_OLDEST = $(VENV)/bin/python $(SAY) && $(1) JKV_REQUIRE_PARITY=$(if $(CI),1) \
+  $(VENV)/bin/python -m pytest $(2)
+ON_NEWEST = if [ ! -e $(NEWEST)/.test ]; then \
+  echo "NEWEST JAX NOT TESTED: no Python 3.12 or newer found beside $(PYTHON)"; \
+  else $(NEWEST)/bin/python $(SAY) && $(TEST_FLAGS) $(NEWEST)/bin/python -m pytest $(1); fi
 
 NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
   $(PYENV_ROOT)/versions/3.,14 13 12)))
@@ -46,7 +62,7 @@ FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
 .PHONY: help generate test lint types docs newest test-oldest test-newest \
-  machine-code tunix bench rollouts clean
+  $(OLDEST_GROUPS) $(NEWEST_GROUPS) machine-code tunix bench rollouts clean
 
 help:
 	@echo "make generate   set up, then continue a prompt with the bundled model"
@@ -61,10 +77,17 @@ help:
 generate: $(VENV)/.examples
 	$(VENV)/bin/python examples/generate.py
 
-# Both environments are set up side by side; then one thing at a time.
+# Both environments are set up side by side, then nothing is installed any more.
+# EXTRAS are targets that are too heavy to be a part of every run.
+EXTRAS ?=
+EXTRA_SETUP := $(patsubst machine-code,$(VENV)/.machine-code,$(patsubst \
+  tunix,$(TUNIX)/.test,$(EXTRAS)))
 test:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test newest
-	@$(MAKE) --no-print-directory -j1 lint types docs test-newest test-oldest
+	@$(if $(EXTRAS),$(MAKE) --no-print-directory -j2 $(EXTRA_SETUP))
+	@$(MAKE) --no-print-directory $(VENV)/.docs
+	@$(MAKE) $(SIDE_BY_SIDE) $(NEWEST_GROUPS) $(filter machine-code,$(EXTRAS)) \
+	  $(OLDEST_GROUPS) $(filter tunix,$(EXTRAS)) docs types lint
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -78,36 +101,47 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/zensical build --strict --clean
 
 test-oldest: $(VENV)/.test
-	@$(VENV)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
-	  sys.version_info[:2], "JAX", jax.__version__, "(oldest supported)")'
-	$(TEST_FLAGS) JKV_REQUIRE_PARITY=$(if $(CI),1) \
-	  $(VENV)/bin/python $(PYTEST) $(or $(PYTEST_ARGS),$(WITH_MLIR))
-ifndef PYTEST_ARGS
-	$(PLAIN_FLAGS) JKV_REQUIRE_PARITY=$(if $(CI),1) \
-	  $(VENV)/bin/python $(PYTEST) $(addprefix --ignore=,$(WITH_MLIR) $(MACHINE_CODE))
-	$(TEST_FLAGS) $(VENV)/bin/python $(DEVICES)
-endif
+	@$(MAKE) $(SIDE_BY_SIDE) $(OLDEST_GROUPS)
+
+test-newest: newest
+	@$(MAKE) $(SIDE_BY_SIDE) $(NEWEST_GROUPS)
+
+# What a group runs, and with which flags.
+$(addprefix oldest-,$(FOLDERS)): oldest-%: $(VENV)/.test
+	@$(call ON_OLDEST,$(PLAIN_FLAGS),tests/$* $(addprefix --ignore=,$(WITH_MLIR) \
+	  $(MACHINE_CODE)))
+
+oldest-rest: $(VENV)/.test
+	@$(call ON_OLDEST,$(PLAIN_FLAGS),$(addprefix --ignore=,$(WITH_MLIR) \
+	  $(addprefix tests/,$(FOLDERS))))
+
+oldest-modules: $(VENV)/.test
+	@$(call ON_OLDEST,$(TEST_FLAGS),$(WITH_MLIR))
+
+oldest-devices: $(VENV)/.test
+	@$(call ON_OLDEST,$(TEST_FLAGS),tests/devices)
+
+oldest-chosen: $(VENV)/.test
+	@$(call ON_OLDEST,$(TEST_FLAGS),$(PYTEST_ARGS))
+
+newest-tests: newest
+	@$(call ON_NEWEST,tests README.md --ignore=$(MACHINE_CODE))
+
+newest-devices: newest
+	@$(call ON_NEWEST,tests/devices)
+
+newest-chosen: newest
+	@$(call ON_NEWEST,$(PYTEST_ARGS))
 
 newest:
 	@python=$$($(FIND_NEWEST)); [ -z "$$python" ] || \
 	  $(MAKE) --no-print-directory $(NEWEST)/.test NEWEST_PYTHON=$$python
 
-test-newest: newest
-	@if [ ! -e $(NEWEST)/.test ]; then \
-	  echo "NEWEST JAX NOT TESTED: no Python 3.12 or newer found beside $(PYTHON)"; \
-	else \
-	  $(NEWEST)/bin/python -c 'import sys, jax; print("Python %d.%d," % \
-	    sys.version_info[:2], "JAX", jax.__version__, "(newest)")' && \
-	  $(TEST_FLAGS) $(NEWEST)/bin/python $(PYTEST) \
-	    $(or $(PYTEST_ARGS),--ignore=$(MACHINE_CODE)) && \
-	  $(if $(PYTEST_ARGS),true,$(TEST_FLAGS) $(NEWEST)/bin/python $(DEVICES)); \
-	fi
-
 machine-code: $(VENV)/.machine-code
-	$(TEST_FLAGS) $(VENV)/bin/python $(PYTEST) $(MACHINE_CODE)
+	$(TEST_FLAGS) $(VENV)/bin/python -m pytest $(MACHINE_CODE)
 
 tunix: $(TUNIX)/.test
-	$(PLAIN_FLAGS) $(TUNIX)/bin/python $(PYTEST) \
+	$(PLAIN_FLAGS) $(TUNIX)/bin/python -m pytest \
 	  $(or $(PYTEST_ARGS),tests/integrations jkv/integrations/tunix)
 
 bench: $(VENV)/.test
@@ -155,7 +189,7 @@ $(VENV)/.machine-code: $(VENV)/.test
 $(TUNIX)/.test: pyproject.toml
 	@echo "installing jkv and google-tunix (once)"
 	@$(PYTHON) -m venv $(TUNIX)
-	@$(TUNIX)/bin/python $(PIP) -e ".[tunix]" pytest pytest-xdist \
+	@$(TUNIX)/bin/python $(PIP) -e ".[tunix]" pytest \
 	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@touch $@
 

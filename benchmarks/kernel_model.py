@@ -12,9 +12,13 @@ is the estimate:
   times the turns in which all programs find room;
 * issue: the cycles in which instructions are issued, spread evenly over all SIMDs.
 
-Needs what `make machine-code` installs. The model knows nothing of caches, of the join,
-of a launch's own time, or of programs that disturb each other: it is for comparing a
-change with what was there before, until somebody times a card.
+Beside them, what it would take to write the partial results and to read them again, if
+they left the card's caches, which they need not.
+
+Needs what `make machine-code` installs. The model knows nothing of caches (but that
+the head tiles of a kv head read its tokens once), of the join, of a launch's own time,
+or of programs that disturb each other: it is for comparing a change with what was there
+before, until somebody times a card.
 """
 
 import argparse
@@ -34,6 +38,7 @@ from machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import make_requests  # noqa: E402
 from jkv.attention.kernel.tuning import Tuning, find_tuning  # noqa: E402
+from jkv.attention.kernel.variant import count_decode_heads  # noqa: E402
 from jkv.attention.kernel.work import (  # noqa: E402
     list_decode_work,
     size_decode_work,
@@ -45,28 +50,52 @@ TARGET = "gfx942"
 # registers on a SIMD for all that share it, in steps of 8.
 UNITS, SIMDS, REGISTERS, CLOCK, BANDWIDTH = 304, 4, 512, 2.1e9, 5.3e12
 LATENCIES = (700, 900, 1200)  # nanoseconds to the card's memory under load
-HEAD_DIM, KV_HEADS, GROUP, BLOCK_SIZE = 128, 8, 4, 16
+BLOCK_SIZE = 16
 # Sequences and tokens of each, as `benchmarks/gpu.py` times them.
 CALLS = ((1, 2_048), (1, 8_192), (1, 131_072), (8, 1_024), (64, 1_024), (64, 8_192))
 ELEMENTS = ("bfloat16", "int8", "float8_e4m3fn")
 
 
+class Model(NamedTuple):
+    """The attention of a model."""
+
+    head_dim: int
+    kv_heads: int
+    group: int  # query heads of a kv head
+
+
+# Of Llama 3 8B, and of DeepSeek V3 (latent: values of 512 in the keys).
+LLAMA, DEEPSEEK = Model(128, 8, 4), Model(576, 1, 128)
+
+
 class Compiled(NamedTuple):
     """The decode kernel, compiled."""
 
+    model: Model
     tuning: Tuning
+    row_heads: int  # query heads of a tile
     loop: list[str]
     registers: int
     step_bytes: int  # of keys and values that a step reads
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of query heads of a kv head."""
+        return -(-self.model.group // self.row_heads)
 
-def compile_decode(elements: str, **changes: Any) -> Compiled:
+    @property
+    def head_tiles(self) -> int:
+        """Programs for a piece."""
+        return self.model.kv_heads * self.tiles
+
+
+def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
     """Compile the kernel for a pool of these elements, the tile changed perhaps."""
     kv_dtype = None if elements == "bfloat16" else elements
     queries, pools = make_shapes(
-        HEAD_DIM,
-        group=GROUP,
-        kv_heads=KV_HEADS,
+        model.head_dim,
+        group=model.group,
+        kv_heads=model.kv_heads,
         block_size=BLOCK_SIZE,
         kv_dtype=kv_dtype,
     )
@@ -78,17 +107,20 @@ def compile_decode(elements: str, **changes: Any) -> Compiled:
     (kernel,) = (k for k in find_kernels(lowered) if k.name == "jkv_decode")
     code = compile_kernel(kernel, TARGET)
     element_bytes = jnp.dtype(pools.keys.dtype).itemsize
+    width = model.head_dim * (1 if pools.values is None else 2)
     return Compiled(
+        model=model,
+        row_heads=count_decode_heads(model.group, tuning),
         tuning=tuning,
         loop=attention_loop(kernel, TARGET),
         registers=code.registers,
-        step_bytes=2 * decode.tokens * HEAD_DIM * element_bytes,
+        step_bytes=decode.tokens * width * element_bytes,
     )
 
 
 def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
-    wanted = -(-compiled.tuning.programs // KV_HEADS)
+    wanted = -(-compiled.tuning.programs // compiled.head_tiles)
     sizes = size_decode_work(batch, batch, context, wanted)
     requests = make_requests(
         jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
@@ -114,15 +146,40 @@ def estimate(
     step = walk(compiled.loop, round(latency * CLOCK / 1e9))
     rounded = -(-compiled.registers // 8) * 8
     resident = UNITS * SIMDS * (REGISTERS // rounded) // warps
-    turns = -(-len(steps) * KV_HEADS // resident)
-    num_steps = int(steps.sum()) * KV_HEADS
+    turns = -(-len(steps) * compiled.head_tiles // resident)
+    num_steps = int(steps.sum()) * compiled.head_tiles
     seconds = {
-        "memory": num_steps * compiled.step_bytes / BANDWIDTH,
+        "memory": num_steps * compiled.step_bytes / compiled.tiles / BANDWIDTH,
         "latency": turns * int(steps.max()) * step.cycles / CLOCK,
         "issue": num_steps * warps * step.issue_cycles / (UNITS * SIMDS) / CLOCK,
     }
     share = seconds["memory"] / max(seconds.values())
+    model = compiled.model
+    value_dim = min(model.head_dim, 512)
+    partial_bytes = len(steps) * model.kv_heads * model.group * value_dim * 4
+    seconds["partial results"] = 2 * partial_bytes / BANDWIDTH
     return {name: value * 1e6 for name, value in seconds.items()} | {"share": share}
+
+
+def describe(
+    compiled: Compiled, elements: str, batch: int, context: int
+) -> dict[str, Any]:
+    """Return a row of the table: a call at all latencies."""
+    programs = len(count_steps(compiled, batch, context)) * compiled.head_tiles
+    row: dict[str, Any] = {
+        "head dim": compiled.model.head_dim,
+        "elements": elements,
+        "next tile carried": compiled.tuning.decode.is_carried,
+        "call": f"{batch} x {context}",
+        "programs": programs,
+    }
+    for latency in LATENCIES:
+        found = estimate(compiled, batch, context, latency)
+        bounds = "memory", "partial results", "issue"
+        row |= {name: round(found[name], 2) for name in bounds}
+        row[f"latency, {latency} ns"] = round(found["latency"], 2)
+        row[f"share, {latency} ns"] = round(found["share"], 3)
+    return row
 
 
 def main() -> None:
@@ -133,22 +190,12 @@ def main() -> None:
     where = harness.machine() | {"target": TARGET}
     print(harness.header("jkv: the decode kernel on MI300X, a model", where))
     rows = []
-    for elements in ELEMENTS[:1] if options.quick else ELEMENTS:
-        for is_carried in (False, True):
-            compiled = compile_decode(elements, is_carried=is_carried)
-            for batch, context in CALLS[:1] if options.quick else CALLS:
-                row: dict[str, Any] = {
-                    "elements": elements,
-                    "next tile carried": is_carried,
-                    "call": f"{batch} x {context}",
-                    "programs": len(count_steps(compiled, batch, context)) * KV_HEADS,
-                }
-                for latency in LATENCIES:
-                    found = estimate(compiled, batch, context, latency)
-                    row |= {k: round(found[k], 2) for k in ("memory", "issue")}
-                    row[f"latency, {latency} ns"] = round(found["latency"], 2)
-                    row[f"share, {latency} ns"] = round(found["share"], 3)
-                rows.append(row)
+    kinds = [(LLAMA, each, carried) for each in ELEMENTS for carried in (False, True)]
+    kinds += [(DEEPSEEK, ELEMENTS[0], True)]
+    for model, elements, is_carried in kinds[:1] if options.quick else kinds:
+        compiled = compile_decode(elements, model, is_carried=is_carried)
+        for batch, context in CALLS[:1] if options.quick else CALLS:
+            rows.append(describe(compiled, elements, batch, context))
     print(harness.table(rows, {key: key for key in rows[0]}))
     if not options.quick:
         run = {"benchmark": "kernel_model", "machine": where, "unit": "us"}

@@ -1,8 +1,9 @@
-"""A decode step through XLA's own ROCm compiler for MI300X, without an AMD card.
+"""A model's step through XLA's own ROCm compiler for MI300X, without an AMD card.
 
-For one card, and for a mesh of eight. A step of a model's worth of layers (append, then
-write and attend in each, the cache donated) is compiled ahead of time, and the compiled
-module asked: how much temporary memory does it take, which of its operations are as
+For one card, and for a mesh of eight: decode steps, and steps that check guesses or
+compute chunks of prompts. A step of a model's worth of layers (append, then write and
+attend in each, the cache donated) is compiled ahead of time, and the compiled module
+asked: how much temporary memory does it take, which of its operations are as
 large as a pool, are the kernels in it, is every array of the cache updated in place? On
 a mesh also: what is each card's share, and what crosses between cards? Nothing runs, so
 nothing is timed. The compiler comes from JAX's ROCm plugin with stand-ins for ROCm
@@ -49,7 +50,7 @@ IN_PLACE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One decode step: a token for each sequence."""
+    """One step: a token for each sequence, or several."""
 
     name: str
     num_layers: int
@@ -63,6 +64,10 @@ class Step:
     is_scanned: bool  # the layers in a `lax.scan`, or one after the other
     heads: int = 1  # cards over which the heads are spread
     context: int = 1  # cards over which the tokens of each block are
+    sliding_window: int | None = None  # that the cache has
+    window: int | None = None  # of each layer, as a number that a scan brings
+    num_rows: int | None = None  # of a step with chunks of prompts
+    latent_value_dim: int | None = None  # of a latent cache
 
     @property
     def num_cards(self) -> int:
@@ -91,20 +96,42 @@ class Step:
             max_sequences=self.num_sequences,
             max_context_length=self.max_context_length,
             dtype=self.dtype,
+            sliding_window=self.sliding_window,
+            value_head_dim=self.latent_value_dim,
+            values_in_keys=self.latent_value_dim is not None,
         )
 
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return self.num_sequences if self.num_rows is None else self.num_rows
+
     def run(
-        self, cache: jkv.Cache, seq_ids: jax.Array, rows: jax.Array, keys: jax.Array
+        self,
+        cache: jkv.Cache,
+        seq_ids: jax.Array,
+        counts: jax.Array,
+        rows: jax.Array,
+        keys: jax.Array,
     ) -> tuple[jkv.Cache, jax.Array]:
         """Decode; each layer's output is the next one's input, like a model's."""
-        cache, batch = jkv.append(cache, seq_ids)
+        if self.num_rows is None:
+            cache, batch = jkv.append(cache, seq_ids)
+        else:
+            cache, batch = jkv.append(cache, seq_ids, counts, capacity=self.num_rows)
 
         def layer_step(
             carry: tuple[jkv.Cache, jax.Array], layer: jax.Array | int
         ) -> tuple[tuple[jkv.Cache, jax.Array], None]:
             cache, rows = carry
-            cache = jkv.write(cache, layer, batch, keys, keys)
-            return (cache, jkv.attend(cache, layer, batch, rows)), None
+            values = None if self.latent_value_dim else keys
+            cache = jkv.write(cache, layer, batch, keys, values)
+            window = self.sliding_window
+            if self.window is not None:  # a number for each layer
+                window = self.window + layer
+            output = jkv.attend(cache, layer, batch, rows, window=window)
+            missing = self.head_dim - output.shape[-1]  # none but of latent caches
+            return (cache, jnp.pad(output, ((0, 0), (0, 0), (0, missing)))), None
 
         if self.is_scanned:
             layers = jnp.arange(self.num_layers, dtype=jnp.int32)
@@ -137,6 +164,24 @@ STEPS = [
     ),
     dataclasses.replace(LLAMA, name="llama-8b, int8", dtype="int8"),
     dataclasses.replace(LLAMA, name="fp8", num_layers=4, dtype="float8_e4m3fn"),
+    # Layers that see different numbers of tokens, all of which are kept; a cache that
+    # gives back; guesses to check; chunks of prompts beside single tokens.
+    dataclasses.replace(LLAMA, name="llama-8b, windows", window=1024),
+    dataclasses.replace(LLAMA, name="llama-8b, sliding window", sliding_window=1024),
+    dataclasses.replace(LLAMA, name="llama-8b, 5 rows each", num_rows=5 * 64),
+    dataclasses.replace(
+        LLAMA, name="llama-8b, chunks, windows", num_rows=2048, window=1024
+    ),
+    # The shapes of DeepSeek V3's attention.
+    dataclasses.replace(
+        LLAMA,
+        name="latent, 128 heads",
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=1,
+        head_dim=576,
+        latent_value_dim=512,
+    ),
     dataclasses.replace(LLAMA, name="llama-8b, heads on 8 cards", heads=8),
     # Four times the tokens, and contexts sixteen times as long.
     dataclasses.replace(
@@ -170,14 +215,14 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     cache = dataclasses.replace(cache, sharding=of_cache.sharding)
     dtype = jnp.bfloat16 if cache.key_scales is not None else step.dtype
     rows, keys = (
-        jax.ShapeDtypeStruct((step.num_sequences, heads, step.head_dim), dtype)
+        jax.ShapeDtypeStruct((step.rows, heads, step.head_dim), dtype)
         for heads in (step.num_heads, step.num_kv_heads)
     )
     seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
     operands = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        (cache, seq_ids, rows, keys),
-        (of_cache, everywhere, by_heads, by_heads),
+        (cache, seq_ids, seq_ids, rows, keys),
+        (of_cache, everywhere, everywhere, by_heads, by_heads),
     )
     start = time.perf_counter()
     compiled = jax.jit(step.run, donate_argnums=0).trace(*operands).lower().compile()
@@ -185,11 +230,12 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
 
     text, memory = compiled.as_text(), compiled.memory_analysis()
     num_kernels = len(re.findall(r"custom-call\(.*triton", text))
-    # Pieces and their joining: no request of several rows, no third kernel.
-    expected = 2 if step.is_scanned else 2 * step.num_layers
+    # Pieces and their joining; a third kernel for requests of several rows.
+    expected = 2 if step.num_rows is None else 3
+    expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
     launches = count_launches(text)
-    if launches is not None and step.context == 1:
+    if launches is not None:
         assert launches["bookkeeping"] == 0, f"lists are made in each layer: {launches}"
     layer_elements = cache.keys.size // step.num_layers // step.num_cards
     for line in text.splitlines():
@@ -231,25 +277,32 @@ def count_launches(text: str) -> dict[str, int] | None:
     """Count what a trip of the loop over layers launches; None without a loop.
 
     By what it is for: kernels of the attention, writes into the pool, bookkeeping of
-    the attention, and the rest (the loop's own counting).
+    the attention, joining what cards found, and the rest (the loop's own counting).
+    Collectives are counted elsewhere.
     """
-    body = re.search(r"body=%?([\w.-]+)", text)
-    if body is None:
+    bodies = [
+        text[start.start() :].split("\n\n")[0]
+        for name in re.findall(r"body=%?([\w.-]+)", text)
+        if (start := re.search(rf"^%?{re.escape(name)} ", text, re.MULTILINE))
+    ]
+    body = max(bodies, key=lambda body: body.count(" custom-call("), default="")
+    if " custom-call(" not in body:
         return None
-    start = re.search(rf"^%?{re.escape(body[1])} ", text, re.MULTILINE)
-    assert start is not None
-    lines = text[start.start() :].split("\n\n")[0].splitlines()
-    counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "loop"), 0)
-    for line in lines:
+    counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "joining", "loop"), 0)
+    for line in body.splitlines():
         if " custom-call(" in line:
             counts["kernels"] += 1
         elif " fusion(" in line:
             name = re.search(r'op_name="([^"]*)"', line)
             path = name[1] if name else ""
-            is_write, is_attention = "_write" in path, "attend" in path
-            counts[
-                "writes" if is_write else "bookkeeping" if is_attention else "loop"
-            ] += 1
+            if "_write" in path:
+                counts["writes"] += 1
+            elif "attend_differentiably" in path:
+                counts["bookkeeping"] += 1
+            elif "_attend_on_device" in path or "all-reduce" in line:
+                counts["joining"] += 1
+            else:
+                counts["loop"] += 1
     return counts
 
 

@@ -76,7 +76,7 @@ def main():
             model,
             params,
             cache,
-            [prompt],
+            np.array([prompt], np.int32),
             num_beams=num_beams,
             max_new_tokens=options.max_new_tokens,
             stop_tokens=model.config.stop_tokens,

@@ -11,12 +11,12 @@ first (self-consistency); without it, with their whole texts.
 import argparse
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pretrained
+from generating.prompts import pad
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -29,6 +29,16 @@ PROMPTS = [
     "Dictionaries\n\nA dictionary maps keys to values. Keys must be hashable, and "
     "values may be anything. Two dictionaries compare equal if and only if they",
 ]
+
+# Rows of a step that computes prompts or tokens: one size, one program to compile.
+ROWS = 32
+
+generate = jax.jit(
+    jkv.generate,
+    static_argnames=("model", "max_new_tokens", "num_samples", "row_counts"),
+    donate_argnames="cache",
+)
+choose = jax.jit(select_best, static_argnames=("num_samples", "by"))
 
 
 def main():
@@ -60,16 +70,14 @@ def show(options):
         dtype=params["embedding"].dtype,
         **model.cache_fields,
     )
-    generate = partial(
-        jkv.generate,
+    cache, result = generate(
         model,
+        params,
+        jkv.init(config),
+        pad(prompts, model.config.max_context_length),
         max_new_tokens=options.max_new_tokens,
         num_samples=options.samples,
-    )
-    cache, result = jax.jit(generate, donate_argnames="cache")(
-        params,
-        cache=jkv.init(config),
-        prompts=prompts,
+        row_counts=(max(ROWS, config.max_sequences),),
         stop_tokens=np.array(model.config.stop_tokens, np.int32),
         sampling=jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1),
     )
@@ -77,7 +85,7 @@ def show(options):
     rows = zip(tokens, lengths, strict=True)
     texts = [tokenizer.decode(row[:length].tolist()) for row, length in rows]
     answers = find_answers(texts, options.answer)
-    best = select_best(result, options.samples, by=options.by, answers=answers)
+    best = choose(result, options.samples, by=options.by, answers=answers)
     means = np.asarray(result.logprobs).sum(axis=1) / np.maximum(lengths, 1)
     for i, row in enumerate(best.tolist()):
         samples = slice(i * options.samples, (i + 1) * options.samples)

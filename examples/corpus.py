@@ -154,12 +154,11 @@ def _describe(node: ast.AST) -> Iterator[str]:
         if docstring := ast.get_docstring(node):
             yield docstring
     for child in ast.iter_child_nodes(node):
+        inner: list[str] = []
         if isinstance(child, ast.ClassDef):
-            heading = f"class {child.name}" + _bases(child)
             inner = list(_describe(child))
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            # `unparse` of the arguments alone keeps long signatures on one line.
-            heading, inner = f"{child.name}({ast.unparse(child.args)})", []
+            pass
         elif isinstance(child, ast.If | ast.Try | ast.With):
             yield from _describe(child)  # definitions under a condition
             continue
@@ -168,11 +167,15 @@ def _describe(node: ast.AST) -> Iterator[str]:
         docstring = ast.get_docstring(child)
         if docstring or inner:
             body = "\n\n".join(filter(None, [docstring, *inner]))
-            yield heading + "\n" + textwrap.indent(body, "    ")
+            yield _heading(child) + "\n" + textwrap.indent(body, "    ")
 
 
-def _bases(node: ast.ClassDef) -> str:
-    return f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+def _heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    if not isinstance(node, ast.ClassDef):
+        # `unparse` of the arguments alone keeps long signatures on one line.
+        return f"{node.name}({ast.unparse(node.args)})"
+    bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+    return f"class {node.name}{bases}"
 
 
 def _without_repeats(text: str, seen: set[str]) -> str:

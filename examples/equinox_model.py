@@ -104,7 +104,9 @@ def main(num_tokens: int = 12) -> None:
     config = jkv.CacheConfig(**fields, **sizes, max_context_length=CONTEXT)
     # Two prompts of unequal length, and the whole generation inside one jit.
     prompts = jnp.array([[5, 17, 80, 3, 9], [42, 7, -1, -1, -1]], jnp.int32)
-    generate = partial(jkv.generate, model, max_new_tokens=num_tokens)
+    # Steps of one size compile fastest.
+    options = dict(max_new_tokens=num_tokens, row_counts=(8,))
+    generate = partial(jkv.generate, model, **options)
     generate = jax.jit(generate, donate_argnums=1)  # the cache is updated in place
     cache, result = generate(decoder, jkv.init(config), prompts)
     for prompt, new in zip(prompts, result.tokens, strict=True):

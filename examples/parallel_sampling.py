@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pretrained
 
@@ -30,8 +29,12 @@ follows:
 
 """
 
+# Rows of a step that computes prompts or tokens: one size, one program to compile.
+ROWS = 16
+
 begin = jax.jit(
-    decoding.begin, static_argnames=("model", "max_new_tokens", "num_samples")
+    decoding.begin,
+    static_argnames=("model", "max_new_tokens", "num_samples", "row_counts"),
 )
 decode = jax.jit(
     decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
@@ -78,23 +81,24 @@ def main():
         model,
         params,
         cache,
-        jnp.array([prompt], jnp.int32),
+        np.array([prompt], np.int32),
         max_new_tokens=num_new,
         num_samples=num_samples,
-        stop_tokens=jnp.array(model.config.stop_tokens, jnp.int32),
+        row_counts=(max(ROWS, num_samples),),
+        stop_tokens=np.array(model.config.stop_tokens, np.int32),
     )
-    # The first step computes the prompt, the second one forks.
+    # The first steps compute the prompt, the next one forks.
+    until_fork = np.int32(-(-len(prompt) // max(ROWS, num_samples)) + 1)
     cache, state = decode(
-        model, params, cache, state, sampling=sampling, num_steps=jnp.int32(2)
+        model, params, cache, state, sampling=sampling, num_steps=until_fork
     )
-    print(
-        f"{len(prompt)} prompt tokens in blocks of {cache.block_size}; after the fork"
-    )
+    size = cache.block_size
+    print(f"{len(prompt)} prompt tokens in blocks of {size}; after the fork")
     for i, seq_id in enumerate(np.asarray(state.seq_ids)):
         blocks = np.asarray(jkv.block_ids(cache, int(seq_id)))
         print(f"  sample {i}: blocks", *blocks[blocks < cache.num_blocks])
 
-    most = jnp.int32(num_new)
+    most = np.int32(num_new)
     cache, state = decode(
         model, params, cache, state, sampling=sampling, num_steps=most
     )
@@ -103,7 +107,7 @@ def main():
 
     # A sequence's last token is never put in the cache.
     lengths = len(prompt) + np.asarray(state.result.lengths) - 1
-    apart = int(np.sum(-(-lengths // cache.block_size)))
+    apart = int(np.sum(-(-lengths // size)))
     peak = int(state.result.statistics.peak_blocks)
     saved = f"{1 - peak / apart:.0%} saved"
     print(f"\n{peak} blocks at the peak, {apart} without sharing: {saved}")

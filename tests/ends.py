@@ -1,14 +1,28 @@
 """What each end of the range of JAX runs.
 
-The tests run with the oldest and with the newest JAX supported. What may differ between
-the two runs on both: the verbs, the compiled modules, the loops, a case of everything.
-Where there are many cases of one thing, such as the random games or the options of
-attention, they are dealt out, so that each end plays some. What JAX has no part in
-runs on the oldest alone, marked `one_end`: numbers of a plan, settings that are read,
-bytes of a file, pages, examples in docstrings, what the host recounts, single cases of
-a verb's bookkeeping, which the random games play on both, and further cases of a loop
-or of an option that others play on both. The oldest compiles in half the time of the
-newest.
+The tests run with the oldest and with the newest JAX supported. The oldest, which
+compiles in half the time, runs everything; the newest runs what may differ there, each
+kind of it once:
+
+* names and arguments of JAX: each room of `jkv/`, each public verb, each file of the
+  examples that users start, the libraries of models beside JAX;
+* what the compiler makes of donation, aliasing, loops and collectives: tests that look
+  at compiled modules, for elements as they are, as bits, and with scales;
+* Pallas: a lowering for each kind of operands, an interpreted call, an export;
+* meshes of either kind of axis, `shard_map`, several processes, kinds of memory;
+* what tracing depends on: promotion, weak types, 64 bits, what is traced once, trees
+  whose leaves are anything, gradients, callbacks, errors that JAX raises;
+* what is written and read again by JAX: exported and kept programs, pickled values;
+* one random game of each kind: it plays what verbs do together.
+
+The oldest alone runs further values, options and dtypes of a program that the newest
+has run once, single cases of a verb's bookkeeping, what the host computes, errors that
+jkv raises itself, pages and docstrings. A test says so in one of three ways:
+
+* `@pytest.mark.one_end` stands at a test, a class or a file for the oldest alone;
+* `few(cases, *chosen)` are the cases of a test of which the newest plays the chosen;
+* `dealt(cases)` is for many cases of one thing, such as the random games or the options
+  of attention: each end plays those that the other does not.
 
 `JKV_ALL_CASES=1` runs everything on the JAX at hand.
 """
@@ -19,6 +33,13 @@ import jax
 
 IS_NEWEST = jax.__version_info__ >= (0, 11)
 ALL_CASES = bool(os.environ.get("JKV_ALL_CASES"))
+
+
+def few(cases, *chosen):
+    """The cases of this end: the newest plays the chosen ones, the oldest all."""
+    cases = list(cases)
+    assert all(case in cases for case in chosen)
+    return [*chosen] if IS_NEWEST and not ALL_CASES else cases
 
 
 def dealt(cases, turn=0, share=2):

@@ -399,7 +399,10 @@ def checkpoint_folder(name: str) -> Path:
 
 
 def expected(
-    name: str, folder: Path, kept: Sequence[int] = range(NUM_STEPS)
+    name: str,
+    folder: Path,
+    kept: Sequence[int] = range(NUM_STEPS),
+    generated: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Compute with transformers, in float32, what the paged model has to equal.
 
@@ -407,6 +410,9 @@ def expected(
         name: of the case, or "pydoc".
         folder: where its checkpoint lies.
         kept: steps of which the logits are returned.
+        generated: the tokens, if they are known: a whole text is one call. That each
+            is the likeliest after those before it shows that greedy steps choose it.
+            Not for ropes that stretch with the text.
 
     Returns:
         ``prompt_lengths [P]`` and ``prompts``, all prompts on end, int32;
@@ -427,34 +433,53 @@ def expected(
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-    prefill, decode, generated, margin = [], [], [], np.inf
-    for prompt in prompts:
-        # Ropes that stretch with the text do so until a short text comes.
-        with torch.no_grad():
-            model(torch.zeros((1, 1), dtype=torch.long))
-        # Each prompt alone and with transformers' own cache: nothing is padded.
-        rows, past, chosen, steps = torch.tensor(prompt)[None].long(), None, [], []
-        for _ in range(NUM_STEPS + 1):
-            with torch.no_grad():
-                out = model(rows, past_key_values=past, use_cache=True)
-            past, logits = out.past_key_values, out.logits[0].float()
-            steps.append(logits.numpy())
-            second, first = torch.sort(logits[-1]).values[-2:]
-            margin = min(margin, float(first - second))
-            rows = logits[-1].argmax()[None, None]
-            chosen.append(int(rows))
-        prefill.append(steps[0])
-        decode.append(np.concatenate(steps[1:]))
-        generated.append(chosen)
+    prefill, decode, found, margin = [], [], [], np.inf
+    for i, prompt in enumerate(prompts):
+        # Each prompt alone: nothing is padded.
+        if generated is None:
+            logits = _step_greedily(model, prompt)
+        else:
+            logits = _compute_at_once(model, [*prompt, *generated[i][:-1]])
+        choices = logits[len(prompt) - 1 :]
+        second, first = np.sort(choices).T[-2:]
+        margin = min(margin, (first - second).min())
+        prefill.append(logits[: len(prompt)])
+        decode.append(logits[len(prompt) :])
+        found.append(choices.argmax(-1))
     return dict(
         prompt_lengths=np.asarray([len(prompt) for prompt in prompts], np.int32),
         prompts=np.concatenate(prompts).astype(np.int32),
         prefill=np.concatenate(prefill),
-        generated=np.asarray(generated, np.int32),
+        generated=np.asarray(found, np.int32),
         decode=decode[DETAILED][kept],
         steps=kept,
         margin=np.float32(margin),
     )
+
+
+def _step_greedily(model: Any, prompt: np.ndarray) -> np.ndarray:
+    """Go on with transformers' own cache; f32[len(prompt) + NUM_STEPS, V], logits."""
+    import torch
+
+    with torch.no_grad():
+        # Ropes that stretch with the text do so until a short text comes.
+        model(torch.zeros((1, 1), dtype=torch.long))
+        rows, past, steps = torch.tensor(prompt)[None].long(), None, []
+        for _ in range(NUM_STEPS + 1):
+            out = model(rows, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            steps.append(out.logits[0].float().numpy())
+            rows = out.logits[0, -1].argmax()[None, None]
+    return np.concatenate(steps)
+
+
+def _compute_at_once(model: Any, text: Sequence[int]) -> np.ndarray:
+    """Compute the logits of a whole text without a cache, f32[len(text), V]."""
+    import torch
+
+    with torch.no_grad():
+        rows = torch.tensor([[int(token) for token in text]])
+        return model(rows, use_cache=False).logits[0].float().numpy()
 
 
 def _random_prompts() -> list[np.ndarray]:

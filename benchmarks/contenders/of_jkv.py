@@ -19,7 +19,7 @@ import pretrained  # noqa: E402  (found through the line above)
 
 BLOCK_SIZE = 16
 WINDOW = 128  # steps between two looks of the host, for `Refilled`
-STATIC = ("model", "max_new_tokens", "num_samples", "max_running")
+STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")
 COUNTED = ("num_steps", "sequence_steps", "prompt_tokens")
 SAMPLING = jkv.Sampling(temperature=1.0)
 
@@ -40,6 +40,12 @@ class Jkv:
             **self.model.cache_fields,
         )
         self.cache = jkv.init(config)
+
+    @property
+    def row_counts(self) -> tuple[int, ...] | None:
+        """Row counts of a queue; those of a single request are the default ones."""
+        running = self.workload.num_running
+        return decoding.spread_row_counts(running) if running > 1 else None
 
     def prepare(self) -> None:
         """Compile."""
@@ -72,6 +78,7 @@ class Queue(Jkv):
             max_new_tokens=max(self.workload.limits),
             num_samples=self.workload.num_samples,
             max_running=self.workload.num_running,
+            row_counts=self.row_counts,
             sampling=SAMPLING,
         )
         lengths = np.asarray(result.lengths)
@@ -112,6 +119,7 @@ class Refilled(Jkv):
             max_new_tokens=max(workload.limits),
             num_samples=samples,
             max_running=workload.num_running,
+            row_counts=self.row_counts,
         )
         waiting, tokens = list(range(len(texts))), 0
         busy = np.zeros((num_slots,), bool)

@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=512, help="tokens of a text; %(default)s")
     add("--max-new-tokens", type=int, default=256, help="of a text; %(default)s")
     add("--blocks", type=int, help="of the pool; else what all running can need")
+    add("--rows", type=int, help="of every step: less to compile; else few and many")
 
 
 def load(options: argparse.Namespace, **changes: object) -> Served:
@@ -61,6 +62,7 @@ def load(options: argparse.Namespace, **changes: object) -> Served:
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=min(options.max_new_tokens, context),
+        row_counts=(options.rows,) if options.rows else None,
         stop_tokens=stop_tokens,
         stop_sizes=StopSizes(len(stop_tokens), 0, 0),
         detokenize=tokenizer.decode,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call, empty_results, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
     require_options,
@@ -47,7 +47,7 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
-    decode_work: DecodeWork | None = ...,
+    work_lists: WorkLists | None = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...
 
@@ -75,7 +75,7 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
-    decode_work: DecodeWork | None = ...,
+    work_lists: WorkLists | None = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -103,7 +103,7 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
-    decode_work: DecodeWork | None = ...,
+    work_lists: WorkLists | None = ...,
     implementation: str | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
@@ -130,7 +130,7 @@ def paged_attention(
     value_head_dim: int | None = None,
     max_query_length: int | None = None,
     block_part: tuple[jax.typing.ArrayLike, int] | None = None,
-    decode_work: DecodeWork | None = None,
+    work_lists: WorkLists | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -178,7 +178,7 @@ def paged_attention(
         as on one of n devices that share a sequence: T tokens of n * T. i may be
         traced. Lengths and tables are those of the whole. Join the results by their
         log-sum-exp; `sinks`, which count once, are for whoever joins.
-      decode_work: a `Batch`'s: what `append` listed for the kernel of these requests.
+      work_lists: a `Batch`'s: what `append` listed for the kernel of these requests.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
@@ -237,7 +237,7 @@ def paged_attention(
         window=None if window is None else jnp.asarray(window, jnp.int32),
         sinks=None if sinks is None else sinks.astype(jnp.float32),
         part=part,
-        decode_work=decode_work,
+        work_lists=work_lists,
         num_parts=num_parts,
         soft_cap=soft_cap,
         max_query_length=max_query_length,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention import lazy_chex as chex
-from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.parts import find_held
 from jkv.attention.pools import Pools
 
@@ -49,7 +49,7 @@ class Call:
     # lengths are those of whole sequences.
     part: jax.Array | None = None
     # What was listed for the kernel when the step was planned, if anything was.
-    decode_work: DecodeWork | None = None
+    work_lists: WorkLists | None = None
     # Static: all change what is traced, not what is computed with.
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     max_query_length: int | None = dataclasses.field(metadata={"static": True})

@@ -61,8 +61,11 @@ def join_parts(
         sinks = sinks.astype(jnp.float32)[None]
         highest = jnp.maximum(highest, lax.stop_gradient(sinks))
     shift = jnp.where(sees, highest, 0.0)
-    weight = jnp.exp(lse - shift)
-    total, summed = lax.psum((weight, weight[..., None] * output), axis)
+    # Side by side: one sum of one array, which nothing must take apart before.
+    weight = jnp.exp(lse - shift)[..., None]
+    both = jnp.concatenate([weight * output, weight], axis=-1)
+    both = lax.psum(both, axis)
+    summed, total = both[..., :-1], both[..., -1]
     if sinks is not None:
         total += jnp.where(sees, jnp.exp(sinks - shift), 0.0)
     total = jnp.where(sees, total, 1.0)

@@ -21,16 +21,20 @@ NUM_TIMED, NUM_WARM_UP = 10, 2
 
 
 class Load(NamedTuple):
-    """How much to move: on a GPU, a good part of its memory."""
+    """How much to move."""
 
     copy_bytes: int
     batch_size: int
     context_length: int
 
 
+# The second is a good part of a GPU's memory.
+ON_CPU, ON_GPU = Load(2**26, 8, 1024), Load(2**30, 64, 8192)
+
+
 def measure_bandwidth(report: Report) -> None:
     """Time a copy, and decoding over contexts that fill a good part of the memory."""
-    load = Load(2**26, 8, 1024) if on_cpu() else Load(2**30, 64, 8192)
+    load = ON_CPU if on_cpu() else ON_GPU
     copied = measure_copy(load)
     what = f"a copy of {load.copy_bytes >> 20} MiB"
     report.add("ok", what, f"{copied:,.0f} GB/s, read and write")

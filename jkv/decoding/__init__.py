@@ -10,6 +10,7 @@ from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.results import FinishReason, Generation, Statistics
 from jkv.decoding.sampling import filter_logits, sample
+from jkv.decoding.scheduling.rows import spread_row_counts
 from jkv.decoding.scoring import score
 from jkv.decoding.selection import select_best
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -38,4 +39,5 @@ __all__ = [
     "sample",
     "score",
     "select_best",
+    "spread_row_counts",
 ]

@@ -237,7 +237,7 @@ def _as_one_step(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
         starts = batch.query_starts + first
         moved.append(
             dataclasses.replace(
-                batch, query_starts=starts, is_decoding=False, decode_work=None
+                batch, query_starts=starts, is_decoding=False, work_lists=None
             )
         )
         first += batch.num_rows

@@ -110,19 +110,23 @@ class Book:
         """Return who has each prompt now, as a list that stays as it is."""
         return list(self._parts)
 
-    def live_samples(self, parts: list[Part | None]) -> Iterator[tuple[int, Part, int]]:
-        """Yield what goes on of parts: the sequence's number, and which sample.
+    def live_samples(
+        self, parts: list[Part | None], sequences: list[int]
+    ) -> Iterator[tuple[int, Part, int]]:
+        """Yield what goes on of sequences: their place in the list, and which sample.
 
         Args:
           parts: who had each prompt at some time.
+          sequences: numbers in the generation.
         """
-        for part in parts:
-            if part is None:
+        for place, sequence in enumerate(sequences):
+            prompt, index = divmod(sequence, self._num_samples)
+            part = parts[prompt]
+            if part is None or index >= part.count:
                 continue
-            for i in range(part.count):
-                if not part.record.samples[part.first + i].has_ended:
-                    sequence = part.prompt * self._num_samples + i
-                    yield sequence, part, part.first + i
+            index += part.first
+            if not part.record.samples[index].has_ended:
+                yield place, part, index
 
     def end(
         self, record: Record, index: int, reason: FinishReason, *, is_computed: bool

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jkv.decoding.results import FinishReason
 from jkv.inspection.invariants import check
@@ -32,6 +33,11 @@ from jkv.serving.submission import Request
 from jkv.serving.texts import Detokenize, TextStream
 
 logger = logging.getLogger("jkv.serving")
+
+_WAITING = STAGES.index(RequestState.WAITING)
+# Fields of a report with an entry for each sequence.
+_OF_A_SEQUENCE = "counts", "tokens", "logprobs", "reasons", "stages"
+_REASONS = {int(reason): reason for reason in FinishReason}
 
 
 class HostOptions(NamedTuple):
@@ -202,20 +208,26 @@ class Core:
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
-        counts, reasons = report.counts.tolist(), report.reasons.tolist()
-        stages, num_tokens = report.stages.tolist(), 0
+        # Most of those that wait have nothing new, and there may be many.
+        is_new = (report.counts > 0) | (report.reasons != FinishReason.RUNNING)
+        rows = np.flatnonzero(is_new | (report.stages != _WAITING))
+        counts, tokens, logprobs, reasons, stages = (
+            getattr(report, name)[rows].tolist() for name in _OF_A_SEQUENCE
+        )
+        sequences, num_tokens = rows.tolist(), 0
         with self._lock:
             now = self._options.clock()
-            for sequence, part, index in self.book.live_samples(window.parts):
-                count, reason = counts[sequence], FinishReason(reasons[sequence])
+            live = self.book.live_samples(window.parts, sequences)
+            for i, part, index in live:
+                count, reason = counts[i], _REASONS[reasons[i]]
                 record, sample = part.record, part.record.samples[index]
-                sample.stage = STAGES[stages[sequence]]
+                sample.stage = STAGES[stages[i]]
                 if not count and reason == FinishReason.RUNNING:
                     continue
                 before = len(sample.tokens)
-                tokens = report.tokens[sequence, :count].tolist()
-                logprobs = report.logprobs[sequence, :count].tolist()
-                self._take(record, index, tokens, logprobs, reason)
+                self._take(
+                    record, index, tokens[i][:count], logprobs[i][:count], reason
+                )
                 self.measures.add_times(record, sample, count, now)
                 num_tokens += len(sample.tokens) - before
             self.measures.add_window(report.statistics, num_tokens, now)

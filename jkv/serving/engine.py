@@ -21,6 +21,7 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.model import Model
 from jkv.decoding.options import GREEDY, Sampling
 from jkv.decoding.results import FinishReason
+from jkv.decoding.scheduling.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
@@ -116,7 +117,8 @@ class Engine:
             the host hears of it; None is as many as run.
           num_steps: steps of a window. Fewer show tokens sooner.
           chunk_size: as for `jkv.generate`.
-          row_counts: as for `jkv.generate`.
+          row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
+            prompts come one after the other.
           speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
             The cache of a draft, with a row for each that runs, is given to the engine.
           stop_tokens: of requests that do not bring their own, such as a model's end.
@@ -146,6 +148,9 @@ class Engine:
                 f"{num_steps}, {prompt} and {ahead}"
             )
         num_prompts = max_running + ahead
+        if row_counts is None:
+            chunk_size = min(chunk_size, num_prompts * prompt)
+            row_counts = spread_row_counts(max_running, chunk_size)
         sizes = EngineSizes(
             num_prompts=num_prompts,
             num_samples=max_samples,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.kernel.lists import WorkLists
 
 
 class StepSizes(NamedTuple):
@@ -34,7 +34,7 @@ class Batch:
     `query_lengths[i]` rows are its new tokens, the last of them at position
     `context_lengths[i] - 1`. A refused request has the length its sequence had before
     the call; padding and ids that are not open have 0. What is changed by hand in
-    these arrays `decode_work` does not know: replace it by None.
+    these arrays `work_lists` does not know: replace it by None.
     """
 
     seq_ids: jax.Array  # i32[B], as asked
@@ -48,7 +48,7 @@ class Batch:
     offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
     # Who reads what, for the kernel of the card at hand; None where there is none.
-    decode_work: DecodeWork | None
+    work_lists: WorkLists | None
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: those of the cache that planned it, to tell a batch of another cache.
@@ -65,6 +65,19 @@ class Batch:
         last = self.query_starts + self.query_lengths - 1
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
 
+    @property
+    def groups(self) -> "tuple[Batch, ...]":
+        """The plan of each group of layers: itself, unless it is a `GroupedBatch`."""
+        return (self,)
+
+    def with_work_lists(self, lists: tuple[WorkLists | None, ...]) -> Self:
+        """Return the step with other lists for the kernel.
+
+        Args:
+          lists: of each group.
+        """
+        return dataclasses.replace(self, work_lists=lists[0])
+
     def first_rows(self, num_rows: int) -> Self:
         """Return the step without the rows behind the first ones; nobody may own them.
 
@@ -73,7 +86,7 @@ class Batch:
         """
         by_row = "positions", "valid", "block_ids", "offsets"
         first = {name: getattr(self, name)[:num_rows] for name in by_row}
-        return dataclasses.replace(self, decode_work=None, **first)
+        return dataclasses.replace(self, work_lists=None, **first)
 
 
 class Slots(NamedTuple):

@@ -8,22 +8,20 @@ so neither `append` nor `write` ever copies.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.kernel.lists import DecodeWork
-from jkv.attention.kernel.planning import plan_decode_work
 from jkv.metadata import allocator, counters, requests, ring, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import holes, sequences
 from jkv.metadata.requests import Integers
-from jkv.sharding.heads import places_on_device
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
+from jkv.verbs.work_lists import with_work_lists
 
 
 @takes_cache
@@ -95,25 +93,11 @@ def append(
     batch = Batch(
         is_decoding=max_query_length == 1,
         sizes=cache.sizes,
-        decode_work=_plan_attention(cache, plan, num_rows, max_query_length),
+        work_lists=None,
         **plan,
     )
-    return cache.with_metadata(metadata), batch
-
-
-def _plan_attention(
-    cache: Cache, plan: dict[str, Any], num_rows: int, max_query_length: int | None
-) -> DecodeWork | None:
-    """List for a kernel what all layers of the step read, if there is a kernel."""
-    names = "seq_ids", "query_starts", "query_lengths", "context_lengths"
-    return plan_decode_work(
-        cache.metadata.block_tables,
-        *(plan[name] for name in names),
-        num_rows=num_rows,
-        block_size=cache.block_size,
-        num_kv_heads=places_on_device(cache.sharding, cache.keys.shape[2]),
-        max_query_length=max_query_length,
-    )
+    cache = cache.with_metadata(metadata)
+    return cache, with_work_lists(cache, batch)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "max_query_length"))

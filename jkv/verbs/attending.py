@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel.lists import DecodeWork
+from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.parts import join_parts
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import over_devices
@@ -155,7 +155,7 @@ def attend(
         batch.query_starts,
         batch.query_lengths,
         batch.context_lengths,
-        batch.decode_work,
+        batch.work_lists,
         scale,
         checked_window(cache, window),
     )
@@ -172,7 +172,7 @@ def _attend_on_device(
     query_starts: jax.Array,
     query_lengths: jax.Array,
     context_lengths: jax.Array,
-    decode_work: DecodeWork | None,
+    work_lists: WorkLists | None,
     scale: float | jax.Array | None,
     window: int | jax.Array | None,
     *,
@@ -197,7 +197,7 @@ def _attend_on_device(
         query_starts,
         query_lengths,
         context_lengths,
-        decode_work=decode_work,
+        work_lists=work_lists,
         scale=scale,
         window=window,
         key_scales=storage.get("key_scales"),

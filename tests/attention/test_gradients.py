@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ends import few
 from tolerances import assert_close, is_close
 from workloads import Workload, make_operands
 
@@ -66,7 +67,7 @@ def make_variables():
     return operands, (queries, *pools, sinks, np.float32(0.3))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, "plain"))
 def test_equal_those_of_the_reference(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
     operands, variables = make_variables()
@@ -83,6 +84,7 @@ def test_equal_those_of_the_reference(name):
     assert not np.asarray(actual[1])[unused].any()
 
 
+@pytest.mark.one_end
 def test_shared_blocks_collect_from_all_their_readers():
     """Two sequences over the same blocks give twice the gradient of one."""
     operands, (queries, keys, values, _, _) = make_variables()

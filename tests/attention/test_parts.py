@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 from ends import dealt
-from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, attend_loop, case
+from plain_attention import attend_loop
+from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, case
 from tolerances import assert_close, is_close
 from workloads import make_operands
 
@@ -32,7 +33,7 @@ def join(outputs, logs):
     return summed / np.where(total > 0, total, 1)[..., None], np.log(total)
 
 
-@pytest.mark.parametrize("way", dealt(WAYS))
+@pytest.mark.parametrize("way", dealt(WAYS, turn=5, share=7))
 def test_parts_join_to_the_whole(way):
     """Decode, chunks and mixed batches, each part in a pool of its own."""
     implementation, window = WAYS[way]

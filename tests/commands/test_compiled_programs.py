@@ -41,6 +41,7 @@ def test_what_is_compiled_is_kept(tmp_path):
     assert any("lambda" in name for name in entries), entries
 
 
+@pytest.mark.one_end
 def test_whoever_chose_a_folder_keeps_it(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "chosen"))
     assert keep_compiled_programs() is None
@@ -48,6 +49,7 @@ def test_whoever_chose_a_folder_keeps_it(tmp_path):
     assert not (tmp_path / "xdg").exists()
 
 
+@pytest.mark.one_end
 def test_nothing_is_kept_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     assert keep_compiled_programs(tmp_path / "file" / "below") is None

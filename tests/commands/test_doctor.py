@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jkv.commands import bookkeeping, collectives, correctness, diagnosis
+from jkv.commands import (
+    bandwidth,
+    bookkeeping,
+    collectives,
+    correctness,
+    diagnosis,
+)
 from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
 from jkv.commands.facts import list_known_faults
@@ -17,13 +23,14 @@ from jkv.commands.report import Report, say_duration
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """Two cases and one dtype: the others only take time."""
+    """Two cases, one dtype and little to move: the others only take time."""
     wanted = ("mixed, with padding", "sinks")
     cases = tuple(case for case in CASES if case.name in wanted)
     monkeypatch.setattr(correctness, "CASES", cases)
     monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
     monkeypatch.setattr(correctness, "QUICK_CASES", wanted)
+    monkeypatch.setattr(bandwidth, "ON_CPU", bandwidth.Load(2**20, 8, 64))
     monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
 
 
@@ -67,6 +74,7 @@ def test_wrong_attention_is_reported(tmp_path, monkeypatch, spoil):
         return spoil(found) if implementation == "xla" else found
 
     monkeypatch.setattr(correctness, "paged_attention", wrong)
+    monkeypatch.setattr(diagnosis, "check_cycles", lambda _: None)
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
@@ -77,6 +85,7 @@ def test_wrong_attention_is_reported(tmp_path, monkeypatch, spoil):
 def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     free = bookkeeping.free
     monkeypatch.setattr(bookkeeping, "free", lambda cache, ids: free(cache, ids[:1]))
+    monkeypatch.setattr(correctness, "QUICK_CASES", ())
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert "lost" in findings(path, "FAILED")[0]["detail"]
@@ -90,6 +99,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
         ({"drivers": {"rocm-smi": "6.4"}}, "is not installed"),
     ],
 )
+@pytest.mark.one_end
 def test_known_bad_combinations(changes, words):
     facts = {
         "versions": {"jaxlib": "0.12.0"},

@@ -9,7 +9,7 @@ from places import EXAMPLES, ROOT
 from settings import LLAMA, folder
 
 import jkv
-from jkv.commands.capacity import make_plan
+from jkv.commands.capacity import main, make_plan
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -148,22 +148,20 @@ def test_real_models_take_what_was_found_by_hand(tmp_path, name):
     assert found.bytes_needed[longest] == expected
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "jkv.plan", *arguments],
+def test_the_command_prints_what_fits(tmp_path):
+    path = folder(tmp_path, **LLAMA, sliding_window=4096)
+    command = [sys.executable, "-W", "error", "-m", "jkv.plan"]
+    options = [
+        *("--model", str(path), "--memory", "192GiB", "--tensor-parallel", "8"),
+        *("--weights", "15GiB", "--block-size", "32"),
+    ]
+    done = subprocess.run(
+        command + options,
         capture_output=True,
         text=True,
         timeout=120,
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-
-
-def test_the_command_prints_what_fits(tmp_path):
-    path = folder(tmp_path, **LLAMA, sliding_window=4096)
-    done = run(
-        *("--model", str(path), "--memory", "192GiB", "--tensor-parallel", "8"),
-        *("--weights", "15GiB", "--block-size", "32"),
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -181,8 +179,9 @@ def test_the_command_prints_what_fits(tmp_path):
     assert lines[-1].startswith("note: 32 of 32 layers have a window of 4096 tokens")
 
 
-def test_the_command_fails_in_one_sentence(tmp_path):
-    done = run("--model", str(tmp_path), "--memory", "1GB")
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert "config.json is missing" in done.stderr
+def test_the_command_fails_in_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(tmp_path), "--memory", "1GB"])
+    said = ended.value.code  # Python prints a text, and exits with 1
+    assert said.startswith("error: ") and "\n" not in said
+    assert "config.json is missing" in said and not capsys.readouterr().out

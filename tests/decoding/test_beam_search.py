@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_beams
 import pytest
+from ends import few
 from test_generation import (
     CONTEXT,
     VOCABULARY,
@@ -111,7 +112,7 @@ def assert_found(result, i, wanted):
     )
 
 
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0])
+@pytest.mark.parametrize("penalty", few([1.0, 0.0, 3.0], 3.0))
 def test_texts_and_scores_are_those_of_plain_python(penalty):
     result = run(PROMPTS, penalty=penalty)
     for i, prompt in enumerate(PROMPTS):
@@ -163,6 +164,7 @@ def test_logits_that_are_no_numbers_end_a_search_alone():
     assert (result.lengths[1] == 0).all()
 
 
+@pytest.mark.one_end
 def test_searches_wait_for_blocks_and_rows_and_lose_nothing():
     """Whatever the pool: texts as with room for all, or it would not fit alone."""
     rng = np.random.default_rng(0)

@@ -22,6 +22,8 @@ from jkv.decoding.scheduling.seating import (
     seat,
 )
 
+pytestmark = pytest.mark.one_end
+
 PLACES, SEQUENCES, LANES, ROWS = 5, 12, 3, 9
 share = jax.jit(share_rows, static_argnums=2)
 

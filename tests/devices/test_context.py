@@ -122,10 +122,10 @@ def brought(compiled):
 
 
 def joined(num_rows, num_heads, value_dim):
-    """The collectives of one call of attend: maxima, totals, and weighted values."""
+    """Collectives of a call of attend: maxima, then totals beside weighted values."""
     rows = f"f32[{num_rows},{num_heads}]"
-    values = f"f32[{num_rows},{num_heads},{value_dim}]"
-    return collections.Counter({rows: 2, values: 1})
+    values = f"f32[{num_rows},{num_heads},{value_dim + 1}]"
+    return collections.Counter({rows: 1, values: 1})
 
 
 @functools.cache

@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(
-    "search", dealt(fixtures.SEARCHES, share=2), ids=lambda case: case.name
+    "search", dealt(fixtures.SEARCHES, turn=2, share=4), ids=lambda case: case.name
 )
 def test_texts_and_scores_are_those_of_transformers(search):
     wanted = json.loads(fixtures.FIXTURE.read_text())[search.name]

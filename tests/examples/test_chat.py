@@ -43,7 +43,7 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
         f"/save {path}",
         "/undo",
         f"/load {path}",
-        *("/load nowhere", "/switch 9", "/dance", "/save", "", "word " * 200),
+        *("/load nowhere", "/switch 9", "/dance", "/save", "", "word " * 50),
     ]
     script = _run(folder, lines, monkeypatch, chats)
     (chat,) = chats
@@ -104,7 +104,8 @@ def _run(folder, lines, monkeypatch, chats):
 
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr(turns, "Chat", Watched)
-    sizes = "--context 160 --branches 4 --max-new-tokens 12".split()
+    # Short enough for a text that has no room to be as wide as the others.
+    sizes = "--context 80 --branches 4 --max-new-tokens 12".split()
     monkeypatch.setattr(sys, "argv", ["chat.py", "--model", str(folder), *sizes])
     return runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
 

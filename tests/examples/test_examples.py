@@ -1,4 +1,9 @@
-"""The scripts of examples/ as a user runs them, and what they say to bad input."""
+"""The scripts of examples/ as a user runs them, and what they say to bad input.
+
+What a user's start is like, warnings being errors, is seen of those that run in a
+process of their own (`run_example`). The others run in this one (`run_here`), which
+has imported and compiled already what they share.
+"""
 
 import os
 import re
@@ -6,11 +11,8 @@ import runpy
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from places import EXAMPLES, ROOT
-
-import jkv
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
@@ -19,6 +21,7 @@ pytest.importorskip("rich")
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
+    "block_map.py": "test_block_map",
     "chat.py": "test_chat",
     "corpus.py": "test_bundled_model",
     "multiprocess.py": "test_processes",
@@ -33,11 +36,11 @@ TESTED_ELSEWHERE = {
 }
 
 
-def run_example(script, *arguments, stdin=""):
+def run_example(script, *arguments):
     """Run a script in a process of its own, and return what it wrote."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments],
-        input=stdin,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -50,7 +53,6 @@ def run_example(script, *arguments, stdin=""):
 
 def complaint(script, *arguments, monkeypatch):
     """Run a script in this process and return the message it exits with."""
-    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
@@ -61,7 +63,7 @@ def complaint(script, *arguments, monkeypatch):
 @pytest.mark.one_end
 def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    here = {"quickstart.py", "generate.py", "block_map.py"}
+    here = {"quickstart.py", "generate.py"}
     here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
     here |= {"speculate.py", "data_parallel.py", "long_context.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
@@ -92,11 +94,11 @@ def test_examples_are_short(script, limit):
 
 
 @pytest.mark.one_end
-def test_quickstart_is_in_the_docs_with_its_output():
+def test_quickstart_is_in_the_docs_with_its_output(run_here):
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     first_block = page.split("```python\n")[1].split("```")[0]
     assert first_block == (EXAMPLES / "quickstart.py").read_text(encoding="utf-8")
-    output = run_example("quickstart.py").stdout
+    output = run_here("quickstart.py").out
     assert f"```text\n{output}```" in page
     assert "free blocks after free: 32" in output
 
@@ -132,53 +134,61 @@ def test_a_long_context_lies_on_all_devices():
     assert all(4 * int(share) == int(whole) for *_, share, whole in found)
 
 
+GREEDY = ("--max-new-tokens", "24", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def streamed():
+    """What a process of its own streams of one prompt."""
+    return run_example("generate.py", *GREEDY)
+
+
 @pytest.mark.slow
-def test_generate_streams_one_prompt():
-    done = run_example("generate.py", "--max-new-tokens", "24", "--temperature", "0")
-    assert done.stdout.startswith("The with statement is used to")
-    assert len(done.stdout.split()) > 10
+def test_generate_streams_one_prompt(streamed):
+    assert streamed.stdout.startswith("The with statement is used to")
+    assert len(streamed.stdout.split()) > 10
     assert re.search(
         r"24 tokens, \d+ tokens/s after [\d.]+ s; 0 of 6 blocks in use, 2 at the peak, "
         r"\d+% of their slots empty when it was reached; ended by LENGTH",
-        done.stderr,
+        streamed.stderr,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_generate_reads_prompts_from_arguments_and_standard_input():
-    done = run_example(
+@pytest.mark.usefixtures("one_size")
+def test_generate_reads_prompts_from_arguments_and_standard_input(run_here):
+    done = run_here(
         "generate.py",
         "class Path",
         *("--file", "-", "--max-new-tokens", "9", "--repetition-penalty", "1.3"),
         *("--top-k", "40", "--min-p", "0.02", "--seeds", "5", "--kv-dtype", "int8"),
         stdin="The import statement\nRaise an error if\n",
     )
-    texts = done.stdout.split("\n\n---\n\n")
+    texts = done.out.split("\n\n---\n\n")
     starts = ["class Path", "The import statement", "Raise an error if"]
     assert [t[: len(s)] for t, s in zip(texts, starts, strict=True)] == starts
     assert all(len(t) > len(s) for t, s in zip(texts, starts, strict=True))
-    assert "27 tokens" in done.stderr and "0 of 15 blocks" in done.stderr
+    assert "27 tokens" in done.err and "0 of 15 blocks" in done.err
 
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_generate_ends_a_text_before_a_stop():
-    options = ("--max-new-tokens", "24", "--temperature", "0")
-    whole = run_example("generate.py", *options).stdout
+def test_generate_ends_a_text_before_a_stop(streamed, run_here):
+    whole = streamed.stdout
     stop = whole[len("The with statement is used to") :][20:24]
-    done = run_example("generate.py", *options, "--stop", stop, "--stop", "never")
-    assert whole.startswith(done.stdout) and stop not in done.stdout.partition("to")[2]
-    assert whole[len(done.stdout) :].startswith(stop) and "ended by STOP" in done.stderr
+    done = run_here("generate.py", *GREEDY, "--stop", stop, "--stop", "never")
+    assert whole.startswith(done.out) and stop not in done.out.partition("to")[2]
+    assert whole[len(done.out) :].startswith(stop) and "ended by STOP" in done.err
 
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_the_best_of_several_samples():
+def test_the_best_of_several_samples(run_here):
     options = ("--samples", "3", "--max-new-tokens", "4", "--temperature", "0")
     vote = ("--by", "majority", "--answer", "no such words")
     for choice in ((), vote):
-        output = run_example("best_of_n.py", *options, *choice).stdout
+        output = run_here("best_of_n.py", *options, *choice).out
         votes = re.findall(r"prompt \d: sample 0, .*; (\d) of 3 votes", output)
         assert votes == ["3", "3"]  # they are alike, or alike in having no answer
         # A tail of its own for each sample; the prompts' whole blocks are shared.
@@ -187,8 +197,8 @@ def test_the_best_of_several_samples():
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_parallel_samples_share_blocks():
-    output = run_example("parallel_sampling.py", "--max-new-tokens", "12").stdout
+def test_parallel_samples_share_blocks(run_here):
+    output = run_here("parallel_sampling.py", "--max-new-tokens", "12").out
     tables = [line.split()[3:] for line in output.splitlines() if "blocks 0" in line]
     assert len(tables) == 4
     # All blocks but the last, partly filled one are the same.
@@ -206,14 +216,14 @@ def test_parallel_samples_share_blocks():
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_beams_share_blocks():
-    output = run_example("beam_search.py", "--max-new-tokens", "12", "--beams", "3")
-    lines = re.findall(r"^(?:greedy|beam \d) +(-[\d.]+)  (.+)$", output.stdout, re.M)
+def test_beams_share_blocks(run_here):
+    output = run_here("beam_search.py", "--max-new-tokens", "12", "--beams", "3").out
+    lines = re.findall(r"^(?:greedy|beam \d) +(-[\d.]+)  (.+)$", output, re.M)
     greedy, *scores = [float(score) for score, _ in lines]
     assert len(set(lines)) >= 3 and scores == sorted(scores, reverse=True)
     assert scores[0] >= greedy
     shared, alone = re.search(
-        r"(\d+) blocks of \d+ tokens at the peak; .* would take (\d+):", output.stdout
+        r"(\d+) blocks of \d+ tokens at the peak; .* would take (\d+):", output
     ).groups()
     assert int(shared) < 0.7 * int(alone)
 
@@ -235,101 +245,6 @@ def test_guesses_save_steps_and_change_no_text():
     found = re.search(r"(\d+) steps .* (\d+) of \d+ guesses", counts)
     steps, right = map(int, found.groups())
     assert steps == 120 - right < 112
-
-
-@pytest.mark.slow
-@pytest.mark.one_end
-def test_block_map_draws_the_pool(tmp_path):
-    """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
-    pytest.importorskip("matplotlib")
-    from PIL import Image
-    from pool_map import cells as pool
-
-    path, steps = tmp_path / "pool.gif", 26
-    output = run_example(
-        "block_map.py", "--delay", "0", "--steps", str(steps), "--save", str(path)
-    ).stdout
-    lines = output.splitlines()
-    assert re.match(rf"Step {steps}: \w.*; \d+ sequences are open$", lines[0])
-    assert "+ shared" in lines[1]
-    # Without colours each block is still told by its sign.
-    rows = [line.split() for line in lines[2:10]]
-    assert {len(row) for row in rows} == {20}
-    assert {"o", "+"} < set(sum(rows, [])) <= set(pool.SIGNS)
-    assert "compacted   1 times" in output
-    with Image.open(path) as picture:
-        assert picture.format == "GIF" and picture.n_frames == steps
-        colours = picture.convert("RGB").getcolors(maxcolors=2**20)
-        assert len(colours) > 5
-
-
-@pytest.mark.one_end
-def test_block_map_tells_the_states_apart(tmp_path):
-    """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
-    pytest.importorskip("matplotlib")
-    from PIL import Image
-    from pool_map import cells as pool
-    from pool_map import drawing, game
-
-    cache = jkv.init(
-        jkv.CacheConfig(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            num_blocks=pool.HEIGHT * pool.WIDTH,
-            block_size=4,
-            max_sequences=4,
-            max_context_length=16,
-            prefix_caching=True,
-        ),
-        storage=False,
-    )
-    prompts = np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 0]])
-    for seq_id, prompt in enumerate(prompts):
-        cache, opened = jkv.allocate(cache, 0, tokens=prompt[None])
-        rest = prompt[int(opened.num_cached[0]) :]
-        cache = game.append(cache, [seq_id], rest[None])
-    first = pool.FIRST_COLOUR
-    cells = pool.draw_map(cache).flat[:5].tolist()
-    shared, free = pool.SHARED, pool.FREE
-    assert cells == [shared, shared, first, first + 1, free]
-    cache, _ = jkv.free(cache, [0, 1])
-    cells = pool.draw_map(cache).flat[:5].tolist()
-    assert cells == [pool.CACHED] * 2 + [free] * 3
-
-    path = tmp_path / "pool.png"
-    drawing.save_picture(str(path), [(pool.draw_map(cache), "the last step")])
-    with Image.open(path) as picture:
-        assert picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
-        colours = picture.convert("RGB").getcolors(maxcolors=2**20)
-        assert {colour for _, colour in colours} > {
-            tuple(round(255 * part) for part in pool.COLOURS[state])
-            for state in (pool.CACHED, free)
-        }
-
-
-@pytest.mark.one_end
-def test_the_steps_of_the_map_are_told_in_words():
-    pytest.importorskip("matplotlib")
-    from pool_map import game
-
-    said = [
-        words for _, words in game.play(jkv.init(game.CONFIG, storage=False), 12, 0)
-    ]
-    assert all(re.fullmatch(r"Step \d+: .*; \d+ sequences are open", s) for s in said)
-    assert any(re.search(r"B opens, \d+ of its 56 tokens were found;", s) for s in said)
-    assert any(re.search(r"\d+ sequences grow by 8 tokens", s) for s in said)
-
-
-@pytest.mark.one_end
-def test_the_colours_of_the_map_differ():
-    pytest.importorskip("matplotlib")
-    from pool_map import cells as pool
-
-    colours = pool.COLOURS
-    assert len(colours) == len(pool.SIGNS) == len(set(pool.SIGNS))
-    apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1)
-    assert np.min(apart + 9 * np.eye(len(colours))) > 0.2
 
 
 @pytest.mark.one_end

@@ -120,6 +120,7 @@ def test_tolerance_catches_wrong_answers(example, step, expected):
     assert np.abs(first).max(axis=-1).min() > 100 * TOLERANCE
 
 
+@pytest.mark.one_end
 def test_models_have_the_signature_of_the_protocol(example):
     _, model, _, _ = example
     protocol = list(inspect.signature(jkv.Model.__call__).parameters)[1:]  # no self

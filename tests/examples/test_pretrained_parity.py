@@ -35,7 +35,7 @@ if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError(f"JKV_REQUIRE_PARITY is set, but one of {NEEDED} is missing")
 NAMES = (*fixtures.CASES, "pydoc")
 # With transformers at hand the committed files are compared with what it gives now.
-CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=4)
+CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8)
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
 # depend on the text's length, a prompt that passes the length before scaling must come
@@ -73,12 +73,15 @@ def load_committed(name: str) -> Checkpoint:
 
 
 def load_live(name: str, folder: Path) -> Checkpoint:
+    committed = None
+    if name not in STRETCHED:
+        committed = np.load(fixtures.FIXTURES / name / "expected.npz")["generated"]
     if name == "pydoc":
-        folder = fixtures.checkpoint_folder(name)
-        expected = fixtures.expected(name, folder, fixtures.COMMITTED_STEPS)
+        folder, kept = fixtures.checkpoint_folder(name), fixtures.COMMITTED_STEPS
     else:
         fixtures.write_checkpoint(name, folder)
-        expected = fixtures.expected(name, folder)
+        kept = range(fixtures.NUM_STEPS)
+    expected = fixtures.expected(name, folder, kept, committed)
     return Checkpoint(name, *pretrained.load(folder), expected)
 
 
@@ -102,6 +105,8 @@ forward = jax.jit(
     static_argnums=0,
     donate_argnums=3,
 )
+append = jax.jit(jkv.append, static_argnames="capacity")
+commit = jax.jit(jkv.commit)
 
 
 def open_sequences(model, num_sequences):
@@ -131,11 +136,11 @@ def feed(model, params, cache, seq_ids, pieces: Sequence[np.ndarray]):
     counts = np.asarray([len(piece) for piece in padded], np.int32)
     tokens = np.full(CAPACITY, -1, np.int32)
     tokens[: counts.sum()] = np.concatenate(padded)
-    cache, batch = jkv.append(cache, ids.astype(np.int32), counts, capacity=CAPACITY)
+    cache, batch = append(cache, ids.astype(np.int32), counts, capacity=CAPACITY)
     jkv.raise_for_status(batch.status)
     logits, cache = forward(model, params, tokens, cache, batch)
     logits = np.split(np.asarray(logits)[: counts.sum()], np.cumsum(counts)[:-1])
-    return jkv.commit(cache, batch), [logits[0], *logits[2:]]
+    return commit(cache, batch), [logits[0], *logits[2:]]
 
 
 def prefill(model, params, prompts):
@@ -214,9 +219,12 @@ def test_fifty_decode_steps(checkpoint):
 
 
 @pytest.mark.one_end
-def test_layers_in_groups_by_their_windows():
-    """A scan over periods of two layers, then a last one; each kind has its pool."""
-    checkpoint = load_committed("smollm3")
+@pytest.mark.parametrize(
+    "name, groups", [("smollm3", (0, 1, 0)), ("gemma3", (1, 1, 0))]
+)
+def test_layers_in_groups_by_their_windows(name, groups):
+    """Each kind has its pool: in a scan over periods of two layers, and without."""
+    checkpoint = load_committed(name)
     fields = {**checkpoint.model.cache_fields}
     del fields["num_layers"]
     config = jkv.GroupedConfig.for_context_length(
@@ -228,7 +236,7 @@ def test_layers_in_groups_by_their_windows():
         dtype=jnp.float32,
         **fields,
     )
-    assert len(config.groups) == 2
+    assert config.layer_groups == groups
     cache, opened = jkv.allocate(jkv.init_groups(config), np.zeros(3, np.int32))
     arguments = checkpoint.model, checkpoint.params
     cache, logits = feed(*arguments, cache, opened.seq_ids, checkpoint.prompts)
@@ -399,6 +407,7 @@ def test_tolerance_catches_wrong_prefill(tiny_checkpoint):
         assert error > 100 * TOLERANCE, f"{mistake}: off by {error} only, or not finite"
 
 
+@pytest.mark.one_end
 def test_tolerance_catches_other_sequences_and_zeros(tiny_checkpoint):
     _, second, third = tiny_checkpoint.prefill
     # In every single row, so that one misplaced or empty row cannot pass.

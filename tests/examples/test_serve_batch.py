@@ -19,8 +19,9 @@ from served import batch, display, lines, loading
 pytestmark = pytest.mark.one_end
 
 # As in test_serve_http.py: what is compiled serves both.
-SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12".split()
-NUM_LINES = 40
+SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
+SIZES = SIZES.split()
+NUM_LINES = 24
 
 
 def write_prompts(path):

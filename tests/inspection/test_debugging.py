@@ -91,6 +91,7 @@ def test_off_it_is_another_program_without_a_trace_of_it():
     assert len(jax.tree.leaves(plain)) == len(config().arrays)
 
 
+@pytest.mark.one_end
 def test_a_plain_cache_never_reaches_it(monkeypatch):
     from jkv.inspection import debugging
 
@@ -100,6 +101,7 @@ def test_a_plain_cache_never_reaches_it(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS])
+@pytest.mark.one_end
 def test_a_traced_layer_that_does_not_exist(layer, caplog):
     cache = watched()
 
@@ -130,6 +132,7 @@ def test_attending_before_writing():
     assert f"{__file__}:" in finding
 
 
+@pytest.mark.one_end
 def test_a_batch_of_another_cache_of_the_same_sizes():
     cache, other = watched(), watched()
     _, batch = jkv.append(other, IDS)
@@ -144,6 +147,7 @@ def test_a_batch_of_another_cache_of_the_same_sizes():
                 verb(cache, wrong)
 
 
+@pytest.mark.one_end
 def test_a_batch_whose_sequence_is_another_one_by_now():
     cache = watched()
     cache, batch = jkv.append(cache, IDS)
@@ -155,6 +159,7 @@ def test_a_batch_whose_sequence_is_another_one_by_now():
     assert "write with a batch whose sequence was freed" in finding
 
 
+@pytest.mark.one_end
 def test_steps_that_are_not_committed():
     cache = watched(prefix_caching=True)
     for _ in range(2):
@@ -163,6 +168,7 @@ def test_steps_that_are_not_committed():
     assert "not committed" in finding and "commit(cache, batch)" in finding
 
 
+@pytest.mark.one_end
 def test_a_commit_before_all_layers_are_written():
     cache = watched(prefix_caching=True)
     cache, batch = jkv.append(cache, IDS)
@@ -183,6 +189,7 @@ def test_a_pool_that_is_not_donated():
 class TestStatuses:
     """A refusal that nothing looked at is found, one that was is not."""
 
+    @pytest.mark.one_end
     def test_of_append_in_jit(self):
         @functools.partial(jax.jit, donate_argnums=0)
         def wrong(cache):
@@ -192,6 +199,7 @@ class TestStatuses:
         (finding,) = found_by(wrong(watched()))
         assert "append refused requests (1 INVALID_SEQUENCE)" in finding
 
+    @pytest.mark.one_end
     def test_of_allocate(self):
         cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
         (finding,) = found_by(cache)
@@ -200,11 +208,13 @@ class TestStatuses:
     @pytest.mark.parametrize(
         "look", [lambda opened: opened.status, lambda opened: [*opened]]
     )
+    @pytest.mark.one_end
     def test_that_was_looked_at(self, look):
         cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
         look(opened)
         jkv.check(cache)
 
+    @pytest.mark.one_end
     def test_that_was_looked_at_outside_the_jit_that_returned_it(self):
         allocate = jax.jit(lambda cache: jkv.allocate(cache, np.zeros(3, np.int32)))
         cache, opened = allocate(watched())
@@ -228,6 +238,7 @@ class TestStatuses:
         jkv.check(cache)
 
 
+@pytest.mark.one_end
 def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
     cache, _ = jkv.append(watched(), IDS)
     jkv.save(tmp_path / "cache", cache)
@@ -240,6 +251,7 @@ def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
     assert hasattr(jkv.compact(cache), "watch")
 
 
+@pytest.mark.one_end
 def test_it_is_turned_on_outside_jit():
     with pytest.raises(ValueError, match="outside jit"):
         jax.eval_shape(jkv.debug, small_cache())

@@ -41,8 +41,8 @@ def test_numbers_out_of_range_are_refused(fields):
 
 
 def test_rows_of_a_step_are_multiples_that_a_mesh_can_divide():
-    assert count_rows(running=6, chunk_size=512, multiple=1) == (6, 512)
-    assert count_rows(running=6, chunk_size=512, multiple=4) == (8, 512)
+    assert count_rows(running=6, chunk_size=512, multiple=1) == (6, 112, 512)
+    assert count_rows(running=6, chunk_size=512, multiple=4) == (8, 112, 512)
     assert count_rows(running=6, chunk_size=2, multiple=4) == (8,)
 
 

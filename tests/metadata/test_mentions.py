@@ -7,6 +7,8 @@ import pytest
 
 from jkv.metadata import mentions
 
+pytestmark = pytest.mark.one_end
+
 NUM_IDS = 9
 SIZES = [1, 7, mentions.MOST_COMPARED, mentions.MOST_COMPARED + 1, 300]
 

@@ -11,6 +11,8 @@ from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Ring
 
+pytestmark = pytest.mark.one_end
+
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 1024, 1025, 2048, 2049])
 def test_running_sum_is_a_cumsum(size):

@@ -1,6 +1,7 @@
 """Imports point down: each room may use the rooms below it, and no other."""
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -65,17 +66,25 @@ EXTRAS = {"prometheus_client": "serving/prometheus.py"}
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 
 
-def imported_modules(path: pathlib.Path) -> set[str]:
+@functools.cache
+def find_imports(path: pathlib.Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Return a file's statements of import, at any depth."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return tuple(n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
+
+
+@functools.cache
+def imported_modules(path: pathlib.Path) -> frozenset[str]:
     """Return the names of all modules that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in find_imports(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: relative import"
             modules = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= modules if node.module == "jkv" else {node.module or ""}
-    return found
+    return frozenset(found)
 
 
 def test_imports_point_down() -> None:
@@ -129,13 +138,14 @@ def test_loops_are_those_that_work_inside_shard_map() -> None:
             assert not re.search(r"lax\.(fori|while)_loop\(", path.read_text()), name
 
 
-def _with_members(path: pathlib.Path) -> set[str]:
+@functools.cache
+def _with_members(path: pathlib.Path) -> frozenset[str]:
     """Return the modules that a file imports, those named as members of one too."""
-    found = imported_modules(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = {*imported_modules(path)}
+    for node in find_imports(path):
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def test_importing_the_package_imports_little_beside_jax() -> None:

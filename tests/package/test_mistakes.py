@@ -8,12 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import ROWS, WIDTH, copied, opened, small_cache, small_config
+from caches import (
+    ROWS,
+    WIDTH,
+    append,
+    copied,
+    opened,
+    small_cache,
+    small_config,
+)
+from caches import prompts as padded
+from ends import few
 
 import jkv
-from jkv.decoding import decode, prefill
+from jkv.decoding import begin, decode, prefill
 
 VOCABULARY = 7
+ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once
 
 
 @functools.cache
@@ -28,11 +39,12 @@ def rows(cache, batch, dtype=np.float32, heads=1):
     return np.ones((batch.num_rows, heads, cache.head_dim), dtype)
 
 
+@pytest.mark.one_end
 class TestModels:
     """A model returns one row of logits for each sequence, and the cache."""
 
     def generate(self, model, prompts=((1, 2, 3), (4,)), **options):
-        cache = small_cache()
+        cache, options = small_cache(), ONE_SIZE | options
         shapes = jax.eval_shape(
             lambda cache: jkv.generate(
                 model, None, cache, prompts, max_new_tokens=2, **options
@@ -57,7 +69,7 @@ class TestModels:
 
     def test_all_rows_where_a_chunk_has_as_many_rows_as_there_are_prompts(self):
         with pytest.raises(ValueError, match=r"batch\.last_rows"):
-            self.generate(self.all_rows, chunk_size=2)
+            self.generate(self.all_rows, chunk_size=2, row_counts=None)
 
     def test_logits_without_the_axis_of_sequences(self):
         def one_row(_params, _tokens, cache, _batch):
@@ -86,7 +98,7 @@ class TestModels:
     def test_decode_looks_as_well(self):
         cache, state = jax.eval_shape(
             lambda cache: prefill(
-                self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2
+                self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2, **ONE_SIZE
             ),
             small_cache(),
         )
@@ -114,18 +126,19 @@ class TestModels:
 
     @pytest.mark.one_end
     def test_a_list_is_read_as_the_array_padded_with_minus_one(self):
-        generate = functools.partial(
-            jkv.generate, self.last_rows, None, small_cache(), max_new_tokens=2
-        )
+        """All that a generation goes on from is the same."""
+        options = dict(max_new_tokens=2, **ONE_SIZE)
+        start = functools.partial(begin, self.last_rows, None, small_cache(), **options)
         padded = np.array([[1, 2, 3], [4, -1, -1]], np.int32)
-        (_, listed), (_, given) = generate([[1, 2, 3], [4]]), generate(padded)
+        listed, given = map(jax.jit(start), ([[1, 2, 3], [4]], padded))
+        assert given.prompts.tokens.tolist() == padded.tolist()
         assert jax.tree.all(jax.tree.map(np.array_equal, listed, given))
 
     def test_ragged_lists_may_be_traced(self):
         cache = small_cache()
         found = jax.eval_shape(
             lambda prompts: jkv.generate(
-                self.last_rows, None, cache, prompts, max_new_tokens=2
+                self.last_rows, None, cache, prompts, max_new_tokens=2, **ONE_SIZE
             ),
             [[1, 2, 3], [4]],
         )
@@ -154,6 +167,7 @@ class TestBatches:
         ],
         ids=lambda changes: next(iter(changes)),
     )
+    @pytest.mark.one_end
     def test_the_batch_of_a_cache_of_other_sizes(self, changes):
         (name,) = changes
         _, batch = stepped()
@@ -192,6 +206,7 @@ class TestRows:
     """Keys, values and queries are floats."""
 
     @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
+    @pytest.mark.one_end
     def test_keys_or_values_that_are_integers(self, dtype):
         cache, batch = stepped()
         floats, others = rows(cache, batch), rows(cache, batch, dtype)
@@ -202,7 +217,9 @@ class TestRows:
         with pytest.raises(ValueError, match="queries must be floating point"):
             jkv.attend(cache, 0, batch, others)
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize(
+        "dtype", few(["bfloat16", "int8", "float8_e4m3fn"], "int8")
+    )
     def test_a_derivative_of_what_is_stored_as_bits(self, dtype):
         cache, batch = stepped(dtype=dtype)
         queries = rows(cache, batch)
@@ -263,17 +280,20 @@ class TestCalls:
             with pytest.raises(ValueError, match=f"{name}.*verbs return a pair"):
                 jax.eval_shape(lambda pair, verb=verb, o=others: verb(pair, *o), pair)
 
+    @pytest.mark.one_end
     def test_the_pair_in_place_of_the_cache_in_generate(self):
         model = TestModels.last_rows
         with pytest.raises(TypeError, match=r"generate.*verbs return a pair"):
             jkv.generate(model, None, stepped(), [[1]], max_new_tokens=1)
 
+    @pytest.mark.one_end
     def test_something_else_in_place_of_the_cache(self):
         for name, others in self.calls().items():
             for wrong in ([0, 1], None, 3):
                 with pytest.raises(TypeError, match=f"{name}.*cache must be a jkv.Cac"):
                     getattr(jkv, name)(wrong, *others)
 
+    @pytest.mark.one_end
     def test_a_configuration_in_place_of_the_cache(self):
         with pytest.raises(TypeError, match=r"jkv\.init\(config\)"):
             jkv.allocate(small_config(), 0)
@@ -284,6 +304,7 @@ class TestCalls:
         with pytest.raises(TypeError, match="missing.*'batch'"):
             jkv.commit(small_cache())
 
+    @pytest.mark.one_end
     def test_layer_and_batch_in_the_other_order(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
@@ -294,6 +315,7 @@ class TestCalls:
             with pytest.raises(TypeError, match=r"layer must be .* got Batch"):
                 call()
 
+    @pytest.mark.one_end
     def test_what_is_no_batch_and_what_are_no_rows(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
@@ -308,12 +330,14 @@ class TestCalls:
         with pytest.raises(TypeError, match="layer must be .* got float32"):
             jkv.write(cache, jnp.float32(0), batch, keys, keys)
 
+    @pytest.mark.one_end
     def test_a_whole_result_in_place_of_its_ids(self):
         cache, result = jkv.allocate(small_cache(), np.zeros(WIDTH, np.int32))
         for name in ("append", "free", "fork"):
             with pytest.raises(TypeError, match=r"Allocation.*its seq_ids"):
                 getattr(jkv, name)(cache, result)
 
+    @pytest.mark.one_end
     def test_raise_for_status_takes_the_pair(self):
         pair = jkv.free(small_cache(), np.full(WIDTH, 9, np.int32))
         with pytest.raises(jkv.InvalidSequence, match="8 of 8 blocks free"):
@@ -322,6 +346,7 @@ class TestCalls:
             jkv.raise_for_status(jkv.allocate(small_cache(), [0] * 5))
         jkv.raise_for_status(stepped())
 
+    @pytest.mark.one_end
     def test_raise_for_status_of_what_has_none(self):
         for wrong in (small_cache(), "OK", 0.5, np.zeros(2), None):
             with pytest.raises(TypeError, match="takes a status"):
@@ -359,6 +384,7 @@ class TestCalls:
             jkv.write(cache, 0, batch, gone, gone)
         assert "donated to an earlier call" not in str(caught.value)
 
+    @pytest.mark.one_end
     def test_more_tokens_than_rows_names_the_capacity(self):
         cache, batch = jkv.append(small_cache(), np.zeros(1, np.int32), 2)
         opened_cache = opened(3, 3)
@@ -370,6 +396,7 @@ class TestCalls:
         ("wrong", "meant"),
         [("memory", "budget"), ("num_kv_head", "num_kv_heads"), ("page_size", "block")],
     )
+    @pytest.mark.one_end
     def test_a_field_that_does_not_exist(self, tmp_path, wrong, meant):
         with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
             jkv.CacheConfig.from_model(tmp_path, **{wrong: 1})
@@ -454,17 +481,13 @@ class TestCounts:
 
     @pytest.mark.one_end
     def test_of_steps_and_limits(self):
-        cache, state = prefill(
-            TestModels.last_rows,
-            None,
-            small_cache(),
-            [[1, 2, 3], [4]],
-            max_new_tokens=2,
-            limits=[self.most, 1],
-        )
-        _, state = decode(TestModels.last_rows, None, cache, state, num_steps=self.most)
+        model, cache = TestModels.last_rows, small_cache()
+        options = dict(max_new_tokens=2, limits=[self.most, 1], **ONE_SIZE)
+        state = begin(model, None, cache, [[1, 2, 3], [4]], **options)
+        _, state = decode(model, None, cache, state, num_steps=self.most)
         assert state.result.lengths.tolist() == [2, 1]
 
+    @pytest.mark.one_end
     def test_no_float_is_taken_for_a_count(self):
         for verb in (jkv.evict, jkv.block_ids):
             with pytest.raises(TypeError, match="integer, got 2.5"):
@@ -473,18 +496,19 @@ class TestCounts:
     @pytest.mark.one_end
     def test_domains_are_32_bits_signed_or_not(self):
         cache = small_cache(prefix_caching=True)
-        prompt = list(range(9))
-        cache, _ = jkv.allocate(cache, 0, salts=self.most)
-        cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
-        cache = jkv.commit(cache, batch)
+        prompt = padded([range(9)])
+        none = np.zeros(WIDTH, np.int32)
+        cache, _ = jkv.allocate(cache, none, tokens=padded([]), salts=self.most)
+        cache, step = append(cache, 0, 9, tokens=range(9))
+        cache = jkv.commit(cache, step.batch)
         for salts in (self.most, -1, np.uint32(self.most), jnp.uint32(self.most)):
-            assert jkv.match(cache, [prompt], salts).tolist() == [8]
-        assert jkv.match(cache, [prompt], 2**31 - 1).tolist() == [0]
-        assert jkv.match(cache, [prompt], self.most - 1).tolist() == [0]
+            assert jkv.match(cache, prompt, salts).tolist() == [8, 0, 0, 0]
+        assert not jkv.match(cache, prompt, 2**31 - 1).any()
+        assert not jkv.match(cache, prompt, self.most - 1).any()
         with pytest.raises(ValueError, match="salts must fit in 32 bits"):
-            jkv.match(cache, [prompt], 2**32)
+            jkv.match(cache, prompt, 2**32)
         forgotten = jkv.invalidate(cache, self.most)
-        assert jkv.match(forgotten, [prompt], -1).tolist() == [0]
+        assert not jkv.match(forgotten, prompt, -1).any()
 
 
 @pytest.mark.one_end

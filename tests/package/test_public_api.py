@@ -15,6 +15,8 @@ import pytest
 import jkv
 from jkv import decoding, serving
 
+pytestmark = pytest.mark.one_end
+
 PUBLIC = """
     NO_SEQUENCE Allocation Batch BatchFull BlockInfo Cache CacheConfig CacheError
     ContextFull Fork InvalidArgument InvalidSequence InvariantError Metadata OutOfBlocks

@@ -57,6 +57,7 @@ def poisoned(loop, monkeypatch, *, after):
 
 @pytest.mark.parametrize("place", ["run", "exchange", "read"])
 @pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.one_end
 def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
     monkeypatch, caplog, place, after
 ):
@@ -92,6 +93,7 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
     assert_given_back(engine, free_rows=22)
 
 
+@pytest.mark.one_end
 def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
     engine = make_engine(free_rows=22)
     loop = engine._core.loop
@@ -118,6 +120,7 @@ def test_an_engine_ends_where_a_step_that_raises_loses_what_others_have(monkeypa
     assert isinstance(causes[1], Boom)
 
 
+@pytest.mark.one_end
 def test_a_detokenizer_that_raises_fails_its_own_request():
     def decode(ids):
         if 7 in ids:
@@ -147,6 +150,7 @@ def test_a_detokenizer_that_raises_fails_its_own_request():
     assert_given_back(engine)
 
 
+@pytest.mark.one_end
 def test_a_consumer_that_leaves_cancels_and_one_that_stops_reading_harms_nobody():
     engine = make_engine()
     slow, left, read = (engine.submit([i, i], max_new_tokens=12) for i in (1, 2, 3))
@@ -181,6 +185,7 @@ def test_a_consumer_that_leaves_cancels_and_one_that_stops_reading_harms_nobody(
     engine.close()
 
 
+@pytest.mark.one_end
 def test_time_runs_out_where_a_request_is():
     now = [0.0]
     engine = make_engine(free_rows=1, clock=lambda: now[0], result_seconds=5.0)
@@ -203,6 +208,7 @@ def test_time_runs_out_where_a_request_is():
     assert not engine.cancel(running)
 
 
+@pytest.mark.one_end
 def test_no_more_wait_than_may_and_results_are_bounded():
     engine = make_engine(max_waiting=2, max_results=3)
     numbers = [engine.submit([i], max_new_tokens=1) for i in range(2)]

@@ -58,6 +58,7 @@ def test_a_program_is_traced_once_for_all_runs(kept):
     assert run(kept) == (expected, 0)
 
 
+@pytest.mark.one_end
 def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
     """Not for another version, other code, sizes, shapes, types or settings."""
     file = tmp_path / "model.py"
@@ -83,6 +84,7 @@ def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
         assert run(kept)[1] == 1
 
 
+@pytest.mark.one_end
 def test_what_cannot_be_read_is_compiled_again(kept, caplog):
     expected, _ = run(kept)
     (path,) = pathlib.Path(kept.folder).iterdir()
@@ -92,6 +94,7 @@ def test_what_cannot_be_read_is_compiled_again(kept, caplog):
     assert run(kept) == (expected, 0)
 
 
+@pytest.mark.one_end
 def test_what_cannot_be_written_is_not_kept(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert run(KeptPrograms("double", folder=tmp_path / "file" / "below"))[1] == 1

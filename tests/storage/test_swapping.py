@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import pickle
 
 import jax
@@ -28,12 +29,13 @@ from caches import (
     without_refusals,
     write_tokens,
 )
+from ends import few
 
 import jkv
 from jkv.status import Counter
 from jkv.storage import contents
 
-DTYPES = [jnp.float32, jnp.bfloat16]
+DTYPES, NAME = [jnp.float32, jnp.bfloat16], operator.attrgetter("__name__")
 
 
 def state(cache):
@@ -66,6 +68,7 @@ class TestOutAndBack:
         cache = grow(cache, seq_id, [109])
         assert stored_tokens(cache, seq_id) == list(range(100, 110))
 
+    @pytest.mark.one_end
     def test_the_order_of_the_call_is_kept_and_padding_vanishes(self):
         cache, swapped = jkv.swap_out(opened(5, 9, 2), [2, -1, 0])
         assert swapped.seq_ids.tolist() == [2, 0]
@@ -90,6 +93,7 @@ class TestOutAndBack:
         assert table(other, second) == [8, 7, 3, 2]
         assert {i: stored_tokens(other, i) for i in (2, 4)} == before
 
+    @pytest.mark.one_end
     def test_again_and_again(self):
         """The value stays valid: two copies of one sequence share nothing."""
         cache, swapped = jkv.swap_out(opened(6), 0)
@@ -101,6 +105,7 @@ class TestOutAndBack:
         assert stored_tokens(cache, b) == [0, 1, 2, 3, 4, 5]
         assert not set(table(cache, a)) & set(table(cache, b))
 
+    @pytest.mark.one_end
     def test_nothing(self):
         cache = opened(3)
         after, swapped = jkv.swap_out(cache, [-1, -1])
@@ -109,6 +114,7 @@ class TestOutAndBack:
         after, back = jkv.swap_in(after, swapped)
         assert back.seq_ids.shape == (0,) and state(after) == state(cache)
 
+    @pytest.mark.one_end
     def test_without_tokens_and_without_storage(self):
         """A reservation alone crosses as a number; metadata alone is enough."""
         for cache in (small_cache(), jkv.init(small_config(), storage=False)):
@@ -135,6 +141,7 @@ class TestOutAndBack:
         cache, back = jkv.swap_in(cache, swapped)
         assert jkv.tokens(cache, back.seq_ids[0]).tolist() == [-1] * 14
 
+    @pytest.mark.one_end
     def test_reservations_are_kept_and_their_contents_are_not(self):
         cache, _ = allocate(small_cache(), [13])
         cache = grow(cache, 0, range(5))
@@ -145,6 +152,7 @@ class TestOutAndBack:
         cache = grow(cache, int(back.seq_ids[0]), range(5, 14))
         assert free_count(cache) == 4
 
+    @pytest.mark.one_end
     def test_stamps(self):
         """The clock's are this cache's own, the number of uses is the sequence's."""
         cache = grow(opened(5, 2), 0, [5])
@@ -260,7 +268,7 @@ class TestDecodingGoesOn:
         cache, _ = allocate(cache, 1)
         return free(cache, [3, 0, 2])[0]
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     @pytest.mark.parametrize("donate", [False, True])
     def test_in_another_cache(self, dtype, donate):
         cache = self.filled(dtype)
@@ -274,7 +282,8 @@ class TestDecodingGoesOn:
         assert np.isfinite(expected.astype(np.float32)).all()
         assert found.tobytes() == expected.tobytes()
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=NAME)
+    @pytest.mark.one_end
     def test_one_in_the_same_cache_and_those_that_stayed(self, dtype):
         cache = self.filled(dtype)
         expected = attended(cache, [2, 0, 4], dtype)
@@ -286,6 +295,7 @@ class TestDecodingGoesOn:
         assert attended(cache, seq_ids, dtype).tobytes() == expected.tobytes()
 
     @pytest.mark.parametrize("fault", ["zeros", "length", "permuted"])
+    @pytest.mark.one_end
     def test_the_comparison_can_fail(self, fault):
         cache = self.filled(jnp.float32)
         expected = attended(cache, [2], jnp.float32)
@@ -389,12 +399,13 @@ class TestTheHostValue:
         cache, back = jkv.swap_in(fragmented(), copy)
         assert stored_tokens(cache, int(back.seq_ids[0])) == list(range(9))
 
+    @pytest.mark.one_end
     def test_it_is_frozen(self):
         _, swapped = jkv.swap_out(opened(9), 0)
         with pytest.raises(dataclasses.FrozenInstanceError):
             swapped.num_blocks = 1
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+    @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     def test_pinned_memory(self, monkeypatch, dtype):
         """The way of an accelerator: a CPU has such memory too, if asked for."""
         cache = opened(9, 14, num_layers=2, dtype=dtype)

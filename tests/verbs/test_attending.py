@@ -35,6 +35,7 @@ def attended(cache, batch, queries=QUERIES, **options):
     return np.asarray(attend(cache, 0, batch, queries, **options))
 
 
+@pytest.mark.one_end
 def test_is_causal_up_to_its_own_position():
     # One call over five tokens equals five calls over one.
     together = attended(*advance(opened(0), 0, 5))
@@ -45,6 +46,7 @@ def test_is_causal_up_to_its_own_position():
         np.testing.assert_allclose(alone[0], together[row], atol=1e-6)
 
 
+@pytest.mark.one_end
 def test_a_row_for_each_request_sees_what_packed_rows_see():
     cache, batch = advance(opened(3, 5), [1, 0], 1)
     packed = attended(cache, batch)[:2]
@@ -56,6 +58,7 @@ def test_a_row_for_each_request_sees_what_packed_rows_see():
     )
 
 
+@pytest.mark.one_end
 def test_invalid_rows_give_zeros():
     found = attended(*advance(opened(3, 2), [-1, 0, 9], [1, 2, 1]))
     assert not found[[0, *range(3, ROWS)]].any()
@@ -63,6 +66,7 @@ def test_invalid_rows_give_zeros():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.one_end
 def test_returns_the_dtype_of_the_queries(dtype):
     cache, batch = advance(opened(3, dtype=dtype), 0, 1)
     for query_dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
@@ -89,6 +93,7 @@ def test_a_window_counts_the_token_itself_and_may_be_traced():
     assert np.abs(traced[1] - traced[2]).max() > 1e-3
 
 
+@pytest.mark.one_end
 def test_the_default_scale_is_one_over_root_d():
     cache, batch = advance(opened(3), 0, 1)
     default = attended(cache, batch)
@@ -97,6 +102,7 @@ def test_the_default_scale_is_one_over_root_d():
     assert np.abs(default - attended(cache, batch, scale=1.0)).max() > 1e-3
 
 
+@pytest.mark.one_end
 def test_same_values_whatever_the_order_of_blocks():
     expected = attended(*advance(opened(0), 0, 10))
     worn, _ = free(opened(4, 8, 4), [1, 0, 2])
@@ -110,6 +116,7 @@ def test_same_values_whatever_the_order_of_blocks():
     np.testing.assert_array_equal(attended(worn, batch)[:10], expected[:10])
 
 
+@pytest.mark.one_end
 def test_query_head_h_reads_kv_head_h_over_group():
     cache, step = append(allocate(small_cache(num_kv_heads=2), 0)[0], 0)
     values = np.zeros((ROWS, 2, 2), np.float32)
@@ -120,6 +127,7 @@ def test_query_head_h_reads_kv_head_h_over_group():
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.one_end
 def test_nan_of_a_token_reaches_no_row_that_is_promised_to_be_without(name):
     """In a key only rows that see it, in a value rows of its own request alone."""
     cache, step = append(opened(3, 5), [0, 1], [4, 3])

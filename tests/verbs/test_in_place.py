@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from caches import small_cache, small_config
 from compiled_modules import pool_sized_operations
-from ends import dealt
+from ends import dealt, few
 
 import jkv
 from jkv.config.dtypes import needs_scales
@@ -109,7 +109,11 @@ CASES = [(step, dtype) for step in STEPS for dtype in DTYPES]
 
 @pytest.mark.parametrize(
     "step, dtype",
-    [*CASES, (step_in_a_loop, jnp.bfloat16)],
+    few(
+        [*CASES, (step_in_a_loop, jnp.bfloat16)],
+        *[(step_unrolled, jnp.float32), (step_scanned, jnp.int8)],
+        (step_in_a_loop, jnp.bfloat16),
+    ),
     ids=lambda value: value.__name__,
 )
 def test_a_donated_step_updates_in_place(step, dtype):
@@ -119,7 +123,11 @@ def test_a_donated_step_updates_in_place(step, dtype):
     assert_in_place(step, make_cache(dtype), seq_ids, hidden)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype",
+    few([jnp.bfloat16, jnp.int8], jnp.bfloat16),
+    ids=lambda dtype: dtype.__name__,
+)
 def test_a_donated_prefill_updates_in_place(dtype):
     def prefill(cache, seq_ids, counts, hidden):
         cache, batch = jkv.append(cache, seq_ids, counts, capacity=48)
@@ -150,7 +158,7 @@ VERBS = {
 
 @pytest.mark.parametrize(
     "verb, dtype",
-    dealt(itertools.product(["fork", "truncate", "reorder"], DTYPES)),
+    dealt(itertools.product(["fork", "truncate", "reorder"], DTYPES), 2, share=5),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_donated_copying_verb_updates_in_place(verb, dtype):
@@ -159,6 +167,7 @@ def test_a_donated_copying_verb_updates_in_place(verb, dtype):
 
 
 @pytest.mark.parametrize("verb", ["allocate", "append", "free"])
+@pytest.mark.one_end
 def test_a_donated_metadata_verb_updates_in_place(verb):
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
     assert_in_place(VERBS[verb], make_cache(jnp.float32), ids)
@@ -176,7 +185,7 @@ REUSING = VERBS | {
 }
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("prefix_caching", few([False, True], True))
 @pytest.mark.parametrize("verb", ["allocate", "append", "fork", "free", "truncate"])
 def test_a_donated_verb_copies_nothing_the_size_of_the_pool(verb, prefix_caching):
     """Not even of the small integers: its cost does not grow with the pool."""
@@ -186,7 +195,7 @@ def test_a_donated_verb_copies_nothing_the_size_of_the_pool(verb, prefix_caching
     assert copied_metadata(function, cache, ids) == []
 
 
-@pytest.mark.parametrize("verb", ["append", "free"])
+@pytest.mark.parametrize("verb", few(["append", "free"], "append"))
 def test_a_donated_verb_copies_nothing_with_a_window(verb):
     """What is given back is not looked for in the pool."""
     cache = make_cache(jnp.float32, sliding_window=9)
@@ -194,7 +203,7 @@ def test_a_donated_verb_copies_nothing_with_a_window(verb):
     assert copied_metadata(VERBS[verb], cache, ids) == []
 
 
-@pytest.mark.parametrize("verb", ["prefill", "evict", "evict_cached"])
+@pytest.mark.parametrize("verb", few(["prefill", "evict", "evict_cached"], "evict"))
 def test_a_donated_reusing_verb_copies_nothing_the_size_of_the_pool(verb):
     cache = make_cache(jnp.float32, prefix_caching=True)
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
@@ -223,6 +232,7 @@ def test_a_donated_step_of_a_reusing_cache_updates_in_place():
 
 
 @pytest.mark.parametrize("verb", ["allocate", "append", "free"])
+@pytest.mark.one_end
 def test_an_eager_metadata_verb_passes_the_storage_around(verb):
     cache = small_cache()
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)

@@ -18,9 +18,9 @@ import jkv
 
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
-# Each end of the range of JAX plays every second shape in one mode here, and the others
-# in test_random_reuse.py; with more effort all, in all modes.
-CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), share=4)
+# The newest JAX plays one shape, the oldest the others, each in one mode; with more
+# effort all, in all modes.
+CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), 1, share=7)
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 # Two of the shapes that are played eagerly: their programs are there already.
 EAGER = ["blocks of 16", "roomy"]

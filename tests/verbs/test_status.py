@@ -6,6 +6,8 @@ import pytest
 import jkv
 from jkv import Status
 
+pytestmark = pytest.mark.one_end
+
 
 def i32(*values):
     return np.array(values, np.int32)

@@ -79,14 +79,25 @@ def attend_range(
         part = None if o.part is None else o.part[0]
         return find_held(position, part, variant.num_parts, o.keys.shape[3])
 
+    position = work.position[entry]
+    window = None if o.window is None else jnp.maximum(o.window[0], 0)
+    first, end = work.first[entry], work.end[entry]
+    # Of a range listed for the whole step, what these rows see of what is here.
+    if o.part is not None:
+        end = jnp.minimum(end, find_last(position + work.num_rows[entry] - 1) + 1)
+    if window is not None:
+        first = jnp.maximum(first, find_last(position - window) + 1)
+    if o.part is not None or window is not None:
+        is_empty = first >= end
+        first, end = jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
+
     last, before = jnp.int32(0), None
     if not variant.is_decode:
-        last = find_last(work.position[entry] + offset)
+        last = find_last(position + offset)
         valid &= last >= 0
-        if o.window is not None:
-            before = find_last(work.position[entry] + offset - o.window[0])
-            if o.part is not None:
-                valid &= last > before
+        if window is not None:
+            before = find_last(position + offset - window)
+            valid &= last > before
     queries = [
         load_rows(o.queries, row, head, valid, section, variant)
         for section in key_sections
@@ -97,8 +108,8 @@ def attend_range(
         layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
         table=work.table[entry],
         kv_head=kv_head,
-        first=work.first[entry],
-        end=work.end[entry],
+        first=first,
+        end=end,
     )
     tile_tokens = variant.tile.tokens
     walk_start = tokens.first & -tile_tokens
@@ -108,7 +119,7 @@ def attend_range(
         """Return which rows see which tokens, to broadcast over the scores."""
         if variant.is_decode:
             visible = token < tokens.end
-            if o.window is not None:
+            if window is not None:
                 visible &= token >= tokens.first
             return visible[None, :]
         visible = token[None, :] <= last[:, None]
@@ -116,9 +127,16 @@ def attend_range(
             visible &= token[None, :] > before[:, None]
         return visible
 
+    sections = key_sections, value_sections
+
     def load(trip: jax.Array) -> TokenTile:
         start = walk_start + trip * tile_tokens
-        return load_tokens(o, tokens, start, key_sections, value_sections, variant)
+        return load_tokens(o, tokens, start, *sections, variant)
+
+    def load_whole(trip: jax.Array) -> TokenTile:
+        # Of a range that begins with the first token.
+        start = trip * tile_tokens
+        return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
     def attend_tile(
         trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
@@ -135,7 +153,7 @@ def attend_range(
             scores = jnp.where(visible, scores, HIDDEN)
         maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - maximum[:, None])
-        if masked and not variant.is_decode and o.window is not None:
+        if masked and not variant.is_decode and window is not None:
             # A row may see nothing of a tile, and its maximum may still be HIDDEN.
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
@@ -157,17 +175,14 @@ def attend_range(
         tokens.end - walk_start + (tile_tokens - 1), jnp.int32(tile_tokens)
     )
     num_full = jnp.int32(0)
-    if variant.tile.has_full_loop and o.window is None:
+    if variant.tile.has_full_loop and window is None:
         # Tiles that every row sees as a whole come first and need no mask.
-        first_row = work.position[entry]
-        if not variant.is_decode:  # whose positions are counted as its tokens are
-            first_row = find_last(first_row)
-        seen_by_all = jnp.clip(first_row + 1, 0, tokens.end)
+        seen_by_all = jnp.clip(find_last(position) + 1, 0, tokens.end)
         num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
         sums = lax.fori_loop(
             jnp.int32(0),
             num_full,
-            lambda trip, sums: attend_tile(trip, load(trip), sums, masked=False),
+            lambda trip, sums: attend_tile(trip, load_whole(trip), sums, masked=False),
             sums,
         )
     if variant.tile.is_carried:

@@ -62,18 +62,25 @@ def _join_kernel(
     *,
     num_pieces: int,
 ) -> None:
-    """Join the partial results of one row and head; rows without pieces are zeros."""
+    """Join the partial results of one row and head.
+
+    A row that sees nothing is zeros: it has no pieces, or none with a token for it.
+    """
     row, head = backend.program_id(0), backend.program_id(1)
     first, end = pieces.first[row], pieces.end[row]
     value_sections = cut(partial_ref.shape[2])
     lanes = jnp.arange(num_pieces, dtype=jnp.int32)
 
-    def join(trip: jax.Array, sums: TileSums) -> TileSums:
+    def join(
+        trip: jax.Array, carry: tuple[jax.Array, TileSums]
+    ) -> tuple[jax.Array, TileSums]:
+        highest, sums = carry
         piece = first + trip * num_pieces + lanes
         is_mine = piece < end
         piece = jnp.minimum(piece, end - 1)
         lse = jnp.where(is_mine, partial_lse_ref[piece, head], HIDDEN)
-        maximum = jnp.maximum(sums.maximum, jnp.max(lse))
+        highest = jnp.maximum(highest, jnp.max(lse))
+        maximum = jnp.maximum(sums.maximum, highest)
         weights = jnp.exp2(lse - maximum)
         shrink = jnp.exp2(sums.maximum - maximum)
         summed = []
@@ -81,14 +88,15 @@ def _join_kernel(
             part = partial_ref[piece[:, None], head, columns_of(start, size)]
             summed.append(old * shrink + jnp.sum(weights[:, None] * part, axis=0))
         total = sums.total * shrink + jnp.sum(weights)
-        return TileSums(maximum, total, tuple(summed))
+        return highest, TileSums(maximum, total, tuple(summed))
 
     sums = start_sums(
         (), value_sections, None if sinks_ref is None else sinks_ref[head]
     )
     trips = lax.div(end - first + (num_pieces - 1), jnp.int32(num_pieces))
-    sums = lax.fori_loop(jnp.int32(0), trips, join, sums)
-    has_any = end > first
+    carry = jnp.float32(HIDDEN), sums
+    highest, sums = lax.fori_loop(jnp.int32(0), trips, join, carry)
+    has_any = highest > HIDDEN
     total = jnp.where(has_any, sums.total, 1.0)
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         value = jnp.where(has_any, value / total, 0.0)

@@ -15,15 +15,15 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import Work
+from jkv.attention.kernel.lists import DecodeWork, Work
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.tuning import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
     list_decode_work,
     list_prefill_work,
-    num_prefill_entries,
     size_decode_work,
+    size_prefill_work,
 )
 from jkv.sharding.varying import is_manual
 
@@ -55,13 +55,7 @@ def decode_rows(
     call: Call, variant: Variant, programs: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
-    wanted = -(-programs // variant.head_tiles)
-    max_tokens = call.max_blocks * call.pools.block_size
-    sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
-    listed = call.decode_work
-    sees_all = call.window is None and call.part is None
-    if listed is None or listed.sizes != sizes or not sees_all:
-        listed = list_decode_work(*call.of_last_rows(), sizes)
+    listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
     operands = _make_operands(call, listed.work)._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
@@ -75,6 +69,25 @@ def decode_rows(
     )
 
 
+def _find_decode_work(call: Call, variant: Variant, programs: int) -> DecodeWork:
+    """Return the list that was made with the step, or else one of the call's own."""
+    wanted = -(-programs // variant.head_tiles)
+    max_tokens = call.max_blocks * call.pools.block_size
+    sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
+    listed = None
+    if call.work_lists is not None:
+        listed = call.work_lists.find_decode(sizes, call.window is not None)
+    if listed is not None:
+        return listed
+    return list_decode_work(
+        call.requests,
+        call.window,
+        sizes,
+        num_parts=call.num_parts,
+        part_size=call.pools.block_size,
+    )
+
+
 def prefill_rows(
     call: Call,
     variant: Variant,
@@ -82,16 +95,13 @@ def prefill_rows(
     lse: jax.Array,  # f32[R, H]
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of requests of several rows replaced, in place."""
-    work = list_prefill_work(
-        call.requests,
-        call.window,
-        tile_rows=variant.row_tokens,
-        num_entries=num_prefill_entries(
-            call.num_rows, call.num_requests, variant.row_tokens
-        ),
-        find_held=call.find_held,
-    )
-    return _launch_rows(_make_operands(call, work), output, lse, variant)
+    sizes = size_prefill_work(call.num_rows, call.num_requests, variant.row_tokens)
+    listed = None
+    if call.work_lists is not None:
+        listed = call.work_lists.find_prefill(sizes)
+    if listed is None:
+        listed = list_prefill_work(call.requests, sizes)
+    return _launch_rows(_make_operands(call, listed.work), output, lse, variant)
 
 
 def _make_operands(call: Call, work: Work) -> Operands:

@@ -10,7 +10,11 @@ import jax
 
 
 class Work(NamedTuple):
-    """What each program does: some rows of one request over a range of its tokens."""
+    """What each program does: some rows of one request over a range of its tokens.
+
+    The range holds what the rows see in any call of the step. What a window or the part
+    of the blocks at hand leaves of it, a program finds by itself, from the position.
+    """
 
     table: jax.Array  # i32[W], row of the block tables
     row: jax.Array  # i32[W], the first query row
@@ -35,6 +39,14 @@ class DecodeSizes(NamedTuple):
     least: int  # pieces that there shall be, if need be short ones
 
 
+class PrefillSizes(NamedTuple):
+    """What a prefill list is made for, likewise."""
+
+    num_rows: int  # R
+    num_entries: int  # W
+    tile_rows: int  # rows of a tile
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeWork:
@@ -43,3 +55,38 @@ class DecodeWork:
     work: Work
     pieces: Pieces
     sizes: DecodeSizes = dataclasses.field(metadata={"static": True})
+    # Whether tokens before a window are left out: for calls with no larger one.
+    is_windowed: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillWork:
+    """The rows of all requests of several rows in tiles."""
+
+    work: Work
+    sizes: PrefillSizes = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WorkLists:
+    """The lists of a step for all that its calls may be cut into.
+
+    How many query heads there are only a call knows. What no call asks for the compiler
+    leaves out.
+    """
+
+    decode: tuple[DecodeWork, ...]
+    prefill: tuple[PrefillWork, ...]
+
+    def find_decode(self, sizes: DecodeSizes, has_window: bool) -> DecodeWork | None:
+        """Return the decode list that suits a call, None if there is none."""
+        for listed in self.decode:
+            if listed.sizes == sizes and (has_window or not listed.is_windowed):
+                return listed
+        return None
+
+    def find_prefill(self, sizes: PrefillSizes) -> PrefillWork | None:
+        """Return the prefill list that suits a call, None if there is none."""
+        return next((one for one in self.prefill if one.sizes == sizes), None)

@@ -1,22 +1,45 @@
-"""The decode list of a step, made once for all of its layers.
+"""The lists of a step, made once for all of its layers.
 
-XLA moves nothing out of a loop on GPUs: a list that the calls of attention make inside
-a `lax.scan` over layers is made in each of them, in seven launches. So `append` makes
-one, for the card at hand and what calls mostly are: without a window, and the query
-heads of a kv head in one tile. A call that is otherwise makes its own.
+XLA moves nothing out of a loop on GPUs: lists that the calls of attention make inside a
+`lax.scan` over layers are made in each of them, in seven launches or more. So `append`
+makes them, for the card at hand. What a call is cut into depends on its query heads,
+which only the model knows, so there is a list for each number of them that models have;
+what no call asks for, XLA leaves out. A call that is otherwise makes its own.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jkv.attention.call import make_requests
-from jkv.attention.kernel.lists import DecodeSizes, DecodeWork
-from jkv.attention.kernel.tuning import TABLE, find_family, find_target
-from jkv.attention.kernel.work import list_decode_work, size_decode_work
+from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.lists import DecodeSizes, PrefillSizes, WorkLists
+from jkv.attention.kernel.tuning import Tuning, find_target, find_tuning
+from jkv.attention.kernel.variant import count_decode_heads, cut_prefill_rows
+from jkv.attention.kernel.work import (
+    list_decode_work,
+    list_prefill_work,
+    size_decode_work,
+    size_prefill_work,
+)
+from jkv.attention.pools import Pools
+
+# Query heads of a kv head that models have, rounded up to powers of two; and those of
+# latent caches, whose only kv head serves all or, on a mesh, some of them.
+_GROUPS, _LATENT_GROUPS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
 
 
-def plan_decode_work(
+class _Sizes(NamedTuple):
+    """Which lists a step may need. Static."""
+
+    decode: tuple[DecodeSizes, ...]
+    prefill: tuple[PrefillSizes, ...]
+
+
+def plan_work(
+    pools: Pools,
     block_tables: jax.Array,  # i32[S, M]
     seq_ids: jax.Array,  # i32[B]
     query_starts: jax.Array,  # i32[B]
@@ -24,65 +47,98 @@ def plan_decode_work(
     context_lengths: jax.Array,  # i32[B]
     *,
     num_rows: int,
-    block_size: int,
     num_kv_heads: int,
-    max_query_length: int | None,
-) -> DecodeWork | None:
-    """List what the rows of requests of one row read, for the card at hand.
+    is_decoding: bool,
+    window: int | None,
+    part_size: int,
+    num_parts: int,
+) -> WorkLists | None:
+    """List what the programs of a step read, for the card at hand.
 
     Args:
+      pools: of which only head dims and dtypes matter.
       block_tables: as for `paged_attention`, like the other arrays.
       seq_ids: as there.
       query_starts: as there.
       query_lengths: as there.
       context_lengths: as there.
       num_rows: of the step, R.
-      block_size: tokens of a block, T.
       num_kv_heads: that a device has, K.
-      max_query_length: as there.
+      is_decoding: whether each request has one row at most.
+      window: tokens that a row sees in any call at most, None for all.
+      part_size: tokens of a block that a device has.
+      num_parts: of a block, each on another device.
 
     Returns:
       None where there is no card with a kernel, or nobody asks.
     """
     num_requests, max_blocks = len(seq_ids), block_tables.shape[1]
-    programs = _find_programs()
-    if programs is None or not num_rows or not num_requests:
+    tuning = _find_tuning(pools)
+    if tuning is None or not num_rows or not num_requests:
         return None
-    wanted = -(-programs // num_kv_heads)
-    sizes = size_decode_work(num_rows, num_requests, max_blocks * block_size, wanted)
+    groups = _GROUPS if pools.values is not None else _LATENT_GROUPS
+    decode, prefill = set(), set()
+    for group in groups:
+        head_tiles = num_kv_heads * -(-group // count_decode_heads(group, tuning))
+        wanted = -(-tuning.programs // head_tiles)
+        max_tokens = max_blocks * part_size
+        decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
+        if num_rows > 1 and not is_decoding:
+            tile_rows = cut_prefill_rows(group, tuning)[1]
+            prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
         block_tables,
         seq_ids,
         query_starts,
         query_lengths,
         context_lengths,
-        sizes=sizes,
-        block_size=block_size,
-        max_query_length=max_query_length,
+        sizes=_Sizes(tuple(sorted(decode)), tuple(sorted(prefill))),
+        num_rows=num_rows,
+        part_size=part_size,
+        num_parts=num_parts,
+        window=window,
+        max_query_length=1 if is_decoding else None,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "block_size", "max_query_length"))
+_STATIC = "sizes", "num_rows", "part_size", "num_parts", "window", "max_query_length"
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _list_work(
     *arrays: jax.Array,
-    sizes: DecodeSizes,
-    block_size: int,
+    sizes: _Sizes,
+    num_rows: int,
+    part_size: int,
+    num_parts: int,
+    window: int | None,
     max_query_length: int | None,
-) -> DecodeWork:
+) -> WorkLists:
     requests = make_requests(
         *arrays,
-        num_rows=sizes.num_rows,
-        block_size=block_size,
+        num_rows=num_rows,
+        block_size=num_parts * part_size,
         max_query_length=max_query_length,
     )
-    return list_decode_work(requests, None, sizes)
+    list_decode = functools.partial(
+        list_decode_work, requests, window, num_parts=num_parts, part_size=part_size
+    )
+    return WorkLists(
+        decode=tuple(map(list_decode, sizes.decode)),
+        prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
+    )
 
 
-def _find_programs() -> int | None:
-    """Return how many programs keep the card at hand busy, None without one."""
+def _find_tuning(pools: Pools) -> Tuning | None:
+    """Return how calls are cut on the card at hand, None where no kernel serves them.
+
+    Queries are taken to be what the pools hold, or bfloat16 where these are bytes.
+    """
+    (dtype,) = pools.dtypes
+    dtype = jnp.dtype(jnp.bfloat16) if dtype in ONE_BYTE_DTYPES else dtype
+    queries: Any = jax.ShapeDtypeStruct((1, 1, pools.keys.shape[4]), dtype)
     for platform in ("rocm", "cuda"):
         target = find_target(platform)
-        family = None if target is None else find_family(platform, target)
-        if family is not None:
-            return TABLE[family].programs
+        if target is not None:
+            return find_tuning(queries, pools, platform, target)
     return None

@@ -32,6 +32,15 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What one call is compiled with."""
+
+    decode: Tile
+    prefill: Tile
+    programs: int  # wanted in a decode call
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One row of the table: tiles for head dims up to a size."""
 
@@ -39,6 +48,13 @@ class Row:
     decode: Tile
     prefill: Tile
     kinds: tuple[str, ...] = ("half", "byte")  # of calls, as `find_kind` names them
+    # Decode programs for each compute unit: more than fit at a time would leave more
+    # partial results, and read no faster.
+    programs: int = 8
+
+    def tuned_for(self, units: int) -> Tuning:
+        """Return what a call is compiled with on cards of so many compute units."""
+        return Tuning(self.decode, self.prefill, self.programs * units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +62,10 @@ class Family:
     """GPUs that are cut alike."""
 
     targets: tuple[str, ...]  # where the rows were compiled
-    programs: int  # wanted in a decode call: about eight for each compute unit
+    units: int  # compute units of the largest card
     rows: tuple[Row, ...]  # the first that suits is taken
     # Head dims by kind that spill in every tile that was tried.
     spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """What one call is compiled with."""
-
-    decode: Tile
-    prefill: Tile
-    programs: int
 
 
 def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
@@ -75,36 +82,40 @@ TABLE = {
     # two waves take twice the vector instructions and leave fewer programs. From 192 on
     # a second wave halves what each holds of the values. With 64 rows of prefill 64
     # tokens need over 240 registers, 32 need 190. Float32 has matrix instructions here,
-    # and half as many elements in a register.
+    # and half as many elements in a register. As many programs as registers leave room
+    # for, 170 to 250 of 512 for two waves on each of four SIMDs; twice as many for
+    # latent caches, so that one short context is cut small enough.
     "cdna": Family(
         targets=("gfx90a", "gfx942", "gfx950"),
-        programs=8 * 304,
+        units=304,
         rows=(
             Row(128, _carried(16, 16, 1), _full(64, 32, 4, 1)),
-            Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1)),
-            Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1)),
+            Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1), programs=4),
+            Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1), programs=4),
             Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), ("float32",)),
-            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), ("float32",)),
-            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), ("float32",)),
+            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), ("float32",), 2),
+            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), ("float32",), 1),
         ),
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers: more
     # waves for wider heads, and one loop in prefill (two spill 84 registers at head dim
     # 128). 64 tokens on 4 waves spill hundreds. Latent caches do not fit at all, and
     # float32 has no matrix instructions. Bytes need more registers on their way to
-    # operands: twice the waves in prefill, and nothing wider than 128. These rows fit
-    # CDNA too, so programs for an unknown card, exported on a machine without one, have
-    # them.
+    # operands: twice the waves in prefill, four to carry the next tile when decoding
+    # (converted where they are multiplied, they take a fifth to a third fewer vector
+    # instructions on gfx11, which bound them), and nothing wider than 128. These rows
+    # fit CDNA too, so programs for an unknown card, exported on a machine without one,
+    # have them.
     "rdna": Family(
-        targets=("gfx1100", "gfx1201"),
-        programs=8 * 96,
+        targets=("gfx1100", "gfx1201", "gfx1250"),
+        units=96,
         rows=(
             Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
             Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1), ("half",)),
             Row(208, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
             Row(224, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), ("half",)),
             Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
-            Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 8, 1), ("byte",)),
+            Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
         ),
         spilling={"half": (240,)},
     ),
@@ -116,7 +127,7 @@ TABLE = {
     # 176. Float32 would be rounded to tf32, or miss the matrix units.
     "hopper": Family(
         targets=("sm_90",),
-        programs=8 * 132,
+        units=132,
         rows=(
             Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
             Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
@@ -125,17 +136,17 @@ TABLE = {
             Row(176, Tile(16, 16, 8, 2), _full(64, 32, 8, 2), ("half",)),
             Row(256, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
             Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
-            Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2)),
+            Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2), programs=4),
         ),
         spilling={"half": (208, 240), "byte": (176, 208, 240)},
     ),
     # What fits all cards from sm_80 on, the ones with 99 KiB of shared memory included.
     "other": Family(
-        targets=("sm_80", "sm_89", "sm_90"),
-        programs=8 * 108,
+        targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+        units=108,
         rows=(
             Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
-            Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 2)),
+            Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 2), programs=4),
         ),
     ),
 }
@@ -144,7 +155,8 @@ TABLE = {
 _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 
 
-_RDNA = ("gfx110", "gfx115", "gfx120")  # with the digit of the model after it
+# With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
+_RDNA = ("gfx110", "gfx115", "gfx120", "gfx125")
 
 
 _MAX_BLOCK_SIZE = 256
@@ -203,7 +215,7 @@ def find_tuning(
         return None
     for row in family.rows:
         if kind in row.kinds and max(dims) <= row.max_head_dim:
-            return Tuning(row.decode, row.prefill, family.programs)
+            return row.tuned_for(family.units)
     return None
 
 

@@ -37,21 +37,31 @@ class Variant:
 
 def decode_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     """Return the variant for requests of one row."""
-    # Heads that do not exist fill the least number of rows that can be multiplied.
-    row_heads = max(_MIN_ROWS, min(_padded_group(call), tuning.decode.rows))
+    row_heads = count_decode_heads(call.group, tuning)
     return _make_variant(call, tuning.decode, row_heads, 1, True, interpret)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     """Return the variant for requests of several rows."""
-    row_heads = min(_padded_group(call), tuning.prefill.rows)
-    row_tokens = tuning.prefill.rows // row_heads
+    row_heads, row_tokens = cut_prefill_rows(call.group, tuning)
     return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
 
 
-def _padded_group(call: Call) -> int:
+def count_decode_heads(group: int, tuning: Tuning) -> int:
+    """Return how many query heads of a kv head, of `group`, share a decode tile."""
+    # Heads that do not exist fill the least number of rows that can be multiplied.
+    return max(_MIN_ROWS, min(_pad(group), tuning.decode.rows))
+
+
+def cut_prefill_rows(group: int, tuning: Tuning) -> tuple[int, int]:
+    """Return how many query heads, of `group`, of how many tokens share a tile."""
+    row_heads = min(_pad(group), tuning.prefill.rows)
+    return row_heads, tuning.prefill.rows // row_heads
+
+
+def _pad(group: int) -> int:
     """Return G, rounded up to a power of two."""
-    return 1 << (call.group - 1).bit_length()
+    return 1 << (group - 1).bit_length()
 
 
 def _make_variant(

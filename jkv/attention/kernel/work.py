@@ -11,13 +11,19 @@ longest one possible, or leave the long one to a few programs.
 Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Requests
-from jkv.attention.kernel.lists import DecodeSizes, DecodeWork, Pieces, Work
+from jkv.attention.kernel.lists import (
+    DecodeSizes,
+    DecodeWork,
+    Pieces,
+    PrefillSizes,
+    PrefillWork,
+    Work,
+)
+from jkv.attention.parts import find_held
 
 # Pieces start at multiples of this many tokens (any tile divides it), and are no
 # shorter than four: below that, starting a program costs as much as its reading.
@@ -63,23 +69,37 @@ def size_decode_work(
 
 def list_decode_work(
     requests: Requests,
-    window: jax.Array | None,  # i32[] or i32[B]
+    window: jax.Array | int | None,  # i32[]
     sizes: DecodeSizes,
+    *,
+    num_parts: int = 1,
+    part_size: int = 1,
 ) -> DecodeWork:
     """Cut the contexts of all requests of one row into pieces of about equal length.
 
     Args:
       requests: B of them.
-      window: tokens that a row sees, if not all.
+      window: tokens that a row sees at most, if not all.
       sizes: of the list.
+      num_parts: parts of each block, of which the pools have any one; tokens are then
+        counted as the part has them that has most.
+      part_size: tokens of a part of a block.
     """
     num_rows, num_entries, least = sizes
-    context = requests.context_lengths
+    last = requests.context_lengths - 1
+
+    def find_in_part(positions: jax.Array, part: int) -> jax.Array:
+        which = None if num_parts == 1 else jnp.int32(part)
+        return find_held(positions, which, num_parts, part_size)
+
+    # Of each block the first part fills first: it has most, and the last one least.
+    context = find_in_part(last, 0) + 1
     listed = (requests.query_lengths == 1) & (context > 0)
     first = jnp.zeros_like(context)
     if window is not None:
         listed &= window > 0
-        first = jnp.maximum(context - jnp.maximum(window, 1), 0)
+        before = find_in_part(last - jnp.maximum(window, 1), num_parts - 1)
+        first = jnp.maximum(before + 1, 0)
     first_unit = first // _UNIT_TOKENS
     units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first_unit
     units = jnp.where(listed, units, 0)  # sums of units stay far below 2**31
@@ -106,7 +126,7 @@ def list_decode_work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request], 0),
         num_rows=alive.astype(jnp.int32),
-        position=context[request] - 1,
+        position=last[request],
         first=jnp.where(alive, start, 0),
         end=jnp.where(alive, stop, 0),
     )
@@ -119,56 +139,54 @@ def list_decode_work(
     )
     # A row that several requests name gets wrong numbers, but no piece past the list.
     pieces = pieces._replace(end=jnp.minimum(pieces.end, num_entries))
-    return DecodeWork(work=work, pieces=pieces, sizes=sizes)
+    return DecodeWork(
+        work=work, pieces=pieces, sizes=sizes, is_windowed=window is not None
+    )
 
 
-def num_prefill_entries(num_rows: int, num_requests: int, tile_rows: int) -> int:
-    """Return W: tiles of rows when every request may end in a partly filled one."""
-    return num_rows // tile_rows + min(num_requests, num_rows // 2)
+def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> PrefillSizes:
+    """Return the sizes of a list that holds the tiles of any requests.
+
+    Every request may end in a tile that is partly filled.
+
+    Args:
+      num_rows: R.
+      num_requests: B.
+      tile_rows: rows of a tile.
+    """
+    num_entries = num_rows // tile_rows + min(num_requests, num_rows // 2)
+    return PrefillSizes(num_rows, num_entries, tile_rows)
 
 
-def list_prefill_work(
-    requests: Requests,
-    window: jax.Array | None,  # i32[]
-    *,
-    tile_rows: int,
-    num_entries: int,
-    find_held: Callable[[jax.Array], jax.Array] = lambda positions: positions,
-) -> Work:
+def list_prefill_work(requests: Requests, sizes: PrefillSizes) -> PrefillWork:
     """Cut the rows of all requests of two or more into tiles.
 
     Args:
       requests: B of them.
-      window: tokens that a row sees, if not all.
-      tile_rows: rows of a tile.
-      num_entries: W.
-      find_held: which token in the pools is the last one up to positions, i32[W].
+      sizes: of the list.
     """
+    tile_rows = sizes.tile_rows
     lengths, context = requests.query_lengths, requests.context_lengths
     counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
 
-    entry = jnp.arange(num_entries, dtype=jnp.int32)
+    entry = jnp.arange(sizes.num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
     # The last rows of a request see most: their tiles come first.
     offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
-    end = find_held(position + num_rows - 1) + 1
-    first = jnp.zeros_like(end)
-    alive = entry < ends[-1]
-    if window is not None:
-        alive &= window > 0
-        first = jnp.maximum(find_held(position - jnp.maximum(window, 1)) + 1, 0)
-    alive &= end > first
-    return Work(
+    end = position + num_rows
+    alive = (entry < ends[-1]) & (end > 0)
+    work = Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
         num_rows=jnp.where(alive, num_rows, 0),
         position=position,
-        first=jnp.where(alive, first, 0),
+        first=jnp.zeros_like(end),
         end=jnp.where(alive, end, 0),
     )
+    return PrefillWork(work=work, sizes=sizes)
 
 
 # What these lists cost is launches: a comparison of all with all is one, a scan or a

@@ -3,12 +3,60 @@
 Symbols: W places, R rows of a step.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
+
+# Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
+# the model each, so that one which would spare fewer rows than this is left out.
+_MOST_SIZES = 4
+_LEAST_SPARED = 128
+_MULTIPLE = 16  # of the sizes in between, which matrix units like
+
+
+def spread_row_counts(max_running: int, chunk_size: int = 512) -> tuple[int, ...]:
+    """Return row counts for queues of prompts much shorter than a chunk.
+
+    Where one sequence ends at a time, a step has the rows of one prompt beside those
+    that run, and `generate` computes all rows of the smallest size that holds them.
+    Sizes between the least and the largest, as far from each other by ratio, spare
+    most of that; each is a copy of the model to compile.
+
+    Args:
+      max_running: most sequences that run at one time, the least size.
+      chunk_size: rows of the largest, unless more run.
+
+    Returns:
+      Ascending numbers for `row_counts` of `generate`, four at most.
+
+    Raises:
+      ValueError: for a number below 1.
+
+    Example:
+      >>> from jkv.decoding import spread_row_counts
+      >>> spread_row_counts(64), spread_row_counts(8), spread_row_counts(8, 64)
+      ((64, 128, 256, 512), (8, 128, 512), (8, 64))
+    """
+    if min(max_running, chunk_size) < 1:
+        raise ValueError(
+            f"max_running and chunk_size must be at least 1, got {max_running} and "
+            f"{chunk_size}"
+        )
+    most = max(max_running, chunk_size)
+    ratio = most / max_running
+    num_sizes = min(_MOST_SIZES, 1 + int(math.log2(ratio)))
+    counts = [most]
+    for i in reversed(range(1, num_sizes - 1)):
+        size = max_running * ratio ** (i / (num_sizes - 1))
+        size = _MULTIPLE * round(size / _MULTIPLE)
+        if counts[0] - size >= _LEAST_SPARED:
+            counts.insert(0, size)
+    return tuple(sorted({max_running, *counts}))
 
 
 def share_rows(left: jax.Array, ages: jax.Array, num_rows: int) -> jax.Array:

@@ -12,6 +12,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 
 import jkv
 from jkv.decoding.results import Statistics
+from jkv.decoding.scheduling.rows import spread_row_counts
 from jkv.integrations.tunix import weights
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
@@ -80,7 +81,7 @@ class JkvRollout(BaseRollout):
             tokenizer = TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         dtype = None if rollout_config is None else rollout_config.data_type
-        self._module = weights.settle(rollout_actor, mesh, dtype)
+        self._module = weights.place_module(rollout_actor, mesh, dtype)
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
@@ -244,7 +245,7 @@ class JkvRollout(BaseRollout):
 
 def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
     """Return the row counts of a step, each a multiple that a mesh can divide."""
-    counts = (running, max(running, chunk_size))
+    counts = spread_row_counts(running, chunk_size)
     return tuple(sorted({-(-count // multiple) * multiple for count in counts}))
 
 

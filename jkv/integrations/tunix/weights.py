@@ -13,7 +13,7 @@ from tunix.rl import reshard
 from tunix.rl import utils as rl_utils
 
 
-def settle(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
+def place_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
     """Return the model itself if it stands where it should, else a copy.
 
     Args:

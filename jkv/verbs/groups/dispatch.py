@@ -21,7 +21,7 @@ from jkv.verbs.eviction import touch
 from jkv.verbs.forking import Fork, fork
 from jkv.verbs.groups import joint
 from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
-from jkv.verbs.groups.refusals import refuse
+from jkv.verbs.groups.refusals import refuse_groups
 from jkv.verbs.reordering import reorder
 from jkv.verbs.swapping import SwapIn, judge_swap_in, swap_in, swap_out
 from jkv.verbs.truncation import truncate
@@ -76,7 +76,7 @@ def call_on_groups(
     if name in _LOOPS:
         return function(cache=cache, **given)
     if name not in _VERBS:
-        refuse(name, len(cache.groups), runs_model="model" in given)
+        refuse_groups(name, len(cache.groups), runs_model="model" in given)
     return _VERBS[name](cache, **given)
 
 

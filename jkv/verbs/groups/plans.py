@@ -5,6 +5,7 @@ from typing import NamedTuple, Self
 
 import jax
 
+from jkv.attention.kernel.lists import WorkLists
 from jkv.state import Batch
 from jkv.state.kinds import as_plain
 
@@ -27,6 +28,15 @@ class GroupedBatch(Batch):
     def groups(self) -> tuple[Batch, ...]:
         """The plan of each group."""
         return (as_plain(Batch, self), *self.others)
+
+    def with_work_lists(self, lists: tuple[WorkLists | None, ...]) -> Self:
+        """Return the step with other lists for the kernel, in each group."""
+        first, *rest = lists
+        others = tuple(
+            each.with_work_lists((of_group,))
+            for each, of_group in zip(self.others, rest, strict=True)
+        )
+        return dataclasses.replace(super().with_work_lists((first,)), others=others)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step without the rows behind the first ones, in each group."""

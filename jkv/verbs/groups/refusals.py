@@ -27,7 +27,7 @@ _INSTEAD = {
 }
 
 
-def refuse(name: str, num_groups: int, *, runs_model: bool) -> NoReturn:
+def refuse_groups(name: str, num_groups: int, *, runs_model: bool) -> NoReturn:
     """Say what to do instead of a public function.
 
     Args:

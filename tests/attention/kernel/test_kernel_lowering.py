@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
+from ends import dealt, few
 from kernel_lowering import (
     find_kernels,
     lower,
@@ -23,7 +23,6 @@ import jkv
 from jkv.attention import paged_attention
 from jkv.attention.kernel.tuning import (
     TABLE,
-    Tuning,
     find_family,
     find_kind,
     find_target,
@@ -53,12 +52,12 @@ def platforms_of(family):
     }
 
 
-@pytest.mark.parametrize("family, number, kind", dealt(ROWS))
+@pytest.mark.parametrize("family, number, kind", dealt(ROWS, turn=5, share=8))
 def test_every_row_of_the_table_lowers(family, number, kind):
     row = TABLE[family].rows[number]
     queries, pools = make_shapes(row.max_head_dim, group=16, **DTYPES[kind])
     assert find_kind(queries, pools) == kind
-    tuning = Tuning(row.decode, row.prefill, TABLE[family].programs)
+    tuning = row.tuned_for(TABLE[family].units)
     options = {
         "window": shape(),
         "soft_cap": 30.0,
@@ -85,6 +84,7 @@ def test_every_row_of_the_table_lowers(family, number, kind):
             assert "custom_call" in line, line
 
 
+@pytest.mark.one_end
 def test_a_step_that_only_decodes_launches_no_prefill():
     queries, pools = make_shapes()
     tuning = find_tuning(queries, pools, "rocm", "gfx942")
@@ -93,7 +93,9 @@ def test_a_step_that_only_decodes_launches_no_prefill():
     assert names == ["jkv_decode", "jkv_join"]
 
 
-@pytest.mark.parametrize("blocks, bits", [(2**15, 32), (2**16, 32), (2**16 + 1, 64)])
+@pytest.mark.parametrize(
+    "blocks, bits", few([(2**15, 32), (2**16, 32), (2**16 + 1, 64)], (2**16 + 1, 64))
+)
 def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
     """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
     queries, pools = make_shapes(blocks=blocks, num_layers=2)
@@ -112,6 +114,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
         assert len(offsets) >= 2 and set(offsets) == {f"i{bits}"}
 
 
+@pytest.mark.one_end
 def test_one_byte_pools_between_two_and_four_gib_are_refused():
     """2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap."""
     for blocks, refused in (
@@ -124,6 +127,7 @@ def test_one_byte_pools_between_two_and_four_gib_are_refused():
         assert ("would address" in (reason or "")) == refused
 
 
+@pytest.mark.one_end
 def test_cards_and_families():
     expected = {
         ("rocm", "gfx90a"): "cdna",
@@ -132,6 +136,7 @@ def test_cards_and_families():
         ("rocm", "gfx1100"): "rdna",
         ("rocm", "gfx1151"): "rdna",
         ("rocm", "gfx1201"): "rdna",
+        ("rocm", "gfx1250"): "rdna",
         ("rocm", "gfx1030"): None,  # no matrix instructions
         ("rocm", "gfx906"): None,
         ("rocm", None): "rdna",
@@ -146,6 +151,7 @@ def test_cards_and_families():
         assert find_target("rocm") is None and find_target("cuda") is None
 
 
+@pytest.mark.one_end
 def test_what_has_no_row_is_said():
     float32 = make_shapes(dtype="float32")
     assert why_not(*float32, "rocm", "gfx942") is None
@@ -170,6 +176,7 @@ def call_shapes(dtype):
 
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
+@pytest.mark.one_end
 def test_the_platform_chooses(platform):
     """The kernel where the table has a row for any card, the plain path otherwise."""
     lowered = lower(paged_attention, call_shapes("float16"), platform)
@@ -178,6 +185,7 @@ def test_the_platform_chooses(platform):
     assert not find_kernels(lowered)
 
 
+@pytest.mark.one_end
 def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")

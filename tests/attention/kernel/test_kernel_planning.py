@@ -1,14 +1,20 @@
-"""The decode list of a step: made by `append` where there is a card, used by layers."""
+"""The lists of a step: made by `append` where there is a card, used by all layers."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import small_config
+from ends import dealt
+from kernel_lowering import find_kernels, lower, shape
 from tolerances import assert_close
 
 import jkv
-from jkv.attention.kernel import launches, planning
+from jkv.attention.kernel import launches, planning, platforms
 from jkv.attention.kernel.platforms import _INTERPRETED
+from jkv.verbs.work_lists import with_work_lists
 
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
@@ -16,8 +22,17 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 
 @pytest.fixture
 def with_card(monkeypatch):
-    """As on a machine with a card that holds as many programs as are interpreted."""
-    monkeypatch.setattr(planning, "_find_programs", lambda: _INTERPRETED.programs)
+    """As on a machine with a card for which kernels are cut as they are interpreted."""
+    monkeypatch.setattr(planning, "_find_tuning", lambda _: _INTERPRETED)
+
+
+@pytest.fixture
+def with_mi300x(monkeypatch):
+    """As on a machine with that card, except that nothing runs there."""
+    for module in (planning, platforms):
+        monkeypatch.setattr(
+            module, "find_target", {"rocm": "gfx942", "cuda": None}.__getitem__
+        )
 
 
 @pytest.fixture
@@ -25,17 +40,20 @@ def num_listed(monkeypatch):
     """How often a call of attention has made a list of its own."""
     made = []
 
-    def list_work(*arguments):
+    def list_work(function, *arguments, **options):
         made.append(1)
-        return planning.list_decode_work(*arguments)
+        return function(*arguments, **options)
 
-    monkeypatch.setattr(launches, "list_decode_work", list_work)
+    for name in ("list_decode_work", "list_prefill_work"):
+        listing = functools.partial(list_work, getattr(planning, name))
+        monkeypatch.setattr(launches, name, listing)
     return made
 
 
-def step(*, window=None, num_tokens=1, implementation="pallas"):
+def step(*, window=None, num_tokens=1, implementation="pallas", group=2, **sizes):
     """Three sequences of 6, 0 and 3 tokens, then a step; what a layer answers."""
-    cache, opened = jkv.allocate(jkv.init(CONFIG), np.zeros(3, np.int32))
+    config = small_config(num_kv_heads=2, head_dim=16, num_layers=2, **sizes)
+    cache, opened = jkv.allocate(jkv.init(config), np.zeros(3, np.int32))
     rng = np.random.default_rng(0)
     for lengths in ([6, 0, 3, 0], num_tokens):
         # The last request is padding.
@@ -44,38 +62,106 @@ def step(*, window=None, num_tokens=1, implementation="pallas"):
         cache, batch = jkv.append(cache, ids, lengths, capacity=capacity)
         rows = rng.standard_normal((batch.num_rows, 2, 16)).astype(np.float32)
         cache = jkv.write(cache, 1, batch, rows, rows[::-1])
-    queries = rng.standard_normal((batch.num_rows, 4, 16)).astype(np.float32)
-    answer = jkv.attend(
-        cache, 1, batch, queries, window=window, implementation=implementation
-    )
-    return batch, np.asarray(answer)
+    queries = rng.standard_normal((batch.num_rows, 2 * group, 16)).astype(np.float32)
+    options = {"window": window, "implementation": implementation}
+    answer = jkv.attend(cache, 1, batch, queries, return_lse=True, **options)
+    return batch, jax.device_get(answer)
 
 
-@pytest.mark.parametrize("num_tokens", [1, [1, 2, 1, 0]], ids=["decode", "mixed"])
+# What a call adds to a step with one token each, or some, of three sequences.
+CALLS = {
+    "decode": {},
+    "mixed": {"num_tokens": [1, 2, 1, 0]},
+    "windows": {"num_tokens": [1, 2, 1, 0], "window": 3},
+    "a cache with a window": {"window": 4, "sliding_window": 4},
+    "less than its window": {"window": 2, "sliding_window": 4},
+    "nothing": {"num_tokens": [1, 2, 1, 0], "window": np.int32(0)},
+}
+
+
+@pytest.mark.parametrize("call", dealt(CALLS, share=3))
 @pytest.mark.usefixtures("with_card")
-def test_layers_use_the_list_of_the_step(num_listed, num_tokens):
-    expected = step(num_tokens=num_tokens, implementation="reference")[1]
-    batch, answer = step(num_tokens=num_tokens)
-    assert batch.decode_work is not None and not num_listed
-    assert_close(answer, expected)
+def test_layers_use_the_lists_of_the_step(num_listed, call):
+    expected = step(**CALLS[call], implementation="reference")[1]
+    batch, answer = step(**CALLS[call])
+    assert batch.work_lists is not None and not num_listed
+    for one, other in zip(answer, expected, strict=True):
+        assert_close(one, other)
+    assert expected[0].any() == (call != "nothing")
+    (decode,) = batch.work_lists.decode
+    assert decode.is_windowed == ("sliding_window" in CALLS[call])
+    assert bool(batch.work_lists.prefill) == ("num_tokens" in CALLS[call])
 
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_card")
 def test_other_calls_make_their_own(num_listed):
-    batch, answer = step(window=4)
-    assert batch.decode_work is not None and num_listed
-    assert_close(answer, step(window=4, implementation="reference")[1])
+    batch, answer = step(group=17)
+    assert batch.work_lists is not None and num_listed
+    expected = step(group=17, implementation="reference")[1]
+    assert_close(answer[0], expected[0])
 
 
 @pytest.mark.one_end
-def test_a_card_is_known_by_its_table(monkeypatch):
+@pytest.mark.usefixtures("with_mi300x")
+def test_a_card_is_known_by_its_table():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
-    assert batch.decode_work is None
-    monkeypatch.setattr(
-        planning, "find_target", {"rocm": "gfx942", "cuda": None}.__getitem__
-    )
-    batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
-    assert batch.decode_work.sizes.least == 8 * 304 // 2 // 2
+    assert batch.work_lists.decode[0].sizes.least == 8 * 304 // 2 // 2
+
+
+@pytest.mark.one_end
+def test_without_a_card_nothing_is_listed():
+    cache = jax.eval_shape(lambda: jkv.init(CONFIG))
+    batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
+    assert batch.work_lists is None
+
+
+LATENT = {"num_kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
+# Changes of the cache, and query heads.
+MODELS = {
+    "8 heads of each": ({"num_kv_heads": 2, "head_dim": 64}, 16),
+    "bytes, 3 of each": ({"num_kv_heads": 2, "head_dim": 64, "dtype": "int8"}, 6),
+    "latent, 128 heads": (LATENT | {"values_in_keys": True}, 128),
+    "latent, 20 heads": (LATENT | {"values_in_keys": True}, 20),
+}
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.usefixtures("with_mi300x")
+def test_whatever_the_model_has_of_heads(num_listed, model):
+    """Chunks of prompts and single tokens in a window, and first rows of a step."""
+    changes, num_heads = MODELS[model]
+    config = small_config(num_layers=2, **{"dtype": "bfloat16"} | changes)
+    cache = jax.eval_shape(lambda: jkv.init(config))
+    queries = shape(16, num_heads, config.head_dim, dtype=jnp.bfloat16)
+
+    def attend(cache, window, queries):
+        cache, batch = jkv.append(cache, [0, 1], [9, 1], capacity=16)
+        first = with_work_lists(cache, batch.first_rows(12))
+        one = jkv.attend(cache, 0, batch, queries, window=window)
+        return one, jkv.attend(cache, 1, first, queries[:12])
+
+    lowered = lower(attend, (cache, shape(), queries), "rocm")
+    assert len(find_kernels(lowered)) == 6 and not num_listed
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("with_mi300x")
+def test_each_group_has_lists_of_its_own():
+    config = jkv.GroupedConfig.for_context_length(
+        4096, max_sequences=2, layer_windows=[None, 64], num_kv_heads=1, head_dim=16
+    )
+    cache = jax.eval_shape(lambda: jkv.init_groups(config))
+
+    def plan(cache):
+        cache, batch = jkv.append(cache, [0, 1], [9, 1], capacity=16)
+        first = with_work_lists(cache, batch.first_rows(12))
+        return batch.groups, first.groups
+
+    for groups in jax.eval_shape(plan, cache):
+        lists = [batch.work_lists for batch in groups]
+        assert [each.decode[0].is_windowed for each in lists] == [False, True]
+        assert all(each.prefill for each in lists)

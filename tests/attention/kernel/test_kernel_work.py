@@ -1,7 +1,6 @@
 """The lists that kernels walk: everything once, nothing twice, evenly cut."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,11 +8,17 @@ from jkv.attention.call import make_requests
 from jkv.attention.kernel.work import (
     list_decode_work,
     list_prefill_work,
-    num_prefill_entries,
     size_decode_work,
+    size_prefill_work,
 )
 
+pytestmark = pytest.mark.one_end
+
 MAX_TOKENS = 4096
+# As a step does it: whole lists in one program.
+plan = jax.jit(
+    make_requests, static_argnames=("num_rows", "block_size", "max_query_length")
+)
 
 
 def random_requests(rng, num_requests, num_rows, decode_share):
@@ -29,9 +34,9 @@ def random_requests(rng, num_requests, num_rows, decode_share):
         contexts, np.array(lengths) - rng.integers(0, 2, num_requests)
     )
     seq_ids = rng.permutation(num_requests + 3)[:num_requests]
-    return make_requests(
-        jnp.zeros((num_requests + 2, MAX_TOKENS // 16), jnp.int32),
-        *(jnp.asarray(a, jnp.int32) for a in (seq_ids, starts, lengths, contexts)),
+    return plan(
+        np.zeros((num_requests + 2, MAX_TOKENS // 16), np.int32),
+        *(np.asarray(a, np.int32) for a in (seq_ids, starts, lengths, contexts)),
         num_rows=num_rows,
         block_size=16,
         max_query_length=None,
@@ -62,7 +67,7 @@ def test_decode_pieces_cover_every_context_once(window):
     num_entries = sizes.num_entries
     assert num_entries == target
     build = jax.jit(lambda requests, window: list_decode_work(requests, window, sizes))
-    traced = None if window is None else jnp.int32(window)
+    traced = None if window is None else np.int32(window)
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.8)
         listed = jax.tree.map(np.asarray, build(requests, traced))
@@ -90,34 +95,56 @@ def test_decode_pieces_cover_every_context_once(window):
         assert longest <= max(256, share + 64 * (1 + num_requests / target))
 
 
-@pytest.mark.parametrize("window", [None, 7, 0])
-def test_prefill_tiles_cover_every_row_once(window):
+def test_prefill_tiles_cover_every_row_once():
     rng = np.random.default_rng(1)
     num_requests, num_rows, tile_rows = 7, 60, 8
-    num_entries = num_prefill_entries(num_rows, num_requests, tile_rows)
-    traced = None if window is None else jnp.int32(window)
+    sizes = size_prefill_work(num_rows, num_requests, tile_rows)
+    build = jax.jit(lambda requests: list_prefill_work(requests, sizes))
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.3)
-        work = jax.tree.map(
-            np.asarray,
-            list_prefill_work(
-                requests, traced, tile_rows=tile_rows, num_entries=num_entries
-            ),
-        )
-        expected = seen_tokens(requests, window, decode=False)
+        work = jax.device_get(build(requests).work)
+        expected = seen_tokens(requests, None, decode=False)
         found = {}
-        for entry in range(num_entries):
+        for entry in range(sizes.num_entries):
             assert work.num_rows[entry] <= tile_rows
             for offset in range(work.num_rows[entry]):
                 position = work.position[entry] + offset
-                first = 0 if window is None else max(0, position - window + 1)
                 if position < 0:
                     continue
-                assert work.first[entry] <= first and position < work.end[entry]
+                assert work.first[entry] == 0 and position < work.end[entry]
                 row = int(work.row[entry] + offset)
                 assert row not in found
-                found[row] = (work.table[entry], list(range(first, position + 1)))
+                found[row] = (work.table[entry], list(range(position + 1)))
         assert found == expected
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("window", [None, 70])
+def test_one_list_serves_every_part_of_the_blocks(window):
+    """Pieces reach all that a part holds of what a row sees, and little more."""
+    num_parts, part_size = 3, 4
+    rng = np.random.default_rng(2)
+    sizes = size_decode_work(12, 9, MAX_TOKENS // num_parts, 20)
+    build = jax.jit(
+        lambda requests: list_decode_work(
+            requests, window, sizes, num_parts=num_parts, part_size=part_size
+        )
+    )
+    for _ in range(10):
+        requests = random_requests(rng, 9, 12, 0.8)
+        listed = jax.tree.map(np.asarray, build(requests))
+        work, pieces = listed.work, listed.pieces
+        for row, (_, tokens) in seen_tokens(requests, window, decode=True).items():
+            mine = range(pieces.first[row], pieces.end[row])
+            reached = [t for p in mine for t in range(work.first[p], work.end[p])]
+            assert len(set(reached)) == len(reached)
+            assert {work.position[p] for p in mine} == {tokens[-1]}
+            of_part = np.asarray(tokens) // part_size % num_parts
+            for part in range(num_parts):
+                held = np.asarray(tokens)[of_part == part]
+                places = held // (num_parts * part_size) * part_size + held % part_size
+                assert set(places.tolist()) <= set(reached)
+                assert len(reached) <= len(held) + 2 * part_size
 
 
 def test_sizes_by_hand():
@@ -129,28 +156,28 @@ def test_sizes_by_hand():
     # one more each when a window begins between.
     assert size_decode_work(4, 4, 512, 304).num_entries == 36
     assert size_decode_work(1, 8, 512, 304).num_entries == 9
-    assert num_prefill_entries(64, 4, 16) == 8
-    assert num_prefill_entries(3, 4, 16) == 1
+    assert size_prefill_work(64, 4, 16).num_entries == 8
+    assert size_prefill_work(3, 4, 16).num_entries == 1
 
 
 def list_alike(contexts, rows, target):
     """Pieces of requests of one row each, which may name the same one."""
-    requests = make_requests(
-        jnp.zeros((len(contexts), MAX_TOKENS // 16), jnp.int32),
+    requests = plan(
+        np.zeros((len(contexts), MAX_TOKENS // 16), np.int32),
         None,
-        jnp.asarray(rows, jnp.int32),
-        jnp.ones(len(rows), jnp.int32),
-        jnp.asarray(contexts, jnp.int32),
+        np.asarray(rows, np.int32),
+        np.ones(len(rows), np.int32),
+        np.asarray(contexts, np.int32),
         num_rows=len(rows),
         block_size=16,
         max_query_length=None,
     )
     sizes = size_decode_work(len(rows), len(rows), MAX_TOKENS, target)
-    listed = list_decode_work(requests, None, sizes)
+    build = jax.jit(lambda requests: list_decode_work(requests, None, sizes))
+    listed = jax.device_get(build(requests))
     return listed.work, listed.pieces, sizes.num_entries
 
 
-@pytest.mark.one_end
 @pytest.mark.parametrize("count, pieces, longest", [(1, 64, 64), (16, 256, 256)])
 def test_few_pieces_are_cut_again(count, pieces, longest):
     """One context in pieces of 64 tokens; of 16, no more than the device has room."""
@@ -159,18 +186,17 @@ def test_few_pieces_are_cut_again(count, pieces, longest):
     assert (work.end - work.first).max() == longest
 
 
-@pytest.mark.one_end
 def test_a_row_that_several_requests_name_has_no_piece_past_the_list():
     _, pieces, num_entries = list_alike([4096] * 6, [0, 0, 0, 0, 1, 1], target=40)
     assert int(pieces.first.min()) >= 0 and int(pieces.end.max()) == num_entries
 
 
-@pytest.mark.one_end
 def test_the_last_tile_of_a_prompt_comes_first():
     """It sees most, so the others fill in while it runs."""
     rng = np.random.default_rng(1)
     requests = random_requests(rng, 3, 60, 0.0)
-    work = list_prefill_work(requests, None, tile_rows=8, num_entries=12)
+    sizes = size_prefill_work(60, 3, 8)
+    work = jax.jit(lambda requests: list_prefill_work(requests, sizes))(requests).work
     alive = np.asarray(work.num_rows) > 0
     ends, table = np.asarray(work.end)[alive], np.asarray(work.table)[alive]
     same = table[1:] == table[:-1]
