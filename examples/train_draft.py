@@ -9,7 +9,7 @@ same. That is the distillation of Hinton et al. (2015) with the hardest of targe
 greedy guess is right or wrong, and of Kim and Rush (2016) where the text is the model's
 own, as it is where the draft will guess. Held-out documents serve to measure alone.
 
-It takes some ten minutes on two cores (estimated). A run of a minute, to see that it works:
+It takes some ten minutes on two cores (estimated). A short run, to see that it works:
 
     python examples/train_draft.py --steps 20 --continued 8 --output /tmp/draft
 """
