@@ -121,10 +121,8 @@ def test_without_a_card_nothing_is_listed():
 LATENT = {"num_kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
 # Changes of the cache, and query heads.
 MODELS = {
-    "8 heads of each": ({"num_kv_heads": 2, "head_dim": 64}, 16),
     "bytes, 3 of each": ({"num_kv_heads": 2, "head_dim": 64, "dtype": "int8"}, 6),
     "latent, 128 heads": (LATENT | {"values_in_keys": True}, 128),
-    "latent, 20 heads": (LATENT | {"values_in_keys": True}, 20),
 }
 
 

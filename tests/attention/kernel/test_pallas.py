@@ -276,8 +276,7 @@ def test_equals_the_plain_loop(name):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, storage):
+def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch):
     """As the rows of CDNA decode; blocks smaller than a tile, and a window."""
     carried = []
 
@@ -295,9 +294,9 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, storage):
         head_dim=48,
         value_dim=32,
         block_size=8,
-        storage=storage,
+        storage="int8",
         queries="float32",
-        options={"window": 41} if storage == "int8" else {},
+        options={"window": 41},
     )
     attend, reference = (jax.jit(this.attend(n)) for n in ("pallas", "reference"))
     for batch in BATCHES:
