@@ -61,7 +61,7 @@ NEWER := $(addprefix python3.,14 13 12) $(wildcard $(addsuffix *,$(addprefix \
 FIND_NEWEST = for python in $(foreach p,$(NEWER),$(if $(findstring /,$p),$p/bin/python,$p)); \
   do "$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && break; done
 
-.PHONY: help generate test ci lint types docs newest test-oldest test-newest \
+.PHONY: help generate test lint types docs newest test-oldest test-newest \
   $(OLDEST_GROUPS) $(NEWEST_GROUPS) machine-code tunix bench rollouts clean
 
 help:
@@ -71,7 +71,6 @@ help:
 	@echo "make rollouts   set up, then queues of requests beside peers (ROLLOUTS=--size quick)"
 	@echo "make docs       set up, then the documentation, in site/"
 	@echo "make lint, make types, make test-oldest, make test-newest: parts of make test"
-	@echo "make ci         set up, then make test, make machine-code and make tunix at once"
 	@echo "make machine-code   set up, then the kernels' machine code for cards not there"
 	@echo "make tunix      set up, then the tests of rollouts in google-tunix's trainer"
 
@@ -79,18 +78,16 @@ generate: $(VENV)/.examples
 	$(VENV)/bin/python examples/generate.py
 
 # Both environments are set up side by side, then nothing is installed any more.
+# EXTRAS are targets that are too heavy to be a part of every run.
+EXTRAS ?=
+EXTRA_SETUP := $(patsubst machine-code,$(VENV)/.machine-code,$(patsubst \
+  tunix,$(TUNIX)/.test,$(EXTRAS)))
 test:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test newest
+	@$(if $(EXTRAS),$(MAKE) --no-print-directory -j2 $(EXTRA_SETUP))
 	@$(MAKE) --no-print-directory $(VENV)/.docs
-	@$(MAKE) $(SIDE_BY_SIDE) $(NEWEST_GROUPS) $(OLDEST_GROUPS) docs types lint
-
-# What continuous integration runs: all that can be tested.
-ci:
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.test newest
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.machine-code $(TUNIX)/.test
-	@$(MAKE) --no-print-directory $(VENV)/.docs
-	@$(MAKE) $(SIDE_BY_SIDE) $(NEWEST_GROUPS) machine-code $(OLDEST_GROUPS) tunix \
-	  docs types lint
+	@$(MAKE) $(SIDE_BY_SIDE) $(NEWEST_GROUPS) $(filter machine-code,$(EXTRAS)) \
+	  $(OLDEST_GROUPS) $(filter tunix,$(EXTRAS)) docs types lint
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,9 @@
 
 A model, not a measurement: instructions of one wave in order, each with the cycles in
 which its unit takes it (gfx9: a vector instruction of 64 lanes takes 4 cycles of a SIMD
-of 16), loads that answer after a latency, and `s_waitcnt` as it stands in the code.
+of 16), loads that answer after a latency, and waits as they stand in the code. On gfx11
+and gfx12 only the round trips mean something: their waits are read, their cycles are
+those of gfx9.
 """
 
 import re
@@ -10,6 +12,12 @@ from typing import NamedTuple
 
 # Cycles until an answer, and until the matrix unit takes the next 16 x 16 x 16.
 SHARED_LATENCY, SCALAR_LATENCY, MATRIX_CYCLES = 100, 200, 16
+# gfx12 waits for loads, shared memory and scalars apart; the walk has one queue for the
+# last two.
+_GFX12_WAITS = (
+    *("s_wait_loadcnt", "s_wait_dscnt", "s_wait_kmcnt"),
+    "s_wait_loadcnt_dscnt",  # of loads in the upper byte
+)
 _STEPS = 6  # until one is like the one before
 
 
@@ -44,6 +52,10 @@ def walk(loop: list[str], memory_latency: int) -> Step:
                 now = _wait(operands, "vmcnt", vector, now)
                 now = _wait(operands, "lgkmcnt", local, now) + 1
                 continue
+            if name in _GFX12_WAITS:
+                for queue, allowed in _allowed(name, operands, vector, local):
+                    now = _wait(f"count({allowed})", "count", queue, now) + 1
+                continue
             cycles = _cycles(name, operands)
             if name.startswith(("global_load", "buffer_load")):
                 vector.append(now + memory_latency)
@@ -67,6 +79,16 @@ def count_round_trips(loop: list[str]) -> float:
     """
     endless = 100_000
     return round(walk(loop, endless).cycles / endless, 1)
+
+
+def _allowed(
+    name: str, operands: str, vector: list[int], local: list[int]
+) -> list[tuple[list[int], int]]:
+    """Return for each queue that an instruction of gfx12 waits for what may be out."""
+    count = int(operands.split()[0], 0)
+    if name == "s_wait_loadcnt_dscnt":
+        return [(vector, count >> 8), (local, count & 0xFF)]
+    return [(vector if name == "s_wait_loadcnt" else local, count)]
 
 
 def _wait(operands: str, counter: str, answers: list[int], now: int) -> int:

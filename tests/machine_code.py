@@ -4,6 +4,7 @@ The same compiler that XLA embeds (another revision of it), so registers and spi
 close to what a card would see, and instructions can be counted.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -21,10 +22,13 @@ from triton.compiler.compiler import make_backend  # noqa: E402
 
 # What a program may take of a compute unit's shared memory, in bytes.
 SHARED_LIMIT = {
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"), 64 * 1024),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), 64 * 1024),
+    **dict.fromkeys(("gfx1100", "gfx1201", "gfx1250"), 64 * 1024),
     "sm_80": 163 * 1024,
     "sm_89": 99 * 1024,
     "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
 }
 
 _AMD_KINDS = {
@@ -62,9 +66,10 @@ class Code(NamedTuple):
     shared_bytes: int
     matrix: int  # matrix instructions in all
     step: dict[str, int]  # instructions of the longest loop by kind
-    round_trips: float | None  # waits for memory in one step of it, by the walk (gfx9)
+    round_trips: float | None  # waits for memory in one step of it, by the walk (AMD)
 
 
+@functools.cache  # calls of several shapes have a join in common
 def compile_kernel(kernel, target):
     """Compile a `kernel_lowering.Kernel` for a target such as gfx942 or sm_90."""
     stages, shared = _run_backend(kernel, target)
@@ -79,7 +84,7 @@ def compile_kernel(kernel, target):
             shared_bytes=shared,
             matrix=len(re.findall(r"^\s+v_(?:mfma|wmma)", assembly, re.M)),
             step=_count(loop, _AMD_KINDS),
-            round_trips=count_round_trips(loop) if target.startswith("gfx9") else None,
+            round_trips=count_round_trips(loop),
         )
     ptx = stages["ptx"]
     usage = _resource_usage(stages["cubin"])
@@ -100,6 +105,7 @@ def attention_loop(kernel, target):
     return find_loop(stages["amdgcn"], *_AMD_LOOPS, _AMD_KINDS)
 
 
+@functools.lru_cache(maxsize=1)
 def _run_backend(kernel, target):
     """Return the text or bytes of each stage and the shared memory in bytes."""
     if target.startswith("sm_"):

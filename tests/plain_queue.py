@@ -114,8 +114,12 @@ _sample = jax.jit(sample)
 class PlainTexts:
     """Each prompt continued by itself."""
 
-    def __init__(self, call):
+    def __init__(self, call, find_logits=None):
+        """Take the logits after lists of tokens, f32[N, V], from another model."""
         self.call = call
+        self.find_logits = find_logits or functools.partial(
+            dense_logits, call.nan_every
+        )
         count = call.num_sequences
         self.new = [[] for _ in range(count)]
         self.logprobs = [[] for _ in range(count)]
@@ -143,8 +147,8 @@ class PlainTexts:
         texts = [
             call.prompts[i // call.num_samples] + self.new[i] for i in range(count)
         ]
-        logits = dense_logits(call.nan_every, texts)
-        seen = np.zeros((count, VOCABULARY), bool)
+        logits = self.find_logits(texts)
+        seen = np.zeros(logits.shape, bool)
         for row, text in zip(seen, texts, strict=True):
             row[text] = True
         counts = np.array([len(new) for new in self.new], np.int32)

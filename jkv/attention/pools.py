@@ -127,12 +127,30 @@ def gather_blocks(
     return to_float32(chunk, kv_dtype)
 
 
+def gather_pieces(
+    pool: jax.Array,  # [L, N, K, T, D]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[P, W], clamped into the pool
+    kv_dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Return pieces of W blocks by head, as `f32[P * K * W, T * D]`.
+
+    What one head has of a piece comes out side by side, as one product wants it.
+    """
+    num_layers, num_blocks, num_kv_heads, *block_shape = pool.shape
+    # The view is free: a head of a block is a block of one head.
+    by_head = pool.reshape(num_layers, num_blocks * num_kv_heads, 1, *block_shape)
+    blocks = jnp.clip(blocks, 0, num_blocks - 1)[:, None] * num_kv_heads
+    blocks += jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    return gather_blocks(by_head, layer, blocks.reshape(-1), kv_dtype)
+
+
 def gather_scales(
     scales: jax.Array,  # [L, N, K, T]
     layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[C], clamped into the pool
+    blocks: jax.Array,  # i32[...], clamped into the pool
 ) -> jax.Array:
-    """Return the scales of the blocks' tokens, f32[C, K, T]."""
+    """Return the scales of the blocks' tokens, f32[..., K, T]."""
     found = scales.at[layer, blocks].get(mode="clip")
     return to_float32(found, jnp.bfloat16)
 
@@ -145,7 +163,7 @@ def read_twice(chunk: jax.Array, never: jax.Array, otherwise: float) -> jax.Arra
     in JAX 0.10.2. An `optimization_barrier` is respected only by newer versions.
 
     Args:
-      chunk: f32[C, K * T * D] from `gather_blocks`.
+      chunk: f32[C, K * T * D] from `gather_blocks`, or from `gather_pieces`.
       never: bool[], false, but not to the compiler's knowledge.
       otherwise: what to return.
     """

@@ -4,7 +4,7 @@ Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,6 @@ from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason, Generation
 from jkv.decoding.sampling import by_row, sample
 from jkv.sharding.loops import while_loop
-
-
-class Sampler(Protocol):
-    """How tokens are chosen from logits; arguments and results as `sample`."""
-
-    def __call__(
-        self,
-        logits: jax.Array,
-        sampling: Sampling,
-        counts: jax.Array,
-        *,
-        seen: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def choose_tokens(
@@ -61,36 +48,46 @@ def choose_tokens(
     return _note_seen(state, is_ready, tokens)
 
 
-def choose_more(
+def take_tokens(
     state: GenerationState,
     bounds: Bounds,
-    logits: jax.Array,
     is_ready: jax.Array,
-    sampling: Sampling,
-    sampler: Sampler,
-) -> tuple[GenerationState, jax.Array]:
-    """Choose the next token of texts that have one already, in a way of one's own.
+    tokens: jax.Array,
+    logprobs: jax.Array,
+    follows: jax.Array,
+) -> GenerationState:
+    """Give texts several tokens that were chosen at once, as if one by one.
 
     Args:
-      state, bounds, logits, is_ready, sampling: as for `choose_tokens`.
-      sampler: chooses them.
-
-    Returns:
-      The state, and the tokens, i32[W].
+      state, bounds, is_ready: as for `choose_tokens`; the texts have a token already.
+      tokens: i32[W, C].
+      logprobs: f32[W, C], of each; NaN if the logits were no numbers.
+      follows: bool[W, C], whether the next token may follow this one; not the last.
     """
-    nobody = state.result.lengths.shape[0]
-    sequences = jnp.where(is_ready, state.places.sequences, nobody)
-    state, tokens = _choose(
-        state, bounds, logits, sequences, state.seen, sampling, sampler
-    )
-    return _note_seen(state, is_ready, tokens), tokens
+    result, nobody = state.result, state.result.lengths.shape[0]
+    texts = Texts(state.prompts, state.stops, bounds, result)
+    after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    sequences = state.places.sequences
+    positions = (result.lengths[sequences][:, None] + after).reshape(-1)
+    sequences = jnp.where(is_ready, sequences, nobody)
+    sequences = jnp.broadcast_to(sequences[:, None], tokens.shape).reshape(-1)
+    new = _New(sequences, positions, tokens.reshape(-1), logprobs.reshape(-1))
+    reasons = _judge(texts, new)
+    # A text takes a token if it went on after all of those before.
+    goes_on = follows & (reasons == FinishReason.RUNNING).reshape(tokens.shape)
+    last = jnp.argmin(goes_on, axis=1).astype(jnp.int32)
+    is_taken = is_ready[:, None] & (after <= last[:, None])
+    new = new._replace(sequences=jnp.where(is_taken.reshape(-1), sequences, nobody))
+    state = dataclasses.replace(state, result=_put(result, new, reasons))
+    return _note_seen(state, is_taken, tokens)
 
 
 def _note_seen(
     state: GenerationState, is_ready: jax.Array, tokens: jax.Array
 ) -> GenerationState:
-    """Note that the texts in some places, bool[W], have these tokens now, i32[W]."""
+    """Note that texts have these tokens now, i32[W] or i32[W, C], where bool[...]."""
     place = jnp.arange(state.places.num_places, dtype=jnp.int32)
+    place = place.reshape(-1, *(1,) * (tokens.ndim - 1))
     token = jnp.where(is_ready, tokens, state.seen.shape[1])
     seen = state.seen.at[place, token].set(True, mode="drop")
     return dataclasses.replace(state, seen=seen)
@@ -144,11 +141,10 @@ def _choose(
     sequences: jax.Array,
     seen: jax.Array,
     sampling: Sampling,
-    sampler: Sampler = sample,
 ) -> tuple[GenerationState, jax.Array]:
     """Choose a token for sequences of a generation, as `choose_next`."""
     texts = Texts(state.prompts, state.stops, bounds, state.result)
-    result, tokens = choose_next(texts, logits, sequences, seen, sampling, sampler)
+    result, tokens = choose_next(texts, logits, sequences, seen, sampling)
     return dataclasses.replace(state, result=result), tokens
 
 
@@ -172,7 +168,6 @@ def choose_next(
     sequences: jax.Array,
     seen: jax.Array | None,
     sampling: Sampling,
-    sampler: Sampler = sample,
 ) -> tuple[Generation, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
@@ -182,37 +177,69 @@ def choose_next(
       sequences: i32[K]; N is nobody.
       seen: bool[K, V], tokens of their texts; None where no penalty applies to any.
       sampling: of N sequences.
-      sampler: how.
 
     Returns:
       What there is then, and i32[K], the tokens.
     """
     result, nobody = texts.result, texts.result.lengths.shape[0]
     known = jnp.minimum(sequences, nobody - 1)
-    lengths = result.lengths[known]
     chosen = sampling_of(sampling, nobody, known)
-    tokens, logprobs = sampler(logits, chosen, lengths, seen=seen)
+    positions = result.lengths[known]
+    tokens, logprobs = sample(logits, chosen, positions, seen=seen)
+    new = _New(sequences, positions, tokens, logprobs)
+    return _put(result, new, _judge(texts, new)), tokens
 
-    # Without numbers there is no token: the text ends as it is.
-    is_nan = jnp.isnan(logprobs)
-    gets = jnp.where(is_nan, nobody, sequences)
-    result = Generation(
-        tokens=result.tokens.at[gets, lengths].set(tokens, mode="drop"),
+
+class _New(NamedTuple):
+    """New tokens."""
+
+    sequences: jax.Array  # i32[K]; N is nobody
+    positions: jax.Array  # i32[K], among the new tokens of the sequence
+    tokens: jax.Array  # i32[K]
+    logprobs: jax.Array  # f32[K], NaN if the logits were no numbers
+
+    def put(self, tokens: jax.Array) -> jax.Array:
+        """Return tokens, i32[N, G], with the new ones."""
+        gets = self.who_gets(tokens.shape[0])
+        return tokens.at[gets, self.positions].set(self.tokens, mode="drop")
+
+    def who_gets(self, nobody: int) -> jax.Array:
+        """Return the sequences, i32[K]: without numbers there is no token."""
+        return jnp.where(jnp.isnan(self.logprobs), nobody, self.sequences)
+
+
+def _judge(texts: Texts, new: _New) -> jax.Array:
+    """Return why texts end after new tokens, RUNNING where they go on, i32[K]."""
+    known = jnp.minimum(new.sequences, texts.result.lengths.shape[0] - 1)
+    reasons = judge_texts(
+        texts.prompts,
+        texts.stops,
+        texts.bounds,
+        new.put(texts.result.tokens),
+        known,
+        new.positions + 1,
+    )
+    nan = jnp.int32(FinishReason.NAN_LOGITS)
+    return jnp.where(jnp.isnan(new.logprobs), nan, reasons)
+
+
+def _put(result: Generation, new: _New, reasons: jax.Array) -> Generation:
+    """Add new tokens, and end the texts that have a reason to, i32[K]."""
+    nobody = result.lengths.shape[0]
+    gets = new.who_gets(nobody)
+    # They all ran until now, and mostly go on.
+    ended = jnp.where(reasons == FinishReason.RUNNING, nobody, new.sequences)
+    return Generation(
+        tokens=new.put(result.tokens),
         lengths=result.lengths.at[gets].add(1, mode="drop"),
-        reasons=result.reasons,
-        logprobs=result.logprobs.at[gets, lengths].set(logprobs, mode="drop"),
+        reasons=when(
+            jnp.any(ended < nobody),
+            lambda old: old.at[ended].set(reasons, mode="drop"),
+            result.reasons,
+        ),
+        logprobs=result.logprobs.at[gets, new.positions].set(new.logprobs, mode="drop"),
         statistics=result.statistics,
     )
-    reasons = judge_texts(texts.prompts, texts.stops, texts.bounds, result, known)
-    reasons = jnp.where(is_nan, jnp.int32(FinishReason.NAN_LOGITS), reasons)
-    # They all ran until now, and mostly go on.
-    ended = jnp.where(reasons == FinishReason.RUNNING, nobody, sequences)
-    reasons = when(
-        jnp.any(ended < nobody),
-        lambda old: old.at[ended].set(reasons, mode="drop"),
-        result.reasons,
-    )
-    return result._replace(reasons=reasons), tokens
 
 
 def sampling_of(

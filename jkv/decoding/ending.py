@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import FinishReason, Generation
+from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import Blocks, BlockSize, blocks_for, reach
 
 # Beside a token of a text there can be no such number.
@@ -155,29 +155,30 @@ def judge_texts(
     prompts: Prompts,
     stops: Stops,
     bounds: Bounds,
-    result: Generation,
+    tokens: jax.Array,
     sequences: jax.Array,
+    lengths: jax.Array,
 ) -> jax.Array:
-    """Return why texts end after their newest token, RUNNING where they go on.
+    """Return why texts end after a token, RUNNING where they go on.
 
     Args:
       prompts: Q of them.
       stops: what ends a text.
       bounds: how long it can become.
-      result: the texts, of N sequences.
-      sequences: i32[K], each with one new token at least.
+      tokens: i32[N, G], new ones of N sequences.
+      sequences: i32[K].
+      lengths: i32[K], new tokens up to and with the one in question.
 
     Returns:
       i32[K], `FinishReason`.
     """
-    num_samples = result.tokens.shape[0] // prompts.lengths.shape[0]
+    num_samples = tokens.shape[0] // prompts.lengths.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
-    lengths = result.lengths[sequences]
-    newest = result.tokens[sequences, jnp.maximum(lengths - 1, 0)]
+    newest = tokens[sequences, jnp.maximum(lengths - 1, 0)]
     stops = stops.of_prompts(prompt)
     is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
-        is_stop |= _ends_with_any(result, sequences, stops.sequences)
+        is_stop |= _ends_with_any(tokens, sequences, lengths, stops.sequences)
     return find_first(
         lengths.shape,
         [
@@ -189,16 +190,16 @@ def judge_texts(
 
 
 def _ends_with_any(
-    result: Generation, sequences: jax.Array, stops: jax.Array
+    tokens: jax.Array, sequences: jax.Array, lengths: jax.Array, stops: jax.Array
 ) -> jax.Array:
     """Return which texts, i32[K], end with a stop sequence of theirs, bool[K].
 
-    The sequences are i32[K or 1, F, C].
+    The stop sequences are i32[K or 1, F, C].
     """
     width = stops.shape[2]
     place = jnp.arange(width, dtype=jnp.int32)[None]
-    column = result.lengths[sequences][:, None] - width + place
-    last = result.tokens[sequences[:, None], jnp.maximum(column, 0)]
+    column = lengths[:, None] - width + place
+    last = tokens[sequences[:, None], jnp.maximum(column, 0)]
     last = jnp.where(column < 0, _NO_TOKEN, last)
     agrees = (stops == _ANY) | (stops == last[:, None])
     is_stop = jnp.all(agrees, axis=2) & jnp.any(stops != _ANY, axis=2)

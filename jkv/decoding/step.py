@@ -95,8 +95,8 @@ def advance(
         left,
     )
     cache, computed = compute_rows(model, params, cache, state, loads, counts, logits)
-    state = count_step(cache, state, loads, computed)
-    state = note_refusals(state, computed)
+    state = count_step(cache, state, loads, computed.num_rows)
+    state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
     state = choose_tokens(
         state,
@@ -202,13 +202,16 @@ def _append_rows(
     return cache, (tokens, batch)
 
 
-def note_refusals(state: GenerationState, computed: Computed) -> GenerationState:
+def note_refusals(
+    state: GenerationState,
+    status: jax.Array,  # i32[W], what the cache answered
+) -> GenerationState:
     """End sequences that somebody else freed, or took the last blocks from."""
     result, places = state.result, state.places
-    is_gone = computed.status == Status.INVALID_SEQUENCE
+    is_gone = status == Status.INVALID_SEQUENCE
     # Others wait until the youngest is preempted.
     is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
-    lacks_blocks = (computed.status == Status.OUT_OF_BLOCKS) & is_alone
+    lacks_blocks = (status == Status.OUT_OF_BLOCKS) & is_alone
     refused = is_gone | lacks_blocks
     cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
     sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
@@ -221,11 +224,13 @@ def note_refusals(state: GenerationState, computed: Computed) -> GenerationState
 
 
 def count_step(
-    cache: Cache, state: GenerationState, loads: Loads, computed: Computed
+    cache: Cache,
+    state: GenerationState,
+    loads: Loads,
+    rows: jax.Array,  # i32[W], that it computed
 ) -> GenerationState:
     """Count a step that has appended and not yet freed."""
     places, old = state.places, state.result.statistics
-    rows = computed.num_rows
     served = rows > 0
     of_prompt = jnp.clip(loads.prompt_lengths - loads.done, 0, rows)
     # Of the generated tokens only the newest of a text was never computed before.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ends import dealt, few
+from plain_attention import attend_loop
 from tolerances import assert_close, is_close
 from workloads import WORKLOADS, Workload, decode, make_operands, shrink
 
@@ -20,6 +21,8 @@ from jkv.storage import quantization
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
+# A window that hides nothing: calls with any window of one shape are one program.
+WIDE = np.int32(2**30)
 # None takes a way of its own here: these calls are small.
 IMPLEMENTATIONS = ["reference", "xla", None]
 
@@ -85,38 +88,6 @@ CASES = {
     ),
     "multi-query, block size 5": case(kv_heads=1, group=8, block_size=5, value_dim=8),
 }
-
-
-def attend_loop(operands, layer, *, scale=None, window=None, soft_cap=None, sinks=None):
-    """Row by row, head by head, token by token in float64, without any block."""
-    num_heads, head_dim = operands.queries.shape[2:]
-    scale = head_dim**-0.5 if scale is None else scale
-    outputs, logs = [], []
-    row = 0
-    for request, length in enumerate(operands.query_lengths):
-        keys = operands.keys[request][layer].astype(np.float64)
-        values = operands.values[request][layer].astype(np.float64)
-        context, num_kv_heads = keys.shape[:2]
-        for position in range(context - length, context):
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                first = 0 if window is None else max(0, position - window + 1)
-                query = operands.queries[layer, row, head].astype(np.float64)
-                scores = keys[first : position + 1, kv_head] @ query * scale
-                if soft_cap is not None:
-                    scores = soft_cap * np.tanh(scores / soft_cap)
-                weights = np.exp(scores)
-                total = weights.sum()
-                if sinks is not None:
-                    total += np.exp(float(sinks[head]))
-                outputs.append(weights @ values[first : position + 1, kv_head] / total)
-                logs.append(np.log(total))
-            row += 1
-    value_dim = operands.values[0].shape[-1]
-    return (
-        np.array(outputs).reshape(row, num_heads, value_dim),
-        np.array(logs).reshape(row, num_heads),
-    )
 
 
 def arguments(operands, num_rows=NUM_ROWS):
@@ -206,7 +177,9 @@ def test_any_order_of_blocks_gives_the_same_bits(implementation):
     tables = operands.block_tables
     inside = (tables >= 0) & (tables < NUM_BLOCKS)
     moved[4] = np.where(inside, place[np.clip(tables, 0, NUM_BLOCKS - 1)], tables)
-    attend = functools.partial(paged_attention, implementation=implementation)
+    attend = functools.partial(
+        paged_attention, window=WIDE, implementation=implementation
+    )
     np.testing.assert_array_equal(attend(*moved), attend(*positional))
 
 
@@ -357,11 +330,11 @@ def test_one_byte_pools(dtype, implementation):
         assert not is_close(wrong, expected[0])
 
 
-@pytest.mark.parametrize("implementation", dealt(["reference", "xla", "pallas"]))
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
 @pytest.mark.one_end
 def test_scales_of_any_float_dtype(implementation):
     """Powers of two are the same number in all of them."""
-    positional, scales, _ = quantized(arguments(small_operands(block_size=4)), "int8")
+    positional, scales, _ = quantized(arguments(small_operands("decode")), "int8")
     shape = scales["key_scales"].shape
     halves = 0.5 ** (np.arange(np.prod(shape)).reshape(shape) % 5 + 4)
     results = []
@@ -373,6 +346,7 @@ def test_scales_of_any_float_dtype(implementation):
                 *positional,
                 key_scales=given,
                 value_scales=given,
+                max_query_length=1,
                 implementation=implementation,
             )
         )
@@ -402,7 +376,7 @@ def test_fp8_without_scales(dtype):
     """Their own dtype or its bits, as others may have stored them."""
     positional = arguments(small_operands())
     pools = [pool.astype(dtype) for pool in positional[1:3]]
-    positional[1:3] = [pool.astype(jnp.float32) for pool in pools]
+    positional[1:3] = [pool.astype(np.float32) for pool in pools]
     expected = paged_attention(*positional, implementation="reference")
     positional[1:3] = pools
     attend = functools.partial(paged_attention, implementation="xla")
@@ -478,10 +452,12 @@ def test_pools_without_layers_and_traced_scalars():
 @pytest.mark.one_end
 def test_decoding_only(implementation):
     """Where several rows cannot be, their part is left out and nothing changes."""
-    positional = arguments(small_operands("decode", block_size=4))
-    attend = functools.partial(paged_attention, implementation=implementation)
-    expected = attend(*positional, return_lse=True)
-    found = attend(*positional, return_lse=True, max_query_length=1)
+    positional = arguments(small_operands("decode"))
+    attend = functools.partial(
+        paged_attention, window=WIDE, return_lse=True, implementation=implementation
+    )
+    expected = attend(*positional)
+    found = attend(*positional, max_query_length=1)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     if implementation == "xla":
@@ -509,6 +485,36 @@ def test_small_calls_go_through_the_columns_together(window):
     assert not is_close(jnp.roll(output, 1, axis=0), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
+def test_requests_of_a_few_rows_read_their_blocks_once_for_all_of_them(options):
+    """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
+    workload = Workload(
+        name="few rows",
+        query_lengths=(8, 1, 11, 0, 3, 7),
+        context_lengths=(100, 1, 97, 5, 64, 7),
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        value_head_dim=24,
+        num_layers=2,
+    )
+    operands, num_rows = make_operands(workload), workload.num_rows
+    sinks = np.linspace(-1.0, 2.0, 6, dtype=np.float32)
+    attend = jax.jit(
+        functools.partial(paged_attention, return_lse=True, sinks=sinks, **options)
+    )
+    positional = arguments(operands, num_rows + 2)
+    expected = attend_loop(operands, LAYER, sinks=sinks, **options)
+    output, lse = attend(*positional)
+    for found, wanted in zip((output, lse), expected, strict=True):
+        assert_close(found[:num_rows], wanted)
+        assert not is_close(jnp.roll(found[:num_rows], 1, axis=0), wanted)
+    assert not output[num_rows:].any() and np.isneginf(lse[num_rows:]).all()
+    # Eight columns of six requests' keys by two heads, not of 32 rows'.
+    text = attend.lower(*positional).as_text()
+    assert "tensor<96x512xf32>" in text and "tensor<512x512xf32>" not in text
+
+
 @pytest.mark.one_end
 def test_the_last_token_may_begin_a_chunk():
     """Tiles of rows read 256 tokens at a time, decoding pieces of 32."""
@@ -534,22 +540,27 @@ def test_work_is_the_sum_of_the_context_lengths():
     """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
     contexts = [1000, 32, 0, 33, 4, 5, 13]
     lengths = [1, 1, 1, 1, 1, 5, 1]  # one is prefill, one is empty
-    requests = make_requests(
+    plan = functools.partial(
+        make_requests, num_rows=99, block_size=4, max_query_length=None
+    )
+    requests = jax.jit(plan)(
         np.zeros((7, 300), np.int32),
         None,
         np.arange(7, dtype=np.int32),
         np.array(lengths, np.int32),
         np.array(contexts, np.int32),
-        num_rows=99,
-        block_size=4,
-        max_query_length=None,
     )
-    work = list_work(requests, None, 4, piece_blocks=2, padding=3)
+
+    @jax.jit
+    def list_pieces(requests, window):
+        return list_work(requests, window, 4, piece_blocks=2, padding=3)
+
+    work = list_pieces(requests, None)
     # Last blocks are edges: 249, 7, 8, 0 and 3 blocks are left.
     assert int(work.num_requests) == 5
     assert int(work.num_pieces) == 125 + 4 + 4 + 0 + 2
     # A window of 8 tokens: first and last visible block are edges, 0 or 1 between.
-    work = list_work(requests, jnp.int32(8), 4, piece_blocks=2, padding=3)
+    work = list_pieces(requests, np.int32(8))
     assert int(work.num_requests) == 5
     assert int(work.num_pieces) == 0 + 0 + 1 + 0 + 1
 

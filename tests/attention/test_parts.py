@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 from ends import dealt
-from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, attend_loop, case
+from plain_attention import attend_loop
+from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, case
 from tolerances import assert_close, is_close
 from workloads import make_operands
 

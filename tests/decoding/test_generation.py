@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import copied, small_cache
-from compiled_modules import in_the_steps_of_a_loop
+from caches import small_cache
 from small_model import (
     DIM,
     KV_HEADS,
@@ -28,10 +27,13 @@ from jkv import decoding
 from jkv.decoding import FinishReason, Sampling
 
 ROWS, WIDTH, NEW_TOKENS, CONTEXT = 8, 32, 12, 30
-STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "chunk_size")
+STATIC = ("model", "max_new_tokens", "max_running", "row_counts")
+# Steps of one size, where it is not about their sizes: each is a model to compile.
+ONE_SIZE = (ROWS * WIDTH,)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6]]
 
 generate = jax.jit(decoding.generate, static_argnames=STATIC)
+begin = jax.jit(decoding.begin, static_argnames=STATIC)
 prefill = jax.jit(decoding.prefill, static_argnames=STATIC)
 decode = jax.jit(decoding.decode, static_argnames="model")
 call = jax.jit(lambda model, *arguments: model(*arguments), static_argnums=0)
@@ -66,8 +68,10 @@ def fresh_cache(free_blocks=64, free_rows=ROWS, **changes):
     )
     cache = small_cache(**(fields | changes))
     # One sequence holds eight blocks at most, and every other row is taken.
-    taken = [min(8, max(0, 64 - free_blocks - 8 * i)) for i in range(16 - free_rows)]
-    cache, others = jkv.allocate(cache, [min(4 * n, CONTEXT) for n in taken])
+    taken = np.clip(64 - free_blocks - 8 * np.arange(16), 0, 8)
+    taken = np.minimum(4 * taken, CONTEXT)
+    taken[16 - free_rows :] = -1  # nobody: all calls have one shape
+    cache, others = jkv.allocate(cache, taken.astype(np.int32))
     jkv.raise_for_status(others, cache)
     assert int(jkv.num_free_blocks(cache)) == free_blocks
     return cache
@@ -82,15 +86,21 @@ def padded(prompts, num_rows=ROWS):
 def per_row(num_rows=ROWS, **options):
     """A `Sampling` of arrays, so that tests with and without sampling share a trace."""
     fields = dict(
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
+        temperature=np.float32(0.0),
+        top_k=np.int32(0),
+        top_p=np.float32(1.0),
+        min_p=np.float32(0.0),
+        repetition_penalty=np.float32(1.0),
         seeds=np.arange(num_rows, dtype=np.int32),
     )
+    assert options.keys() <= fields.keys()
     return Sampling(
-        **{k: jnp.broadcast_to(v, (num_rows,)) for k, v in (fields | options).items()}
+        **{
+            name: np.broadcast_to(options.get(name, default), (num_rows,)).astype(
+                default.dtype
+            )
+            for name, default in fields.items()
+        }
     )
 
 
@@ -115,12 +125,30 @@ def assert_as_before(cache, before):
 
 def run(model, prompts, cache=None, **options):
     """Generate in the shared shapes: texts and reasons as lists, and statistics."""
-    params = attention_params() if model is attention_model else None
     before = fresh_cache() if cache is None else cache
-    after, result = generate(model, params, before, **arguments(prompts, **options))
+    after, result = complete(prompts, before, model, **options)
     assert_as_before(after, before)
     n = len(prompts)
     return texts(result)[:n], reasons(result)[:n], result.statistics
+
+
+def complete(prompts, cache, model=attention_model, **options):
+    """Generate in the shared shapes, in the program that does steps one by one, too."""
+    values = arguments(prompts, **options)
+    sampling, params = values.pop("sampling"), None
+    if model is attention_model:
+        params = attention_params()
+    else:
+        values["row_counts"] = ONE_SIZE
+    state = begin(model, params, cache, **values)
+    cache, state = go_on(model, params, cache, state, sampling)
+    return cache, state.result
+
+
+def go_on(model, params, cache, state, sampling, num_steps=2**31 - 1):
+    """Do some steps, or all."""
+    steps = dict(sampling=sampling, num_steps=np.int32(num_steps))
+    return decode(model, params, cache, state, **steps)
 
 
 def texts(result):
@@ -134,6 +162,19 @@ def texts(result):
 
 def reasons(result):
     return [FinishReason(reason).name for reason in np.asarray(result.reasons)]
+
+
+def run_queue(prompts, cache, salt=0, **options):
+    """`generate` three at a time, in steps of eight rows, with a prefix cache."""
+    return generate(
+        attention_model,
+        attention_params(),
+        cache,
+        **arguments(prompts, **options),
+        max_running=3,
+        row_counts=(8,),
+        salts=np.full(ROWS, salt, np.int32),
+    )
 
 
 @functools.cache
@@ -154,9 +195,7 @@ def eager_greedy(prompt):
 
 def test_greedy_equals_eager_loop_and_dense_recomputation():
     before = fresh_cache()
-    cache, result = generate(
-        attention_model, attention_params(), before, **arguments(PROMPTS)
-    )
+    cache, result = complete(PROMPTS, before)
     assert_as_before(cache, before)
     assert reasons(result) == ["LENGTH"] * 4 + ["EMPTY_PROMPT"] * 4
     # All prompt tokens in one chunk, then a step for each token but the first.
@@ -181,16 +220,8 @@ def test_a_prefix_cache_saves_work_and_changes_no_token():
     expected, _, plain = run(attention_model, texts_of)
     assert int(plain.cached_tokens) == 0
     cache = fresh_cache(prefix_caching=True)
-    params = attention_params()
     for salts, cached_tokens in ((0, 0), (0, 3 * 8), (5, 0), (5, 3 * 8)):
-        cache, result = generate(
-            attention_model,
-            params,
-            cache,
-            **arguments(texts_of),
-            chunk_size=5,
-            salts=jnp.int32([salts] * ROWS),
-        )
+        cache, result = run_queue(texts_of, cache, salts)
         jkv.check(cache)
         assert texts(result)[:3] == expected
         assert int(result.statistics.cached_tokens) == cached_tokens
@@ -213,48 +244,22 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
         attention_model, [PROMPTS[i] for i in order[:4]], seeds=seeds[order], **options
     )
     assert moved == [together[i] for i in order[:4]]
-    # Alone, in another pool, in small chunks.
-    for i, prompt in enumerate(PROMPTS):
-        _, result = generate(
-            attention_model,
-            attention_params(),
-            small_cache(
-                num_layers=LAYERS,
-                num_kv_heads=KV_HEADS,
-                head_dim=DIM,
-                block_size=3,
-                max_sequences=1,
-                max_context_length=22,
-            ),
-            padded([prompt], num_rows=1),
-            max_new_tokens=NEW_TOKENS,
-            sampling=per_row(1, seeds=seeds[i], **options),
-            chunk_size=2,
+    # Alone, in small chunks.
+    for prompt, seed, text in zip(PROMPTS, seeds, together, strict=False):
+        _, result = run_queue(
+            [prompt], fresh_cache(prefix_caching=True), seeds=seed, **options
         )
-        assert texts(result) == [together[i]]
+        assert texts(result)[0] == text
 
 
-@pytest.mark.one_end
 def test_a_queue_changes_no_text_of_a_real_model():
     options = dict(temperature=[0.0, 1.0, 0.0, 1.5] + [0.0] * 4)
     options |= dict(repetition_penalty=[1.0, 1.0, 1.4, 1.3] + [1.0] * 4)
-    options = {name: jnp.float32(values) for name, values in options.items()}
-    _, wide = generate(
-        attention_model,
-        attention_params(),
-        fresh_cache(),
-        **arguments(PROMPTS, stops=(2, 99), **options),
-    )
+    _, wide = complete(PROMPTS, fresh_cache(), stops=(2, 99), **options)
     preemptions = []
     for free_blocks in (64, 9, 6):
-        before = fresh_cache(free_blocks, free_rows=ROWS - 1)
-        cache, queued = generate(
-            attention_model,
-            attention_params(),
-            before,
-            **arguments(PROMPTS, stops=(2, 99), **options),
-            max_running=3,
-        )
+        before = fresh_cache(free_blocks, free_rows=ROWS - 1, prefix_caching=True)
+        cache, queued = run_queue(PROMPTS, before, stops=(2, 99), **options)
         assert_as_before(cache, before)
         assert (texts(queued), reasons(queued)) == (texts(wide), reasons(wide))
         np.testing.assert_allclose(queued.logprobs, wide.logprobs, atol=1e-5)
@@ -400,48 +405,11 @@ def test_other_sequences_of_the_cache_stay_as_they_are():
     )
     before = [np.asarray(a) for a in jkv.read(cache, 1, opened.seq_ids[0])]
     assert before[2] == 6 and np.isfinite(before[0][:6]).all()
-    cache, _ = generate(
-        attention_model, attention_params(), cache, **arguments(PROMPTS)
-    )
+    cache, _ = complete(PROMPTS, cache)
     after = [np.asarray(a) for a in jkv.read(cache, 1, opened.seq_ids[0])]
     for old, new in zip(before[:2], after[:2], strict=True):
         np.testing.assert_array_equal(old[:6], new[:6])
     assert after[2] == 6
-
-
-@pytest.mark.one_end
-def test_samples_of_one_prompt_share_its_blocks():
-    def two_prompts_three_times(cache, seeds):
-        return generate(
-            attention_model,
-            attention_params(),
-            cache,
-            padded([PROMPTS[3], PROMPTS[0]], num_rows=2),
-            max_new_tokens=7,
-            sampling=Sampling(temperature=1.0, seeds=seeds),
-            num_samples=3,
-        )
-
-    before, seeds = fresh_cache(), np.arange(6, dtype=np.int32)
-    cache, shared = two_prompts_three_times(before, seeds)
-    assert_as_before(cache, before)
-    apart, _, statistics = run(
-        attention_model,
-        [PROMPTS[3]] * 3 + [PROMPTS[0]] * 3,
-        limits=[7] * 6,
-        temperature=1.0,
-        cache=fresh_cache(),
-    )
-    assert texts(shared) == apart
-    assert len({tuple(text) for text in apart}) == 6
-    # 9 prompt tokens and 6 more are 4 blocks, 2 of them shared; 7 and 6 are 4, 1 of
-    # them shared: 2 + 3 * 2 and 1 + 3 * 3, against 6 * 4.
-    assert statistics.peak_blocks == 24
-    assert shared.statistics.peak_blocks == 18
-    # With six blocks and one row less, some wait; the texts are the same.
-    cache, few = two_prompts_three_times(fresh_cache(6, free_rows=5), seeds)
-    assert few.statistics.queue_steps > 0 and few.statistics.peak_blocks == 64
-    assert (texts(few), reasons(few)) == (apart, ["LENGTH"] * 6)
 
 
 @pytest.mark.one_end
@@ -458,20 +426,16 @@ def test_statistics_are_those_of_the_fullest_step():
 
 @pytest.mark.one_end
 def test_steps_from_the_host_equal_the_whole():
-    options = arguments(PROMPTS, stops=(2, 3), temperature=1.0, repetition_penalty=1.2)
+    options = dict(stops=(2, 3), temperature=1.0, repetition_penalty=1.2)
     params, before = attention_params(), fresh_cache()
-    _, whole = generate(attention_model, params, before, **options)
+    _, whole = complete(PROMPTS, before, **options)
+    options = arguments(PROMPTS, **options)
     cache, state = prefill(attention_model, params, before, **options)
     shown = texts(state.result)
     assert [len(text) for text in shown] == [1] * 4 + [0] * 4
     while state.is_running.any():
-        cache, state = decode(
-            attention_model,
-            params,
-            cache,
-            state,
-            sampling=options["sampling"],
-            num_steps=2,
+        cache, state = go_on(
+            attention_model, params, cache, state, options["sampling"], 2
         )
         jkv.check(cache)
         grown = texts(state.result)
@@ -490,9 +454,7 @@ def test_a_generation_can_be_left_at_any_step():
     sampling, before = options["sampling"], fresh_cache()
 
     def two_steps(cache, state):
-        return decode(
-            attention_model, params, cache, state, sampling=sampling, num_steps=2
-        )
+        return go_on(attention_model, params, cache, state, sampling, 2)
 
     cache, state = two_steps(*prefill(attention_model, params, before, **options))
     # What stopped is closed already: its id is padding now.
@@ -534,7 +496,9 @@ def test_one_trace_however_values_change():
     cache = fresh_cache()
     for step in range(3):
         jax.eval_shape(
-            functools.partial(jitted, counting_model, max_new_tokens=5),
+            functools.partial(
+                jitted, counting_model, max_new_tokens=5, row_counts=(8,)
+            ),
             None,
             cache,
             padded([[step] * (step + 1), [10]], num_rows=2),
@@ -545,37 +509,10 @@ def test_one_trace_however_values_change():
 
 
 @pytest.mark.one_end
-def test_donated_and_in_place():
-    jitted = jax.jit(decoding.generate, static_argnames=STATIC, donate_argnames="cache")
-    cache = small_cache(
-        num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=4096
-    )
-    cache = copied(cache)
-    params, prompts = attention_params(), padded(PROMPTS, num_rows=4)
-    compiled = jitted.lower(
-        attention_model, params, cache, prompts, max_new_tokens=3
-    ).compile()
-    # A step of single tokens computes nothing for a prompt's 128 rows.
-    assert in_the_steps_of_a_loop(compiled.as_text(), "128") == []
-    # Neither loop holds a second copy of the pool.
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < cache.keys.nbytes // 4
-    counts = []
-    for _ in range(4):
-        given = cache
-        cache, result = compiled(params, cache, prompts)
-        assert given.keys.is_deleted() and given.metadata.block_tables.is_deleted()
-        assert texts(result)[0] == eager_greedy(tuple(PROMPTS[0]))[:3]
-        del given, result
-        counts.append(len(jax.live_arrays()))
-    assert counts[0] == counts[-1]
-    jkv.check(cache)
-    assert int(jkv.num_free_blocks(cache)) == cache.num_blocks
-
-
-@pytest.mark.one_end
 def test_wrong_arguments_are_named():
-    start = functools.partial(decoding.generate, counting_model, None, fresh_cache())
+    start = functools.partial(
+        decoding.generate, counting_model, None, fresh_cache(), row_counts=(8,)
+    )
     one = jnp.asarray(padded([[1]], num_rows=1))
     with pytest.raises(ValueError, match=r"i32\[B, P\].*got int32\[3\]"):
         start(jnp.arange(3, dtype=jnp.int32), max_new_tokens=1)

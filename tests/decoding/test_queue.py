@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from caches import copied, small_cache
-from compiled_modules import pool_sized_operations
+from compiled_modules import in_the_steps_of_a_loop, pool_sized_operations
 from ends import dealt
 from plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
 
@@ -22,7 +22,7 @@ from jkv.decoding import FinishReason, Sampling
 
 PROMPTS, SAMPLES, WIDTH, NEW_TOKENS = 336, 3, 10, 12
 CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 64, 24
-RUNNING, ROW_COUNTS = 5, (5, 12)
+RUNNING, ROW_COUNTS = 5, (5, 13)  # no other size is 13
 HEAD_DIM = 512  # the model needs 2; it makes the pool larger than anything else
 STATIC = (
     "model",
@@ -56,11 +56,10 @@ def pool(free_blocks=BLOCKS, free_rows=ROWS, **changes):
         max_context_length=CONTEXT,
     )
     cache = small_cache(**(fields | changes))
-    taken = [
-        min(5, max(0, BLOCKS - free_blocks - 5 * i))
-        for i in range(ROWS + 16 - free_rows)
-    ]
-    cache, others = jkv.allocate(cache, [BLOCK_SIZE * count for count in taken])
+    rows = ROWS + 16
+    taken = np.clip(BLOCKS - free_blocks - 5 * np.arange(rows, dtype=np.int32), 0, 5)
+    taken = np.where(np.arange(rows) < rows - free_rows, BLOCK_SIZE * taken, -1)
+    cache, others = jkv.allocate(cache, taken.astype(np.int32))
     jkv.raise_for_status(others, cache)
     assert int(jkv.num_free_blocks(cache)) == free_blocks
     return cache
@@ -209,6 +208,22 @@ def test_random_calls_equal_the_plain_queue(seed):
 
 
 @pytest.mark.one_end
+def test_samples_of_a_prompt_share_its_blocks():
+    call = draw_call(np.random.default_rng(3), 1)
+    call.prompts[0], call.limits[0] = [9, 7, 9, 3, 2, 3, 8, 4, 6], 7
+    call.stop_tokens[:] = [VOCABULARY] * 2
+    call.stop_sequences[:] = [[]] * 4
+    call.sampling.temperature[:SAMPLES] = 1.5
+    texts = PlainTexts(call)
+    result = run(call, pool())
+    assert_texts(result, texts)
+    assert len({tuple(new) for new in texts.new[:SAMPLES]}) == SAMPLES
+    # Nine tokens and six more are four blocks, and two of the prompt's are shared.
+    assert result.statistics.peak_blocks == 2 + SAMPLES * 2
+    assert result.statistics.prompt_tokens == 9
+
+
+@pytest.mark.one_end
 def test_a_thousand_sequences_end_as_each_does_alone():
     rng = np.random.default_rng(100)
     call = draw_call(rng, PROMPTS, num_blocks=9, nan_every=301)
@@ -243,7 +258,7 @@ def test_a_thousand_sequences_end_as_each_does_alone():
         hash_model,
         np.uint32(call.nan_every),
         cache,
-        **arguments(apart, max_running=8, row_counts=(2, 8)),
+        **arguments(apart, max_running=8, row_counts=(11,)),
         salts=np.arange(PROMPTS * SAMPLES, dtype=np.int32) % 2,
     )
     assert_given_back(cache, after)
@@ -258,6 +273,20 @@ def test_the_loop_updates_the_pool_in_place():
     memory = compiled().memory_analysis()
     assert memory.temp_size_in_bytes < cache.keys.nbytes
     assert memory.alias_size_in_bytes >= 2 * cache.keys.nbytes
+    # A step of single tokens computes nothing for the rows of prompts.
+    assert in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1])) == []
+
+
+def test_what_is_donated_is_gone_and_leaves_nothing_behind():
+    call, cache, counts = draw_call(np.random.default_rng(4), 3), copied(pool()), []
+    for _ in range(4):
+        given = cache
+        cache, state = decode(call, cache, begun(call, cache))
+        assert given.keys.is_deleted() and given.metadata.block_tables.is_deleted()
+        del given, state
+        counts.append(len(jax.live_arrays()))
+    assert counts[0] == counts[-1]
+    assert_given_back(pool(), cache)
 
 
 @pytest.mark.one_end

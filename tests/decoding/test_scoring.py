@@ -45,13 +45,16 @@ def make_score(model=attention_model, config=CONFIG):
 
 
 def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
-    """Each text alone: the log-probabilities of its continuation, without padding."""
+    """Each text alone: the log-probabilities of its continuation."""
     each, found = len(continuations) // len(prompts), []
-    for i, continuation in enumerate(continuations):
-        prompt = prompts[i // each]
-        # No text is empty with a token more, which nobody sees.
-        text = np.array([*prompt, *continuation, 0], np.int32)
-        logits = dense_rows(params, text, xp)
+    pairs = [(prompts[i // each], text) for i, text in enumerate(continuations)]
+    # Tokens behind the end, one at least: rows see none that follow.
+    texts = np.zeros((len(pairs), 1 + max(len(p) + len(c) for p, c in pairs)), np.int32)
+    for row, (prompt, continuation) in zip(texts, pairs, strict=True):
+        row[: len(prompt) + len(continuation)] = [*prompt, *continuation]
+    run = functools.partial(dense_rows, params, xp=xp)
+    rows = jax.vmap(run)(texts) if xp is jnp else [run(text) for text in texts]
+    for logits, (prompt, continuation) in zip(rows, pairs, strict=True):
         logits = logits - logits.max(axis=-1, keepdims=True)
         normalised = logits - xp.log(xp.exp(logits).sum(axis=-1, keepdims=True))
         # Before the first token of an empty prompt there is nothing.

@@ -1,19 +1,23 @@
 """Speculative decoding: the text of plain decoding, whatever is guessed.
 
-One program serves the tests of `PromptLookup`: three sequences run at a time, two of
+One program plays the games of `PromptLookup`: three sequences run at a time, two of
 each prompt, in pools in which others hold what is not free. The model recounts the
-cache that each step gives it.
+cache that each step gives it. Each text alone, and the steps without guesses, are found
+in plain Python.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_queue import Call, PlainQueue, PlainTexts
 from test_beam_search import checked_model, found_wrong
 from test_generation import (
+    CONTEXT,
     assert_as_before,
     attention_model,
     attention_params,
+    dense_logits,
     fresh_cache,
     padded,
     per_row,
@@ -27,14 +31,14 @@ from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.verification import row_sizes
 
-PROMPTS, SAMPLES, NEW_TOKENS = 4, 2, 20
-STATIC = ("model", "max_new_tokens", "num_samples", "max_running")
+PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)
+STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")
 LOOKUP = PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)
 generate = jax.jit(jkv.generate, static_argnames=STATIC)
 
 
-def run(prompts, cache, speculate, limits=None, **options):
-    """Generate in the shared shapes; the cache and the result."""
+def run(prompts, cache, limits, sampling):
+    """Generate with guesses; the cache and the result."""
     found_wrong.clear()
     after, result = generate(
         checked_model,
@@ -42,17 +46,37 @@ def run(prompts, cache, speculate, limits=None, **options):
         cache,
         padded(prompts, PROMPTS),
         max_new_tokens=NEW_TOKENS,
-        limits=np.int32([NEW_TOKENS] * PROMPTS if limits is None else limits),
+        limits=np.int32(limits),
         stop_tokens=np.int32([2]),
-        sampling=per_row(PROMPTS * SAMPLES, **options),
+        sampling=sampling,
         num_samples=SAMPLES,
-        max_running=3,
-        speculate=speculate,
+        max_running=RUNNING,
+        row_counts=ROW_COUNTS,
+        speculate=LOOKUP,
     )
     jax.effects_barrier()
     assert not found_wrong, found_wrong[0]
     assert_as_before(after, cache)
     return after, result
+
+
+def run_alone(prompts, limits, sampling):
+    """Each text by itself, of a model without a cache, and the steps of a queue."""
+    call = Call(
+        prompts=prompts,
+        limits=limits.tolist(),
+        num_samples=SAMPLES,
+        max_new_tokens=NEW_TOKENS,
+        stop_tokens=[2],
+        stop_sequences=[],
+        sampling=sampling,
+        nan_every=0,
+        block_size=4,
+        max_context_length=CONTEXT,
+        num_blocks=64,
+    )
+    alone = PlainTexts(call, lambda texts: np.stack([*map(dense_logits, texts)]))
+    return alone, PlainQueue(call, alone, RUNNING, ROW_COUNTS).statistics["num_steps"]
 
 
 @pytest.mark.one_end
@@ -69,17 +93,20 @@ def test_texts_are_those_without_guesses_in_every_pool():
         options = dict(temperature=temperature, repetition_penalty=penalty)
         blocks = [64, 9, 12, 8][game % 4]
         cache = fresh_cache(blocks, 8, prefix_caching=True)
-        _, wide = run(prompts, fresh_cache(64, 8), None, limits, **options)
-        for _ in range(2):  # the second finds what the first has left behind
-            cache, result = run(prompts, cache, LOOKUP, limits, **options)
-            assert (texts(result), reasons(result)) == (texts(wide), reasons(wide))
-            np.testing.assert_allclose(result.logprobs, wide.logprobs, atol=2e-5)
+        sampling = per_row(PROMPTS * SAMPLES, **options)
+        alone, num_steps = run_alone(prompts, limits, sampling)
+        for turn in range(2):  # the second finds what the first has left behind
+            cache, result = run(prompts, cache, limits, sampling)
+            assert texts(result) == alone.new
+            assert reasons(result) == [reason.name for reason in alone.reasons]
+            for found, new in zip(result.logprobs, alone.logprobs, strict=True):
+                np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
             accepted += int(result.statistics.accepted_tokens)
             drafted += int(result.statistics.draft_tokens)
             preemptions += int(result.statistics.preemptions)
             cached += int(result.statistics.cached_tokens)
-        if blocks == 64:
-            assert result.statistics.num_steps < wide.statistics.num_steps
+            if blocks == 64 and turn == 0:
+                assert result.statistics.num_steps < num_steps
     assert drafted > accepted > 30 and preemptions > 3 and cached > 20
 
 
@@ -100,7 +127,7 @@ def test_the_longest_and_latest_run_is_looked_up():
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]
 
 
-EIGHT, COST = jnp.int32(8), 1.5
+EIGHT, COST = np.int32(8), 1.5
 
 
 def play(right, num_steps, present=8):
@@ -111,7 +138,12 @@ def play(right, num_steps, present=8):
       num_steps: how often.
       present: texts for which there are guesses.
     """
-    right = jnp.asarray(right, jnp.int32)
+    return np.asarray(play_long(np.int32(right), np.int32(present)))[:num_steps]
+
+
+@jax.jit
+def play_long(right, present):
+    """The same for 2,000 steps."""
     found = jnp.where(jnp.arange(8) < present, 7, 0).astype(jnp.int32)
 
     def step(pace, _):
@@ -125,8 +157,7 @@ def play(right, num_steps, present=8):
         )
         return pick, guesses > 0
 
-    pace = Pace.begin(8, 7, COST)
-    return np.asarray(jax.jit(lambda: jax.lax.scan(step, pace, length=num_steps))()[1])
+    return jax.lax.scan(step, Pace.begin(8, 7, COST), length=2000)[1]
 
 
 @pytest.mark.one_end

@@ -45,7 +45,7 @@ def test_texts_outgrow_the_pool():
             max_new_tokens=NEW_TOKENS,
             num_samples=SAMPLES,
             max_running=2,
-            chunk_size=4,
+            row_counts=(4,),
         )
     )(EMBEDDING, jkv.init(config))
     jkv.check(cache)

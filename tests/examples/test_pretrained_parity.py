@@ -219,9 +219,12 @@ def test_fifty_decode_steps(checkpoint):
 
 
 @pytest.mark.one_end
-def test_layers_in_groups_by_their_windows():
-    """A scan over periods of two layers, then a last one; each kind has its pool."""
-    checkpoint = load_committed("smollm3")
+@pytest.mark.parametrize(
+    "name, groups", [("smollm3", (0, 1, 0)), ("gemma3", (1, 1, 0))]
+)
+def test_layers_in_groups_by_their_windows(name, groups):
+    """Each kind has its pool: in a scan over periods of two layers, and without."""
+    checkpoint = load_committed(name)
     fields = {**checkpoint.model.cache_fields}
     del fields["num_layers"]
     config = jkv.GroupedConfig.for_context_length(
@@ -233,7 +236,7 @@ def test_layers_in_groups_by_their_windows():
         dtype=jnp.float32,
         **fields,
     )
-    assert len(config.groups) == 2
+    assert config.layer_groups == groups
     cache, opened = jkv.allocate(jkv.init_groups(config), np.zeros(3, np.int32))
     arguments = checkpoint.model, checkpoint.params
     cache, logits = feed(*arguments, cache, opened.seq_ids, checkpoint.prompts)

@@ -17,7 +17,8 @@ from jkv.serving import Engine, StopSizes
 
 WIDTH, NEW_TOKENS, SAMPLES, MOST_SAMPLES = 10, 12, 2, 3
 CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 40, 10
-RUNNING, AHEAD, ROW_COUNTS, STEPS = 4, 2, (4, 10), 3
+RUNNING, AHEAD, STEPS = 4, 2, 3
+ROW_COUNTS = (10,)  # one: each is a model to compile, and they are test_queue's matter
 STOPS = StopSizes(tokens=2, sequences=2, length=3)
 
 
@@ -31,12 +32,13 @@ def pool(free_blocks=BLOCKS, free_rows=ROWS):
         max_context_length=CONTEXT,
         prefix_caching=True,
     )
-    others = ROWS + 12 - free_rows
-    taken = [min(5, max(0, BLOCKS - free_blocks - 5 * i)) for i in range(others)]
+    rows = ROWS + 12
+    taken = np.clip(BLOCKS - free_blocks - 5 * np.arange(rows, dtype=np.int32), 0, 5)
+    taken = np.where(np.arange(rows) < rows - free_rows, BLOCK_SIZE * taken, -1)
     cache, result = jkv.allocate(
         cache,
-        [BLOCK_SIZE * count for count in taken],
-        tokens=np.full((others, WIDTH + NEW_TOKENS), -1, np.int32),
+        taken.astype(np.int32),
+        tokens=np.full((rows, WIDTH + NEW_TOKENS), -1, np.int32),
     )
     jkv.raise_for_status(result, cache)
     assert int(jkv.num_free_blocks(cache)) == free_blocks

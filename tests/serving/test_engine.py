@@ -1,6 +1,7 @@
 """The engine against each request alone, in plain Python and in `jkv.generate`."""
 
-import jax
+import dataclasses
+
 import numpy as np
 import pytest
 from ends import few
@@ -15,12 +16,10 @@ from engines import (
     draw_request,
     expected,
     make_engine,
-    pool,
     run_all,
 )
-from plain_queue import VOCABULARY, hash_model
+from plain_queue import VOCABULARY
 
-import jkv
 from jkv.decoding import FinishReason, Sampling
 from jkv.serving import RequestRefused, RequestState
 
@@ -54,41 +53,27 @@ def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
 
 
 @pytest.mark.one_end
-def test_a_batch_is_that_of_generate():
+def test_a_batch_is_continued_as_each_prompt_is_alone():
+    """As `jkv.generate` does it: of one seed each sequence has the next number."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 10, 1, 0, 7, 5)]
-    options = dict(limits=[4, 12, 0, 5, 9, 12], salts=[0, 1, 0, 1, 0, 1])
+    limits, salts = [4, 12, 0, 5, 9, 12], [0, 1, 0, 1, 0, 1]
     sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seeds=11)
     stops = dict(stop_tokens=[7, 11], stop_sequences=[[3, 4], [9]])
-    cache, alone = jax.jit(
-        jkv.generate,
-        static_argnames=("model", "max_new_tokens", "num_samples", "max_running"),
-    )(
-        hash_model,
-        np.uint32(0),
-        pool(),
-        prompts,
-        max_new_tokens=NEW_TOKENS,
-        num_samples=MOST_SAMPLES,
-        max_running=4,
-        sampling=sampling,
-        stop_tokens=np.array(stops["stop_tokens"]),
-        stop_sequences=np.array([[3, 4], [9, -1]]),
-        limits=np.array(options["limits"]),
-        salts=np.array(options["salts"]),
-    )
     engine = make_engine()
     found = engine.generate(
-        prompts, n=MOST_SAMPLES, sampling=sampling, **options, **stops
+        prompts, n=MOST_SAMPLES, sampling=sampling, limits=limits, salts=salts, **stops
     )
-    assert len(found) == len(alone.lengths)
-    for i, each in enumerate(found):
-        count = int(alone.lengths[i])
-        assert each.tokens == alone.tokens[i, :count].tolist()
-        assert each.reason == int(alone.reasons[i])
-        np.testing.assert_allclose(
-            each.logprobs, alone.logprobs[i, :count], atol=2e-6, rtol=0
+    assert len(found) == 6 * MOST_SAMPLES
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        first = i * MOST_SAMPLES
+        asked = dict(
+            tokens=prompt,
+            n=MOST_SAMPLES,
+            max_new_tokens=limit,
+            sampling=dataclasses.replace(sampling, seeds=11 + first),
         )
+        assert_alone(found[first : first + MOST_SAMPLES], asked | stops)
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
     assert_given_back(engine)
 

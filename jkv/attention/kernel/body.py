@@ -127,9 +127,16 @@ def attend_range(
             visible &= token[None, :] > before[:, None]
         return visible
 
+    sections = key_sections, value_sections
+
     def load(trip: jax.Array) -> TokenTile:
         start = walk_start + trip * tile_tokens
-        return load_tokens(o, tokens, start, key_sections, value_sections, variant)
+        return load_tokens(o, tokens, start, *sections, variant)
+
+    def load_whole(trip: jax.Array) -> TokenTile:
+        # Of a range that begins with the first token.
+        start = trip * tile_tokens
+        return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
     def attend_tile(
         trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
@@ -175,7 +182,7 @@ def attend_range(
         sums = lax.fori_loop(
             jnp.int32(0),
             num_full,
-            lambda trip, sums: attend_tile(trip, load(trip), sums, masked=False),
+            lambda trip, sums: attend_tile(trip, load_whole(trip), sums, masked=False),
             sums,
         )
     if variant.tile.is_carried:

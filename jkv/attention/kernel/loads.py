@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
@@ -85,9 +86,13 @@ def load_tokens(
     key_sections: list[tuple[int, int]],
     value_sections: list[tuple[int, int]],
     variant: Variant,
+    *,
+    is_whole: bool = False,
 ) -> TokenTile:
     """Load the tile of tokens at `start`; of a range without tokens any.
 
+    Of a tile that lies in the range as a whole nothing is clamped, and the compiler
+    sees which of its tokens are neighbours: their scales are loaded several at a time.
     A tile that is carried to the next trip is left as the pool has it, in fewer
     registers; else each part becomes an operand as soon as it is there.
     """
@@ -95,7 +100,14 @@ def load_tokens(
     block_shift, tile_tokens = block_size.bit_length() - 1, variant.tile.tokens
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
     last = jnp.maximum(tokens.end - 1, 0)
-    if block_size >= tile_tokens:
+    if is_whole and block_size >= tile_tokens:
+        column = lax.div(start, jnp.int32(block_size))
+        slot = start - column * block_size + offsets
+    elif is_whole:
+        token = start + offsets
+        column = lax.div(token, jnp.int32(block_size))
+        slot = lax.rem(token, jnp.int32(block_size))
+    elif block_size >= tile_tokens:
         # One block: a scalar id, and offsets that differ in the edge tiles only.
         column = start >> block_shift
         slot = start & (block_size - 1)

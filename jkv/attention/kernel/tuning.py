@@ -101,11 +101,13 @@ TABLE = {
     # waves for wider heads, and one loop in prefill (two spill 84 registers at head dim
     # 128). 64 tokens on 4 waves spill hundreds. Latent caches do not fit at all, and
     # float32 has no matrix instructions. Bytes need more registers on their way to
-    # operands: twice the waves in prefill, and nothing wider than 128. These rows fit
-    # CDNA too, so programs for an unknown card, exported on a machine without one, have
-    # them.
+    # operands: twice the waves in prefill, four to carry the next tile when decoding
+    # (converted where they are multiplied, they take a fifth to a third fewer vector
+    # instructions on gfx11, which bound them), and nothing wider than 128. These rows
+    # fit CDNA too, so programs for an unknown card, exported on a machine without one,
+    # have them.
     "rdna": Family(
-        targets=("gfx1100", "gfx1201"),
+        targets=("gfx1100", "gfx1201", "gfx1250"),
         units=96,
         rows=(
             Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
@@ -113,7 +115,7 @@ TABLE = {
             Row(208, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
             Row(224, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), ("half",)),
             Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
-            Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 8, 1), ("byte",)),
+            Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
         ),
         spilling={"half": (240,)},
     ),
@@ -140,7 +142,7 @@ TABLE = {
     ),
     # What fits all cards from sm_80 on, the ones with 99 KiB of shared memory included.
     "other": Family(
-        targets=("sm_80", "sm_89", "sm_90"),
+        targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
         units=108,
         rows=(
             Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
@@ -153,7 +155,8 @@ TABLE = {
 _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 
 
-_RDNA = ("gfx110", "gfx115", "gfx120")  # with the digit of the model after it
+# With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
+_RDNA = ("gfx110", "gfx115", "gfx120", "gfx125")
 
 
 _MAX_BLOCK_SIZE = 256

@@ -135,6 +135,7 @@ def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
             window = gather(window, request)[:, None, None]
         visible &= tokens >= context - window
     row = gather(call.requests.query_starts, request)
+    visible = visible.reshape(visible.shape[0], 1, -1)
     return Lanes(row, request, columns, visible, never)
 
 
@@ -164,8 +165,8 @@ def _find_pieces(
     start = gather(work.first, rank) + (index - before) * walk.piece_blocks
     columns = start[:, None] + jnp.arange(walk.piece_blocks, dtype=jnp.int32)[None]
     last = gather(work.last, rank)[:, None]
-    visible = (columns < last)[..., None]
-    visible = jnp.broadcast_to(visible, (*columns.shape, walk.call.pools.block_size))
+    # The pieces are whole but for their last blocks.
+    visible = jnp.repeat(columns < last, walk.call.pools.block_size, axis=1)[:, None]
     request = gather(work.request, rank)
     row = gather(walk.call.requests.query_starts, request)
     return Lanes(row, request, jnp.minimum(columns, last - 1), visible, never)

@@ -1,11 +1,14 @@
-"""Calls so small that all rows fit side by side, each with the blocks of its context.
+"""Calls so small that all contexts fit side by side.
 
 What one trip of `decode.py` would gather at most holds every context of such a call. So
-the rows go through their contexts together, some columns of the block tables at a time,
-as far as the longest reaches: no list of work, no tiles, and a fifth of the operations
-to compile. Small models, examples and tests are such calls.
+lanes go through their contexts together, some columns of the block tables at a time, as
+far as the longest reaches: no list of work, and a fifth of the operations to compile.
+Small models, examples and tests are such calls.
 
-Symbols: `R` rows, `W` columns of a trip.
+A lane is a row. Where requests have a few rows each, as in a step that checks guesses,
+it is a tile of one request's rows, which reads their blocks once for all of them.
+
+Symbols: `R` rows, `P` lanes, `Q` rows of a lane, `W` columns of a trip.
 """
 
 import functools
@@ -13,103 +16,233 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
 from jkv.attention.xla.lanes import Lanes, attend_lanes
-from jkv.attention.xla.operations import divide_up, quotient
+from jkv.attention.xla.operations import divide_up, gather, quotient
 from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
 # closely, more shares the cost of a trip.
-_ROWS_TRIP_BYTES = 2**18
+_COLUMNS_BYTES = 2**18
+
+# Rows of a tile: those of a step that checks seven guesses fit in one.
+_TILE_ROWS = 8
 
 
-class Owners(NamedTuple):
-    """Whose token each row is."""
+class Readers(NamedTuple):
+    """What the rows of each lane see of their sequence."""
 
-    request: jax.Array  # i32[R]
-    last: jax.Array  # i32[R], the last token in the pools that it sees, or -1
-    before: jax.Array | None  # i32[R], the last one before its window
+    request: jax.Array  # i32[P]
+    last: jax.Array  # i32[P, Q], the last token in the pools that it sees, or -1
+    before: jax.Array | None  # i32[P, Q], the last one before its window
 
 
 def is_small(call: Call) -> bool:
-    """Whether the contexts of all rows fit into one trip of decoding."""
-    if max(call.num_rows, call.num_requests) > MAX_LANES:
-        return False
-    # Rows of one prompt gather the same blocks, each for itself.
-    most = TRIP_BYTES if call.is_decoding else TRIP_BYTES // 4
-    return call.max_blocks * _column_bytes(call) <= most
+    """Whether the contexts of all rows, or of all tiles, fit into one trip."""
+    return _are_rows_small(call) or _are_tiles_small(call)
 
 
-def _column_bytes(call: Call) -> int:
-    """Return the bytes of one block of each row, in float32."""
-    pools = call.pools
-    token_bytes = 4 * pools.num_kv_heads * max(pools.keys.shape[4], pools.value_dim)
-    return call.num_rows * pools.block_size * token_bytes
-
-
-def attend_rows(
+def attend_side_by_side(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
 ) -> tuple[jax.Array, jax.Array]:
     """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`."""
-    rows, block_size = _locate_rows(call), call.pools.block_size
-    width = min(max(1, _ROWS_TRIP_BYTES // _column_bytes(call)), call.max_blocks)
-    end = divide_up(jnp.max(rows.last) + 1, width * block_size)
-    sees, start = rows.last >= 0, jnp.int32(0)
-    if rows.before is not None:
-        sees &= rows.last > rows.before
-        earliest = jnp.min(jnp.where(sees, rows.before, jnp.iinfo(jnp.int32).max))
-        start = quotient(jnp.maximum(earliest, 0), width * block_size)
-    by_group = queries.shape[1:3]
-    sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
-    sums = empty_sums((call.num_rows, *by_group), call.pools.value_dim, sinks)
-    take_columns = functools.partial(_take_columns, call, queries, rows, width)
-    sums = fori_loop(start, end, take_columns, sums)
-    return finish_sums(sums, sees[:, None, None])
+    if _are_rows_small(call):
+        return _attend_lanes(call, queries, _locate_rows(call))
+    return _attend_tiles(call, queries)
 
 
-def _locate_rows(call: Call) -> Owners:
+def _are_rows_small(call: Call) -> bool:
+    if max(call.num_rows, call.num_requests) > MAX_LANES:
+        return False
+    # Rows of one prompt gather the same blocks, each for itself.
+    most = TRIP_BYTES if call.is_decoding else TRIP_BYTES // 4
+    return call.max_blocks * _column_bytes(call, call.num_rows) <= most
+
+
+def _are_tiles_small(call: Call) -> bool:
+    num_lanes = call.num_requests
+    if num_lanes > MAX_LANES or call.num_rows > num_lanes * _TILE_ROWS:
+        return False
+    return call.max_blocks * _column_bytes(call, num_lanes) <= TRIP_BYTES
+
+
+def _column_bytes(call: Call, num_lanes: int) -> int:
+    """Return the bytes of one block of each lane, in float32."""
+    pools = call.pools
+    token_bytes = 4 * pools.num_kv_heads * max(pools.keys.shape[4], pools.value_dim)
+    return num_lanes * pools.block_size * token_bytes
+
+
+class _Owners(NamedTuple):
+    """Whose token each row is."""
+
+    owns: jax.Array  # bool[R, B]
+    place: jax.Array  # i32[R, B], among the request's rows if it owns this one
+
+    @classmethod
+    def of(cls, call: Call) -> "_Owners":
+        """Find the request of each row."""
+        requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
+        place = row[:, None] - requests.query_starts[None]
+        return cls((place >= 0) & (place < requests.query_lengths[None]), place)
+
+    def pick(self, values: jax.Array) -> jax.Array:
+        """Return what the owner of each row has, i32[R or 1, B] to i32[R], else 0."""
+        # One request owns a row at most, so that a sum finds what it has.
+        return jnp.sum(jnp.where(self.owns, values, 0), axis=1, dtype=jnp.int32)
+
+
+def _locate_rows(call: Call) -> Readers:
     """Find the request of each row, and what it sees."""
-    requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
-    place = row[:, None] - requests.query_starts[None]  # i32[R, B]
-    owns = (place >= 0) & (place < requests.query_lengths[None])
+    requests, owners = call.requests, _Owners.of(call)
     first = requests.context_lengths - requests.query_lengths
-    # One request owns a row at most, so that a sum finds what it has.
-    position = jnp.sum(jnp.where(owns, first[None] + place + 1, 0), axis=1) - 1
+    position = owners.pick(first[None] + owners.place + 1) - 1
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
-    request = jnp.sum(jnp.where(owns, request[None], 0), axis=1)
-    position = position.astype(jnp.int32)
     before = None
     if call.window is not None:
-        before = call.find_held(position - call.window)
-    return Owners(request.astype(jnp.int32), call.find_held(position), before)
+        before = call.find_held(position - call.window)[:, None]
+    last = call.find_held(position)[:, None]
+    return Readers(owners.pick(request[None]), last, before)
+
+
+def _attend_lanes(
+    call: Call,
+    queries: jax.Array,  # f32[P, K, Q * G, D], scaled
+    readers: Readers,
+) -> tuple[jax.Array, jax.Array]:
+    """Go through all columns; return `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]`."""
+    block_size, shape = call.pools.block_size, queries.shape[:3]
+    column_bytes = _column_bytes(call, shape[0])
+    width = min(max(1, _COLUMNS_BYTES // column_bytes), call.max_blocks)
+    end = divide_up(jnp.max(readers.last) + 1, width * block_size)
+    sees, start = readers.last >= 0, jnp.int32(0)
+    if readers.before is not None:
+        sees &= readers.last > readers.before
+        nothing = jnp.iinfo(jnp.int32).max
+        earliest = jnp.min(jnp.where(sees, readers.before, nothing))
+        start = quotient(jnp.maximum(earliest, 0), width * block_size)
+    num_rows = readers.last.shape[1]
+    sinks = None
+    if call.sinks is not None:
+        sinks = call.sinks.reshape(1, shape[1], call.group)
+        sinks = jnp.tile(sinks, (1, 1, num_rows))
+    sums = empty_sums(shape, call.pools.value_dim, sinks)
+    take_columns = functools.partial(_take_columns, call, queries, readers, width)
+    sums = fori_loop(start, end, take_columns, sums)
+    if num_rows > 1:
+        sees = jnp.repeat(sees, call.group, axis=1)
+    return finish_sums(sums, sees[:, None])
 
 
 def _take_columns(
     call: Call,
-    queries: jax.Array,  # f32[R, K, G, D], scaled
-    rows: Owners,
+    queries: jax.Array,  # f32[P, K, Q * G, D], scaled
+    readers: Readers,
     width: int,  # W
     trip: jax.Array,
-    sums: Sums,  # f32[R, K, G, ...]
+    sums: Sums,  # f32[P, K, Q * G, ...]
 ) -> Sums:
-    """Add the tokens of the next columns to the sums of the rows."""
-    block_size, num_rows = call.pools.block_size, call.num_rows
+    """Add the tokens of the next columns to the sums of the lanes."""
+    block_size, num_lanes = call.pools.block_size, queries.shape[0]
     column = trip * width + jnp.arange(width, dtype=jnp.int32)
-    offset = jnp.arange(block_size, dtype=jnp.int32)
-    token = (column * block_size)[:, None] + offset[None]  # i32[W, T]
-    visible = token[None] <= rows.last[:, None, None]
-    if rows.before is not None:
-        visible &= token[None] > rows.before[:, None, None]
+    token = jnp.arange(width * block_size, dtype=jnp.int32)
+    token = (trip * width * block_size + token)[None, None]
+    visible = token <= readers.last[..., None]
+    if readers.before is not None:
+        visible &= token > readers.before[..., None]
     lanes = Lanes(
-        row=jnp.arange(num_rows, dtype=jnp.int32),
-        request=rows.request,
-        columns=jnp.broadcast_to(column[None], (num_rows, width)),
+        row=jnp.arange(num_lanes, dtype=jnp.int32),
+        request=readers.request,
+        columns=jnp.broadcast_to(column[None], (num_lanes, width)),
         visible=visible,
         never=trip < 0,
     )
     found = attend_lanes(call, queries, lanes, mask_values=True)
     return join_sums(sums, found)
+
+
+def _attend_tiles(
+    call: Call,
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+) -> tuple[jax.Array, jax.Array]:
+    """Take the tiles of all requests, as many at a time as there are requests.
+
+    One trip does where no request has more rows than a tile.
+    """
+    num_lanes = call.num_requests
+    counts = divide_up(call.requests.query_lengths, _TILE_ROWS)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    most_tiles = (call.num_rows + num_lanes * (_TILE_ROWS - 1)) // _TILE_ROWS
+    most_trips = -(-most_tiles // num_lanes)
+    Results = tuple[jax.Array, jax.Array]
+
+    def take(trip: jax.Array, results: Results) -> Results:
+        base = trip * num_lanes
+        index = base + jnp.arange(num_lanes, dtype=jnp.int32)
+        rows, readers = _locate_tiles(call, ends, index)
+        tiles = jnp.moveaxis(gather(queries, rows), 1, 2)  # f32[P, K, Q, G, D]
+        tiles = tiles.reshape(num_lanes, *shape[1:], -1)
+        found = _attend_lanes(call, tiles, readers)
+        output, lse = (
+            lax.dynamic_update_slice_in_dim(old, new, base, 0)
+            for old, new in zip(results, found, strict=True)
+        )
+        return output, lse
+
+    shape = most_trips * num_lanes, queries.shape[1], _TILE_ROWS * call.group
+    results = (
+        jnp.zeros((*shape, call.pools.value_dim), jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+    results = fori_loop(jnp.int32(0), divide_up(ends[-1], num_lanes), take, results)
+    return _to_rows(call, results, ends - counts)
+
+
+def _to_rows(
+    call: Call,
+    found: tuple[jax.Array, jax.Array],  # by tile
+    first_tiles: jax.Array,  # i32[B]
+) -> tuple[jax.Array, jax.Array]:
+    """Bring results from tiles to rows; a row of nobody sees nothing."""
+    owners = _Owners.of(call)
+    index = owners.pick(first_tiles[None] * _TILE_ROWS + owners.place)
+    is_owned = owners.owns.any(axis=1)[:, None, None]
+
+    def by_row(array: jax.Array) -> jax.Array:
+        num_tiles, num_kv_heads, _, *rest = array.shape
+        shape = num_tiles, num_kv_heads, _TILE_ROWS, call.group, *rest
+        rows = jnp.moveaxis(array.reshape(shape), 2, 1)
+        return gather(rows.reshape(-1, num_kv_heads, call.group, *rest), index)
+
+    output, lse = (by_row(array) for array in found)
+    return (
+        jnp.where(is_owned[..., None], output, 0.0),
+        jnp.where(is_owned, lse, -jnp.inf),
+    )
+
+
+def _locate_tiles(
+    call: Call,
+    ends: jax.Array,  # i32[B], tiles of all requests up to and with this one
+    index: jax.Array,  # i32[P]
+) -> tuple[jax.Array, Readers]:
+    """Return the rows of tiles, i32[P, Q], and what they see."""
+    requests = call.requests
+    request = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+    before = jnp.where(request > 0, gather(ends, request - 1), 0)
+    offset = jnp.arange(_TILE_ROWS, dtype=jnp.int32)[None]
+    offset = ((index - before) * _TILE_ROWS)[:, None] + offset
+    length = gather(requests.query_lengths, request)[:, None]
+    valid = (offset < length) & (index < ends[-1])[:, None]
+    position = gather(requests.context_lengths, request)[:, None] - length + offset
+    starts = None
+    if call.window is not None:
+        starts = call.find_held(position - call.window)
+    last = jnp.where(valid, call.find_held(position), -1)
+    row = gather(requests.query_starts, request)[:, None] + offset
+    return row, Readers(request, last, starts)

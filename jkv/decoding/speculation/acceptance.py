@@ -5,58 +5,78 @@ drawn from, a draft x is accepted with probability min(1, p(x) / q(x)); else a t
 drawn from max(0, p - q), normalised. Either way it has the distribution p (Leviathan et
 al., 2023, and Chen et al., 2023).
 
-Symbols: W places, K drafts of each, V tokens in the vocabulary.
+Symbols: W places, K drafts of each, R rows of a step, V tokens in the vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.choosing import Sampler
 from jkv.decoding.options import Sampling
-from jkv.decoding.sampling import by_row, draw, draw_uniforms, filter_logits, sample
-from jkv.decoding.speculation.verification import Guesses
+from jkv.decoding.sampling import (
+    by_row,
+    draw,
+    draw_uniforms,
+    filter_logits,
+    find_best,
+    sample,
+)
+from jkv.decoding.speculation.verification import Guesses, Rows, Sampler
 
 # What random numbers of one sequence and one position are for, beside plain draws.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
 
 
+def sample_rows(
+    logits: jax.Array,
+    rows: Rows,
+    sampling: Sampling,
+    counts: jax.Array,
+    seen: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Choose tokens as plain steps would: a `Sampler`.
+
+    A guess that is looked up is no draw: to draw a token and to see whether it is the
+    guess accepts it as often as it should be.
+    """
+    del rows
+    return sample(logits, sampling, counts, seen=seen)
+
+
 def make_rejection_sampler(
     guesses: Guesses,
     draft_logits: jax.Array,  # f32[W, K, V]
-    place: jax.Array,  # i32[]
 ) -> Sampler:
-    """Return how the token after so many drafts, i32[], is chosen.
+    """Return how tokens are chosen where drafts were drawn.
 
     Args:
       guesses: the drafts.
       draft_logits: filtered, that they were drawn from.
-      place: which one is judged.
     """
 
     def choose(
         logits: jax.Array,
+        rows: Rows,
         sampling: Sampling,
         counts: jax.Array,
-        *,
-        seen: jax.Array | None,
+        seen: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        rows = by_row(sampling, logits.shape[0])
-        is_greedy = rows.temperature <= 0
+        by = by_row(sampling, logits.shape[0])
+        is_greedy = by.temperature <= 0
+        # The draft after each row, if there is one.
+        draft = rows.places, jnp.minimum(rows.before, guesses.tokens.shape[1] - 1)
 
         def reject() -> tuple[jax.Array, jax.Array]:
             wanted = filter_logits(logits, sampling, seen=seen)
-            i = jnp.minimum(place, guesses.tokens.shape[1] - 1)
             tokens = accept_or_replace(
                 wanted,
-                draft_logits[:, i],
-                guesses.tokens[:, i],
-                place < guesses.counts,
-                rows.seeds,
+                draft_logits[draft],
+                guesses.tokens[draft],
+                rows.before < guesses.counts[rows.places],
+                by.seeds,
                 counts,
             )
-            best = jnp.argmax(wanted, axis=-1).astype(jnp.int32)
-            tokens = jnp.where(is_greedy, best, tokens)
+            tokens = jnp.where(is_greedy, find_best(wanted), tokens)
             logprobs = jax.nn.log_softmax(logits)
             picked = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
             return tokens, picked[:, 0]
@@ -71,14 +91,14 @@ def make_rejection_sampler(
 
 
 def accept_or_replace(
-    wanted: jax.Array,  # f32[W, V]
-    drafted: jax.Array,  # f32[W, V]
-    guesses: jax.Array,  # i32[W]
-    is_drafted: jax.Array,  # bool[W]
-    seeds: jax.Array,  # i32[W]
-    counts: jax.Array,  # i32[W]
+    wanted: jax.Array,  # f32[R, V]
+    drafted: jax.Array,  # f32[R, V]
+    guesses: jax.Array,  # i32[R]
+    is_drafted: jax.Array,  # bool[R]
+    seeds: jax.Array,  # i32[R]
+    counts: jax.Array,  # i32[R]
 ) -> jax.Array:
-    """Return the draft or what stands in for it, i32[W], distributed as wanted.
+    """Return the draft or what stands in for it, i32[R], distributed as wanted.
 
     Args:
       wanted: filtered logits of the model.

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.choosing import Sampler
 from jkv.decoding.conditions import when
 from jkv.decoding.model import Model
 from jkv.decoding.options import Sampling
 from jkv.decoding.progress import GenerationState
 from jkv.decoding.prompts import find_texts
-from jkv.decoding.sampling import sample
-from jkv.decoding.speculation.acceptance import make_rejection_sampler
+from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
 from jkv.decoding.speculation.drafting import (
     Drafts,
     draft,
@@ -34,6 +32,7 @@ from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.progress import SpeculationState
 from jkv.decoding.speculation.verification import (
     Guesses,
+    Sampler,
     check_guesses,
     limit_guesses,
 )
@@ -169,18 +168,11 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     return _Loop(cache, state, loop.logits, pace, drafts)
 
 
-def _choose_sampler(
-    drafts: Drafts | None, guesses: Guesses
-) -> Callable[[jax.Array], Sampler]:
-    """Return how tokens are chosen after i guesses, i32[].
-
-    A guess that is looked up is no draw: to draw a token and to see whether it is the
-    guess accepts it as often as it should be.
-    """
+def _choose_sampler(drafts: Drafts | None, guesses: Guesses) -> Sampler:
+    """Return how tokens are chosen after guesses."""
     if drafts is None:
-        return lambda _: sample
-    logits = drafts.logits
-    return lambda i: make_rejection_sampler(guesses, logits, i)
+        return sample_rows
+    return make_rejection_sampler(guesses, drafts.logits)
 
 
 def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:

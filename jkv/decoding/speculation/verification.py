@@ -1,9 +1,9 @@
 """Guesses are checked: one step computes them all, and tokens are chosen as ever.
 
 The rows of a step are each text's newest token and the guesses behind it, if there are
-any. Their logits choose the token after each row as a plain step would, one row after
-the other, for as long as the token chosen is the one that was guessed. The rows behind
-are cut off.
+any. The token after each row is chosen from its logits as a plain step would, taking
+the guesses before it as right; so it counts for as long as they are. The rows behind
+the first wrong guess are cut off.
 
 Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabulary.
 """
@@ -11,12 +11,12 @@ Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabula
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.choosing import Sampler, choose_more
+from jkv.decoding.choosing import sampling_of, take_tokens
 from jkv.decoding.conditions import when
 from jkv.decoding.model import Model, call_model_for_rows
 from jkv.decoding.options import Sampling
@@ -31,10 +31,9 @@ from jkv.decoding.scheduling.demand import (
     total,
 )
 from jkv.decoding.scheduling.rows import choose_size, locate_rows
-from jkv.decoding.step import Computed, count_step, note_refusals
+from jkv.decoding.step import count_step, note_refusals
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.prefixes import commit
@@ -55,6 +54,43 @@ class Guesses(NamedTuple):
             tokens=jnp.zeros((num_places, num_tokens), jnp.int32),
             counts=jnp.zeros((num_places,), jnp.int32),
         )
+
+
+class Rows(NamedTuple):
+    """Where each of R rows stands."""
+
+    places: jax.Array  # i32[R], the place of its text
+    before: jax.Array  # i32[R], guesses of its text before it, its own counted
+
+
+class Sampler(Protocol):
+    """How the token after each row is chosen."""
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        rows: Rows,
+        sampling: Sampling,
+        counts: jax.Array,
+        seen: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the tokens, i32[R], and the log-probability of each, f32[R].
+
+        Args:
+          logits: f32[R, V].
+          rows: whose they are.
+          sampling: of R rows.
+          counts: i32[R], tokens that the text has generated then.
+          seen: bool[R, V], tokens that it has then.
+        """
+        ...
+
+
+class _Chosen(NamedTuple):
+    """The token after each row, if the guesses before it are right."""
+
+    tokens: jax.Array  # i32[R]
+    logprobs: jax.Array  # f32[R]
 
 
 def limit_guesses(
@@ -110,7 +146,7 @@ def check_guesses(
     state: GenerationState,
     sampling: Sampling,
     guesses: Guesses,
-    make_sampler: Callable[[jax.Array], Sampler],
+    sampler: Sampler,
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do a step with guesses, in which each text that runs lacks one token.
 
@@ -120,24 +156,22 @@ def check_guesses(
       state: the generation.
       sampling: of N sequences.
       guesses: for W places.
-      make_sampler: returns how tokens are chosen after i guesses, i32[].
+      sampler: how tokens are chosen.
 
     Returns:
       The cache, the state, and i32[W], how many guesses of each were right.
     """
     loads, places = state.loads(cache), state.places
     is_ready = places.is_cached & places.is_running
-    cache, batch, logits = _compute_guesses(
-        model, params, cache, state, loads, is_ready, guesses
+    choose = functools.partial(_choose_rows, state, sampling, guesses, sampler)
+    cache, batch, chosen = _compute_guesses(
+        model, params, cache, state, loads, is_ready, guesses, choose
     )
     num_rows = batch.query_lengths
-    computed = Computed(logits, batch.status, jnp.minimum(num_rows, 1))
-    state = count_step(cache, state, loads, computed)
-    state = note_refusals(state, computed)
+    state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
+    state = note_refusals(state, batch.status)
     before = state.result.lengths[places.sequences]
-    state = _choose_checked(
-        cache, state, sampling, guesses, batch, logits, make_sampler
-    )
+    state = _take_checked(cache, state, guesses, batch, chosen)
     made = state.result.lengths[places.sequences] - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
@@ -158,14 +192,15 @@ def _compute_guesses(
     loads: Loads,
     is_ready: jax.Array,
     guesses: Guesses,
-) -> tuple[Cache, Batch, jax.Array]:
+    choose: Callable[[jax.Array, Rows], _Chosen],
+) -> tuple[Cache, Batch, _Chosen]:
     """Compute the newest token of each text and the guesses behind it.
 
     The step is planned for the most rows that there can be; the model computes the
     first of them, as many as the smallest size that holds the guesses.
 
     Returns:
-      The cache, the batch of the most rows R, and the logits after each row, f32[R, V].
+      The cache, the batch of the most rows R, and what is chosen after each row.
     """
     sizes = row_sizes(*guesses.tokens.shape)
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
@@ -175,24 +210,29 @@ def _compute_guesses(
     # Each size has lists of work of its own.
     batch = batch.with_work_lists((None,) * len(batch.groups))
     leaves, structure = jax.tree.flatten(batch)
-    Carry = tuple[Cache, jax.Array]
+    Carry = tuple[Cache, _Chosen]
 
     def program(size: int) -> Callable[..., Carry]:
-        def compute(carry: Carry, tokens: jax.Array, *leaves: jax.Array) -> Carry:
-            cache, logits = carry
+        def compute(
+            carry: Carry, tokens: jax.Array, counts: jax.Array, *leaves: jax.Array
+        ) -> Carry:
+            cache, chosen = carry
             first = jax.tree.unflatten(structure, leaves).first_rows(size)
             first = with_work_lists(cache, first)
-            found, cache = call_model_for_rows(
+            logits, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )
-            return cache, logits.at[:size].set(found.astype(jnp.float32))
+            rows = Rows(*locate_rows(counts, jnp.zeros_like(counts), size))
+            found = choose(logits.astype(jnp.float32), rows)
+            put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
+            return cache, put
 
         return compute
 
-    logits = jnp.zeros((sizes[-1], state.seen.shape[1]), jnp.float32)
-    carry, chosen = (cache, logits), choose_size(jnp.sum(counts), sizes)
-    for i, size in enumerate(sizes):
-        carry = when(chosen == i, program(size), carry, tokens, *leaves)
+    nothing = _Chosen(tokens, jnp.zeros(tokens.shape, jnp.float32))
+    carry, size = (cache, nothing), choose_size(jnp.sum(counts), sizes)
+    for i, num_rows in enumerate(sizes):
+        carry = when(size == i, program(num_rows), carry, tokens, counts, *leaves)
     return carry[0], batch, carry[1]
 
 
@@ -212,36 +252,42 @@ def _tokens_of_rows(
     return of_place.at[owner, guess].get(mode="clip")
 
 
-def _choose_checked(
-    cache: Cache,
+def _choose_rows(
     state: GenerationState,
     sampling: Sampling,
     guesses: Guesses,
+    sampler: Sampler,
+    logits: jax.Array,  # f32[R, V]
+    rows: Rows,
+) -> _Chosen:
+    """Choose the token after each row, taking the guesses before it as right."""
+    sequences, vocabulary = state.places.sequences[rows.places], state.seen.shape[1]
+    chosen = sampling_of(sampling, state.result.lengths.shape[0], sequences)
+    counts = state.result.lengths[sequences] + rows.before
+    guess = jnp.arange(guesses.tokens.shape[1], dtype=jnp.int32)[None]
+    is_before = guess < rows.before[:, None]
+    token = jnp.where(is_before, guesses.tokens[rows.places], vocabulary)
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    seen = state.seen[rows.places].at[row, token].set(True, mode="drop")
+    return _Chosen(*sampler(logits, rows, chosen, counts, seen))
+
+
+def _take_checked(
+    cache: Cache,
+    state: GenerationState,
+    guesses: Guesses,
     batch: Batch,
-    logits: jax.Array,
-    make_sampler: Callable[[jax.Array], Sampler],
+    chosen: _Chosen,
 ) -> GenerationState:
-    """Choose tokens for as long as guesses are right."""
-    Carry = tuple[jax.Array, jax.Array, GenerationState]
+    """Let texts have their tokens for as long as guesses are right."""
     num_tokens = guesses.tokens.shape[1]
-    bounds = state.bounds(cache)
-
-    def trip(carry: Carry) -> Carry:
-        i, goes_on, state = carry
-        after = logits.at[batch.query_starts + i].get(mode="clip")
-        state, tokens = choose_more(
-            state, bounds, after, goes_on, sampling, make_sampler(i)
-        )
-        guess = guesses.tokens[:, jnp.minimum(i, num_tokens - 1)]
-        is_right = (i < guesses.counts) & (tokens == guess)
-        runs = state.is_running[state.places.sequences]
-        return i + 1, goes_on & is_right & runs, state
-
+    after = jnp.arange(num_tokens + 1, dtype=jnp.int32)[None]
+    row = batch.query_starts[:, None] + after
+    tokens, logprobs = (array.at[row].get(mode="clip") for array in chosen)
+    guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
+    is_right = (after < guesses.counts[:, None]) & (tokens == guess)
     is_ready = batch.query_lengths > 0
-    _, _, state = while_loop(
-        lambda carry: jnp.any(carry[1]), trip, (jnp.int32(0), is_ready, state)
-    )
-    return state
+    return take_tokens(state, state.bounds(cache), is_ready, tokens, logprobs, is_right)
 
 
 def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:

@@ -136,6 +136,7 @@ def test_cards_and_families():
         ("rocm", "gfx1100"): "rdna",
         ("rocm", "gfx1151"): "rdna",
         ("rocm", "gfx1201"): "rdna",
+        ("rocm", "gfx1250"): "rdna",
         ("rocm", "gfx1030"): None,  # no matrix instructions
         ("rocm", "gfx906"): None,
         ("rocm", None): "rdna",

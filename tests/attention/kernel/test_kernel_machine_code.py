@@ -3,9 +3,11 @@
 Needs the `triton` wheel (`pip install jkv[amd-compile]`, 1 GB): XLA embeds the same
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
 to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
-that the table promises, which takes half an hour.
+that the table promises, which takes half an hour. With `-k gfx942` the rows of that
+card alone are made anew.
 """
 
+import functools
 import json
 import os
 
@@ -79,6 +81,9 @@ TARGETS = [
     ("cuda", "sm_90", "sm_90", SHAPES),
     *(("rocm", t, None, FEW) for t in ("gfx90a", "gfx942", "gfx950", "gfx1100")),
     *(("cuda", t, None, FEW) for t in ("sm_80", "sm_89", "sm_90")),
+    # Cards that share a family's rows with those above.
+    ("rocm", "gfx1250", "gfx1250", FEW),
+    *(("cuda", t, t, FEW) for t in ("sm_100", "sm_120")),
 ]
 table: list[dict[str, object]] = []
 
@@ -91,9 +96,33 @@ def keep_table():
         print(*entry.values())
     if KEEP and table:
         versions = {"jax": jax.__version__, "triton": triton.__version__}
-        lines = ",\n".join("  " + json.dumps(entry) for entry in table)
+        lines = ",\n".join("  " + json.dumps(entry) for entry in _with_the_others())
         head = f'{{"versions": {json.dumps(versions)},\n "kernels": [\n'
         RESULTS.write_text(f"{head}{lines}\n]}}\n")
+
+
+def _with_the_others():
+    """The table, and of cards that were not compiled for now what was kept of them."""
+    cards = [(target, known or "unknown") for _, target, known, _ in TARGETS]
+    kept = json.loads(RESULTS.read_text())["kernels"]
+    made = {(entry["target"], entry["card"]) for entry in table}
+    kept = [entry for entry in kept if (entry["target"], entry["card"]) not in made]
+    return sorted(
+        table + kept, key=lambda entry: cards.index((entry["target"], entry["card"]))
+    )
+
+
+@functools.cache
+def kernels_of(platform, tuning, head_dim, value_dim, fields):
+    """The kernels of a call, the same for all targets of a family; fields as JSON."""
+    fields = json.loads(fields)
+    options = {}
+    if fields.pop("options", False):
+        options = {"window": shape(), "soft_cap": 30.0}
+    queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
+    if options:
+        options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
+    return find_kernels(lower_kernels(queries, pools, tuning, platform, **options))
 
 
 @pytest.mark.slow
@@ -106,13 +135,8 @@ def test_nothing_spills(platform, target, known, shapes):
     """No spills, shared memory within limits, matrix instructions, for every shape."""
     served = 0
     for head_dim, value_dim, fields in shapes:
-        fields = dict(fields)
-        options = {}
-        if fields.pop("options", False):
-            options = {"window": shape(), "soft_cap": 30.0}
-        queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
-        if options:
-            options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
+        sizes = {key: fields[key] for key in fields if key != "options"}
+        queries, pools = make_shapes(head_dim, value_dim=value_dim, **sizes)
         entry = {
             "target": target,
             "card": known or "unknown",
@@ -121,15 +145,15 @@ def test_nothing_spills(platform, target, known, shapes):
             "block size": pools.block_size,
             "queries": str(queries.dtype),
             "elements": str(pools.kv_dtype),
-            "options": "all" if options else "none",
+            "options": "all" if "options" in fields else "none",
         }
         tuning = find_tuning(queries, pools, platform, known)
         if tuning is None:
             table.append(entry | {"kernel": "the plain path"})
             continue
         served += 1
-        lowered = lower_kernels(queries, pools, tuning, platform, **options)
-        for kernel in find_kernels(lowered):
+        as_text = json.dumps(fields, sort_keys=True)
+        for kernel in kernels_of(platform, tuning, head_dim, value_dim, as_text):
             code = compile_kernel(kernel, target)
             table.append(entry | {"kernel": kernel.name} | code._asdict())
             assert code.spills == 0, table[-1]

@@ -1,7 +1,6 @@
 """The lists that kernels walk: everything once, nothing twice, evenly cut."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +15,10 @@ from jkv.attention.kernel.work import (
 pytestmark = pytest.mark.one_end
 
 MAX_TOKENS = 4096
+# As a step does it: whole lists in one program.
+plan = jax.jit(
+    make_requests, static_argnames=("num_rows", "block_size", "max_query_length")
+)
 
 
 def random_requests(rng, num_requests, num_rows, decode_share):
@@ -31,9 +34,9 @@ def random_requests(rng, num_requests, num_rows, decode_share):
         contexts, np.array(lengths) - rng.integers(0, 2, num_requests)
     )
     seq_ids = rng.permutation(num_requests + 3)[:num_requests]
-    return make_requests(
-        jnp.zeros((num_requests + 2, MAX_TOKENS // 16), jnp.int32),
-        *(jnp.asarray(a, jnp.int32) for a in (seq_ids, starts, lengths, contexts)),
+    return plan(
+        np.zeros((num_requests + 2, MAX_TOKENS // 16), np.int32),
+        *(np.asarray(a, np.int32) for a in (seq_ids, starts, lengths, contexts)),
         num_rows=num_rows,
         block_size=16,
         max_query_length=None,
@@ -64,7 +67,7 @@ def test_decode_pieces_cover_every_context_once(window):
     num_entries = sizes.num_entries
     assert num_entries == target
     build = jax.jit(lambda requests, window: list_decode_work(requests, window, sizes))
-    traced = None if window is None else jnp.int32(window)
+    traced = None if window is None else np.int32(window)
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.8)
         listed = jax.tree.map(np.asarray, build(requests, traced))
@@ -96,9 +99,10 @@ def test_prefill_tiles_cover_every_row_once():
     rng = np.random.default_rng(1)
     num_requests, num_rows, tile_rows = 7, 60, 8
     sizes = size_prefill_work(num_rows, num_requests, tile_rows)
+    build = jax.jit(lambda requests: list_prefill_work(requests, sizes))
     for _ in range(20):
         requests = random_requests(rng, num_requests, num_rows, 0.3)
-        work = jax.tree.map(np.asarray, list_prefill_work(requests, sizes).work)
+        work = jax.device_get(build(requests).work)
         expected = seen_tokens(requests, None, decode=False)
         found = {}
         for entry in range(sizes.num_entries):
@@ -158,18 +162,19 @@ def test_sizes_by_hand():
 
 def list_alike(contexts, rows, target):
     """Pieces of requests of one row each, which may name the same one."""
-    requests = make_requests(
-        jnp.zeros((len(contexts), MAX_TOKENS // 16), jnp.int32),
+    requests = plan(
+        np.zeros((len(contexts), MAX_TOKENS // 16), np.int32),
         None,
-        jnp.asarray(rows, jnp.int32),
-        jnp.ones(len(rows), jnp.int32),
-        jnp.asarray(contexts, jnp.int32),
+        np.asarray(rows, np.int32),
+        np.ones(len(rows), np.int32),
+        np.asarray(contexts, np.int32),
         num_rows=len(rows),
         block_size=16,
         max_query_length=None,
     )
     sizes = size_decode_work(len(rows), len(rows), MAX_TOKENS, target)
-    listed = list_decode_work(requests, None, sizes)
+    build = jax.jit(lambda requests: list_decode_work(requests, None, sizes))
+    listed = jax.device_get(build(requests))
     return listed.work, listed.pieces, sizes.num_entries
 
 
@@ -190,7 +195,8 @@ def test_the_last_tile_of_a_prompt_comes_first():
     """It sees most, so the others fill in while it runs."""
     rng = np.random.default_rng(1)
     requests = random_requests(rng, 3, 60, 0.0)
-    work = list_prefill_work(requests, size_prefill_work(60, 3, 8)).work
+    sizes = size_prefill_work(60, 3, 8)
+    work = jax.jit(lambda requests: list_prefill_work(requests, sizes))(requests).work
     alive = np.asarray(work.num_rows) > 0
     ends, table = np.asarray(work.end)[alive], np.asarray(work.table)[alive]
     same = table[1:] == table[:-1]
