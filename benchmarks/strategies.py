@@ -10,6 +10,7 @@ otherwise, in turns. The texts are ranked by how much of them repeats, which is 
 on what plain decoding wrote: how well `zlib` compresses the tokens.
 
 * repetitive: the eight prompts, and the one, whose texts repeat the most.
+* ordinary: the eight in the middle; the draft model is that of the examples.
 * all: every document in the queue, eight running at a time, as they come.
 * nothing accepted, look-up: the eight of the first row at temperature 2, guesses for
   every token that occurred before; hardly one is right.
@@ -46,6 +47,7 @@ import jkv  # noqa: E402
 from jkv.decoding import DraftModel, PromptLookup, Sampling  # noqa: E402
 
 FOLDER = ROOT / "examples" / "models" / "pydoc"
+DRAFT_FOLDER = ROOT / "examples" / "models" / "pydoc_draft"
 RESULTS = pathlib.Path(__file__).parent / "results" / "strategies.json"
 PROMPT_TOKENS, NEW_TOKENS, RUNNING = 192, 128, 8
 BEAM_TOKENS, NUM_BEAMS, BEAM_PROMPTS = 48, 4, 4
@@ -96,6 +98,16 @@ class Subject:
         tokens = np.asarray(plain.result.tokens, np.int32)
         sizes = [len(zlib.compress(row.tobytes(), 9)) for row in tokens]
         return self.prompts[np.argsort(sizes, kind="stable")]
+
+    @property
+    def ordinary(self) -> np.ndarray:
+        """As many prompts as run, whose texts repeat neither much nor little."""
+        start = (len(self.ranked) - RUNNING) // 2
+        return self.ranked[start : start + RUNNING]
+
+    def draft(self, rows: int) -> DraftModel:
+        """Return the draft model of the examples."""
+        return as_draft(*pretrained.load(DRAFT_FOLDER, dtype=jnp.float32), rows)
 
     def random_draft(self, rows: int) -> DraftModel:
         """Return a draft model that knows nothing: one layer, tokens mixed up."""
@@ -156,6 +168,9 @@ def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
         ("repetitive, look-up", best[:1], GREEDY, PromptLookup()),
         ("repetitive, look-up", best[:RUNNING], GREEDY, PromptLookup()),
         ("all, look-up", everything, GREEDY, PromptLookup()),
+        ("repetitive, draft model", best[:1], GREEDY, subject.draft(1)),
+        ("repetitive, draft model", best[:RUNNING], GREEDY, subject.draft(RUNNING)),
+        ("ordinary, draft model", subject.ordinary, GREEDY, subject.draft(RUNNING)),
         ("nothing accepted, look-up", best[:RUNNING], HOT, eager),
         (
             "nothing accepted, draft model",

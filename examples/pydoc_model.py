@@ -58,12 +58,12 @@ MARKER = "## Measured"
 Params = dict[str, jax.Array]  # f32, named and shaped [out, in] as Hugging Face does
 
 
-def init_params(key: jax.Array) -> Params:
-    width, hidden = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    queries = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    keys = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-    shapes = {"model.embed_tokens.weight": (CONFIG["vocab_size"], width)}
-    for layer in range(CONFIG["num_hidden_layers"]):
+def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width)}
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         shapes |= {
             prefix + "input_layernorm.weight": (width,),
@@ -84,7 +84,7 @@ def init_params(key: jax.Array) -> Params:
         # What is added to the residual stream starts smaller, so that it does not grow
         # with depth (Radford et al., 2019, section 2.3).
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        scale = 0.02 / math.sqrt(2 * CONFIG["num_hidden_layers"]) if residual else 0.02
+        scale = 0.02 / math.sqrt(2 * config["num_hidden_layers"]) if residual else 0.02
         params[name] = (
             jnp.ones(shape, jnp.float32)
             if len(shape) == 1
@@ -94,9 +94,12 @@ def init_params(key: jax.Array) -> Params:
 
 
 def forward(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the logits f32[B, T, V] of tokens i32[B, T], each over its own past."""
+    """Return the logits f32[B, T, V] of tokens i32[B, T], each over its own past.
+
+    Of any width and number of layers; the heads' sizes are those of `CONFIG`.
+    """
     x = params["model.embed_tokens.weight"][tokens]
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(sum(name.endswith("input_layernorm.weight") for name in params)):
         weights = partial(_weight, params, f"model.layers.{layer}.")
         h = _rms_norm(x, weights("input_layernorm"))
         x = x + _attention(h, weights)

@@ -214,3 +214,61 @@ def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkey
     saved = load_file(tmp_path / "model.safetensors")
     for name, param in params.items():
         np.testing.assert_array_equal(saved[name], np.asarray(param, np.float16))
+
+
+@pytest.fixture
+def train_draft(monkeypatch):
+    """The script that trains the draft model, on windows of a few tokens."""
+    module = importlib.import_module("train_draft")
+    small = dict(WINDOW=32, START=16, WINDOWS_PER_STEP=4)
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.mark.one_end
+def test_the_draft_says_what_the_model_says(loaded, windows, train_draft):
+    """Of documents that neither was trained on, after 16 to 32 tokens of each."""
+    folder = train_draft.DRAFT_FOLDER
+    config = json.loads((folder / "config.json").read_text())
+    assert config == train_draft.DRAFT_CONFIG
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 700_000
+    saved = load_file(folder / "model.safetensors")
+    draft = {name: weight.astype(np.float32) for name, weight in saved.items()}
+    shapes = jax.eval_shape(
+        lambda key: pydoc_model.init_params(key, config), jax.random.key(0)
+    )
+    assert {k: x.shape for k, x in draft.items()} == {
+        k: s.shape for k, s in shapes.items()
+    }
+    tokens = windows[: len(windows) // 4 * 4, :32]
+    agrees = train_draft.measure(draft, loaded[0], tokens)[:, 16:]
+    assert agrees.mean() > 0.35
+    card = (folder / "README.md").read_text()
+    assert "Python Software Foundation License" in card
+
+
+@pytest.mark.slow
+@pytest.mark.one_end
+def test_a_draft_learns_and_is_a_checkpoint(
+    split, tmp_path, monkeypatch, train_draft, capsys
+):
+    """A document of each side, one layer, and texts that others went on with."""
+    monkeypatch.setitem(train_draft.DRAFT_CONFIG, "num_hidden_layers", 1)
+    seen = []
+
+    def go_on(windows):
+        seen.append(windows)
+        return windows[::-1]
+
+    monkeypatch.setattr(train_draft, "go_on", go_on)
+    monkeypatch.setattr(corpus, "split", lambda: (split[0][:1], split[1][:1]))
+    arguments = "--steps 20 --continued 4 --output".split()
+    monkeypatch.setattr(sys, "argv", ["train_draft.py", *arguments, str(tmp_path)])
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        train_draft.main()
+    output = capsys.readouterr().out
+    assert "20 " in output and "on held-out documents the draft agrees in" in output
+    assert len(seen) == 2 and seen[0].shape == (4, 32)
+    _, params = pretrained.load(tmp_path)
+    assert params["embedding"].shape == (3072, 64)
