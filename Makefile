@@ -43,7 +43,7 @@ WITH_MLIR := $(patsubst %,tests/%.py,metadata/test_stages storage/test_quantizat
 MACHINE_CODE := tests/attention/kernel/test_kernel_machine_code.py
 # Folders of tests with a group of their own; what is in none of them is `oldest-rest`.
 # `devices` has eight simulated ones, which a process has from its start or not at all.
-FOLDERS := verbs decoding examples attention storage serving
+FOLDERS := verbs examples decoding attention serving storage
 OLDEST_GROUPS := $(if $(PYTEST_ARGS),oldest-chosen,oldest-devices \
   $(addprefix oldest-,$(FOLDERS)) oldest-rest oldest-modules)
 NEWEST_GROUPS := $(if $(PYTEST_ARGS),newest-chosen,newest-tests newest-devices)

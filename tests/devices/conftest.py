@@ -1,6 +1,6 @@
 """Tests on eight devices, which a CPU simulates if it is told so before JAX starts.
 
-So they run in a process of their own: `make test` does, after all others.
+So they run in a process of their own: `make test` does.
 """
 
 import os

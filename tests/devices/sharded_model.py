@@ -6,6 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ class Layout(NamedTuple):
     """How a cache lies on devices, and what is stored in it."""
 
     heads: str  # one of NUM_KV_HEADS
-    axes: tuple[tuple[str, int], ...]  # of the mesh
+    axes: tuple[tuple[str, int], ...]  # of the mesh: heads "tp", tokens of blocks "cp"
     axis_type: AxisType
     dtype: str = "float32"
 
@@ -54,15 +55,26 @@ class Layout(NamedTuple):
             dtype=self.dtype,
         )
 
+    @property
+    def where(self):
+        """What lies on which axis, as `init` is told."""
+        names = {"heads": "tp", "context": "cp"}
+        return {what: axis for what, axis in names.items() if axis in dict(self.axes)}
+
+    @property
+    def num_shares(self):
+        """In how many shares the storage lies on the mesh."""
+        return math.prod(size for name, size in self.axes if name != "dp")
+
     def init(self):
         """A fresh cache on the mesh."""
-        return jkv.init(self.config, mesh=self.mesh, heads="tp")
+        return jkv.init(self.config, mesh=self.mesh, **self.where)
 
 
 AUTO = Layout("sharded", (("tp", 8),), AxisType.Auto)
 REPEATED = Layout("repeated", (("tp", 8),), AxisType.Auto, "int8")
-LATENT = Layout("latent", (("tp", 8),), AxisType.Explicit)
-TWO_AXES = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Explicit, "bfloat16")
+TWO_AXES = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Explicit)
+TOKENS = Layout("sharded", (("cp", 4),), AxisType.Auto)
 
 
 @functools.cache
@@ -83,12 +95,13 @@ def make_weights(num_kv_heads, value_dim):
 
 
 def place_weights(layout):
-    """The weights on the mesh: query heads, and kv heads if they can be, spread."""
+    """The weights on the mesh: heads, where they can be, on its axis of heads."""
     weights = make_weights(layout.config.num_kv_heads, layout.config.value_head_dim)
     specs = dict.fromkeys(weights, PartitionSpec())
-    specs["queries"] = PartitionSpec(None, None, "tp")
-    specs["outputs"] = PartitionSpec(None, "tp")
-    if layout.heads == "sharded":
+    if "heads" in layout.where:
+        specs["queries"] = PartitionSpec(None, None, "tp")
+        specs["outputs"] = PartitionSpec(None, "tp")
+    if "heads" in layout.where and layout.heads == "sharded":
         specs["keys"] = specs["values"] = PartitionSpec(None, None, "tp")
     mesh = layout.mesh
     return {
@@ -152,17 +165,32 @@ def play(cache, weights, step):
     return cache, np.stack(found)
 
 
+def compile_step(cache, weights):
+    """The step compiled for these, the cache donated."""
+    rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
+    step = jax.jit(chex.assert_max_traces(take_step, n=1), donate_argnums=0)
+    return step.lower(cache, weights, *rows).compile()
+
+
+@functools.cache
+def compile_alone(config):
+    """The step on one device, and its weights."""
+    weights = jax.device_put(make_weights(config.num_kv_heads, config.value_head_dim))
+    return compile_step(jkv.init(config), weights), weights
+
+
 @functools.cache
 def play_alone(config):
     """What one device answers: the cache and the logits."""
-    weights = jax.device_put(make_weights(config.num_kv_heads, config.value_head_dim))
-    return play(jkv.init(config), weights, jax.jit(take_step))
+    step, weights = compile_alone(config)
+    return play(jkv.init(config), weights, step)
 
 
 COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|"
     r"collective-broadcast)(?:-start)?\("
 )
+ARRAY = re.compile(r"\w+\[[\d,]*\]")
 
 
 def collectives(compiled):
@@ -171,6 +199,22 @@ def collectives(compiled):
     return collections.Counter(
         (name, re.sub(r"\{.*?\}", "", kind)) for kind, name in found
     )
+
+
+def arrays_joined(compiled):
+    """What all-reduces bring, array by array: XLA does those of one time together."""
+    found = collectives(compiled)
+    assert {name for name, _ in found} == {"all-reduce"}
+    return collections.Counter(
+        array for (_, kind) in found.elements() for array in ARRAY.findall(kind)
+    )
+
+
+def joined(num_rows, num_heads, value_dim):
+    """Collectives of a call of attend: maxima, then totals beside weighted values."""
+    rows = f"f32[{num_rows},{num_heads}]"
+    values = f"f32[{num_rows},{num_heads},{value_dim + 1}]"
+    return collections.Counter({rows: 1, values: 1})
 
 
 def assert_near(found, wanted, dtype):

@@ -1,6 +1,7 @@
 """The kernel where heads are spread: interpreted on a CPU, lowered for ROCm cards."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,10 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
     assert not is_close(jnp.zeros_like(found), wanted)
 
 
-@pytest.mark.parametrize("context", [1, 2])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
+
+
+@pytest.mark.parametrize("axis_type, context", dealt(MESHES, turn=2, share=4), ids=str)
 def test_each_card_of_a_mesh_launches_the_kernel_for_what_it_has(axis_type, context):
     """Without a word from the user: eight ROCm cards, each with one of eight heads.
 

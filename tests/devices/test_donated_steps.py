@@ -1,52 +1,63 @@
-"""Kv heads spread over eight devices: values, places, collectives, traces."""
+"""A donated step on a mesh: its values, places, collectives and traces.
+
+Heads are spread, or the tokens of each block, or both.
+"""
 
 import collections
-import functools
 import math
 
-import chex
 import jax
 import numpy as np
 import pytest
 from compiled_modules import OPERATION, pool_sized_operations
+from ends import dealt
 from jax.sharding import AxisType
 from sharded_model import (
     AUTO,
-    LATENT,
+    NUM_HEADS,
     NUM_LAYERS,
     NUM_ROWS,
     REPEATED,
+    TOKENS,
     TWO_AXES,
     WIDTH,
+    Layout,
+    arrays_joined,
     assert_near,
-    collectives,
-    make_weights,
+    compile_alone,
+    compile_step,
+    joined,
     place_weights,
     play,
     play_alone,
-    take_step,
 )
 
 import jkv
 
+LATENT = Layout("latent", (("tp", 8),), AxisType.Explicit, "bfloat16")
+HEADS_AND_TOKENS = (("cp", 2), ("tp", 4))
 LAYOUTS = {
-    "float32": AUTO,
-    "repeated int8": REPEATED,
-    "latent, Explicit": LATENT,
-    "bfloat16 on two axes, Explicit": TWO_AXES,
+    "heads": AUTO,
+    "int8, heads and tokens, Explicit": Layout(
+        "sharded", HEADS_AND_TOKENS, AxisType.Explicit, "int8"
+    ),
+    "int8, heads repeated": REPEATED,
+    "tokens": TOKENS,
+    "latent bfloat16, heads, Explicit": LATENT,
+    "latent bfloat16, heads and tokens": LATENT._replace(
+        axes=HEADS_AND_TOKENS[::-1], axis_type=AxisType.Auto
+    ),
+    "heads on one of two axes, Explicit": TWO_AXES,
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", dealt(LAYOUTS, share=3))
 def test_a_donated_step_equals_one_device(name):
-    """Its values, in place on each device, with no collective but the model's own."""
+    """Chunks of prompts and single tokens; in place, and only sums cross devices."""
     layout = LAYOUTS[name]
-    traced_once = chex.assert_max_traces(take_step, n=1)
-    step = jax.jit(traced_once, donate_argnums=0)
     cache, weights = layout.init(), place_weights(layout)
-    sharding = cache.keys.sharding
-    rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
-    compiled = step.lower(cache, weights, *rows).compile()
+    before = cache.keys.sharding
+    compiled = compile_step(cache, weights)
     cache, logits = play(cache, weights, compiled)
     reference, wanted = play_alone(layout.config)
     assert_near(logits, wanted, layout.dtype)
@@ -63,16 +74,29 @@ def test_a_donated_step_equals_one_device(name):
         assert_near(found_values[:length], values[:length], layout.dtype)
 
     # Each device has its share, and the metadata whole.
-    num_shares = layout.mesh.shape["tp"]
-    assert cache.keys.sharding.is_equivalent_to(sharding, cache.keys.ndim)
-    for pool in cache.storage.values():
+    assert cache.keys.sharding.is_equivalent_to(before, cache.keys.ndim)
+    pools, num_shares = cache.storage.values(), layout.num_shares
+    for pool, alone in zip(pools, reference.storage.values(), strict=True):
+        assert pool.nbytes == alone.nbytes * cache.sharding.copies
         for shard in pool.addressable_shards:
             assert shard.data.nbytes * num_shares == pool.nbytes
     for leaf in jax.tree.leaves(cache.metadata):
         assert leaf.sharding.is_fully_replicated
+    assert_in_place(compiled, cache, num_shares)
 
-    # In the body of the loop over the layers, and nowhere else.
-    assert collectives(compiled) == {("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]"): 1}
+    # In the body of the loop over the layers, each once: what attention joins where
+    # tokens are spread, and the model's own sum where heads are.
+    axes, sums = dict(layout.axes), collections.Counter()
+    if "cp" in axes:
+        num_heads = NUM_HEADS // axes.get("tp", 1)
+        sums += joined(NUM_ROWS, num_heads, cache.value_head_dim)
+    if "tp" in axes:
+        sums[f"f32[{NUM_ROWS},{WIDTH}]"] += 1
+    assert arrays_joined(compiled) == sums
+
+
+def assert_in_place(compiled, cache, num_shares):
+    """Nothing as large as a layer's share is made, and the shares are handed on."""
     pools = cache.storage.values()
     layer_size = min(math.prod(pool.shape[1:]) for pool in pools) // num_shares
     assert pool_sized_operations(compiled, layer_size) == []
@@ -86,19 +110,12 @@ def test_a_donated_step_equals_one_device(name):
 def test_a_mesh_of_one_device_compiles_what_no_mesh_compiles(axis_type):
     """The same operations on the same shapes, each as often."""
     layout = AUTO._replace(axes=(("tp", 1),), axis_type=axis_type)
-    assert operations(layout.init(), place_weights(layout)) == operations_alone()
+    compiled = compile_step(layout.init(), place_weights(layout))
+    assert count_operations(compiled) == count_operations(compile_alone(AUTO.config)[0])
 
 
-def operations(cache, weights):
-    rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
-    step = jax.jit(take_step, donate_argnums=0)
-    lines = step.lower(cache, weights, *rows).compile().as_text().splitlines()
+def count_operations(compiled):
+    lines = compiled.as_text().splitlines()
     return collections.Counter(
         found.groups() for line in lines if (found := OPERATION.search(line))
     )
-
-
-@functools.cache
-def operations_alone():
-    weights = make_weights(AUTO.config.num_kv_heads, AUTO.config.value_head_dim)
-    return operations(jkv.init(AUTO.config), jax.device_put(weights))
