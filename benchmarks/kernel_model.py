@@ -38,8 +38,12 @@ from machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import make_requests  # noqa: E402
 from jkv.attention.kernel.tuning import Tuning, find_tuning  # noqa: E402
-from jkv.attention.kernel.variant import count_decode_heads  # noqa: E402
+from jkv.attention.kernel.variant import (  # noqa: E402
+    count_decode_heads,
+    count_head_tiles,
+)
 from jkv.attention.kernel.work import (  # noqa: E402
+    count_pieces,
     list_decode_work,
     size_decode_work,
 )
@@ -86,7 +90,7 @@ class Compiled(NamedTuple):
     @property
     def head_tiles(self) -> int:
         """Programs for a piece."""
-        return self.model.kv_heads * self.tiles
+        return count_head_tiles(self.model.kv_heads, self.model.group, self.row_heads)
 
 
 def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
@@ -120,7 +124,7 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
 
 def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
-    wanted = -(-compiled.tuning.programs // compiled.head_tiles)
+    wanted = count_pieces(compiled.tuning.programs, compiled.head_tiles)
     sizes = size_decode_work(batch, batch, context, wanted)
     requests = make_requests(
         jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 import pretrained
 from pydoc_model import CONFIG, FOLDER, Params, encode, forward, init_params, load
-from train_pydoc import learning_rate, make_optimizer, save
+from train_pydoc import learning_rate, make_optimizer, save, take_step
 
 import jkv
 
@@ -112,9 +112,7 @@ def train(
         found, gradients = jax.value_and_grad(find_loss, has_aux=True)(
             params, tokens, wanted
         )
-        updates, state = optimizer.update(gradients, state, params)
-        updates = jax.tree.map(lambda update: rate * update, updates)
-        return optax.apply_updates(params, updates), state, found
+        return *take_step(optimizer, params, state, gradients, rate), found
 
     params = init_params(jax.random.key(SEED), DRAFT_CONFIG)
     state, rng = optimizer.init(params), np.random.default_rng(SEED)

@@ -90,7 +90,7 @@ def batches(
 def make_optimizer() -> optax.GradientTransformation:
     """Muon for the matrices, Adam for the embedding and the norms.
 
-    The learning rate is 1: `train` multiplies the updates by its schedule. A hundred
+    The learning rate is 1: `take_step` multiplies the updates by its own. A hundred
     steps of Muon reached a held-out loss of 4.84, of AdamW 5.74, in about the same
     time (256 wide, 4 layers, contexts of 256).
     """
@@ -112,6 +112,13 @@ def make_optimizer() -> optax.GradientTransformation:
     )
 
 
+def take_step(optimizer, params, state, gradients, rate):
+    """Return the parameters and the optimizer's state after an update."""
+    updates, state = optimizer.update(gradients, state, params)
+    updates = jax.tree.map(lambda update: rate * update, updates)
+    return optax.apply_updates(params, updates), state
+
+
 def learning_rate(progress: float) -> float:
     """Warm up linearly, then follow a cosine down to a fiftieth of the peak."""
     warmup = min(1.0, progress / WARMUP_SHARE)
@@ -130,9 +137,7 @@ def train(
         loss, gradients = jax.value_and_grad(
             lambda params: token_losses(params, windows).mean()
         )(params)
-        updates, state = optimizer.update(gradients, state, params)
-        updates = jax.tree.map(lambda update: rate * update, updates)
-        return optax.apply_updates(params, updates), state, loss
+        return *take_step(optimizer, params, state, gradients, rate), loss
 
     params = init_params(jax.random.key(SEED))
     state = optimizer.init(params)

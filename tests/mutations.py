@@ -510,8 +510,8 @@ MUTATIONS = (
         "a-window-is-read-for-those-who-came-later",
         "serving",
         "A window's tokens go to whoever has the prompt when it is read.",
-        "self.book.live_samples(window.parts, sequences)",
-        "self.book.live_samples(self.book.seated_parts(), sequences)",
+        "self.book.live_samples(window.parts, brought)",
+        "self.book.live_samples(self.book.seated_parts(), brought)",
     ),
     Mutation(
         "a-failed-window-is-read-again",

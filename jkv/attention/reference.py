@@ -17,7 +17,7 @@ from jkv.attention.pools import Pools
 def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
-    positions, tables = _rows_and_tables(call)
+    positions, tables = _find_rows(call)
     queries = call.queries.astype(jnp.float32)
     # One row at a time: the memory of all rows' contexts at once is not to be had.
     output, lse = lax.map(
@@ -26,7 +26,7 @@ def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     return output.astype(call.output_dtype), lse
 
 
-def _rows_and_tables(call: Call) -> tuple[jax.Array, jax.Array]:
+def _find_rows(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return each row's position, i32[R], and its blocks, i32[R, M].
 
     A row that nobody owns has position -1, so that it sees no token.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.ending import Bounds, Stops, judge_prompts
 from jkv.decoding.model import Model, call_model
+from jkv.decoding.options import check_counts
 from jkv.decoding.progress import (
     GenerationState,
     count_free_blocks,
@@ -115,11 +116,3 @@ def find_vocabulary(model: Model, params: Any, cache: Cache, num_places: int) ->
         return logits
 
     return int(jax.eval_shape(probe, cache).shape[1])
-
-
-def check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{name} must be a static int of at least 1, got {count!r}"
-            )

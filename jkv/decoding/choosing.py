@@ -72,13 +72,14 @@ def take_tokens(
     sequences = jnp.where(is_ready, sequences, nobody)
     sequences = jnp.broadcast_to(sequences[:, None], tokens.shape).reshape(-1)
     new = _New(sequences, positions, tokens.reshape(-1), logprobs.reshape(-1))
-    reasons = _judge(texts, new)
+    reasons = _judge(texts, new, new.put(result.tokens))
     # A text takes a token if it went on after all of those before.
     goes_on = follows & (reasons == FinishReason.RUNNING).reshape(tokens.shape)
     last = jnp.argmin(goes_on, axis=1).astype(jnp.int32)
     is_taken = is_ready[:, None] & (after <= last[:, None])
     new = new._replace(sequences=jnp.where(is_taken.reshape(-1), sequences, nobody))
-    state = dataclasses.replace(state, result=_put(result, new, reasons))
+    result = _put(result, new, new.put(result.tokens), reasons)
+    state = dataclasses.replace(state, result=result)
     return _note_seen(state, is_taken, tokens)
 
 
@@ -187,7 +188,8 @@ def choose_next(
     positions = result.lengths[known]
     tokens, logprobs = sample(logits, chosen, positions, seen=seen)
     new = _New(sequences, positions, tokens, logprobs)
-    return _put(result, new, _judge(texts, new)), tokens
+    written = new.put(result.tokens)
+    return _put(result, new, written, _judge(texts, new, written)), tokens
 
 
 class _New(NamedTuple):
@@ -208,14 +210,17 @@ class _New(NamedTuple):
         return jnp.where(jnp.isnan(self.logprobs), nobody, self.sequences)
 
 
-def _judge(texts: Texts, new: _New) -> jax.Array:
-    """Return why texts end after new tokens, RUNNING where they go on, i32[K]."""
+def _judge(texts: Texts, new: _New, written: jax.Array) -> jax.Array:
+    """Return why texts end after new tokens, RUNNING where they go on, i32[K].
+
+    Those are among the tokens written, i32[N, G].
+    """
     known = jnp.minimum(new.sequences, texts.result.lengths.shape[0] - 1)
     reasons = judge_texts(
         texts.prompts,
         texts.stops,
         texts.bounds,
-        new.put(texts.result.tokens),
+        written,
         known,
         new.positions + 1,
     )
@@ -223,14 +228,16 @@ def _judge(texts: Texts, new: _New) -> jax.Array:
     return jnp.where(jnp.isnan(new.logprobs), nan, reasons)
 
 
-def _put(result: Generation, new: _New, reasons: jax.Array) -> Generation:
-    """Add new tokens, and end the texts that have a reason to, i32[K]."""
+def _put(
+    result: Generation, new: _New, written: jax.Array, reasons: jax.Array
+) -> Generation:
+    """Add new tokens, i32[N, G] with them, and end who has a reason to, i32[K]."""
     nobody = result.lengths.shape[0]
     gets = new.who_gets(nobody)
     # They all ran until now, and mostly go on.
     ended = jnp.where(reasons == FinishReason.RUNNING, nobody, new.sequences)
     return Generation(
-        tokens=new.put(result.tokens),
+        tokens=written,
         lengths=result.lengths.at[gets].add(1, mode="drop"),
         reasons=when(
             jnp.any(ended < nobody),

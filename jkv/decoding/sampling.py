@@ -144,8 +144,13 @@ def _sample(
 
     # A batch that is greedy throughout skips the filters and the draw.
     tokens = lax.cond(jnp.all(is_greedy), choose_best, draw_some)
+    return tokens, pick_logprobs(logits, tokens)
+
+
+def pick_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the log-probability of one token of each row, f32[B]."""
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)
-    return tokens, logprobs[:, 0]
+    return logprobs[:, 0]
 
 
 def find_best(logits: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ Symbols: Q prompts and N sequences of the generation.
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -111,22 +111,22 @@ class Book:
         return list(self._parts)
 
     def live_samples(
-        self, parts: list[Part | None], sequences: list[int]
+        self, parts: list[Part | None], sequences: Iterable[int]
     ) -> Iterator[tuple[int, Part, int]]:
-        """Yield what goes on of sequences: their place in the list, and which sample.
+        """Yield what goes on of sequences: the number, and which sample of whom.
 
         Args:
           parts: who had each prompt at some time.
           sequences: numbers in the generation.
         """
-        for place, sequence in enumerate(sequences):
+        for sequence in sequences:
             prompt, index = divmod(sequence, self._num_samples)
             part = parts[prompt]
             if part is None or index >= part.count:
                 continue
             index += part.first
             if not part.record.samples[index].has_ended:
-                yield place, part, index
+                yield sequence, part, index
 
     def end(
         self, record: Record, index: int, reason: FinishReason, *, is_computed: bool

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jkv.decoding.results import FinishReason
 from jkv.inspection.invariants import check
@@ -19,7 +18,7 @@ from jkv.serving.deadlines import Deadlines
 from jkv.serving.loop import Loop
 from jkv.serving.measures import EngineStats, Measures
 from jkv.serving.news import News, wake
-from jkv.serving.programs import STAGES, EngineSizes, WindowReport
+from jkv.serving.programs import EngineSizes
 from jkv.serving.record import (
     EngineError,
     Event,
@@ -28,16 +27,12 @@ from jkv.serving.record import (
     RequestState,
     Sample,
 )
+from jkv.serving.report import SequenceReport, WindowReport
 from jkv.serving.store import Store
 from jkv.serving.submission import Request
 from jkv.serving.texts import Detokenize, TextStream
 
 logger = logging.getLogger("jkv.serving")
-
-_WAITING = STAGES.index(RequestState.WAITING)
-# Fields of a report with an entry for each sequence.
-_OF_A_SEQUENCE = "counts", "tokens", "logprobs", "reasons", "stages"
-_REASONS = {int(reason): reason for reason in FinishReason}
 
 
 class HostOptions(NamedTuple):
@@ -208,49 +203,36 @@ class Core:
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
-        # Most of those that wait have nothing new, and there may be many.
-        is_new = (report.counts > 0) | (report.reasons != FinishReason.RUNNING)
-        rows = np.flatnonzero(is_new | (report.stages != _WAITING))
-        counts, tokens, logprobs, reasons, stages = (
-            getattr(report, name)[rows].tolist() for name in _OF_A_SEQUENCE
-        )
-        sequences, num_tokens = rows.tolist(), 0
+        brought, num_tokens = report.by_sequence(), 0
         with self._lock:
             now = self._options.clock()
-            live = self.book.live_samples(window.parts, sequences)
-            for i, part, index in live:
-                count, reason = counts[i], _REASONS[reasons[i]]
-                record, sample = part.record, part.record.samples[index]
-                sample.stage = STAGES[stages[i]]
-                if not count and reason == FinishReason.RUNNING:
+            live = self.book.live_samples(window.parts, brought)
+            for sequence, part, index in live:
+                news, sample = brought[sequence], part.record.samples[index]
+                sample.stage = news.stage
+                if not news.tokens and news.reason == FinishReason.RUNNING:
                     continue
                 before = len(sample.tokens)
-                self._take(
-                    record, index, tokens[i][:count], logprobs[i][:count], reason
-                )
-                self.measures.add_times(record, sample, count, now)
+                self._take(part.record, index, news)
+                count = len(news.tokens)
+                self.measures.add_times(part.record, sample, count, now)
                 num_tokens += len(sample.tokens) - before
             self.measures.add_window(report.statistics, num_tokens, now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
-    def _take(
-        self,
-        record: Record,
-        index: int,
-        tokens: list[int],
-        logprobs: list[float],
-        reason: FinishReason,
-    ) -> None:
+    def _take(self, record: Record, index: int, news: SequenceReport) -> None:
         """Take what a window brought for a sequence."""
         self._news.note(record)
         try:
-            ended = record.samples[index].extend(tokens, logprobs, reason)
+            ended = record.samples[index].extend(
+                news.tokens, news.logprobs, news.reason
+            )
         except Exception as error:  # of the user's detokenizer
             record.error = error
             self._end_all(record, FinishReason.FAILED)
             return
         if ended != FinishReason.RUNNING:
-            goes_on = reason == FinishReason.RUNNING
+            goes_on = news.reason == FinishReason.RUNNING
             self._end(record, index, ended, is_computed=goes_on)
 
     # How a request ends.

@@ -19,7 +19,7 @@ from typing import Any
 
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.model import Model
-from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.options import GREEDY, Sampling, check_counts
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -148,16 +148,16 @@ class Engine:
                 f"{num_steps}, {prompt} and {ahead}"
             )
         num_prompts = max_running + ahead
+        check_counts(chunk_size=chunk_size)
         if row_counts is None:
-            chunk_size = min(chunk_size, num_prompts * prompt)
-            row_counts = spread_row_counts(max_running, chunk_size)
+            most_rows = min(chunk_size, num_prompts * prompt)
+            row_counts = spread_row_counts(max_running, most_rows)
         sizes = EngineSizes(
             num_prompts=num_prompts,
             num_samples=max_samples,
             max_prompt_tokens=prompt,
             max_new_tokens=max_new_tokens,
             max_running=max_running,
-            chunk_size=chunk_size,
             row_counts=row_counts,
             num_steps=num_steps,
             num_lanes=min(NUM_LANES, num_prompts),

@@ -15,12 +15,12 @@ from jkv.serving.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.programs import (
     Arrivals,
     EngineSizes,
-    WindowReport,
     begin_empty,
     exchange,
     run_window,
 )
 from jkv.serving.record import EngineError
+from jkv.serving.report import WindowReport
 from jkv.state import Cache
 from jkv.storage.placement import Placement, place
 from jkv.verbs.prefixes import clear_prefixes

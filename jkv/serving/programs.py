@@ -24,12 +24,9 @@ from jkv.decoding.results import Statistics
 from jkv.decoding.scheduling.demand import sum_groups
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.serving.book import Part
-from jkv.serving.record import RequestState
+from jkv.serving.report import WindowReport
 from jkv.serving.submission import StopSizes
 from jkv.state import Cache
-
-# What `WindowReport.stages` counts.
-STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
 
 
 class DraftSizes(NamedTuple):
@@ -56,8 +53,7 @@ class EngineSizes(NamedTuple):
     max_prompt_tokens: int
     max_new_tokens: int
     max_running: int
-    chunk_size: int
-    row_counts: tuple[int, ...] | None
+    row_counts: tuple[int, ...]
     num_steps: int  # S
     num_lanes: int  # K, prompts that one call of `exchange` takes
     stops: StopSizes
@@ -131,18 +127,6 @@ class Arrivals(NamedTuple):
             self.sampling[name][lane, : part.count] = mine
 
 
-class WindowReport(NamedTuple):
-    """What the host reads after a window."""
-
-    tokens: jax.Array  # i32[N, U], new ones
-    logprobs: jax.Array  # f32[N, U], theirs
-    counts: jax.Array  # i32[N], how many
-    reasons: jax.Array  # i32[N], `FinishReason`
-    stages: jax.Array  # i32[N], index in STAGES
-    statistics: Statistics  # of the window
-    num_free_blocks: jax.Array  # i32[], of all groups of layers together
-
-
 _STATIC = ("model", "draft_model", "sizes")
 
 
@@ -159,7 +143,7 @@ def begin_empty(
 ) -> tuple[GenerationState, Sampling]:
     """Begin a generation in which nobody waits."""
     stops, num_sequences = sizes.stops, sizes.num_sequences
-    speculate = _join(sizes, draft_model, draft_params, draft_cache)
+    speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
     state = decoding.begin(
         model,
         params,
@@ -170,7 +154,6 @@ def begin_empty(
         stop_sequences=_empty_sequences(sizes.num_prompts, stops),
         num_samples=sizes.num_samples,
         max_running=sizes.max_running,
-        chunk_size=sizes.chunk_size,
         row_counts=sizes.row_counts,
         speculate=speculate,
     )
@@ -233,7 +216,7 @@ def run_window(
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
     rows = state.speculation and state.speculation.rows
-    speculate = _join(sizes, draft_model, draft_params, rows and rows.cache)
+    speculate = _restore_guessing(sizes, draft_model, draft_params, rows and rows.cache)
     cache, state = decoding.decode(
         model,
         params,
@@ -266,7 +249,7 @@ def run_window(
     )
 
 
-def _join(
+def _restore_guessing(
     sizes: EngineSizes,
     draft_model: Model | None,
     draft_params: Any,

@@ -15,10 +15,10 @@ def with_work_lists(cache: Cache, batch: Batch) -> Batch:
       batch: the plan; of each group, for a cache of groups.
     """
     pairs = zip(cache.groups, batch.groups, strict=True)
-    return batch.with_work_lists(tuple(_list_work(*pair) for pair in pairs))
+    return batch.with_work_lists(tuple(_plan_group(*pair) for pair in pairs))
 
 
-def _list_work(cache: Cache, batch: Batch) -> WorkLists | None:
+def _plan_group(cache: Cache, batch: Batch) -> WorkLists | None:
     window, sharding = cache.metadata.window, cache.sharding
     num_parts = 1 if sharding is None else sharding.num_parts
     pools = Pools(

@@ -98,7 +98,8 @@ def test_the_site_is_built_in_strict_mode_by_make_test() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "zensical build --strict" in makefile
     (recipe,) = re.findall(r"^test:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    assert re.search(r"\$\(OLDEST_GROUPS\) docs types lint$", recipe.rstrip())
+    assert "$(OLDEST_GROUPS)" in recipe
+    assert recipe.rstrip().endswith(" docs types lint")
 
 
 def test_the_readme_is_short_and_stands_alone() -> None:

@@ -20,6 +20,7 @@ from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.tuning import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
+    count_pieces,
     list_decode_work,
     list_prefill_work,
     size_decode_work,
@@ -71,7 +72,7 @@ def decode_rows(
 
 def _find_decode_work(call: Call, variant: Variant, programs: int) -> DecodeWork:
     """Return the list that was made with the step, or else one of the call's own."""
-    wanted = -(-programs // variant.head_tiles)
+    wanted = count_pieces(programs, variant.head_tiles)
     max_tokens = call.max_blocks * call.pools.block_size
     sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
     listed = None

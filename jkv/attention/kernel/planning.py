@@ -17,8 +17,13 @@ from jkv.attention.call import make_requests
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.kernel.lists import DecodeSizes, PrefillSizes, WorkLists
 from jkv.attention.kernel.tuning import Tuning, find_target, find_tuning
-from jkv.attention.kernel.variant import count_decode_heads, cut_prefill_rows
+from jkv.attention.kernel.variant import (
+    count_decode_heads,
+    count_head_tiles,
+    cut_prefill_rows,
+)
 from jkv.attention.kernel.work import (
+    count_pieces,
     list_decode_work,
     list_prefill_work,
     size_decode_work,
@@ -79,8 +84,9 @@ def plan_work(
     groups = _GROUPS if pools.values is not None else _LATENT_GROUPS
     decode, prefill = set(), set()
     for group in groups:
-        head_tiles = num_kv_heads * -(-group // count_decode_heads(group, tuning))
-        wanted = -(-tuning.programs // head_tiles)
+        row_heads = count_decode_heads(group, tuning)
+        head_tiles = count_head_tiles(num_kv_heads, group, row_heads)
+        wanted = count_pieces(tuning.programs, head_tiles)
         max_tokens = max_blocks * part_size
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
         if num_rows > 1 and not is_decoding:

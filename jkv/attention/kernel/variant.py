@@ -59,6 +59,11 @@ def cut_prefill_rows(group: int, tuning: Tuning) -> tuple[int, int]:
     return row_heads, tuning.prefill.rows // row_heads
 
 
+def count_head_tiles(num_kv_heads: int, group: int, row_heads: int) -> int:
+    """Return the tiles of `row_heads` query heads that those of all kv heads make."""
+    return num_kv_heads * -(-group // row_heads)
+
+
 def _pad(group: int) -> int:
     """Return G, rounded up to a power of two."""
     return 1 << (group - 1).bit_length()
@@ -77,7 +82,7 @@ def _make_variant(
         tile=tile,
         row_tokens=row_tokens,
         row_heads=row_heads,
-        head_tiles=call.pools.num_kv_heads * -(-call.group // row_heads),
+        head_tiles=count_head_tiles(call.pools.num_kv_heads, call.group, row_heads),
         value_dim=call.pools.value_dim,
         operand_dtype=find_operand_dtype(call.queries, call.pools),
         weight_dtype=find_weight_dtype(call.queries, call.pools),

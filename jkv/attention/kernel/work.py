@@ -45,6 +45,11 @@ def count_least(wanted: int) -> int:
     return -(-wanted // 2)
 
 
+def count_pieces(programs: int, head_tiles: int) -> int:
+    """Return the pieces that make so many programs, one for each head tile."""
+    return -(-programs // head_tiles)
+
+
 def size_decode_work(
     num_rows: int, num_requests: int, max_tokens: int, wanted: int
 ) -> DecodeSizes:
@@ -87,19 +92,10 @@ def list_decode_work(
     """
     num_rows, num_entries, least = sizes
     last = requests.context_lengths - 1
-
-    def find_in_part(positions: jax.Array, part: int) -> jax.Array:
-        which = None if num_parts == 1 else jnp.int32(part)
-        return find_held(positions, which, num_parts, part_size)
-
-    # Of each block the first part fills first: it has most, and the last one least.
-    context = find_in_part(last, 0) + 1
+    first, context = _find_contexts(last, window, num_parts, part_size)
     listed = (requests.query_lengths == 1) & (context > 0)
-    first = jnp.zeros_like(context)
     if window is not None:
         listed &= window > 0
-        before = find_in_part(last - jnp.maximum(window, 1), num_parts - 1)
-        first = jnp.maximum(before + 1, 0)
     first_unit = first // _UNIT_TOKENS
     units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first_unit
     units = jnp.where(listed, units, 0)  # sums of units stay far below 2**31
@@ -142,6 +138,26 @@ def list_decode_work(
     return DecodeWork(
         work=work, pieces=pieces, sizes=sizes, is_windowed=window is not None
     )
+
+
+def _find_contexts(
+    last: jax.Array,  # i32[B]
+    window: jax.Array | int | None,
+    num_parts: int,
+    part_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return what rows at positions see: the first token, i32[B], and past the last."""
+
+    def find_in_part(positions: jax.Array, part: int) -> jax.Array:
+        which = None if num_parts == 1 else jnp.int32(part)
+        return find_held(positions, which, num_parts, part_size)
+
+    # Of each block the first part fills first: it has most, and the last one least.
+    context = find_in_part(last, 0) + 1
+    if window is None:
+        return jnp.zeros_like(context), context
+    before = find_in_part(last - jnp.maximum(window, 1), num_parts - 1)
+    return jnp.maximum(before + 1, 0), context
 
 
 def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> PrefillSizes:

@@ -35,10 +35,11 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.beams.progress import BeamSearch, SearchState
-from jkv.decoding.beginning import check_counts, find_vocabulary
+from jkv.decoding.beginning import find_vocabulary
 from jkv.decoding.conditions import when
 from jkv.decoding.ending import Bounds, find_first, judge_prompts
 from jkv.decoding.model import Model, call_model
+from jkv.decoding.options import check_counts
 from jkv.decoding.prefilling import compute_prompts
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason

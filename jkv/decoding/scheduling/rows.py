@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.options import check_counts
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
@@ -42,11 +43,7 @@ def spread_row_counts(max_running: int, chunk_size: int = 512) -> tuple[int, ...
       >>> spread_row_counts(64), spread_row_counts(8), spread_row_counts(8, 64)
       ((64, 128, 256, 512), (8, 128, 512), (8, 64))
     """
-    if min(max_running, chunk_size) < 1:
-        raise ValueError(
-            f"max_running and chunk_size must be at least 1, got {max_running} and "
-            f"{chunk_size}"
-        )
+    check_counts(max_running=max_running, chunk_size=chunk_size)
     most = max(max_running, chunk_size)
     ratio = most / max_running
     num_sizes = min(_MOST_SIZES, 1 + int(math.log2(ratio)))

@@ -19,6 +19,7 @@ from jkv.decoding.sampling import (
     draw_uniforms,
     filter_logits,
     find_best,
+    pick_logprobs,
     sample,
 )
 from jkv.decoding.speculation.verification import Guesses, Rows, Sampler
@@ -77,9 +78,7 @@ def make_rejection_sampler(
                 counts,
             )
             tokens = jnp.where(is_greedy, find_best(wanted), tokens)
-            logprobs = jax.nn.log_softmax(logits)
-            picked = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
-            return tokens, picked[:, 0]
+            return tokens, pick_logprobs(logits, tokens)
 
         return lax.cond(
             jnp.all(is_greedy),

@@ -62,6 +62,11 @@ class Rows(NamedTuple):
     places: jax.Array  # i32[R], the place of its text
     before: jax.Array  # i32[R], guesses of its text before it, its own counted
 
+    @classmethod
+    def of(cls, counts: jax.Array, num_rows: int) -> "Rows":
+        """Locate the rows of texts that have so many each, i32[W]."""
+        return cls(*locate_rows(counts, jnp.zeros_like(counts), num_rows))
+
 
 class Sampler(Protocol):
     """How the token after each row is chosen."""
@@ -204,7 +209,8 @@ def _compute_guesses(
     """
     sizes = row_sizes(*guesses.tokens.shape)
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
-    tokens = _tokens_of_rows(state, loads, guesses, counts, sizes[-1])
+    rows = Rows.of(counts, sizes[-1])
+    tokens = _tokens_of_rows(state, loads, guesses, rows)
     seq_ids = jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE)
     cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
     # Each size has lists of work of its own.
@@ -214,7 +220,11 @@ def _compute_guesses(
 
     def program(size: int) -> Callable[..., Carry]:
         def compute(
-            carry: Carry, tokens: jax.Array, counts: jax.Array, *leaves: jax.Array
+            carry: Carry,
+            tokens: jax.Array,
+            places: jax.Array,
+            before: jax.Array,
+            *leaves: jax.Array,
         ) -> Carry:
             cache, chosen = carry
             first = jax.tree.unflatten(structure, leaves).first_rows(size)
@@ -222,7 +232,7 @@ def _compute_guesses(
             logits, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )
-            rows = Rows(*locate_rows(counts, jnp.zeros_like(counts), size))
+            rows = Rows(places[:size], before[:size])
             found = choose(logits.astype(jnp.float32), rows)
             put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
             return cache, put
@@ -232,24 +242,19 @@ def _compute_guesses(
     nothing = _Chosen(tokens, jnp.zeros(tokens.shape, jnp.float32))
     carry, size = (cache, nothing), choose_size(jnp.sum(counts), sizes)
     for i, num_rows in enumerate(sizes):
-        carry = when(size == i, program(num_rows), carry, tokens, counts, *leaves)
+        carry = when(size == i, program(num_rows), carry, tokens, *rows, *leaves)
     return carry[0], batch, carry[1]
 
 
 def _tokens_of_rows(
-    state: GenerationState,
-    loads: Loads,
-    guesses: Guesses,
-    counts: jax.Array,
-    num_rows: int,
+    state: GenerationState, loads: Loads, guesses: Guesses, rows: Rows
 ) -> jax.Array:
     """Return the newest token of each text and the guesses behind it, i32[R]."""
     newest = find_tokens(
         state.prompts, state.result, state.places.sequences, loads.done
     )
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
-    owner, guess = locate_rows(counts, jnp.zeros_like(counts), num_rows)
-    return of_place.at[owner, guess].get(mode="clip")
+    return of_place.at[rows.places, rows.before].get(mode="clip")
 
 
 def _choose_rows(
