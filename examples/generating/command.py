@@ -133,7 +133,9 @@ def prepare(options: argparse.Namespace) -> Task:
     sampling = choose_sampling(options)
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
-    model, params = pretrained.load(options.model, mesh=mesh)
+    model, params = pretrained.load(
+        options.model, mesh=mesh, scan_layers=options.scan_layers
+    )
     tokenizer = pretrained.load_tokenizer(options.model)
     if options.chat:
         texts = [pretrained.render_chat(options.model, text) for text in texts]

@@ -25,6 +25,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--json", action="store_true", help="print a line of JSON for each text")
     add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model")
+    add("--scan-layers", action="store_true", help="compile faster, compute slower")
     for name, value in SAMPLING.items():
         text = f"as in jkv.Sampling; generation_config.json's, else {value}"
         add(f"--{name.replace('_', '-')}", type=type(value), help=text)

@@ -16,6 +16,7 @@ Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``
 ``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -57,6 +58,8 @@ def load(
     folder: str | Path,
     dtype: jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    *,
+    scan_layers: bool = False,
 ) -> tuple[Decoder, Params]:
     """Read a checkpoint folder.
 
@@ -65,6 +68,8 @@ def load(
         dtype: type of weights and activations; float32 on a CPU and the checkpoint's
             own elsewhere when it is None.
         mesh: devices over whose axis "tp" the weights are spread as they are read.
+        scan_layers: for many layers: programs compile faster, and tokens take longer
+            (`DecoderConfig`).
 
     Returns:
         The model, a callable with static settings, and its parameters.
@@ -73,6 +78,6 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when the checkpoint is damaged or of a kind not supported here.
     """
-    config = read_config(folder)
+    config = dataclasses.replace(read_config(folder), scan_layers=scan_layers)
     place = put_whole if mesh is None else spread_over(mesh, config)
     return Decoder(config), read_params(folder, config, dtype, place)

@@ -23,7 +23,7 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 
 
 class Run(NamedTuple):
-    """Neighbouring layers with the same parameters, which one scan goes through."""
+    """A layer, or neighbours with the same parameters that one scan goes through."""
 
     start: int
     stop: int
@@ -56,6 +56,8 @@ class DecoderConfig:
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
+    scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
+        program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
         guess more than one token; they are not read.
     stop_tokens: ids after which a generation ends; empty when none is named.
@@ -94,6 +96,7 @@ class DecoderConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
+    scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
     dtype_name: str = "float32"
@@ -101,14 +104,11 @@ class DecoderConfig:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers in order, neighbours of one kind together."""
+        """The layers in order, those together that one scan goes through."""
         kinds = self.expert_layers or (False,) * self.num_layers
-        sizes = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
-        stops = itertools.accumulate(size for _, size in sizes)
-        return tuple(
-            Run(stop - size, stop, has_experts)
-            for (has_experts, size), stop in zip(sizes, stops, strict=True)
-        )
+        alike = kinds.__getitem__ if self.scan_layers else None
+        layers = (tuple(run) for _, run in itertools.groupby(range(len(kinds)), alike))
+        return tuple(Run(run[0], run[-1] + 1, kinds[run[0]]) for run in layers)
 
     @property
     def turn_kinds(self) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 Symbols: `R` token rows in the batch, `E` hidden size, `H` query heads, `K` key-value
 heads, `D` head dim, `V` vocabulary, `L` layers, `B` requests.
 
-Layers with the same parameters run in one ``lax.scan`` whose carry holds the cache: as
+Each layer has arrays of its own, for a step of few rows takes as long as reading them
+does. With ``DecoderConfig.scan_layers`` those alike run in one ``lax.scan`` instead: it
+compiles as fast for many layers as for one, but copies each layer's weights out of a
+stack, which doubles the time of such a step. The carry of the scan holds the cache: as
 a carry its arrays are written in place, while as scanned inputs and outputs the whole
 pool would be copied on every call.
 """
@@ -132,8 +135,18 @@ def _run_layers(
         fed = norm(config, fed, weights, "mlp_post_norm")
         return hidden + fed * config.residual_scale, cache
 
+    carry = hidden, cache
+    if run.stop - run.start == 1:
+        return _run_alone(config, run, run_layer, carry, others)
     scan = _scan_periods if isinstance(cache, jkv.GroupedCache) else _scan_layers
-    return scan(config, run, run_layer, (hidden, cache), others)
+    return scan(config, run, run_layer, carry, others)
+
+
+def _run_alone(config, run, run_layer, carry, weights):
+    """Run a layer whose number is no traced one."""
+    weights = {name: jnp.squeeze(array, 0) for name, array in weights.items()}
+    window, kind = config.windows[run.start], config.turn_kinds[run.start]
+    return run_layer(carry, 0, run.start, weights, window, kind)
 
 
 def _scan_layers(config, run, run_layer, carry, weights):

@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=256, help="of a text; %(default)s")
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
+    add("--scan-layers", action="store_true", help="compile faster, compute slower")
 
 
 def load(options: argparse.Namespace, **changes: object) -> Served:
@@ -46,7 +47,7 @@ def load(options: argparse.Namespace, **changes: object) -> Served:
         OSError: when a file cannot be read.
         ValueError: when a size cannot be.
     """
-    model, params = pretrained.load(options.model)
+    model, params = pretrained.load(options.model, scan_layers=options.scan_layers)
     tokenizer = pretrained.load_tokenizer(options.model)
     context = min(options.context, model.config.max_context_length)
     config = jkv.CacheConfig.for_context_length(

@@ -281,7 +281,7 @@ def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
     assert model == other_model and hash(model) == hash(other_model)
     jax.tree.map(np.testing.assert_array_equal, params, other)
     np.testing.assert_array_equal(
-        params["layers"][0]["gate"][1],
+        params["layers"][1]["gate"][0],
         tensors["model.layers.1.mlp.gate_proj.weight"].astype(np.float32),
     )
     assert params["head"].dtype == jnp.float32

@@ -229,7 +229,7 @@ class TestStatuses:
         cache = jkv.debug(jkv.init(config(num_blocks=1)))
         generate = jax.jit(
             lambda cache: jkv.generate(
-                model, None, cache, [[1, 2], [3, 4]], max_new_tokens=6
+                model, None, cache, [[1, 2], [3, 4]], max_new_tokens=6, row_counts=(4,)
             ),
             donate_argnums=0,
         )
