@@ -3,7 +3,8 @@
 `append` decides everything at once, for all layers: which rows of the step belong to
 which sequence and where each row is stored. The `Batch` it returns is that plan. A
 block to be written belongs to one sequence alone (`fork` and `truncate` see to that),
-so neither `append` nor `write` ever copies.
+so neither `append` nor `write` ever copies. A sixth of the file says what `append`
+takes and gives.
 """
 
 import dataclasses

@@ -27,9 +27,9 @@ from test_generation import (
 
 import jkv
 from jkv.decoding import PromptLookup
+from jkv.decoding.speculation.guesses import row_sizes
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.verification import row_sizes
 
 PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")

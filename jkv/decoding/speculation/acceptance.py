@@ -22,7 +22,8 @@ from jkv.decoding.sampling import (
     pick_logprobs,
     sample,
 )
-from jkv.decoding.speculation.verification import Guesses, Rows, Sampler
+from jkv.decoding.speculation.guesses import Guesses, Rows
+from jkv.decoding.speculation.verification import Sampler
 
 # What random numbers of one sequence and one position are for, beside plain draws.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3

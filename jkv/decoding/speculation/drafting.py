@@ -22,9 +22,9 @@ from jkv.decoding.prompts import find_tokens
 from jkv.decoding.sampling import PerRow, by_row, draw, filter_logits
 from jkv.decoding.scheduling.rows import locate_rows, share_rows
 from jkv.decoding.speculation.acceptance import DRAFT
+from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.progress import DraftRows
-from jkv.decoding.speculation.verification import Guesses
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError

@@ -26,16 +26,12 @@ from jkv.decoding.speculation.drafting import (
     keep_accepted,
     open_rows,
 )
+from jkv.decoding.speculation.guesses import Guesses, limit_guesses
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.progress import SpeculationState
-from jkv.decoding.speculation.verification import (
-    Guesses,
-    Sampler,
-    check_guesses,
-    limit_guesses,
-)
+from jkv.decoding.speculation.verification import Sampler, check_guesses
 from jkv.decoding.step import advance, settle_places
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
