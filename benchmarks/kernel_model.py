@@ -37,7 +37,8 @@ from kernel_lowering import find_kernels, lower_kernels, make_shapes  # noqa: E4
 from machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import make_requests  # noqa: E402
-from jkv.attention.kernel.tuning import Tuning, find_tuning  # noqa: E402
+from jkv.attention.kernel.table import Tuning  # noqa: E402
+from jkv.attention.kernel.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.variant import (  # noqa: E402
     count_decode_heads,
     count_head_tiles,

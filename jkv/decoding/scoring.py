@@ -31,6 +31,7 @@ from jkv.verbs.arguments import check_batch, check_layer, check_rows
 from jkv.verbs.forking import fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import context_lengths, slots
+from jkv.verbs.work_lists import with_work_lists
 
 
 def score(
@@ -190,17 +191,17 @@ def _plan(
     scored = [jnp.where(lengths > 0, last_rows, num_rows)]
 
     cache, opened = allocate(init(config, storage=False), jnp.zeros_like(lengths))
-    cache, batch = append(cache, opened.seq_ids, lengths, max_query_length=width)
-    slot_rows = _put(slot_rows, batch, first_row=0)
-    batches = [batch]
+    cache, of_prompts = append(cache, opened.seq_ids, lengths, max_query_length=width)
+    slot_rows = _put(slot_rows, of_prompts, first_row=0)
+    batches = [of_prompts]
     if fed:
         parents = jnp.repeat(opened.seq_ids, count // num_prompts)
         cache, forked = fork(cache, parents)
         slot_rows = _copy_tails(cache, slot_rows, parents, forked.seq_ids)
         fed_lengths = jnp.minimum(count_tokens(continuations), fed)
-        cache, batch = append(cache, forked.seq_ids, fed_lengths, max_query_length=fed)
-        slot_rows = _put(slot_rows, batch, first_row=num_prompts * width)
-        batches.append(batch)
+        cache, later = append(cache, forked.seq_ids, fed_lengths, max_query_length=fed)
+        slot_rows = _put(slot_rows, later, first_row=num_prompts * width)
+        batches.append(later)
         scored.append(jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32))
     pools = init(dataclasses.replace(config, num_layers=1))
     cache = ScoringCache(
@@ -208,7 +209,8 @@ def _plan(
         slot_rows=slot_rows,
         model_layers=config.num_layers,
     )
-    return cache, _as_one_step(batches, jnp.concatenate(scored))
+    batch = _as_one_step(batches, jnp.concatenate(scored))
+    return cache, with_work_lists(cache, batch)
 
 
 def _put(slot_rows: jax.Array, batch: Batch, first_row: int) -> jax.Array:

@@ -1,13 +1,17 @@
 """Lists for a kernel: what all layers of a planned step read, where there is a card."""
 
+from typing import TypeVar
+
 from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.kernel.planning import plan_work
 from jkv.attention.pools import Pools
 from jkv.sharding.heads import places_on_device
 from jkv.state import Batch, Cache
 
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
-def with_work_lists(cache: Cache, batch: Batch) -> Batch:
+
+def with_work_lists(cache: Cache, batch: AnyBatch) -> AnyBatch:
     """Return the plan with the lists of work that suit the card at hand, if any do.
 
     Args:

@@ -17,7 +17,7 @@ from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.join import join_pieces
 from jkv.attention.kernel.lists import DecodeWork, Work
 from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.tuning import Tuning
+from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
     count_pieces,

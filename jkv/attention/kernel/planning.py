@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jkv.attention.call import make_requests
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.kernel.lists import DecodeSizes, PrefillSizes, WorkLists
-from jkv.attention.kernel.tuning import Tuning, find_target, find_tuning
+from jkv.attention.kernel.table import Tuning
+from jkv.attention.kernel.tuning import find_target, find_tuning
 from jkv.attention.kernel.variant import (
     count_decode_heads,
     count_head_tiles,

@@ -11,14 +11,8 @@ import jax
 from jkv.attention.call import Attend, Call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.tuning import (
-    Tile,
-    Tuning,
-    find_target,
-    find_tuning,
-    why_never,
-    why_not,
-)
+from jkv.attention.kernel.table import Tile, Tuning
+from jkv.attention.kernel.tuning import find_target, find_tuning, why_never, why_not
 
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 _INTERPRETED = Tuning(

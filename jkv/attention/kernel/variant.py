@@ -6,12 +6,8 @@ from typing import Any
 import numpy as np
 
 from jkv.attention.call import Call
-from jkv.attention.kernel.tuning import (
-    Tile,
-    Tuning,
-    find_operand_dtype,
-    find_weight_dtype,
-)
+from jkv.attention.kernel.table import Tile, Tuning
+from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
 _MIN_ROWS = 16

@@ -21,8 +21,8 @@ from tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention
+from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import (
-    TABLE,
     find_family,
     find_kind,
     find_target,
@@ -135,7 +135,7 @@ def test_cards_and_families():
         ("rocm", "gfx950"): "cdna",
         ("rocm", "gfx1100"): "rdna",
         ("rocm", "gfx1151"): "rdna",
-        ("rocm", "gfx1201"): "rdna",
+        ("rocm", "gfx1201"): "rdna4",
         ("rocm", "gfx1250"): "rdna",
         ("rocm", "gfx1030"): None,  # no matrix instructions
         ("rocm", "gfx906"): None,

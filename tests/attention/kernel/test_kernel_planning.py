@@ -102,6 +102,30 @@ def test_other_calls_make_their_own(num_listed):
     assert_close(answer[0], expected[0])
 
 
+def score(implementation):
+    """Two prompts with two continuations each, by two layers of attention alone."""
+
+    def model(rows_of_tokens, tokens, cache, batch):
+        rows = rows_of_tokens[tokens]
+        for layer in range(2):
+            cache = jkv.write(cache, layer, batch, rows, rows[:, ::-1])
+            rows = jkv.attend(cache, layer, batch, rows, implementation=implementation)
+        last = jnp.minimum(batch.last_rows, batch.num_rows - 1)
+        return rows.reshape(-1, 32)[last], cache
+
+    weights = np.random.default_rng(1).standard_normal((9, 2, 16)).astype(np.float32)
+    continuations = [[5, 6], [7], [8, 8], [1, 5]]
+    prompts = [[1, 2, 3], [4]]
+    return jkv.score(model, weights, prompts, continuations, config=CONFIG)
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("with_card")
+def test_scoring_uses_the_lists_of_its_step(num_listed):
+    assert_close(score("pallas"), score("reference"))
+    assert not num_listed
+
+
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
 def test_a_card_is_known_by_its_table():

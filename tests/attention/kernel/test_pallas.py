@@ -240,7 +240,8 @@ CASES = {
 def skip_what_has_no_row(this):
     """On a GPU: its family may lack float32 or latent caches, and says so."""
     float32 = "float32" in (this.queries, this.storage)
-    if (float32 and DTYPE != "float32") or (this.is_latent and FAMILY == "rdna"):
+    is_rdna = FAMILY in ("rdna", "rdna4")
+    if (float32 and DTYPE != "float32") or (this.is_latent and is_rdna):
         with pytest.raises(NotImplementedError, match="there is no tile"):
             this.attend("pallas")(*this.arguments(this.operands("decode")))
         pytest.skip(f"{FAMILY} leaves this to the plain path")

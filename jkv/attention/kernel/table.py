@@ -1,0 +1,163 @@
+"""The table: how the kernel is cut on each family of GPU, with a reason for each row.
+
+Nothing is tuned at run time. A row holds up to a head dim; where there is no row, the
+plain path serves. All rows were chosen by compiling them: no vector register may be
+spilled, shared memory must fit, matrix instructions must be used
+(`tests/attention/kernel/test_kernel_machine_code.py` compiles each row for its
+family's targets, and `benchmarks/results/kernel_code.json` holds what came out). No row
+was timed on an AMD card yet.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut and compiled."""
+
+    rows: int  # query rows of a tile, a power of two of at least 16
+    tokens: int  # tokens of a tile, a power of two from 16 to 64
+    num_warps: int
+    num_stages: int  # tiles of K/V in flight; 1 leaves that to the occupancy
+    has_full_loop: bool = False  # prefill: a loop without mask before the one with it
+    is_carried: bool = False  # the next tile of K/V is loaded before this one is used
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What one call is compiled with."""
+
+    decode: Tile
+    prefill: Tile
+    programs: int  # wanted in a decode call
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the table: tiles for head dims up to a size."""
+
+    max_head_dim: int
+    decode: Tile
+    prefill: Tile
+    kinds: tuple[str, ...] = ("half", "byte")  # of calls, as `find_kind` names them
+    # Decode programs for each compute unit: more than fit at a time would leave more
+    # partial results, and read no faster.
+    programs: int = 8
+
+    def tuned_for(self, units: int) -> Tuning:
+        """Return what a call is compiled with on cards of so many compute units."""
+        return Tuning(self.decode, self.prefill, self.programs * units)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """GPUs that are cut alike."""
+
+    targets: tuple[str, ...]  # where the rows were compiled
+    units: int  # compute units of the largest card
+    rows: tuple[Row, ...]  # the first that suits is taken
+    # Head dims by kind that spill in every tile that was tried.
+    spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
+    return Tile(rows, tokens, num_warps, num_stages, has_full_loop=True)
+
+
+def _carried(rows: int, tokens: int, num_warps: int) -> Tile:
+    return Tile(rows, tokens, num_warps, 1, is_carried=True)
+
+
+# 16-bit elements on RDNA: more waves for wider heads, and one loop in prefill (two
+# spill 84 registers on gfx11 at head dim 128). 64 tokens on 4 waves spill hundreds.
+# Latent caches do not fit at all, and float32 has no matrix instructions.
+_RDNA_HALVES = (
+    Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
+    Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1), ("half",)),
+    Row(208, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
+    Row(224, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), ("half",)),
+    Row(256, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), ("half",)),
+)
+
+
+TABLE = {
+    # One wave and 16 tokens a step: 120 to 130 registers at head dim 128, so four waves
+    # per SIMD hide the latency of each other's loads without a barrier; 32 tokens on
+    # two waves take twice the vector instructions and leave fewer programs. From 192 on
+    # a second wave halves what each holds of the values. With 64 rows of prefill 64
+    # tokens need over 240 registers, 32 need 190. Float32 has matrix instructions here,
+    # and half as many elements in a register. As many programs as registers leave room
+    # for, 170 to 250 of 512 for two waves on each of four SIMDs; twice as many for
+    # latent caches, so that one short context is cut small enough.
+    "cdna": Family(
+        targets=("gfx90a", "gfx942", "gfx950"),
+        units=304,
+        rows=(
+            Row(128, _carried(16, 16, 1), _full(64, 32, 4, 1)),
+            Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1), programs=4),
+            Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1), programs=4),
+            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), ("float32",)),
+            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), ("float32",), 2),
+            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), ("float32",), 1),
+        ),
+    ),
+    # gfx11 keeps each operand of a matrix instruction twice, in 256 registers. Bytes
+    # need more registers on their way to operands: twice the waves in prefill, four to
+    # carry the next tile when decoding (converted where they are multiplied, they take
+    # a fifth to a third fewer vector instructions, which bound them), and nothing wider
+    # than 128. These rows fit CDNA too, so programs for an unknown card, exported on a
+    # machine without one, have them.
+    "rdna": Family(
+        targets=("gfx1100", "gfx1250"),
+        units=96,
+        rows=(
+            *_RDNA_HALVES,
+            Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
+        ),
+        spilling={"half": (240,)},
+    ),
+    # gfx12 keeps operands once: the tile of bytes that is carried fits in fewer waves,
+    # which take a third to a half fewer vector instructions in all than four do.
+    "rdna4": Family(
+        targets=("gfx1201",),
+        units=64,
+        rows=(
+            *_RDNA_HALVES,
+            Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
+            Row(128, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
+        ),
+        spilling={"half": (240,)},
+    ),
+    # 64 tokens in five stages: the block table stands between a tile and its address,
+    # and with fewer stages the pipeline holds one tile of K/V only. Three stages of 256
+    # wide heads take 74 of 227 KiB and leave room for two more programs. Bytes of wide
+    # heads take all registers in tiles of this size, so theirs are smaller; narrow ones
+    # are bound by their conversion, and three stages take a tenth fewer instructions.
+    # Heads of three pieces, one of them 16 wide, spill; the smallest tile on eight
+    # warps holds 176. Float32 would be rounded to tf32, or miss the matrix units.
+    "hopper": Family(
+        targets=("sm_90",),
+        units=132,
+        rows=(
+            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2), ("byte",)),
+            Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
+            Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
+            Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
+            Row(160, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
+            Row(176, Tile(16, 16, 8, 2), _full(64, 32, 8, 2), ("half",)),
+            Row(256, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
+            Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
+            Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2), programs=4),
+        ),
+        spilling={"half": (208, 240), "byte": (176, 208, 240)},
+    ),
+    # What fits all cards from sm_80 on, the ones with 99 KiB of shared memory included.
+    "other": Family(
+        targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+        units=108,
+        rows=(
+            Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
+            Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 2), programs=4),
+        ),
+    ),
+}
