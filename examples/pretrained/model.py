@@ -137,16 +137,16 @@ def _run_layers(
 
     carry = hidden, cache
     if run.stop - run.start == 1:
-        return _run_alone(config, run, run_layer, carry, others)
+        return _run_alone(config, run, 0, run_layer, carry, others)
     scan = _scan_periods if isinstance(cache, jkv.GroupedCache) else _scan_layers
     return scan(config, run, run_layer, carry, others)
 
 
-def _run_alone(config, run, run_layer, carry, weights):
-    """Run a layer whose number is no traced one."""
-    weights = {name: jnp.squeeze(array, 0) for name, array in weights.items()}
-    window, kind = config.windows[run.start], config.turn_kinds[run.start]
-    return run_layer(carry, 0, run.start, weights, window, kind)
+def _run_alone(config, run, place, run_layer, carry, weights):
+    """Run one layer of a run, outside of any scan."""
+    number, layer = run.start + place, {n: array[place] for n, array in weights.items()}
+    window, kind = config.windows[number], config.turn_kinds[number]
+    return run_layer(carry, place, number, layer, window, kind)
 
 
 def _scan_layers(config, run, run_layer, carry, weights):
@@ -182,20 +182,21 @@ def _scan_periods(config, run, run_layer, carry, weights):
     )
     num_steps = 0 if run.start % period else num_layers // period
 
-    def run_next(carry, place, first, number):
-        layer = {name: array[place] for name, array in weights.items()}
-        kind = jnp.asarray(config.turn_kinds, jnp.int32)[run.start + place]
-        return run_layer(carry, place, number, layer, windows[run.start + first], kind)
+    kinds = jnp.asarray(config.turn_kinds, jnp.int32)
 
-    def step(carry, number):
+    def step(carry, step_number):
         for i in range(period):
-            layer = carry[1].find_periodic(i, period, run.start // period + number)
-            carry = run_next(carry, number * period + i, i, layer)
+            place, window = step_number * period + i, windows[run.start + i]
+            layer = {name: array[place] for name, array in weights.items()}
+            periods = run.start // period + step_number
+            number = carry[1].find_periodic(i, period, periods)
+            kind = kinds[run.start + place]
+            carry = run_layer(carry, place, number, layer, window, kind)
         return carry, None
 
     carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
     for place in range(num_steps * period, num_layers):
-        carry = run_next(carry, place, place, run.start + place)
+        carry = _run_alone(config, run, place, run_layer, carry, weights)
     return carry
 
 

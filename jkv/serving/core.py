@@ -27,10 +27,10 @@ from jkv.serving.record import (
     RequestState,
     Sample,
 )
-from jkv.serving.report import SequenceReport, WindowReport
 from jkv.serving.store import Store
 from jkv.serving.submission import Request
 from jkv.serving.texts import Detokenize, TextStream
+from jkv.serving.window_report import SequenceReport, WindowReport
 
 logger = logging.getLogger("jkv.serving")
 

@@ -20,7 +20,7 @@ from jkv.serving.programs import (
     run_window,
 )
 from jkv.serving.record import EngineError
-from jkv.serving.report import WindowReport
+from jkv.serving.window_report import WindowReport
 from jkv.state import Cache
 from jkv.storage.placement import Placement, place
 from jkv.verbs.prefixes import clear_prefixes

@@ -24,8 +24,8 @@ from jkv.decoding.results import Statistics
 from jkv.decoding.scheduling.demand import sum_groups
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.serving.book import Part
-from jkv.serving.report import WindowReport
 from jkv.serving.submission import StopSizes
+from jkv.serving.window_report import WindowReport
 from jkv.state import Cache
 
 

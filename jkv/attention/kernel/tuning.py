@@ -15,8 +15,6 @@ _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 
 # With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
 _RDNA = ("gfx110", "gfx115", "gfx125")
-
-
 _RDNA4 = ("gfx120",)
 
 
