@@ -1,322 +1,195 @@
 """The attention on a GPU: bandwidth of decoding, rate of prefill, beside its peers.
 
-    python benchmarks/gpu.py [--quick]
+    python benchmarks/gpu.py [--quick] [--minutes 8]
 
-One command of under ten minutes. First the kernel's tests, compiled for the card. Then
-decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
+Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
-whose lengths differ 100-fold; prefill of 512 to 8,192 tokens; a decode step of 32
-layers with and without its bookkeeping. The floor is reading keys and values once:
-fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
+whose lengths differ 100-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
+of 32 layers with and without its bookkeeping. The floor is reading keys and values
+once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
-keeps partial results in the queries' dtype), PyTorch's scaled-dot-product and flex
-attention over contiguous keys and values of equal lengths. A peer that is absent or
-refuses is listed with its reason. On a CPU a tiny run shows that the benchmark itself
-works.
+keeps partial results in the queries' dtype), PyTorch's scaled-dot-product attention
+over contiguous keys and values of equal lengths. A peer that is absent or refuses is
+listed with its reason. What is not begun after `--minutes` is left out, and said. On a
+CPU a tiny run shows that the benchmark itself works. The kernel's tests, compiled for
+the card, are `python -m pytest tests/attention/kernel/test_pallas.py`.
 """
 
 import argparse
 import functools
+import gc
 import importlib.util
+import os
 import pathlib
-import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import harness
-import jax
-import jax.numpy as jnp
-import numpy as np
-from harness import Case
+# A peer beside JAX needs memory, too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import jkv
-from jkv.storage import quantization
+import harness  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from gpu_calls import (  # noqa: E402
+    BLOCK_SIZE,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Operands,
+    Workload,
+    attend_by_jax,
+    attend_by_jkv,
+    compile_all,
+    draw_arrays,
+    find_workloads,
+    make_case,
+    make_operands,
+    make_program,
+    shape_operands,
+)
+from harness import Case  # noqa: E402
 
-ROOT = pathlib.Path(__file__).parent.parent
+import jkv  # noqa: E402
+
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
-PLOT = ROOT / "docs" / "decode_bandwidth.png"
-BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
-LATENT_DIM, LATENT_VALUE_DIM = 576, 512
-CALLS = 10  # enqueued together in a sample, so that the host does not count
 NUM_LAYERS = 32
-COMPILED_BATCH = 64  # of the peer that takes long to compile
+SLOW_BYTES = 2**32  # the plain path, and a second copy of the pools, stay below
+PLAIN_BATCH = 64
+JKV, PLAIN = "jkv", "jkv, plain path"
+DRAW, TURN = "operands", "operands for JAX"
+JAX, TORCH = "jax.experimental paged_attention", "torch scaled_dot_product_attention"
 
 
-class Shape(NamedTuple):
-    """A batch of decoding sequences."""
-
-    lengths: tuple[int, ...]
-    is_latent: bool = False
-    dtype: str = "bfloat16"  # as `CacheConfig` takes it
-
-    @property
-    def config(self) -> jkv.CacheConfig:
-        """A cache of one layer that holds just this."""
-        layout: dict[str, Any] = dict(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM)
-        if self.is_latent:
-            layout = dict(
-                num_kv_heads=1,
-                head_dim=LATENT_DIM,
-                value_head_dim=LATENT_VALUE_DIM,
-                values_in_keys=True,
-            )
-        return jkv.CacheConfig(
-            num_layers=1,
-            num_blocks=sum(-(-n // BLOCK_SIZE) for n in self.lengths),
-            block_size=BLOCK_SIZE,
-            max_sequences=len(self.lengths),
-            max_context_length=max(self.lengths),
-            dtype=self.dtype,
-            **layout,
-        )
-
-    @property
-    def label(self) -> str:
-        """Batch and context in words."""
-        low, high = min(self.lengths), max(self.lengths)
-        context = f"{high:,}" if low == high else f"{low:,} to {high:,}"
-        kind = ", latent" if self.is_latent else ""
-        return f"{len(self.lengths)} x {context}{kind}, {self.dtype}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of keys, values and scales that a call must read."""
-        return sum(self.lengths) * self.config.bytes_per_token
+def find_programs(workloads: Sequence[Workload]) -> dict[Any, Any]:
+    """Return what is to be compiled, by workload and who."""
+    programs: dict[Any, Any] = {}
+    for workload in workloads:
+        shapes = shape_operands(workload)
+        programs[workload, DRAW] = functools.partial(draw_arrays, workload), ()
+        attend = functools.partial(attend_by_jkv, workload, None)
+        programs[workload, JKV] = make_program(workload, attend), (shapes,)
+        has_peers = not workload.is_latent and workload.num_bytes <= SLOW_BYTES
+        is_plain = workload.dtype == "bfloat16" and not workload.is_prefill
+        is_chosen = len(workload.lengths) == PLAIN_BATCH or workload.dtype == "float32"
+        if is_chosen and workload.num_bytes <= SLOW_BYTES:
+            attend = functools.partial(attend_by_jkv, workload, "xla")
+            programs[workload, PLAIN] = make_program(workload, attend), (shapes,)
+        if has_peers and is_plain:
+            programs[workload, TURN] = _for_jax, (shapes,)
+            turned = jax.eval_shape(_for_jax, shapes)
+            programs[workload, JAX] = make_program(workload, attend_by_jax), (turned,)
+    return programs
 
 
-def decode_shapes(memory: int, quick: bool) -> list[Shape]:
-    """Return the batches whose pool fits 60% of the memory."""
-    batches, contexts = (1, 4, 16, 64, 256), (512, 2_048, 8_192, 32_768, 131_072)
-    if quick:
-        batches, contexts = (1, 4), (64, 256)
-    shapes = [Shape((n,) * b) for b in batches for n in contexts]
-    shapes += [Shape((n,) * b, is_latent=True) for b in batches[-2:] for n in contexts]
-    longest = contexts[2] if not quick else contexts[-1]
-    unequal = np.geomspace(longest / 100, longest, batches[-2]).astype(int)
-    shapes.append(Shape(tuple(unequal.tolist())))
-    for dtype in ("int8", "fp8"):
-        shapes += [Shape((n,) * batches[-2], dtype=dtype) for n in contexts]
-        shapes.append(Shape(tuple(unequal.tolist()), dtype=dtype))
-        shapes.append(Shape((longest,) * batches[-2], is_latent=True, dtype=dtype))
-    return [shape for shape in shapes if shape.num_bytes <= 0.6 * memory]
+@jax.jit
+def _for_jax(operands: Operands) -> Operands:
+    """Return operands as JAX's paged attention has them: bf16[K, N, T, D] by layer."""
+
+    def turn(pool: jax.Array) -> list[jax.Array]:
+        turned = jax.lax.bitcast_convert_type(pool.swapaxes(1, 2), jnp.bfloat16)
+        return list(turned)
+
+    storage = {name: turn(pool) for name, pool in operands.storage.items()}
+    return operands._replace(storage=storage)
 
 
-class Operands(NamedTuple):
-    """What a decode call takes: random blocks in random order."""
-
-    queries: jax.Array
-    cache: jkv.Cache  # one layer; its tables are not used
-    tables: jax.Array
-    lengths: jax.Array
-
-
-def make_operands(shape: Shape) -> Operands:
-    """Return operands; the queries are bfloat16."""
-    blocks = [-(-n // BLOCK_SIZE) for n in shape.lengths]
-    order = np.random.default_rng(0).permutation(sum(blocks))
-    tables = np.zeros((len(blocks), max(blocks)), np.int32)
-    start = 0
-    for row, num in enumerate(blocks):
-        tables[row, :num] = order[start : start + num]
-        start += num
-    cache = jkv.init(shape.config)
-    queries = jax.random.normal(
-        jax.random.key(1), (len(blocks), NUM_HEADS, cache.head_dim), jnp.bfloat16
-    )
-    lengths = jnp.array(shape.lengths, jnp.int32)
-    return Operands(queries, fill(cache), jnp.asarray(tables), lengths)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def fill(cache: jkv.Cache) -> jkv.Cache:
-    """Write random rows into every slot, a block of each head at a time."""
-
-    def fill_block(block: jax.Array, cache: jkv.Cache) -> jkv.Cache:
-        shape = (cache.num_kv_heads, cache.block_size, cache.head_dim)
-        rows = jax.random.normal(jax.random.key(block), shape)
-        elements, scales = quantization.quantise(rows, cache.dtype)
-        written = {"keys": elements, "values": elements[..., : cache.value_head_dim]}
-        if scales is not None:
-            written |= {"key_scales": scales, "value_scales": scales}
-        return cache.with_storage(
-            {k: a.at[0, block].set(written[k]) for k, a in cache.storage.items()}
-        )
-
-    return jax.lax.fori_loop(jnp.int32(0), cache.num_blocks, fill_block, cache)
-
-
-def jkv_call(implementation: str | None, operands: Operands) -> Callable[[], Any]:
-    """Return a call of jkv's attention."""
-    cache = operands.cache
-    ones = jnp.ones_like(operands.lengths)
-    attend = jax.jit(
-        functools.partial(
-            jkv.paged_attention,
-            implementation=implementation,
-            kv_dtype=cache.dtype,
-            value_head_dim=cache.latent_value_dim,
-            max_query_length=1,
-        )
-    )
-    starts = jnp.arange(len(ones), dtype=jnp.int32)
-    return functools.partial(
-        attend,
-        operands.queries,
-        cache.keys,
-        cache.values,
-        0,
-        operands.tables,
-        None,
-        starts,
-        ones,
-        operands.lengths,
-        key_scales=cache.key_scales,
-        value_scales=cache.value_scales,
-    )
-
-
-def jax_call(operands: Operands) -> Callable[[], Any]:
-    """Return a call of the paged attention that comes with JAX."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu import paged_attention
-    cache = operands.cache
-    if cache.values is None or cache.dtype != jnp.bfloat16:
-        raise NotImplementedError("measured in bfloat16, keys and values apart")
-    # Its pools are [K, N, T, D], and it wants queries scaled.
-    keys, values = (
-        jax.lax.bitcast_convert_type(pool[0].swapaxes(0, 1), jnp.bfloat16)
-        for pool in (cache.keys, cache.values)
-    )
-    scaled = operands.queries * operands.queries.shape[-1] ** -0.5
-    attend = jax.jit(paged_attention.paged_attention)
-    return functools.partial(
-        attend, scaled, keys, values, operands.tables, operands.lengths
-    )
-
-
-def torch_call(compiled: bool, operands: Operands) -> Callable[[], Any]:
-    """Return a call of PyTorch's attention over contiguous keys and values.
-
-    Args:
-      compiled: flex attention through `torch.compile`, else scaled-dot-product.
-      operands: their shapes count.
-    """
+def torch_program(workload: Workload) -> Callable[[], Any]:
+    """Return a captured graph of calls of PyTorch's attention, contiguous and equal."""
     if importlib.util.find_spec("torch") is None:
         raise NotImplementedError("torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
         raise NotImplementedError("torch has no GPU here")
-    lengths, cache = set(operands.lengths.tolist()), operands.cache
-    if len(lengths) > 1 or cache.values is None or cache.dtype != jnp.bfloat16:
-        raise NotImplementedError("only equal lengths, bfloat16, keys and values apart")
-    batch, (length,) = operands.queries.shape[0], lengths
-    if compiled and batch != COMPILED_BATCH:
-        raise NotImplementedError(
-            f"it compiles for every shape: measured at batch {COMPILED_BATCH} only"
-        )
-    shape = (batch, NUM_KV_HEADS, length, HEAD_DIM)
-    keys, values = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"
-    )
-    queries = torch.randn(
-        (batch, NUM_HEADS, 1, HEAD_DIM), device="cuda", dtype=torch.bfloat16
-    )
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if compiled:
-        from torch.nn.attention.flex_attention import flex_attention
+    if len(set(workload.lengths)) > 1 or workload.is_latent:
+        raise NotImplementedError("only equal lengths, keys and values apart")
+    if workload.dtype != "bfloat16" or workload.num_bytes > SLOW_BYTES:
+        raise NotImplementedError("bfloat16 up to 4 GiB")
+    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    batch, length = len(workload.lengths), workload.lengths[0]
+    layers = [
+        [make(batch, NUM_KV_HEADS, length, workload.dim) for _ in "kv"]
+        for _ in range(workload.num_layers)
+    ]
+    rows = length if workload.is_prefill else 1
+    queries = make(batch, workload.num_heads, rows, workload.dim)
 
-        attend = torch.compile(flex_attention)
-    return functools.partial(attend, queries, keys, values, enable_gqa=True)
+    def run() -> Any:
+        for number in range(workload.num_calls):
+            keys, values = layers[number % len(layers)]
+            output = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=workload.is_prefill, enable_gqa=True
+            )
+        return output
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> Any:
+        graph.replay()
+        return _Synchronised()
+
+    return replay
 
 
-PEERS: dict[str, Callable[[Operands], Callable[[], Any]]] = {
-    "jkv": functools.partial(jkv_call, None),
-    "jkv, plain path": functools.partial(jkv_call, "xla"),
-    "jax.experimental paged_attention": jax_call,
-    "torch scaled_dot_product_attention": functools.partial(torch_call, False),
-    "torch flex_attention": functools.partial(torch_call, True),
-}
+class _Synchronised:
+    """What a peer outside JAX returns."""
 
-
-def make_case(name: str, call: Callable[[], Any], labels: dict[str, Any]) -> Case:
-    """Enqueue some calls and wait for the last."""
-
-    def run(_: None) -> Any:
-        for _ in range(CALLS):
-            result = call()
-        if hasattr(result, "block_until_ready"):
-            return result.block_until_ready()
+    def block_until_ready(self) -> None:
+        """Wait for all that was started."""
         import torch
 
         torch.cuda.synchronize()
-        return result
-
-    return Case(name=name, prepare=lambda: None, run=run, calls=CALLS, labels=labels)
 
 
-def measure_decode(shape: Shape, rounds: int, copied: float) -> list[dict[str, Any]]:
+def measure(
+    workload: Workload, compiled: dict[Any, Any], rounds: int, copied: float
+) -> list[dict[str, Any]]:
     """Return a row per peer, absent ones with their reason."""
-    operands = make_operands(shape)
+    operands = make_operands(workload, compiled[workload, DRAW])
     cases, rows = [], []
-    for who, prepare in PEERS.items():
-        labels = {"batch x context": shape.label, "who": who}
+    for who in (JKV, PLAIN, JAX, TORCH):
+        labels = {"workload": workload.label, "who": who}
         try:
-            call = prepare(operands)
+            if who == TORCH:
+                call = torch_program(workload)
+            elif (workload, who) not in compiled:
+                continue
+            else:
+                program = compiled[workload, who]
+                if isinstance(program, Exception):
+                    raise program
+                given = operands
+                if who == JAX:
+                    given = compiled[workload, TURN](operands)
+                call = functools.partial(program, given)
             jax.block_until_ready(call())
-            cases.append(make_case(who, call, labels))
+            cases.append(make_case(who, workload, call, few=who == PLAIN))
         except Exception as error:  # a peer's refusal is a result, whatever its type
             rows.append({**labels, "refused": f"{type(error).__name__}: {error}"[:200]})
     if not cases:
         return rows
-    samples = harness.interleave(cases, rounds=rounds, warmup=1)
+    samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=4)
     for case in cases:
         taken = samples[case.name]
-        reached = shape.num_bytes / taken.median
-        rows.append(
-            {
-                **case.labels,
-                **taken.row(),
-                "GB/s": reached / 1e9,
-                "of a copy": reached / copied,
-                "ratio": taken.ratio_to(samples["jkv"]) if "jkv" in samples else None,
-                "bytes": shape.num_bytes,
-            }
-        )
-    return rows
-
-
-def measure_prefill(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    """Return time and rate of causal attention of whole prompts."""
-    rows = []
-    for length in lengths:
-        operands = make_operands(Shape((length,)))
-        queries = jax.random.normal(
-            jax.random.key(2), (length, NUM_HEADS, HEAD_DIM), jnp.bfloat16
-        )
-        integers = [jnp.array([n], jnp.int32) for n in (0, length, length)]
-        cases, cache = [], operands.cache
-        for implementation in (None, "xla"):
-            attend = jax.jit(
-                functools.partial(
-                    jkv.paged_attention,
-                    implementation=implementation,
-                    kv_dtype=cache.dtype,
-                )
-            )
-            pools = (cache.keys, cache.values, 0, operands.tables, None)
-            call = functools.partial(attend, queries, *pools, *integers)
-            cases.append(make_case(implementation or "jkv", call, {}))
-        pairs = length * (length + 1) // 2
-        operations = 4 * NUM_HEADS * HEAD_DIM * pairs
-        for name, taken in harness.interleave(cases, rounds=rounds, warmup=1).items():
-            rate = operations / taken.median / 1e12
-            rows.append({"prompt": length, "who": name, **taken.row(), "TFLOP/s": rate})
+        row = {"workload": workload.label, "who": case.name, **taken.row()}
+        if workload.is_prefill:
+            row["TFLOP/s"] = workload.num_operations / taken.median / 1e12
+        else:
+            reached = workload.num_bytes / taken.median
+            row |= {"GB/s": reached / 1e9, "of a copy": reached / copied}
+        row["ratio"] = taken.ratio_to(samples[JKV]) if JKV in samples else None
+        rows.append(row | {"bytes": workload.num_bytes})
     return rows
 
 
@@ -331,6 +204,7 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         block_size=BLOCK_SIZE,
     )
     seq_ids = jnp.arange(batch, dtype=jnp.int32)
+    calls = 10  # enqueued together in a sample
 
     def bookkeeping(cache: jkv.Cache) -> tuple[jkv.Cache, jkv.Batch]:
         cache, batch = jkv.append(cache, seq_ids)
@@ -356,15 +230,15 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         jitted = jax.jit(function, donate_argnums=0)
 
         def run(_: None, jitted: Any = jitted) -> None:
-            for _ in range(CALLS):
+            for _ in range(calls):
                 held[0], result = jitted(held[0])
             jax.block_until_ready(result)
 
         def prepare() -> None:
             cache, _ = jkv.truncate(held.pop(), seq_ids, context)
-            held.append(cache)
+            held.append(jax.block_until_ready(cache))
 
-        cases.append(Case(name=name, prepare=prepare, run=run, calls=CALLS))
+        cases.append(Case(name=name, prepare=prepare, run=run, calls=calls))
     cache, _ = jax.jit(jkv.allocate, donate_argnums=0)(
         jkv.init(config), [context] * batch
     )
@@ -388,90 +262,70 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
 
 def copy_bandwidth(num_bytes: int, rounds: int) -> float:
     """Return bytes per second, read and written, of adding one to an array."""
-    source = jnp.zeros((num_bytes // 4,), jnp.float32)
-    case = make_case("copy", functools.partial(jax.jit(lambda a: a + 1), source), {})
+    source = jnp.ones((num_bytes // 4,), jnp.float32)
+    add = jax.jit(lambda a: a + 1)
+
+    def run(_: None) -> Any:
+        for _ in range(10):
+            result = add(source)
+        return jax.block_until_ready(result)
+
+    case = Case(name="copy", prepare=lambda: None, run=run, calls=10)
     return 2 * num_bytes / harness.interleave([case], rounds=rounds)["copy"].median
 
 
-def plot(rows: list[dict[str, Any]], copied: float, where: dict[str, Any]) -> None:
-    """Draw bandwidth over bytes read, a line per peer."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed")
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for who in PEERS:
-        points = sorted(
-            (r["bytes"], r["GB/s"]) for r in rows if r["who"] == who and "GB/s" in r
-        )
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", label=who, markersize=4)
-    axes.axhline(copied / 1e9, color="gray", label="copy")
-    axes.set(
-        xscale="log", yscale="log", xlabel="bytes of keys and values", ylabel="GB/s"
-    )
-    axes.set_title(f"Decode attention, {where['device']}")
-    axes.legend(fontsize=7)
-    figure.savefig(PLOT, dpi=150, bbox_inches="tight")
-    print(f"drawn in {PLOT}")
-
-
 def main() -> None:
-    """Test, measure, print, save."""
+    """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--no-tests", action="store_true")
     options = parser.parse_args()
+    began = time.monotonic()
     where = harness.machine()
     quick = options.quick or where["platform"] == "cpu"
     print(harness.header("Attention on a GPU", where), flush=True)
-    tests = None
-    if not options.no_tests:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "tests/attention/kernel/test_pallas.py",
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        tests = (done.stdout.strip().splitlines() or ["no output"])[-1]
-        print(f"kernel tests: {tests}", flush=True)
-
     statistics = jax.devices()[0].memory_stats() or {}
+    workloads = find_workloads(statistics.get("bytes_limit", 2**31), quick)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = compile_all(find_programs(workloads))
+    spent = time.monotonic() - began
+    print(f"{len(compiled)} programs compiled in {spent:.0f} s", flush=True)
     copied = copy_bandwidth(2**24 if quick else 2**31, options.rounds)
     print(f"a copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    decode: list[dict[str, Any]] = []
-    for shape in decode_shapes(statistics.get("bytes_limit", 2**31), quick):
-        decode += measure_decode(shape, options.rounds, copied)
-        print(f"  measured {shape.label}", flush=True)
-    columns = {k: k for k in ("batch x context", "who", "median", "p10", "p90", "GB/s")}
-    columns |= {"of a copy": "of a copy", "ratio": "time by jkv", "refused": "refused"}
-    print("\n" + harness.table(decode, columns))
-    prefill = measure_prefill((64,) if quick else (512, 2_048, 8_192), options.rounds)
-    print("\n" + harness.table(prefill, {k: k for k in prefill[0]}))
-    step = measure_step(*((2, 64) if quick else (64, 2_048)), options.rounds)
-    print("\n" + harness.table(step, {k: k for k in step[0]}))
+    shape = (2, 64) if quick else (64, 2_048)
+    step = measure_step(*shape, options.rounds)
+    print(harness.table(step, {k: k for k in step[0]}), flush=True)
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        if time.monotonic() - began > 60 * options.minutes:
+            rows.append({"workload": workload.label, "refused": "no time was left"})
+            continue
+        try:
+            rows += measure(workload, compiled, options.rounds, copied)
+        except Exception as error:  # no room, say: the others are measured all the same
+            rows.append({"workload": workload.label, "refused": str(error)[:200]})
+        gc.collect()
+        if "torch" in sys.modules:  # gives back what it has kept for itself
+            sys.modules["torch"].cuda.empty_cache()
+        print(f"  measured {workload.label}", flush=True)
+    columns = {k: k for k in ("workload", "who", "median", "p10", "p90", "GB/s")}
+    columns |= {"of a copy": "of a copy", "TFLOP/s": "TFLOP/s"}
+    columns |= {"ratio": "time by jkv", "refused": "refused"}
+    print("\n" + harness.table(rows, columns))
     run = {
         "benchmark": "gpu",
         "machine": where,
-        "kernel tests": tests,
         "copy GB/s": copied / 1e9,
-        "decode": decode,
-        "prefill": prefill,
+        "calls": rows,
         "step": step,
     }
     if quick:
         print("a tiny run: nothing is saved")
         return
     harness.save(options.json, run)
-    plot(decode, copied, where)
     print(f"\nsaved in {options.json}")
 
 

@@ -1,0 +1,343 @@
+"""What `gpu.py` and `tiles.py` time: attention calls, many in one program.
+
+A model's step has a call in each of its layers, so a program here has several, one
+after the other, each on a layer of its own as far as these are needed to be more than
+a card's caches hold. The host starts programs, not calls, and does not count.
+"""
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import Case
+
+import jkv
+from jkv.storage import quantization
+
+BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+MAX_CALLS = 16  # in a program
+PROGRAM_BYTES = 8e9  # that a program reads, about
+SAMPLE_BYTES = 6e10  # that the programs of a sample read, about: some 30 ms
+SAMPLE_OPERATIONS = 1e13  # likewise of prompts
+POOL_BYTES = 2**28  # of all layers at the least: more than a card's caches
+PATTERN = 64  # blocks of random numbers, which then come again
+
+
+class Workload(NamedTuple):
+    """Sequences that decode a token each, or whole prompts."""
+
+    lengths: tuple[int, ...]
+    is_prefill: bool = False
+    is_latent: bool = False
+    dtype: str = "bfloat16"  # as `CacheConfig` takes it
+    num_heads: int = NUM_HEADS
+    head_dim: int = HEAD_DIM
+    block_size: int = BLOCK_SIZE
+    calls: int | None = None  # in a program, if not as many as make it long
+
+    @property
+    def label(self) -> str:
+        """Batch and context in words."""
+        low, high = min(self.lengths), max(self.lengths)
+        context = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+        words = [f"{len(self.lengths)} x {context}", self.dtype]
+        words += ["prefill"] if self.is_prefill else []
+        words += ["latent"] if self.is_latent else []
+        usual = (LATENT_DIM if self.is_latent else HEAD_DIM, NUM_HEADS)
+        if (self.dim, self.num_heads) != usual:
+            words += [f"head dim {self.dim}, {self.num_heads} heads"]
+        if self.block_size != BLOCK_SIZE:
+            words += [f"blocks of {self.block_size}"]
+        return ", ".join(words)
+
+    @property
+    def dim(self) -> int:
+        """Head dim of queries and keys."""
+        return LATENT_DIM if self.is_latent else self.head_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and scales that a call must read."""
+        return sum(self.lengths) * self._config(1).bytes_per_token
+
+    @property
+    def num_operations(self) -> int:
+        """Multiplications and additions of a call of whole prompts."""
+        pairs = sum(n * (n + 1) // 2 for n in self.lengths)
+        value_dim = LATENT_VALUE_DIM if self.is_latent else self.dim
+        return 2 * self.num_heads * (self.dim + value_dim) * pairs
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the calls of a program take turns with."""
+        return min(self.num_calls, 1 + POOL_BYTES // self.num_bytes)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls in a program."""
+        if self.calls is not None:
+            return self.calls
+        if self.is_prefill:
+            return 4
+        return min(MAX_CALLS, max(2, int(PROGRAM_BYTES / self.num_bytes)))
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of a call."""
+        return sum(self.lengths) if self.is_prefill else len(self.lengths)
+
+    @property
+    def config(self) -> jkv.CacheConfig:
+        """A cache that holds just this, in all layers."""
+        return self._config(self.num_layers)
+
+    def _config(self, num_layers: int) -> jkv.CacheConfig:
+        layout: dict[str, Any] = dict(num_kv_heads=NUM_KV_HEADS, head_dim=self.head_dim)
+        if self.is_latent:
+            layout = dict(
+                num_kv_heads=1,
+                head_dim=LATENT_DIM,
+                value_head_dim=LATENT_VALUE_DIM,
+                values_in_keys=True,
+            )
+        return jkv.CacheConfig(
+            num_layers=num_layers,
+            num_blocks=sum(-(-n // self.block_size) for n in self.lengths),
+            block_size=self.block_size,
+            max_sequences=len(self.lengths),
+            max_context_length=max(self.lengths),
+            dtype=self.dtype,
+            **layout,
+        )
+
+
+class Operands(NamedTuple):
+    """What the calls of a program take."""
+
+    queries: tuple[jax.Array, ...]  # bf16 or f32[R, H, D] for each call
+    storage: dict[str, jax.Array]  # of a cache; random blocks in random order
+    tables: jax.Array  # i32[B, M]
+    lengths: jax.Array  # i32[B]
+
+
+# Attention of some queries in a layer.
+Attend = Callable[[jax.Array, Operands, int], jax.Array]
+
+
+def make_operands(
+    workload: Workload, draw: Callable[[], Any] | None = None
+) -> Operands:
+    """Return random queries, pools and tables; `draw_arrays` may be compiled before."""
+    blocks = [-(-n // workload.block_size) for n in workload.lengths]
+    order = np.random.default_rng(0).permutation(sum(blocks))
+    tables = np.zeros((len(blocks), max(blocks)), np.int32)
+    start = 0
+    for row, num in enumerate(blocks):
+        tables[row, :num] = order[start : start + num]
+        start += num
+    queries, storage = draw() if draw else draw_arrays(workload)
+    return Operands(
+        queries,
+        storage,
+        jnp.asarray(tables),
+        jnp.array(workload.lengths, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw_arrays(
+    workload: Workload,
+) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+    """Return the queries of each call, and pools of a few random blocks each."""
+    return _draw_queries(workload), _draw_pools(workload)
+
+
+def _draw_queries(workload: Workload) -> tuple[jax.Array, ...]:
+    shape = workload.num_rows, workload.num_heads, workload.dim
+    dtype = jnp.float32 if workload.dtype == "float32" else jnp.bfloat16
+    keys = jax.random.split(jax.random.key(1), workload.num_calls)
+    return tuple(jax.random.normal(key, shape, dtype) for key in keys)
+
+
+def shape_operands(workload: Workload) -> Operands:
+    """Return the shapes of the operands, which is all that compiling asks for."""
+    batch = len(workload.lengths)
+    blocks = -(-max(workload.lengths) // workload.block_size)
+    cache = jax.eval_shape(functools.partial(jkv.init, workload.config))
+    return Operands(
+        jax.eval_shape(functools.partial(_draw_queries, workload)),
+        dict(cache.storage),
+        jax.ShapeDtypeStruct((batch, blocks), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+
+
+def _draw_pools(workload: Workload) -> dict[str, jax.Array]:
+    shapes = shape_operands(workload).storage
+    _, num_blocks, *shape = shapes["keys"].shape
+    dtype = jnp.dtype(workload.config.dtype)
+    key_rows, value_rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape))
+    filled = {}
+    for name, rows in (("keys", key_rows), ("values", value_rows)):
+        elements, scales = quantization.quantise(rows, dtype)
+        filled |= {name: elements, f"{name[:-1]}_scales": scales}
+    chosen = jnp.arange(num_blocks) % PATTERN
+    return {
+        name: jnp.broadcast_to(filled[name][chosen], shape.shape)
+        for name, shape in shapes.items()
+    }
+
+
+def attend_by_jkv(
+    workload: Workload,
+    implementation: str | None,
+    queries: jax.Array,
+    operands: Operands,
+    layer: int,
+) -> jax.Array:
+    """Call `jkv.paged_attention`."""
+    storage, lengths = operands.storage, operands.lengths
+    starts, counts = cut_rows(workload, lengths)
+    return jkv.paged_attention(
+        queries,
+        storage["keys"],
+        storage.get("values"),
+        layer,
+        operands.tables,
+        None,
+        starts,
+        counts,
+        lengths,
+        implementation=implementation,
+        kv_dtype=workload.config.dtype,
+        value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
+        key_scales=storage.get("key_scales"),
+        value_scales=storage.get("value_scales"),
+        max_query_length=None if workload.is_prefill else 1,
+    )
+
+
+def cut_rows(workload: Workload, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return each request's first row and how many it has, i32[B] both."""
+    counts = lengths if workload.is_prefill else jnp.ones_like(lengths)
+    return jnp.cumsum(counts, dtype=jnp.int32) - counts, counts
+
+
+def attend_by_jax(queries: jax.Array, operands: Operands, layer: int) -> jax.Array:
+    """Call the paged attention that comes with JAX, on keys and values as it has them.
+
+    Each layer is an array of its own, [K, N, T, D], and it wants queries scaled. So
+    that it fits into shared memory it takes two blocks at a time.
+    """
+    from jax.experimental.pallas.ops.gpu import paged_attention
+
+    return paged_attention.paged_attention(
+        queries * queries.shape[-1] ** -0.5,
+        operands.storage["keys"][layer],
+        operands.storage["values"][layer],
+        operands.tables,
+        operands.lengths,
+        pages_per_compute_block=2,
+        k_splits=max(1, min(16, operands.tables.shape[1] // 2)),
+    )
+
+
+def make_program(
+    workload: Workload, attend: Attend
+) -> Callable[[Operands], tuple[jax.Array, ...]]:
+    """Return a function that attends in all calls of a program.
+
+    Queries of their own and all results returned: else equal calls were made one, and
+    others left out.
+    """
+
+    def program(operands: Operands) -> tuple[jax.Array, ...]:
+        return tuple(
+            attend(queries, operands, number % workload.num_layers)
+            for number, queries in enumerate(operands.queries)
+        )
+
+    return program
+
+
+def compile_all(
+    programs: Mapping[Any, tuple[Callable[..., Any], Sequence[Any]]],
+) -> dict[Any, Any]:
+    """Compile functions for shapes, several at a time; what fails is an exception."""
+
+    def build(name: Any) -> Any:
+        function, shapes = programs[name]
+        try:
+            return jax.jit(function).lower(*shapes).compile()
+        except Exception as error:  # a refusal is a result, whatever its type
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(programs, pool.map(build, programs), strict=True))
+
+
+def make_case(
+    name: str, workload: Workload, run_program: Callable[[], Any], *, few: bool = False
+) -> Case:
+    """Enqueue some programs and wait for the last; one where they are slow."""
+    num_bytes = workload.num_bytes * workload.num_calls
+    times = max(1, min(50, int(SAMPLE_BYTES / num_bytes)))
+    if workload.is_prefill:
+        operations = workload.num_operations * workload.num_calls
+        times = max(1, min(50, int(SAMPLE_OPERATIONS / operations)))
+    times = 1 if few else times
+
+    def run(_: None) -> Any:
+        for _ in range(times):
+            result = run_program()
+        return jax.block_until_ready(result)
+
+    return Case(
+        name=name,
+        prepare=lambda: None,
+        run=run,
+        calls=times * workload.num_calls,
+    )
+
+
+def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
+    """Return prompts, then decoding batches whose pools fit 60% of the memory."""
+    if quick:
+        prompts, batches, contexts = [64], {1: (64, 256), 4: (256,)}, (64, 256)
+    else:
+        prompts, contexts = [512, 2_048, 8_192, 32_768], (2_048, 8_192, 32_768)
+        batches = {1: (512, 2_048, 8_192, 32_768, 131_072), 8: (2_048, 32_768)}
+        batches |= {64: (512, *contexts, 131_072), 256: (512, 2_048, 8_192)}
+    usual, longest = contexts[-2], contexts[-1]
+    some = max(batches) if quick else 64
+    batch = (usual,) * some
+    prefill = [Workload((n,), is_prefill=True) for n in prompts]
+    prefill += [
+        Workload((usual,), is_prefill=True, head_dim=256),
+        Workload((usual,), is_prefill=True, is_latent=True),
+        Workload((usual,), is_prefill=True, dtype="int8"),
+        Workload((contexts[0],), is_prefill=True, dtype="float32"),
+    ]
+    found = [Workload((n,) * b) for b, lengths in batches.items() for n in lengths]
+    unequal = tuple(np.geomspace(usual / 64, usual, some).astype(int).tolist())
+    for dtype in ("bfloat16", "int8", "fp8"):
+        found.append(Workload(unequal, dtype=dtype))
+        found.append(Workload(batch, is_latent=True, dtype=dtype))
+        if dtype != "bfloat16":
+            found += [Workload((n,) * some, dtype=dtype) for n in contexts]
+    found += [
+        Workload((contexts[0],) * some, is_latent=True),
+        Workload((longest,) * some, is_latent=True),
+        Workload(batch, is_latent=True, num_heads=128),
+        *(Workload(batch, head_dim=dim) for dim in (64, 256)),
+        *(Workload(batch, block_size=size) for size in (16, 256)),
+        Workload(batch, dtype="float32"),
+    ]
+    fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
+    return prefill + sorted(fitting, key=lambda w: (w.num_bytes, w))

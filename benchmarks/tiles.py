@@ -1,0 +1,280 @@
+"""Tiles of the attention kernel, timed on the card at hand: what its table could hold.
+
+    python benchmarks/tiles.py [--only int8] [--minutes 5]
+
+For each kind of call that the table tells apart it compiles the tile of the table and
+others, times all of them in turn, and prints them, the fastest first. A tile whose
+results differ from those of the plain path is refused. Send what it writes,
+`benchmarks/results/tiles.json`, with a report: the rows for a family of cards were
+chosen by reading machine code wherever no card was at hand.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import harness  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from gpu_calls import (  # noqa: E402
+    LATENT_VALUE_DIM,
+    Operands,
+    Workload,
+    attend_by_jkv,
+    compile_all,
+    cut_rows,
+    make_case,
+    make_operands,
+    make_program,
+    shape_operands,
+)
+
+from jkv.attention.call import Call, make_requests  # noqa: E402
+from jkv.attention.kernel.launches import attend_kernel  # noqa: E402
+from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.tuning import find_target, find_tuning  # noqa: E402
+from jkv.attention.pools import make_pools  # noqa: E402
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
+# A program of one call suffices where that takes long. Of short ones only the number of
+# programs is tried.
+LONG = functools.partial(Workload, calls=1)
+DECODE = (8_192,) * 64
+WORKLOADS = {
+    "bfloat16": LONG(DECODE),
+    "prefill": LONG((8_192,), is_prefill=True),
+    "latent": LONG(DECODE, is_latent=True),
+    "float32": LONG(DECODE, dtype="float32"),
+    "prefill float32": LONG((2_048,), is_prefill=True, dtype="float32"),
+    "int8": LONG(DECODE, dtype="int8"),
+    "fp8": LONG(DECODE, dtype="fp8"),
+    "blocks of 16": LONG(DECODE, block_size=16),
+    "short": Workload((1_024,) * 64),
+    "alone": Workload((8_192,)),
+    "64": LONG(DECODE, head_dim=64),
+    "256": LONG(DECODE, head_dim=256),
+    "prefill int8": LONG((8_192,), is_prefill=True, dtype="int8"),
+    "prefill 256": LONG((8_192,), is_prefill=True, head_dim=256),
+    "latent 128": LONG(DECODE, is_latent=True, num_heads=128),
+    "prefill latent": LONG((4_096,), is_prefill=True, is_latent=True),
+    "prefill 64": LONG((8_192,), is_prefill=True, head_dim=64),
+    "int8 64": LONG(DECODE, head_dim=64, dtype="int8"),
+}
+QUICK = {"bfloat16": LONG((64,)), "prefill": LONG((64,), is_prefill=True)}
+
+
+def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
+    """Return the tile of the table, if there is one, and others."""
+    is_wide = workload.dim > 128 or workload.dtype == "float32"
+    tokens = (16, 32, 64) if is_wide or not workload.is_prefill else (32, 64)
+    if workload.is_prefill:
+        rows = (32, 64, 128) if is_wide else (64, 128)
+        shapes = itertools.product(rows, tokens, (4, 8), (1, 2, 3, 4))
+        found = [Tile(*shape, has_full_loop=True) for shape in shapes]
+    else:
+        rows = (16,)
+        if workload.is_latent:
+            rows = (32, 64)
+        shapes = itertools.product(rows, tokens, (1, 2, 4, 8), (1, 3, 5))
+        found = [Tile(*shape) for shape in shapes]
+        # A warp of its own has no more than a few registers for each token.
+        found = [t for t in found if t.tokens <= 32 * t.num_warps]
+        found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
+        carried = [t for t in found if t.num_stages == 1]
+        found += [dataclasses.replace(t, is_carried=True) for t in carried]
+    first = [] if table is None else [table]
+    return [*first, *(tile for tile in found if tile != table)]
+
+
+def attend_with(
+    workload: Workload,
+    tuning: Tuning,
+    queries: jax.Array,
+    operands: Operands,
+    layer: int,
+) -> jax.Array:
+    """Attend by the kernel as it is cut by a tuning."""
+    storage, lengths = operands.storage, operands.lengths
+    pools = make_pools(
+        storage["keys"],
+        storage.get("values"),
+        storage.get("key_scales"),
+        storage.get("value_scales"),
+        has_layers=True,
+        kv_dtype=workload.config.dtype,
+        value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
+    )
+    limit = None if workload.is_prefill else 1
+    requests = make_requests(
+        operands.tables,
+        None,
+        *cut_rows(workload, lengths),
+        lengths,
+        num_rows=len(queries),
+        block_size=pools.block_size,
+        max_query_length=limit,
+    )
+    call = Call(
+        queries=queries,
+        pools=pools,
+        layer=jnp.int32(layer),
+        requests=requests,
+        scale=jnp.float32(workload.dim**-0.5),
+        window=None,
+        sinks=None,
+        soft_cap=None,
+        max_query_length=limit,
+    )
+    return attend_kernel(call, tuning=tuning, interpret=False)[0]
+
+
+def find_table_tuning(workload: Workload) -> Tuning | None:
+    """Return how the table cuts a workload on this card, None if it has no row."""
+    operands = shape_operands(workload)
+    storage = operands.storage
+    pools = jax.eval_shape(
+        functools.partial(
+            make_pools,
+            has_layers=True,
+            kv_dtype=workload.config.dtype,
+            value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
+        ),
+        storage["keys"],
+        storage.get("values"),
+        storage.get("key_scales"),
+        storage.get("value_scales"),
+    )
+    for platform in ("rocm", "cuda"):
+        target = find_target(platform)
+        if target is not None:
+            return find_tuning(operands.queries[0], pools, platform, target)
+    raise SystemExit("there is no card here that the kernel is for")
+
+
+def find_tunings(workload: Workload, units: int) -> dict[str, Tuning]:
+    """Return what is tried for a workload, in words; the table's, if any, is first."""
+    table = find_table_tuning(workload)
+    kernel = "prefill" if workload.is_prefill else "decode"
+    tile = None if table is None else getattr(table, kernel)
+    tiles = find_tiles(tile, workload) if workload.calls == 1 else [tile]
+    base = table or Tuning(tiles[0], tiles[0], 8 * units)
+    found = {
+        describe(each): dataclasses.replace(base, **{kernel: each}) for each in tiles
+    }
+    if not workload.is_prefill:
+        for programs in (2, 4, 8, 12, 16):
+            words = f"{describe(tiles[0])}, {programs} programs a unit"
+            found[words] = dataclasses.replace(base, programs=programs * units)
+    return found
+
+
+def describe(tile: Tile) -> str:
+    """Say a tile in words."""
+    more = ", carried" if tile.is_carried else ""
+    return (
+        f"{tile.rows} x {tile.tokens}, {tile.num_warps} warps, "
+        f"{tile.num_stages} stages{more}"
+    )
+
+
+def measure(
+    name: str, workload: Workload, units: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row per tile, the fastest first, refused ones last."""
+    tunings = find_tunings(workload, units)
+    shapes = shape_operands(workload)
+    programs = {
+        words: (
+            make_program(workload, functools.partial(attend_with, workload, tuning)),
+            (shapes,),
+        )
+        for words, tuning in tunings.items()
+    }
+    plain = functools.partial(attend_by_jkv, workload, "xla")
+    programs[""] = make_program(workload, plain), (shapes,)
+    compiled = compile_all(programs)
+    operands = make_operands(workload)
+    cases, refused = [], []
+    expected = compiled.pop("")(operands)[0].astype(jnp.float32)
+    largest = float(jnp.max(jnp.abs(expected)))
+    for words, program in compiled.items():
+        row = {"kind": name, "tile": words}
+        try:
+            if isinstance(program, Exception):
+                raise program
+            output = program(operands)[0].astype(jnp.float32)
+            error = float(jnp.max(jnp.abs(output - expected))) / largest
+            if not error < 0.02:
+                raise ValueError(f"wrong by {error:.2g} of the largest")
+            run = functools.partial(program, operands)
+            cases.append(make_case(words, workload, run))
+        except Exception as reason:  # too much shared memory, mostly
+            said = f"{type(reason).__name__}: {reason}"
+            refused.append({**row, "refused": said[:120]})
+    samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=2)
+    rows = []
+    table = find_table_tuning(workload)
+    for case in cases:
+        taken = samples[case.name]
+        row = {"kind": name, "tile": case.name, **taken.row()}
+        if workload.is_prefill:
+            row["TFLOP/s"] = workload.num_operations / taken.median / 1e12
+        else:
+            row["GB/s"] = workload.num_bytes / taken.median / 1e9
+        rows.append(row | {"in the table": tunings[case.name] == table})
+    return sorted(rows, key=lambda row: row["median"]) + refused
+
+
+def report(rows: Sequence[dict[str, Any]], most: int = 12) -> str:
+    """Return the fastest rows of a kind, and the table's, as text."""
+    timed = [row for row in rows if "median" in row]
+    shown = timed[:most] + [row for row in timed[most:] if row["in the table"]]
+    columns = ("kind", "tile", "median", "p10", "p90", "GB/s", "TFLOP/s")
+    columns += ("in the table",)
+    refused = len(rows) - len(timed)
+    text = harness.table(shown, {k: k for k in columns})
+    return f"{text}\n{len(timed)} timed, {refused} refused\n"
+
+
+def main() -> None:
+    """Time, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes")
+    parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
+    options = parser.parse_args()
+    began = time.monotonic()
+    where = harness.machine()
+    print(harness.header("Tiles of the attention kernel", where), flush=True)
+    units = getattr(jax.devices()[0], "core_count", None) or 1
+    workloads = QUICK if options.quick else {k: WORKLOADS[k] for k in options.only}
+    rows: list[dict[str, Any]] = []
+    for name, workload in workloads.items():
+        if time.monotonic() - began > 60 * options.minutes:
+            print(f"{name}: no time was left", flush=True)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found = measure(name, workload, units, options.rounds)
+        spent = time.monotonic() - began
+        print(f"{workload.label}, after {spent:.0f} s\n{report(found)}", flush=True)
+        rows += found
+    if not options.quick:
+        run = {"benchmark": "tiles", "machine": where, "tiles": rows}
+        harness.save(options.json, run)
+        print(f"saved in {options.json}")
+
+
+if __name__ == "__main__":
+    main()
