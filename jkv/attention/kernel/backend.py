@@ -182,6 +182,32 @@ def defer(
     return tuple(primitive.bind(*leaves, call=call, results=results))
 
 
+def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return an array of raw bits as the numbers they mean, for kernels alone.
+
+    A kernel is told where an array lies and what its elements are, so nothing is done,
+    and nothing copied as by `bitcast_convert_type`. A tile that is loaded as bits goes
+    through registers to be numbers, and back, before Hopper multiplies it.
+    """
+    viewed: jax.Array = _view.bind(array, dtype=jnp.dtype(dtype))
+    return viewed
+
+
+_view = Primitive("jkv_view")
+
+
+_view.def_abstract_eval(lambda array, dtype: jax.core.ShapedArray(array.shape, dtype))
+
+
+def _lower_view(_ctx: Any, array: Any, *, dtype: Any) -> Any:
+    """Give the operand itself, to a call that passes on where it lies."""
+    del dtype
+    return [array]
+
+
+mlir.register_lowering(_view, _lower_view)
+
+
 _deferred = Primitive("jkv_deferred")
 
 

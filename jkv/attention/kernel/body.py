@@ -14,6 +14,8 @@ Tokens are clamped into the visible range, so nothing stale or foreign is ever l
 and only scores need a mask. Scores carry a factor log2(e): the hardware has exp2.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -138,14 +140,16 @@ def attend_range(
         start = trip * tile_tokens
         return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
+    dot = functools.partial(_dot, variant)
+
     def attend_tile(
         trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
         keys, values = tile.keys, tile.values
-        scores = _dot(queries[0], keys[0], transpose=True)
+        scores = dot(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
-            scores += _dot(query, key, transpose=True)
+            scores += dot(query, key, transpose=True)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
         scores = _cap_in_log2(scores * factor, variant.soft_cap)
         visible = see(start + jnp.arange(tile_tokens, dtype=jnp.int32))
@@ -162,7 +166,7 @@ def attend_range(
             weights *= tile.value_scales[None, :]
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
-            old * shrink[:, None] + _dot(weights, value)
+            old * shrink[:, None] + dot(weights, value)
             for old, value in zip(sums.values, values, strict=True)
         )
         return TileSums(maximum, total, summed)
@@ -225,13 +229,17 @@ def _cap_in_log2(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return soft_cap * LOG2E * (1.0 - 2.0 / (power + 1.0))
 
 
-def _dot(one: jax.Array, other: jax.Array, *, transpose: bool = False) -> jax.Array:
-    """Multiply tiles into float32, without rounding float32 operands."""
-    dimensions = (((1,), (1 if transpose else 0,)), ((), ()))
+def _dot(
+    variant: Variant, one: jax.Array, other: jax.Array, *, transpose: bool = False
+) -> jax.Array:
+    """Multiply tiles into float32; float32 operands are not rounded, or hardly."""
+    is_split = variant.tile.is_split and not variant.interpret
     return lax.dot_general(
         one,
         other,
-        dimensions,
-        precision=lax.Precision.HIGHEST,
+        (((1,), (1 if transpose else 0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        if is_split
+        else lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )

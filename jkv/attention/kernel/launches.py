@@ -58,7 +58,8 @@ def decode_rows(
     """Return the results of requests of one row; other rows are zeros and -inf."""
     listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
-    operands = _make_operands(call, listed.work)._replace(sinks=None)
+    operands = _make_operands(call, listed.work, variant)
+    operands = operands._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
         listed.pieces,
@@ -102,15 +103,23 @@ def prefill_rows(
         listed = call.work_lists.find_prefill(sizes)
     if listed is None:
         listed = list_prefill_work(call.requests, sizes)
-    return _launch_rows(_make_operands(call, listed.work), output, lse, variant)
+    operands = _make_operands(call, listed.work, variant)
+    return _launch_rows(operands, output, lse, variant)
 
 
-def _make_operands(call: Call, work: Work) -> Operands:
+def _make_operands(call: Call, work: Work, variant: Variant) -> Operands:
     """Return what the kernel reads, whole: nothing is sliced, and nothing computed.
 
     Each operation here would be a launch in every layer.
     """
     pools = call.pools
+    keys, values = pools.keys, pools.values
+    # A tile that is carried is left as bits: on gfx942 its first one would be waited
+    # for twice.
+    has_view = not variant.interpret and not variant.tile.is_carried
+    if keys.dtype == jnp.uint16 and has_view:
+        keys = backend.view_as(keys, jnp.bfloat16)
+        values = None if values is None else backend.view_as(values, jnp.bfloat16)
     return Operands(
         work=work,
         layer=call.layer[None],
@@ -120,8 +129,8 @@ def _make_operands(call: Call, work: Work) -> Operands:
         sinks=call.sinks,
         block_tables=call.requests.block_tables,
         queries=call.queries,
-        keys=pools.keys,
-        values=pools.values,
+        keys=keys,
+        values=values,
         key_scales=pools.key_scales,
         value_scales=pools.value_scales,
     )

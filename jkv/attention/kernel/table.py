@@ -4,8 +4,8 @@ Nothing is tuned at run time. A row holds up to a head dim; where there is no ro
 plain path serves. All rows were chosen by compiling them: no vector register may be
 spilled, shared memory must fit, matrix instructions must be used
 (`tests/attention/kernel/test_kernel_machine_code.py` compiles each row for its
-family's targets, and `benchmarks/results/kernel_code.json` holds what came out). No row
-was timed on an AMD card yet.
+family's targets, and `benchmarks/results/kernel_code.json` holds what came out).
+Hopper's were timed, too; no row was timed on an AMD card yet.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ class Tile:
     num_stages: int  # tiles of K/V in flight; 1 leaves that to the occupancy
     has_full_loop: bool = False  # prefill: a loop without mask before the one with it
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
+    is_split: bool = False  # a product of float32 is three of tf32, good to 22 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,18 @@ def _carried(rows: int, tokens: int, num_warps: int) -> Tile:
     return Tile(rows, tokens, num_warps, 1, is_carried=True)
 
 
+def _split(
+    rows: int, tokens: int, num_warps: int, num_stages: int, is_full: bool = False
+) -> Tile:
+    return Tile(
+        rows, tokens, num_warps, num_stages, has_full_loop=is_full, is_split=True
+    )
+
+
+# Where matrix instructions take float32, whatever the pool holds.
+_FLOAT32 = ("float32", "mixed")
+
+
 # 16-bit elements on RDNA: more waves for wider heads, and one loop in prefill (two
 # spill 84 registers on gfx11 at head dim 128). 64 tokens on 4 waves spill hundreds.
 # Latent caches do not fit at all, and float32 has no matrix instructions.
@@ -96,9 +109,9 @@ TABLE = {
             Row(128, _carried(16, 16, 1), _full(64, 32, 4, 1)),
             Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1), programs=4),
             Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1), programs=4),
-            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), ("float32",)),
-            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), ("float32",), 2),
-            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), ("float32",), 1),
+            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
+            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
+            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),
         ),
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers. Bytes
@@ -128,28 +141,42 @@ TABLE = {
         ),
         spilling={"half": (240,)},
     ),
-    # 64 tokens in five stages: the block table stands between a tile and its address,
-    # and with fewer stages the pipeline holds one tile of K/V only. Three stages of 256
-    # wide heads take 74 of 227 KiB and leave room for two more programs. Bytes of wide
-    # heads take all registers in tiles of this size, so theirs are smaller; narrow ones
-    # are bound by their conversion, and three stages take a tenth fewer instructions.
-    # Heads of three pieces, one of them 16 wide, spill; the smallest tile on eight
-    # warps holds 176. Float32 would be rounded to tf32, or miss the matrix units.
+    # Timed on an H100 (`benchmarks/results/tiles.json`): the fastest that do not spill.
+    # Five stages: the block table stands between a tile and its address, and with fewer
+    # the pipeline holds one tile of K/V only; narrow heads are small enough for three.
+    # Prefill wants several programs on a unit, whose matrix and other units take turns:
+    # few tokens up to 128, and from there 128 rows, which are two warp groups. Bytes
+    # are bound by their conversion, 64 tokens at a time at best; wide ones take all
+    # registers in such tiles. Heads of three pieces, one of them 16 wide, spill; the
+    # smallest tile on eight warps holds 176. Float32 is split into two numbers of tf32,
+    # and heads of more than 64 with a piece of 16 spill.
     "hopper": Family(
         targets=("sm_90",),
         units=132,
         rows=(
-            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2), ("byte",)),
-            Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
+            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2)),
+            Row(128, Tile(16, 64, 4, 5), _full(64, 32, 4, 2), ("half",)),
+            Row(160, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
+            Row(176, Tile(16, 16, 8, 2), _full(128, 64, 8, 2), ("half",)),
+            Row(256, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
+            Row(576, Tile(32, 64, 8, 5), _full(32, 64, 8, 2), ("half",), 2),
+            Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2), ("byte",)),
             Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
-            Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2)),
-            Row(160, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
-            Row(176, Tile(16, 16, 8, 2), _full(64, 32, 8, 2), ("half",)),
-            Row(256, Tile(16, 64, 4, 3), _full(64, 32, 8, 2), ("half",)),
+            Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2), ("byte",)),
             Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
-            Row(576, Tile(32, 16, 8, 2), _full(32, 16, 8, 2), programs=4),
+            Row(576, Tile(32, 32, 8, 5), _full(32, 32, 8, 1), ("byte",), 4),
+            Row(64, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
+            Row(96, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("float32",)),
+            Row(128, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
+            Row(256, _split(16, 32, 8, 3), _split(16, 32, 8, 1, True), ("float32",)),
+            Row(128, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("mixed",)),
         ),
-        spilling={"half": (208, 240), "byte": (176, 208, 240)},
+        spilling={
+            "half": (208, 240),
+            "byte": (176, 208, 240),
+            "float32": (80, 112, 144, 176, 208, 240),
+            "mixed": (16, 80, 112),
+        },
     ),
     # What fits all cards from sm_80 on, the ones with 99 KiB of shared memory included.
     "other": Family(
@@ -157,7 +184,7 @@ TABLE = {
         units=108,
         rows=(
             Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
-            Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 2), programs=4),
+            Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 1), programs=4),
         ),
     ),
 }

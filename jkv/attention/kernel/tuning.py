@@ -81,10 +81,15 @@ def find_tuning(
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
-    """Tell calls apart that need other tiles: "float32", "half" or "byte"."""
+    """Tell calls apart that need other tiles.
+
+    Returns:
+      "float32", "half" or "byte"; "mixed" for float32 queries on bytes.
+    """
+    has_bytes = bool(pools.dtypes & set(ONE_BYTE_DTYPES))
     if find_operand_dtype(queries, pools) == jnp.float32:
-        return "float32"
-    return "byte" if pools.dtypes & set(ONE_BYTE_DTYPES) else "half"
+        return "mixed" if has_bytes else "float32"
+    return "byte" if has_bytes else "half"
 
 
 def find_operand_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:

@@ -42,6 +42,7 @@ DTYPES = {
     "half": {},
     "float32": {"dtype": "float32"},
     "byte": {"kv_dtype": "float8_e4m3fn"},
+    "mixed": {"dtype": "float32", "kv_dtype": "int8"},
 }
 
 
@@ -106,12 +107,13 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
     for kernel in kernels:
         if kernel.name == "jkv_join":
             continue
-        # The offsets of the two pools, whose elements are the only i16.
+        # The offsets of the two pools, and of queries, which are never as many.
         offsets = re.findall(
-            r"tt\.addptr.*: \(tensor<[\dx]+x!tt.ptr<i16[^>]*>>, tensor<[\dx]+x(i\d+)>",
+            r"addptr.*: \(tensor<[^<]*!tt.ptr<b?[fi]16[^>]*>>, tensor<[\dx]+x(i\d+)>",
             kernel.text,
         )
-        assert len(offsets) >= 2 and set(offsets) == {f"i{bits}"}
+        assert offsets.count(f"i{bits}") >= 2
+        assert set(offsets) == {"i32", f"i{bits}"}
 
 
 @pytest.mark.one_end

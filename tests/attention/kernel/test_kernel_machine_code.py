@@ -34,10 +34,11 @@ HARDEST = {"group": 12, "block_size": 4, "options": True}
 SHAPES = [
     (96, 96, HARDEST),
     (128, 128, {"dtype": "float16", **HARDEST}),
+    (64, 64, HARDEST),
     (256, 256, HARDEST),
     (256, 256, {}),
     (576, 512, HARDEST),
-    *((dim, dim, {"dtype": "float32"}) for dim in (128, 256)),
+    *((dim, dim, {"dtype": "float32"}) for dim in (96, 128, 256)),
     (576, 512, {"dtype": "float32", **HARDEST}),
     (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
     (256, 256, {"kv_dtype": "int8"}),
@@ -167,6 +168,9 @@ def test_nothing_spills(platform, target, known, shapes):
                 has_halves = target.startswith("gfx12") and pools.key_scales is not None
                 has_one_block = pools.block_size >= tuning.decode.tokens
                 waits = 1 if has_one_block and not has_halves else 2
+                # gfx11 waits for each piece of bytes that are cut into pieces.
+                if target.startswith("gfx11") and head_dim & (head_dim - 1):
+                    waits = 3
                 assert code.round_trips is None or code.round_trips <= waits, table[-1]
             if kernel.name != "jkv_join":
                 assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]

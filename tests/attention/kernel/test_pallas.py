@@ -21,13 +21,14 @@ from workloads import Workload, make_operands
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import body, loads, platforms
-from jkv.attention.kernel.tuning import find_family, find_target
+from jkv.attention.kernel.tuning import find_family, find_target, why_not
+from jkv.attention.pools import make_pools
 from jkv.storage import quantization
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
-# Only CDNA and the interpreter multiply float32; elsewhere it is the plain path's.
+# Where the table has float32; elsewhere it is the plain path's.
 FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFORM))
-DTYPE = "float32" if FAMILY in (None, "cdna") else "float16"
+DTYPE = "float32" if FAMILY in (None, "cdna", "hopper") else "float16"
 
 quantise = jax.jit(quantization.quantise, static_argnums=1)
 
@@ -239,11 +240,19 @@ CASES = {
 
 def skip_what_has_no_row(this):
     """On a GPU: its family may lack float32 or latent caches, and says so."""
-    float32 = "float32" in (this.queries, this.storage)
-    is_rdna = FAMILY in ("rdna", "rdna4")
-    if (float32 and DTYPE != "float32") or (this.is_latent and is_rdna):
+    if FAMILY is None:
+        return
+    arguments = this.arguments(this.operands("decode"))
+    pools = make_pools(
+        *arguments[1:3],
+        *arguments[9:11],
+        has_layers=True,
+        kv_dtype=this.storage,
+        value_head_dim=this.value_dim if this.is_latent else None,
+    )
+    if why_not(arguments[0], pools, PLATFORM, find_target(PLATFORM)):
         with pytest.raises(NotImplementedError, match="there is no tile"):
-            this.attend("pallas")(*this.arguments(this.operands("decode")))
+            this.attend("pallas")(*arguments)
         pytest.skip(f"{FAMILY} leaves this to the plain path")
 
 
