@@ -116,6 +116,32 @@ def draw_compile(run: Run) -> None:
     axes.set_title("trace, lower and compile: s of processor time", fontsize=9)
 
 
+def draw_gpu(run: Run) -> None:
+    """Draw what decoding reaches of a copy's bandwidth on a GPU, a point a batch."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
+    peers = {
+        "jkv": ("jkv: bfloat16, paged", OURS),
+        "jax.experimental paged_attention": ("jax.experimental: paged", "#d98b3a"),
+        "torch scaled_dot_product_attention": ("torch: contiguous", THEIRS),
+    }
+    usual = [r for r in run["calls"] if r["workload"].endswith(", bfloat16")]
+    for who, (label, colour) in peers.items():
+        points = sorted(
+            (row["bytes"] / 1e6, row["of a copy"])
+            for row in usual
+            if row["who"] == who and "of a copy" in row
+        )
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_ylim(0)
+    axes.set_title(
+        "decoding: bandwidth, of a copy's; by MB of keys and values", fontsize=9
+    )
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+
+
 def draw_trainer(run: Run) -> None:
     """Draw the rewards of training with each engine, a line a seed, and a rollout."""
     figure, (above, below) = pyplot.subplots(
@@ -143,6 +169,7 @@ PICTURES: dict[str, Callable[[Run], None]] = {
     "generate": draw_generate,
     "compile": draw_compile,
     "trainer": draw_trainer,
+    "gpu": draw_gpu,
 }
 
 
@@ -156,7 +183,9 @@ def draw_all(folder: pathlib.Path) -> None:
         with pyplot.rc_context(settings):
             draw(run)
             machine = run["machine"]
-            said = (machine["versions"]["jax"], machine["cpu"], machine["date"][:10])
+            is_cpu = machine["platform"] == "cpu"
+            where = machine["cpu" if is_cpu else "device"]
+            said = (machine["versions"]["jax"], where, machine["date"][:10])
             pyplot.gcf().supxlabel("JAX " + ", ".join(said), fontsize=7)
             noted = {"Date": None, "Description": f"results {digest(name)}"}
             pyplot.savefig(folder / f"{name}.svg", metadata=noted)
