@@ -5,7 +5,7 @@
 Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
-whose lengths differ 100-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
+whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
 of 32 layers with and without its bookkeeping. The floor is reading keys and values
 once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
 
@@ -73,13 +73,13 @@ def find_programs(workloads: Sequence[Workload]) -> dict[Any, Any]:
         programs[workload, DRAW] = functools.partial(draw_arrays, workload), ()
         attend = functools.partial(attend_by_jkv, workload, None)
         programs[workload, JKV] = make_program(workload, attend), (shapes,)
-        has_peers = not workload.is_latent and workload.num_bytes <= SLOW_BYTES
-        is_plain = workload.dtype == "bfloat16" and not workload.is_prefill
-        is_chosen = len(workload.lengths) == PLAIN_BATCH or workload.dtype == "float32"
-        if is_chosen and workload.num_bytes <= SLOW_BYTES:
+        if workload.num_bytes > SLOW_BYTES:
+            continue
+        if len(workload.lengths) == PLAIN_BATCH or workload.dtype == "float32":
             attend = functools.partial(attend_by_jkv, workload, "xla")
             programs[workload, PLAIN] = make_program(workload, attend), (shapes,)
-        if has_peers and is_plain:
+        is_special = workload.is_latent or workload.is_prefill
+        if workload.dtype == "bfloat16" and not is_special:
             programs[workload, TURN] = _for_jax, (shapes,)
             turned = jax.eval_shape(_for_jax, shapes)
             programs[workload, JAX] = make_program(workload, attend_by_jax), (turned,)

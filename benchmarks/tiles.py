@@ -40,9 +40,9 @@ from gpu_calls import (  # noqa: E402
 
 from jkv.attention.call import Call, make_requests  # noqa: E402
 from jkv.attention.kernel.launches import attend_kernel  # noqa: E402
+from jkv.attention.kernel.planning import find_card_tuning  # noqa: E402
 from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
-from jkv.attention.kernel.tuning import find_target, find_tuning  # noqa: E402
-from jkv.attention.pools import make_pools  # noqa: E402
+from jkv.attention.pools import Pools, make_pools  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
 # A program of one call suffices where that takes long. Of short ones only the number of
@@ -103,16 +103,7 @@ def attend_with(
     layer: int,
 ) -> jax.Array:
     """Attend by the kernel as it is cut by a tuning."""
-    storage, lengths = operands.storage, operands.lengths
-    pools = make_pools(
-        storage["keys"],
-        storage.get("values"),
-        storage.get("key_scales"),
-        storage.get("value_scales"),
-        has_layers=True,
-        kv_dtype=workload.config.dtype,
-        value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
-    )
+    pools, lengths = pools_of(workload, operands.storage), operands.lengths
     limit = None if workload.is_prefill else 1
     requests = make_requests(
         operands.tables,
@@ -137,32 +128,30 @@ def attend_with(
     return attend_kernel(call, tuning=tuning, interpret=False)[0]
 
 
-def find_table_tuning(workload: Workload) -> Tuning | None:
-    """Return how the table cuts a workload on this card, None if it has no row."""
-    operands = shape_operands(workload)
-    storage = operands.storage
-    pools = jax.eval_shape(
-        functools.partial(
-            make_pools,
-            has_layers=True,
-            kv_dtype=workload.config.dtype,
-            value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
-        ),
+def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:
+    """Return the arrays of a cache as the kernel takes them."""
+    return make_pools(
         storage["keys"],
         storage.get("values"),
         storage.get("key_scales"),
         storage.get("value_scales"),
+        has_layers=True,
+        kv_dtype=workload.config.dtype,
+        value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
     )
-    for platform in ("rocm", "cuda"):
-        target = find_target(platform)
-        if target is not None:
-            return find_tuning(operands.queries[0], pools, platform, target)
-    raise SystemExit("there is no card here that the kernel is for")
 
 
-def find_tunings(workload: Workload, units: int) -> dict[str, Tuning]:
+def find_table_tuning(workload: Workload) -> Tuning | None:
+    """Return how the table cuts a workload on this card, None if it has no row."""
+    storage = shape_operands(workload).storage
+    pools = jax.eval_shape(functools.partial(pools_of, workload), storage)
+    return find_card_tuning(pools)
+
+
+def find_tunings(
+    workload: Workload, table: Tuning | None, units: int
+) -> dict[str, Tuning]:
     """Return what is tried for a workload, in words; the table's, if any, is first."""
-    table = find_table_tuning(workload)
     kernel = "prefill" if workload.is_prefill else "decode"
     tile = None if table is None else getattr(table, kernel)
     tiles = find_tiles(tile, workload) if workload.calls == 1 else [tile]
@@ -190,7 +179,8 @@ def measure(
     name: str, workload: Workload, units: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Return a row per tile, the fastest first, refused ones last."""
-    tunings = find_tunings(workload, units)
+    table = find_table_tuning(workload)
+    tunings = find_tunings(workload, table, units)
     shapes = shape_operands(workload)
     programs = {
         words: (
@@ -222,7 +212,6 @@ def measure(
             refused.append({**row, "refused": said[:120]})
     samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=2)
     rows = []
-    table = find_table_tuning(workload)
     for case in cases:
         taken = samples[case.name]
         row = {"kind": name, "tile": case.name, **taken.row()}
@@ -256,6 +245,8 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     where = harness.machine()
+    if where["platform"] == "cpu":
+        raise SystemExit("there is no card here that the kernel is for")
     print(harness.header("Tiles of the attention kernel", where), flush=True)
     units = getattr(jax.devices()[0], "core_count", None) or 1
     workloads = QUICK if options.quick else {k: WORKLOADS[k] for k in options.only}

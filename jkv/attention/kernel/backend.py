@@ -194,8 +194,6 @@ def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 _view = Primitive("jkv_view")
-
-
 _view.def_abstract_eval(lambda array, dtype: jax.core.ShapedArray(array.shape, dtype))
 
 
@@ -207,13 +205,8 @@ def _lower_view(_ctx: Any, array: Any, *, dtype: Any) -> Any:
 
 mlir.register_lowering(_view, _lower_view)
 
-
 _deferred = Primitive("jkv_deferred")
-
-
 _interpreted = Primitive("jkv_interpreted")
-
-
 _deferred.multiple_results = _interpreted.multiple_results = True
 
 
@@ -279,32 +272,15 @@ def _lower_refusal(_ctx: Any, *, reason: str, **_params: Any) -> Any:
 
 
 _refuse = Primitive("jkv_refuse")
-
-
 _refuse.multiple_results = True
-
-
 _refuse.def_abstract_eval(_find_types)
-
-
 mlir.register_lowering(_refuse, _lower_refusal)
 
-
 _deferred.def_impl(_run)
-
-
 _deferred.def_abstract_eval(_find_types)
-
-
 _interpreted.def_impl(_run)
-
-
 _interpreted.def_abstract_eval(_find_types)
-
-
 mlir.register_lowering(_deferred, _lower_unused)
-
-
 mlir.register_lowering(_interpreted, _lower)
 
 

@@ -58,8 +58,7 @@ def decode_rows(
     """Return the results of requests of one row; other rows are zeros and -inf."""
     listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
-    operands = _make_operands(call, listed.work, variant)
-    operands = operands._replace(sinks=None)
+    operands = _make_operands(call, listed.work, variant)._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
         listed.pieces,

@@ -79,7 +79,7 @@ def plan_work(
       None where there is no card with a kernel, or nobody asks.
     """
     num_requests, max_blocks = len(seq_ids), block_tables.shape[1]
-    tuning = _find_tuning(pools)
+    tuning = find_card_tuning(pools)
     if tuning is None or not num_rows or not num_requests:
         return None
     groups = _GROUPS if pools.values is not None else _LATENT_GROUPS
@@ -136,7 +136,7 @@ def _list_work(
     )
 
 
-def _find_tuning(pools: Pools) -> Tuning | None:
+def find_card_tuning(pools: Pools) -> Tuning | None:
     """Return how calls are cut on the card at hand, None where no kernel serves them.
 
     Queries are taken to be what the pools hold, or bfloat16 where these are bytes.

@@ -23,7 +23,7 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 @pytest.fixture
 def with_card(monkeypatch):
     """As on a machine with a card for which kernels are cut as they are interpreted."""
-    monkeypatch.setattr(planning, "_find_tuning", lambda _: _INTERPRETED)
+    monkeypatch.setattr(planning, "find_card_tuning", lambda _: _INTERPRETED)
 
 
 @pytest.fixture
