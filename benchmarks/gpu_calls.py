@@ -172,7 +172,7 @@ def shape_operands(workload: Workload) -> Operands:
     cache = jax.eval_shape(functools.partial(jkv.init, workload.config))
     return Operands(
         jax.eval_shape(functools.partial(_draw_queries, workload)),
-        dict(cache.storage),
+        cache.storage[0].pools,
         jax.ShapeDtypeStruct((batch, blocks), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
@@ -180,13 +180,13 @@ def shape_operands(workload: Workload) -> Operands:
 
 def _draw_pools(workload: Workload) -> dict[str, jax.Array]:
     shapes = shape_operands(workload).storage
-    _, num_blocks, *shape = shapes["keys"].shape
+    _, num_blocks, *shape = shapes["key_pool"].shape
     dtype = jnp.dtype(workload.config.dtype)
     key_rows, value_rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape))
     filled = {}
-    for name, rows in (("keys", key_rows), ("values", value_rows)):
+    for name, rows in (("key", key_rows), ("value", value_rows)):
         elements, scales = quantization.quantise(rows, dtype)
-        filled |= {name: elements, f"{name[:-1]}_scales": scales}
+        filled |= {f"{name}_pool": elements, f"{name}_scales": scales}
     chosen = jnp.arange(num_blocks) % PATTERN
     return {
         name: jnp.broadcast_to(filled[name][chosen], shape.shape)
@@ -206,8 +206,8 @@ def attend_by_jkv(
     starts, counts = cut_rows(workload, lengths)
     return jkv.paged_attention(
         queries,
-        storage["keys"],
-        storage.get("values"),
+        storage["key_pool"],
+        storage.get("value_pool"),
         layer,
         operands.tables,
         None,
@@ -239,8 +239,8 @@ def attend_by_jax(queries: jax.Array, operands: Operands, layer: int) -> jax.Arr
 
     return paged_attention.paged_attention(
         queries * queries.shape[-1] ** -0.5,
-        operands.storage["keys"][layer],
-        operands.storage["values"][layer],
+        operands.storage["key_pool"][layer],
+        operands.storage["value_pool"][layer],
         operands.tables,
         operands.lengths,
         pages_per_compute_block=2,

@@ -61,7 +61,7 @@ class Verbs:
         self.cache = _used_pool(jkv.init(config, storage=storage), workload)
         empty = self.cache.metadata
         # The ring's live entries, for the bare loops to take the same blocks.
-        ring = empty.free_blocks
+        ring = empty.groups[0].free_blocks
         self.free_order = np.roll(ring.ids, -int(ring.head))[: int(ring.count)].tolist()
         self.copy = jax.jit(lambda metadata: jax.tree.map(jnp.copy, metadata))
         started, self.seq_ids = _grown(self.cache, workload.start_lengths)

@@ -212,8 +212,10 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
     of_cache, everywhere, by_heads = step.place(devices)
     cache = jax.eval_shape(lambda: jkv.init(step.config()))
-    cache = dataclasses.replace(cache, sharding=of_cache.sharding)
-    dtype = jnp.bfloat16 if cache.key_scales is not None else step.dtype
+    (storage,), (of_storage,) = cache.storage, of_cache.storage
+    storage = dataclasses.replace(storage, sharding=of_storage.sharding)
+    cache = cache.with_storage((storage,))
+    dtype = jnp.bfloat16 if storage.key_scales is not None else step.dtype
     rows, keys = (
         jax.ShapeDtypeStruct((step.rows, heads, step.head_dim), dtype)
         for heads in (step.num_heads, step.num_kv_heads)
@@ -237,7 +239,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     launches = count_launches(text)
     if launches is not None:
         assert launches["bookkeeping"] == 0, f"lists are made in each layer: {launches}"
-    layer_elements = cache.keys.size // step.num_layers // step.num_cards
+    layer_elements = storage.key_pool.size // step.num_layers // step.num_cards
     for line in text.splitlines():
         match = re.search(r"= (.+?) ([\w-]+)\(", line)
         if match is None or match[2] in IN_PLACE:
@@ -245,8 +247,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
         for shape in re.findall(r"\w+\[([\d,]+)\]", match[1]):
             size = np.prod([int(n) for n in shape.split(",")])
             assert size < layer_elements, f"a copy of a layer or more: {line}"
-    storage = cache.storage.values()
-    pool_bytes = sum(x.size * x.dtype.itemsize for x in storage)
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in storage.pools.values())
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     storage_bytes = pool_bytes // step.num_cards
     cache_bytes -= pool_bytes - storage_bytes  # the metadata is on every card

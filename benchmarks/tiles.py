@@ -131,8 +131,8 @@ def attend_with(
 def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:
     """Return the arrays of a cache as the kernel takes them."""
     return make_pools(
-        storage["keys"],
-        storage.get("values"),
+        storage["key_pool"],
+        storage.get("value_pool"),
         storage.get("key_scales"),
         storage.get("value_scales"),
         has_layers=True,

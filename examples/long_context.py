@@ -69,12 +69,13 @@ def main() -> None:
 
     length = len(prompt) + int(result.lengths[0])
     print(f"\n{length} tokens in blocks of {config.block_size} on {mesh.size} devices:")
-    for rank, shard in enumerate(cache.keys.addressable_shards):
+    keys = cache.storage[0].key_pool
+    for rank, shard in enumerate(keys.addressable_shards):
         place = np.arange(length) % config.block_size // BLOCK_SIZE
         print(
             f"  device {shard.device.id}: {np.count_nonzero(place == rank)} tokens, "
             f"keys of {shard.data.nbytes / 2**10:,.0f} KiB "
-            f"of {cache.keys.nbytes / 2**10:,.0f}"
+            f"of {keys.nbytes / 2**10:,.0f}"
         )
 
 

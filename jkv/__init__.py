@@ -29,7 +29,19 @@ from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
-from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, PrefixIndex, Ring, Slots
+from jkv.state import (
+    NO_SEQUENCE,
+    Batch,
+    BlockGroup,
+    BlockStorage,
+    Cache,
+    GroupLayer,
+    Metadata,
+    PrefixIndex,
+    Ring,
+    Sequences,
+    Slots,
+)
 from jkv.status import (
     BatchFull,
     CacheError,
@@ -56,8 +68,6 @@ from jkv.verbs.eviction import (
     touch,
 )
 from jkv.verbs.forking import Fork, fork
-from jkv.verbs.groups.grouped_cache import GroupedCache, init_groups
-from jkv.verbs.groups.plans import GroupedBatch, GroupLayer
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
     BlockInfo,
@@ -94,7 +104,9 @@ __all__ = [
     "Batch",
     "BatchFull",
     "BeamSearch",
+    "BlockGroup",
     "BlockInfo",
+    "BlockStorage",
     "Cache",
     "CacheConfig",
     "CacheError",
@@ -106,8 +118,6 @@ __all__ = [
     "Fragmentation",
     "Generation",
     "GroupLayer",
-    "GroupedBatch",
-    "GroupedCache",
     "GroupedConfig",
     "InvalidArgument",
     "InvalidSequence",
@@ -120,6 +130,7 @@ __all__ = [
     "PrefixIndex",
     "Ring",
     "Sampling",
+    "Sequences",
     "Slots",
     "Stats",
     "Status",
@@ -148,7 +159,6 @@ __all__ = [
     "free",
     "generate",
     "init",
-    "init_groups",
     "memory_profile",
     "invalidate",
     "kept_from",

@@ -33,12 +33,10 @@ class Status(enum.IntEnum):
 
 
 class Counter(enum.IntEnum):
-    """Rows of `Metadata.counters` after the refusals, which are counted by `Status`."""
+    """Rows of `Sequences.counters` behind those of `Status`, which count refusals."""
 
     CLOCK = len(Status)  # calls that served a request
-    BLOCKS_TAKEN = enum.auto()  # free blocks that became live
     SEQUENCES_EVICTED = enum.auto()  # closed by `evict`
-    BLOCKS_EVICTED = enum.auto()  # cached blocks that lost their contents
     PREFIX_QUERIES = enum.auto()  # prompts looked up by `allocate`
     PREFIX_TOKENS = enum.auto()  # tokens of these prompts
     PREFIX_HITS = enum.auto()  # of these tokens, those found

@@ -44,7 +44,8 @@ def small_config(**changes):
 def small_cache(**changes):
     """A fresh cache of `small_config`, its storage full of NaN."""
     cache = with_storage_filled(jkv.init(small_config(**changes)), np.nan)
-    assert not isinstance(cache.keys, jax.core.Tracer), "to be made outside of jit"
+    leaves = jax.tree.leaves(cache)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves), "not in jit"
     return cache
 
 
@@ -72,6 +73,8 @@ def with_free_blocks(cache, count):
     """Let other sequences reserve all free blocks but `count`."""
     surplus = free_count(cache) - count
     most = cache.metadata.max_blocks_per_sequence
+    kept = cache.metadata.groups[0].window.most_blocks(cache.block_size, 1)
+    most = min(most, kept or most)  # a window reserves what it keeps
     shares = [min(most, surplus - start) for start in range(0, surplus, most)]
     tokens = [min(cache.max_context_length, n * cache.block_size) for n in shares]
     cache, result = allocate(cache, tokens)
@@ -88,40 +91,54 @@ def with_free_rows(cache, count):
     return cache
 
 
-def with_storage_filled(cache, value, blocks=None):
+def with_storage_filled(cache, value, blocks=None, group=None):
     """Fill the K/V arrays with one value, such as the NaN of recycled memory.
 
     With scales these are filled, and the elements' bits are those of a one. Given
-    blocks, only those are filled.
+    blocks, only those are filled. All groups of layers, or one.
     """
-    is_quantized = cache.key_scales is not None
+    for number, storage in enumerate(cache.storage):
+        if group in (None, number):
+            filled = {
+                name: _filled(pool, _bits_of(name, pool, storage, value), blocks)
+                for name, pool in storage.pools.items()
+            }
+            cache = cache.with_group_storage(number, storage.with_pools(filled))
+    return cache
 
-    def fill(name, pool):
-        if is_quantized and name in ("keys", "values"):
-            bits = np.ones((), cache.dtype).view(pool.dtype)
-        elif pool.dtype == np.uint16:
-            # bfloat16 lives in uint16 as its bits: the upper half of float32's.
-            bits = int(np.float32(value).view(np.uint32)) >> 16
+
+def _bits_of(name, pool, storage, value):
+    """What stands for a value in one of the arrays of a group."""
+    if storage.key_scales is not None and name in ("key_pool", "value_pool"):
+        return np.ones((), storage.dtype).view(pool.dtype)
+    if pool.dtype == np.uint16:
+        # bfloat16 lives in uint16 as its bits: the upper half of float32's.
+        return int(np.float32(value).view(np.uint32)) >> 16
+    return value
+
+
+def _filled(pool, bits, blocks):
+    array = np.array(pool)
+    array[:, slice(None) if blocks is None else blocks] = bits
+    return place(array, pool.sharding if pool.committed else None)
+
+
+def with_metadata(cache, group=0, **changes):
+    """A cache with other metadata arrays, given as numpy has them.
+
+    Each is known by its name: of the sequences, of a group of layers, or the index.
+    """
+    metadata = cache.metadata
+    for name, value in jax.tree.map(jnp.asarray, changes).items():
+        if hasattr(metadata.sequences, name):
+            sequences = dataclasses.replace(metadata.sequences, **{name: value})
+            metadata = dataclasses.replace(metadata, sequences=sequences)
+        elif hasattr(metadata.groups[group], name):
+            changed = dataclasses.replace(metadata.groups[group], **{name: value})
+            metadata = metadata.with_group(group, changed)
         else:
-            bits = value
-        if blocks is None:
-            return np.full(pool.shape, bits, pool.dtype)
-        array = np.array(pool)
-        array[:, blocks] = bits
-        return array
-
-    filled = {
-        name: place(fill(name, pool), pool.sharding if pool.committed else None)
-        for name, pool in cache.storage.items()
-    }
-    return cache.with_storage(filled)
-
-
-def with_metadata(cache, **changes):
-    """A cache with other metadata arrays, given as numpy has them."""
-    changes = jax.tree.map(jnp.asarray, changes)
-    metadata = dataclasses.replace(cache.metadata, **changes)
-    return dataclasses.replace(cache, metadata=metadata)
+            metadata = dataclasses.replace(metadata, **{name: value})
+    return cache.with_metadata(metadata)
 
 
 # The verbs, their requests padded.
@@ -136,7 +153,7 @@ class Step(NamedTuple):
     context_lengths: np.ndarray
     valid: np.ndarray  # bool[R], R rows that the requests own, likewise the rest
     positions: np.ndarray
-    block_ids: np.ndarray
+    block_ids: np.ndarray  # of the first group of layers
     offsets: np.ndarray
     batch: jkv.Batch
 
@@ -147,7 +164,7 @@ def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
     count = len(num_tokens if tokens is None else tokens)
     num_tokens = np.broadcast_to(num_tokens, count)
     options: dict[str, Any] = dict(keep_free=keep_free)
-    if cache.metadata.prefix is not None:
+    if cache.metadata.index is not None:
         options |= dict(tokens=prompts(tokens or []), salts=_padded(salts, count, 0))
     cache, result = jkv.allocate(cache, _padded(num_tokens, count, -1), **options)
     return cache, _without_padding(result, count)
@@ -171,9 +188,10 @@ def append(cache, seq_ids, num_tokens=1, tokens=None):
         cache, _padded(seq_ids, count, -1), counts, capacity=ROWS, tokens=tokens
     )
     found = jax.device_get(batch)
+    of_rows = found.valid, found.positions, found.blocks_of_groups[0], found.offsets
     fields = [
-        getattr(found, name)[: rows if name in Step._fields[4:] else count]
-        for name in Step._fields[:-1]
+        *(getattr(found, name)[:count] for name in Step._fields[:4]),
+        *(array[:rows] for array in of_rows),
     ]
     return cache, Step(*fields, batch)
 
@@ -244,10 +262,11 @@ def write_tokens(cache, step, contents):
     rows = xp.asarray(contents, xp.float32)
     missing = batch.num_rows - rows.shape[0]
     rows = xp.concatenate([rows, xp.zeros(missing, xp.float32)])[:, None, None]
-    shape = batch.num_rows, cache.num_kv_heads
-    keys = xp.broadcast_to(rows, (*shape, cache.head_dim))
-    values = xp.broadcast_to(-rows, (*shape, cache.value_head_dim))
     for layer in range(cache.num_layers):
+        storage = cache.storage[cache.find_layer(layer).group]
+        shape = batch.num_rows, storage.num_kv_heads
+        keys = xp.broadcast_to(rows, (*shape, storage.head_dim))
+        values = xp.broadcast_to(-rows, (*shape, storage.value_head_dim))
         cache = jkv.write(cache, layer, batch, keys, values)
     return jkv.commit(cache, batch)
 
@@ -272,10 +291,11 @@ def stored_tokens(cache, seq_id):
     return numbers
 
 
-def table(cache, seq_id):
-    """The block ids that a sequence has, as a list."""
-    blocks = jkv.block_ids(cache, seq_id).tolist()
-    return [block for block in blocks if block != cache.num_blocks]
+def table(cache, seq_id, group=0):
+    """The block ids that a sequence has in a group of layers, as a list."""
+    blocks = jkv.block_ids(cache, seq_id, group=group).tolist()
+    nothing = cache.metadata.groups[group].num_blocks
+    return [block for block in blocks if block != nothing]
 
 
 def tables(cache):
@@ -283,21 +303,22 @@ def tables(cache):
     return [table(cache, seq_id) for seq_id in range(cache.max_sequences)]
 
 
-def ring_order(cache):
+def ring_order(cache, group=0):
     """The free blocks in the order in which they will be handed out."""
-    metadata = jax.device_get(cache.metadata)
-    ring = metadata.free_blocks
-    head, span, _, _ = ring.bounds.tolist()
+    ring = jax.device_get(cache.metadata.groups[group].free_blocks)
+    head, span = ring.bounds[:2].tolist()
     places = (head + np.arange(span)) % ring.ids.size
     blocks = ring.ids[places]
-    if metadata.prefix is not None:  # holes left out
-        blocks = blocks[metadata.prefix.positions[blocks] == places]
+    if ring.places is not None:  # holes left out
+        blocks = blocks[ring.places[blocks] == places]
     return blocks.tolist()
 
 
-def free_count(cache):
-    """How many blocks can be handed out."""
-    return int(jkv.num_free_blocks(cache))
+def free_count(cache, group=None):
+    """How many blocks can be handed out: in a group of layers, or in each."""
+    if group is None:
+        return int(jkv.num_free_blocks(cache))
+    return int(cache.metadata.groups[group].free_blocks.count)
 
 
 def lengths(cache):
@@ -312,16 +333,17 @@ def names(status):
 
 def refusal_counts(cache):
     """How often each status was given as a reason, as Python ints."""
-    words = np.asarray(cache.metadata.counters)[: len(jkv.Status)].astype(np.uint32)
+    words = np.asarray(cache.metadata.refusals).astype(np.uint32)
     return [int(low) + (int(high) << 32) for low, high in words]
 
 
 def without_refusals(cache):
     """Copies of all leaves as bytes on the host, the refusal counters left out."""
     metadata, storage = jax.device_get((cache.metadata, cache.storage))
-    counters = metadata.counters.copy()
+    counters = metadata.sequences.counters.copy()
     counters[: len(jkv.Status)] = 0
-    metadata = dataclasses.replace(metadata, counters=counters)
+    sequences = dataclasses.replace(metadata.sequences, counters=counters)
+    metadata = dataclasses.replace(metadata, sequences=sequences)
     return [leaf.tobytes() for leaf in jax.tree.leaves((metadata, storage))]
 
 

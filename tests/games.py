@@ -2,19 +2,23 @@
 
 Every call is a batch of requests, many of them wrong on purpose: padding, dead,
 repeated and foreign ids, negative and huge counts, more than the pool has. After each
-call the statuses, the results, the tables, the counts and the contents of every live
-sequence must be the oracle's, and `jkv.check` must find nothing.
+call the statuses, the results, and in each group of layers the tables, the counts and
+the contents of every live sequence must be the oracle's, and `jkv.check` must find
+nothing.
 """
 
 import functools
 from collections import Counter
+from typing import NamedTuple
 
 import chex
 import jax
 import numpy as np
 import pytest
 from caches import refusal_counts, ring_order, with_storage_filled, without_refusals
-from oracle import BATCH_FULL, OK, PADDING, Oracle, held
+from oracle.cache import BATCH_FULL, OK, PADDING
+from oracle.groups import held
+from oracle.moving import Oracle
 
 import jkv
 from jkv.storage import quantization
@@ -22,7 +26,7 @@ from jkv.storage import quantization
 BATCH_SIZE = 5
 QUERY_LENGTH = 2  # rows per request of a padded append
 CAPACITY = BATCH_SIZE * QUERY_LENGTH  # rows of either layout
-NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 2, 1, 2, 3, 2
+NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 1, 2, 3, 2
 NUM_CONTENTS = 4096
 FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
@@ -47,6 +51,24 @@ WINDOWED = {
 }
 
 
+class Pool(NamedTuple):
+    """A group of layers of a game."""
+
+    num_blocks: int
+    window: int | None = None
+    num_sink_tokens: int = 0
+    head_dim: int = HEAD_DIM
+
+
+# Groups of layers, with block size, sequences and tokens that are for all.
+GROUPED = {
+    "full and window": ((Pool(24), Pool(9, 4)), (3, 4, 31)),
+    "two windows": ((Pool(12, 3), Pool(9, 8)), (2, 4, 23)),
+    "two full": ((Pool(8), Pool(11, head_dim=5)), (4, 5, 22)),
+    "three": ((Pool(9, 5, 3), Pool(24), Pool(10, 3)), (2, 4, 27)),
+}
+
+
 # The verbs as a user would jit them. One trace each, however the values change.
 
 
@@ -65,8 +87,8 @@ def append_padded(cache, seq_ids, num_tokens, tokens):
 
 
 def write(cache, batch, keys, values):
-    for layer in range(NUM_LAYERS):
-        cache = jkv.write(cache, layer, batch, keys[layer], values[layer])
+    for layer, rows in enumerate(zip(keys, values, strict=True)):
+        cache = jkv.write(cache, layer, batch, *rows)
     return cache
 
 
@@ -76,6 +98,10 @@ def commit(cache, batch):
 
 def fork(cache, seq_ids):
     return jkv.fork(cache, seq_ids)
+
+
+def fork_part(cache, seq_ids, lengths):
+    return jkv.fork(cache, seq_ids, lengths)
 
 
 def free(cache, seq_ids):
@@ -110,23 +136,35 @@ def can_allocate(cache, num_tokens):
     return jkv.can_allocate(cache, num_tokens)
 
 
-def read(cache, layer, seq_id):
+def read(cache, seq_id):
+    """What `read` finds of a sequence in each layer, and its recorded tokens."""
     recorded = cache.metadata.tokens is not None
     tokens = jkv.tokens(cache, seq_id) if recorded else None
-    return *jkv.read(cache, layer, seq_id, return_start=True), tokens
+    return tokens, [
+        jkv.read(cache, layer, seq_id, return_start=True)
+        for layer in range(cache.num_layers)
+    ]
 
 
 def read_all(cache, seq_ids):
-    """What `read` finds of all these sequences in all layers, [L, S, ...]."""
-    of_sequences = jax.vmap(read, (None, None, 0))
-    layers = np.arange(NUM_LAYERS, dtype=np.int32)
-    return jax.vmap(of_sequences, (None, 0, None))(cache, layers, seq_ids)
+    """The same of several sequences, [S, ...]."""
+    return jax.vmap(read, (None, 0))(cache, seq_ids)
 
 
-def attend(cache, layer, batch, queries):
-    window = cache.metadata.window
-    window = None if window is None else window.length
-    return jkv.attend(cache, layer, batch, queries, window=window)
+def attend(cache, batch, queries):
+    """Attention in each layer, with its window."""
+    outputs = []
+    for layer, (group,) in enumerate(cache.layer_groups):
+        outputs.append(
+            jkv.attend(
+                cache,
+                layer,
+                batch,
+                queries[..., : cache.storage[group].head_dim],
+                window=cache.metadata.groups[group].window.length,
+            )
+        )
+    return outputs
 
 
 CHANGING = [
@@ -136,6 +174,7 @@ CHANGING = [
     write,
     commit,
     fork,
+    fork_part,
     free,
     truncate,
     reorder,
@@ -174,7 +213,6 @@ class Game:
     """One cache and one oracle that are told the same."""
 
     prefix_caching = False
-    make_oracle = Oracle
 
     def __init__(
         self,
@@ -188,23 +226,40 @@ class Game:
         dtype="float32",
         where=None,
         window=(None, 0),
+        groups=None,
     ):
-        num_blocks, block_size, max_sequences, max_context = shape
-        config = jkv.CacheConfig(
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=HEAD_DIM,
-            value_head_dim=VALUE_HEAD_DIM,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_sequences=max_sequences,
-            max_context_length=max_context,
-            dtype=dtype,
-            record_tokens=record_tokens,
-            prefix_caching=self.prefix_caching,
-            sliding_window=window[0],
-            num_sink_tokens=window[1],
+        """Of one group, a shape as in `SHAPES`; of several, one without blocks."""
+        if groups is None:
+            num_blocks, *shape = shape
+            groups = (Pool(num_blocks, *window),)
+        self.pools, (block_size, max_sequences, max_context) = groups, shape
+        # The group of each layer: two layers of the first, one of each other.
+        self.layer_groups = (*reversed(range(len(groups))), 0)
+        configs = tuple(
+            jkv.CacheConfig(
+                num_layers=self.layer_groups.count(g),
+                num_kv_heads=NUM_KV_HEADS,
+                head_dim=pool.head_dim,
+                value_head_dim=VALUE_HEAD_DIM,
+                num_blocks=pool.num_blocks,
+                block_size=block_size,
+                max_sequences=max_sequences,
+                max_context_length=max_context,
+                dtype=dtype,
+                record_tokens=record_tokens,
+                prefix_caching=self.prefix_caching and len(groups) == 1,
+                sliding_window=pool.window,
+                num_sink_tokens=pool.num_sink_tokens,
+            )
+            for g, pool in enumerate(groups)
         )
+        config = configs[0]
+        if len(groups) > 1:
+            config = jkv.GroupedConfig(
+                groups=configs,
+                layer_groups=self.layer_groups,
+                prefix_caching=self.prefix_caching,
+            )
         # On which devices, as `init` and `load` are told.
         self.where = where or {}
         fresh = jkv.init(config, storage=storage, **self.where)
@@ -215,25 +270,32 @@ class Game:
         # Sequences and caches that left, each with what the oracle knows of it.
         self.outside, self.saved = [], []
         self.folder = folder  # where caches are saved, None: nowhere
-        self.oracle = self.make_oracle(
-            num_blocks=num_blocks,
+        self.oracle = Oracle(
+            [pool[:3] for pool in groups],
             block_size=block_size,
             max_sequences=max_sequences,
             max_context_length=max_context,
-            sliding_window=window[0],
-            num_sink_tokens=window[1],
         )
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
-        # What a token stores is a row of this table; no two rows are alike.
-        contents = self.rng.standard_normal(
-            (NUM_CONTENTS, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM + VALUE_HEAD_DIM)
-        ).astype(np.float32)
-        self.keys, self.values = contents[..., :HEAD_DIM], contents[..., HEAD_DIM:]
+        # What a token stores is a row of each layer's tables; no two rows are alike.
+        self.keys, self.values = (
+            [
+                self.rng.standard_normal(
+                    (NUM_CONTENTS, NUM_KV_HEADS, width), np.float32
+                )
+                for width in widths
+            ]
+            for widths in (
+                [groups[g].head_dim for g in self.layer_groups],
+                [VALUE_HEAD_DIM for _ in self.layer_groups],
+            )
+        )
         # And what is read back, quantised or not.
+        kept = self.cache.storage[0].dtype
         self.stored_keys, self.stored_values = (
-            np.asarray(stored(rows, self.cache.dtype))
-            for rows in (self.keys, self.values)
+            [np.asarray(stored(rows, kept)) for rows in tables]
+            for tables in (self.keys, self.values)
         )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status
@@ -267,6 +329,14 @@ class Game:
     def pick_counts(self):
         return [self.pick_count() for _ in range(BATCH_SIZE)]
 
+    def pick_lengths(self, seq_ids):
+        """Of sequences, often that of a rollback of a few tokens."""
+        lengths = self.pick_counts()
+        for i, seq_id in enumerate(seq_ids):
+            if seq_id in self.oracle.open and self.rng.random() < 0.6:
+                lengths[i] = len(self.oracle.tokens(seq_id)) - int(self.rng.integers(4))
+        return lengths
+
     def pick_contents(self):
         """A token of its own for each row of a step."""
         start, self.num_contents_used = self.num_contents_used, CAPACITY
@@ -288,7 +358,10 @@ class Game:
 
     def play_append(self, name, max_query_length):
         seq_ids, counts = self.pick_seq_ids(), self.pick_counts()
-        contents = self.pick_contents()
+        self.play_step(name, max_query_length, seq_ids, counts, self.pick_contents())
+
+    def play_step(self, name, max_query_length, seq_ids, counts, contents):
+        """Append, write, and perhaps commit and attend."""
         expected = self.oracle.append(seq_ids, counts, contents, max_query_length)
         # What a token stores stands for its id as well.
         tokens = i32(contents) if self.has_tokens else None
@@ -297,9 +370,11 @@ class Game:
         )
         self.compare_batch(batch, expected, seq_ids)
         if self.has_storage:
-            keys = self.keys[contents].swapaxes(0, 1)
-            values = self.values[contents].swapaxes(0, 1)
-            self.cache = self.verbs["write"](self.cache, batch, keys, values)
+            rows = [
+                [table[contents] for table in tables]
+                for tables in (self.keys, self.values)
+            ]
+            self.cache = self.verbs["write"](self.cache, batch, *rows)
         self.compare_status(batch.status, expected.status)
         self.play_commit(batch, expected)
         if self.has_storage and self.rng.random() < 0.3:
@@ -318,8 +393,13 @@ class Game:
         parents = self.pick_seq_ids()
         if self.rng.random() < 0.5:
             parents[1:] = [PADDING] * (BATCH_SIZE - 1)
-        seq_ids, status = self.oracle.fork(parents)
-        self.cache, result = self.call("fork", parents)
+        if self.rng.random() < 0.6:
+            seq_ids, status = self.oracle.fork(parents)
+            self.cache, result = self.call("fork", parents)
+        else:
+            lengths = self.pick_lengths(parents)
+            seq_ids, status = self.oracle.fork(parents, lengths)
+            self.cache, result = self.call("fork_part", parents, lengths)
         same(result.seq_ids, seq_ids)
         self.compare_status(result.status, status)
 
@@ -332,10 +412,8 @@ class Game:
         self.compare_status(status, expected)
 
     def play_truncate(self):
-        seq_ids, lengths = self.pick_seq_ids(), self.pick_counts()
-        for i, seq_id in enumerate(seq_ids):  # often a rollback of a few tokens
-            if seq_id in self.oracle.open and self.rng.random() < 0.6:
-                lengths[i] = len(self.oracle.tokens(seq_id)) - int(self.rng.integers(4))
+        seq_ids = self.pick_seq_ids()
+        lengths = self.pick_lengths(seq_ids)
         expected = self.oracle.truncate(seq_ids, lengths)
         self.cache, status = self.call("truncate", seq_ids, lengths)
         self.compare_status(status, expected)
@@ -353,8 +431,8 @@ class Game:
     def play_compact(self):
         self.oracle.compact()
         self.cache = self.call("compact")
-        free = list(self.oracle.free_blocks)
-        assert free == sorted(free)
+        for group in self.oracle.groups:
+            assert group.free == sorted(group.free)
 
     def play_swap_out(self):
         """Sequences leave, if each that is named can: a wrong id is an exception."""
@@ -366,7 +444,8 @@ class Game:
             return
         self.cache, swapped = jkv.swap_out(self.cache, i32(seq_ids))
         assert swapped.num_sequences == len(expected)
-        blocks = {block for each in expected for block in held(each)}
+        tables = [(g, t) for each in expected for g, t in enumerate(each.tables)]
+        blocks = {(g, block) for g, table in tables for block in held(table)}
         assert swapped.num_blocks == len(blocks)
         self.outside.append((expected, swapped))
 
@@ -429,7 +508,8 @@ class Game:
             self.compare_status(status, expected)
             return
         if kind == 1:
-            wanted = int(self.rng.integers(-1, self.oracle.num_blocks + 2))
+            most = min(pool.num_blocks for pool in self.pools)
+            wanted = int(self.rng.integers(-1, most + 2))
             gone = self.oracle.evict(wanted, seq_ids)
             self.cache, evicted = self.call("evict", wanted, seq_ids)
         else:
@@ -447,27 +527,30 @@ class Game:
         """Block lists, slots and blocks, of good and of foreign ids."""
         seq_ids = self.pick_seq_ids()
         positions = self.pick_counts()
-        slots = jkv.slots(self.cache, i32(seq_ids), i32(positions))
+        g = int(self.rng.integers(len(self.pools)))
+        nothing = self.oracle.groups[g].num_blocks
+        slots = jkv.slots(self.cache, i32(seq_ids), i32(positions), group=g)
         slots = jax.device_get(slots)
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
-            slot = self.oracle.slot(seq_id, position)
-            assert int(slots.block_ids[i]) == (
-                slot[0] if slot else self.cache.num_blocks
-            )
+            slot = self.oracle.slot(seq_id, position, g)
+            assert int(slots.block_ids[i]) == (slot[0] if slot else nothing)
             assert slot is None or int(slots.offsets[i]) == slot[1]
         for seq_id in set(seq_ids):
-            table = self.table_of(seq_id)
+            table = self.table_of(seq_id, g)
             rest = self.cache.max_blocks_per_sequence - len(table)
-            found = jkv.block_ids(self.cache, i32(seq_id))
-            same(found, table + [self.cache.num_blocks] * rest)
+            found = jkv.block_ids(self.cache, i32(seq_id), group=g)
+            same(found, table + [nothing] * rest)
             if self.has_storage:
-                for layer in range(NUM_LAYERS):
-                    found = self.call("read", layer, seq_id)
-                    self.compare_contents(seq_id, layer, jax.device_get(found))
-        block = int(self.rng.integers(self.cache.num_blocks))
-        info = jkv.block_info(self.cache, i32(block))
-        assert int(info.reference_count) == self.oracle.reference_count(block)
-        assert bool(info.is_free) == (block in self.oracle.free_blocks)
+                self.compare_contents(
+                    seq_id, *jax.device_get(self.call("read", seq_id))
+                )
+        block = int(self.rng.integers(nothing))
+        info = jkv.block_info(self.cache, i32(block), group=g)
+        assert int(info.reference_count) == self.oracle.reference_count(block, g)
+        is_free = block in self.oracle.groups[g].free
+        assert bool(info.is_free) == is_free
+        is_cached = is_free and block in self.oracle.known(g)
+        assert bool(info.is_cached) == is_cached
 
     def call(self, name, *arguments):
         return self.verbs[name](self.cache, *map(i32, arguments))
@@ -496,9 +579,9 @@ class Game:
         """Play random operations and compare everything after each."""
         plays = self.plays()
         weights = np.array([weight for _, weight in plays], np.float64)
-        if self.oracle.window is not None:  # sequences must grow to leave a window
+        if any(pool.window for pool in self.pools):  # to be left by those that grow
             grows = [play.__name__.startswith("play_append") for play, _ in plays]
-            weights[grows] *= 6
+            weights[grows] *= 5
         for _ in range(num_operations):
             self.before = without_refusals(self.cache)
             play = plays[self.rng.choice(len(plays), p=weights / weights.sum())][0]
@@ -527,92 +610,120 @@ class Game:
         rows = [row for row in expected.rows if row is not None]
         same(np.asarray(batch.positions)[valid], [row.position for row in rows])
         same(np.asarray(batch.offsets)[valid], [row.offset for row in rows])
-        same(
-            batch.block_ids,
-            [row.block if row else self.cache.num_blocks for row in expected.rows],
-        )
+        for g, group in enumerate(self.oracle.groups):
+            blocks = [
+                row.blocks[g] if row else group.num_blocks for row in expected.rows
+            ]
+            same(batch.blocks_of_groups[g], blocks)
         for i, length in enumerate(expected.query_lengths):
             last_row = expected.query_starts[i] + length - 1
             assert length == 0 or int(batch.last_rows[i]) == last_row
 
-    def table_of(self, seq_id):
-        """The blocks of a sequence as the tables name them."""
-        nothing = self.cache.num_blocks
-        return [nothing if b is None else b for b in self.oracle.table(seq_id)]
+    def tables(self, g):
+        """The tables of all open sequences in a group."""
+        return [each.tables[g] for each in self.oracle.open.values()]
+
+    def table_of(self, seq_id, g):
+        """The blocks of a sequence as the tables of a group name them."""
+        nothing = self.oracle.groups[g].num_blocks
+        return [nothing if b is None else b for b in self.oracle.table(seq_id, g)]
 
     def compare_state(self):
         """Tables, counts and contents are the oracle's, and `check` agrees."""
-        self.oracle.check()
         jkv.check(self.cache)
         cache, oracle = self.cache, self.oracle
         metadata = jax.device_get(cache.metadata)
         for seq_id in range(oracle.max_sequences):
-            table, length = self.table_of(seq_id), len(oracle.tokens(seq_id))
             assert bool(metadata.is_open[seq_id]) == (seq_id in oracle.open)
+            length = len(oracle.tokens(seq_id))
             assert int(metadata.context_lengths[seq_id]) == length
-            assert int(metadata.num_mapped_blocks[seq_id]) == len(table)
-            same(metadata.block_tables[seq_id, : len(table)], table)
             if seq_id in oracle.open:
                 expected = oracle.open[seq_id]
-                assert int(metadata.created[seq_id]) == expected.created
-                assert int(metadata.last_used[seq_id]) == expected.last_used
+                assert int(metadata.sequences.created[seq_id]) == expected.created
+                assert int(metadata.sequences.last_used[seq_id]) == expected.last_used
         assert int(jkv.clock(cache)) == oracle.clock
         order = oracle.least_recently_used()
         rest = [PADDING] * (oracle.max_sequences - len(order))
         same(self.verbs["least_recently_used"](cache), order + rest)
-        same(ring_order(cache), oracle.free_blocks)
-        counts = [oracle.reference_count(block) for block in range(oracle.num_blocks)]
-        same(metadata.reference_counts, counts)
-        assert int(jkv.num_free_blocks(cache)) == len(oracle.free_blocks)
         refusals = [oracle.refusals[status] for status in range(BATCH_FULL + 3)]
         assert refusal_counts(cache) == refusals
+        assert int(jkv.num_free_blocks(cache)) == oracle.num_free_blocks()
+        for g in range(len(oracle.groups)):
+            self.compare_group(metadata.groups[g], g)
         if self.has_storage:
             self.compare_all_contents()
+
+    def compare_group(self, found, g):
+        """What the sequences have in a group, and its free blocks in their order."""
+        oracle, group = self.oracle, self.oracle.groups[g]
+        for seq_id in range(oracle.max_sequences):
+            table = self.table_of(seq_id, g)
+            assert int(found.num_mapped_blocks[seq_id]) == len(table)
+            same(found.block_tables[seq_id, : len(table)], table)
+        same(ring_order(self.cache, g), group.free)
+        assert int(found.free_blocks.count) == len(group.free)
+        blocks = range(group.num_blocks)
+        counts = [oracle.reference_count(block, g) for block in blocks]
+        same(found.reference_counts, counts)
 
     def compare_all_contents(self):
         """All that is read of all sequences, and of two ids that are none."""
         seq_ids = [*range(self.oracle.max_sequences + 1), -1]
-        found = jax.device_get(self.call("read_all", seq_ids))
-        for layer in range(NUM_LAYERS):
-            for i, seq_id in enumerate(seq_ids):
-                one = [array[layer, i] for array in found if array is not None]
-                self.compare_contents(seq_id, layer, (*one, None)[:5])
+        tokens, layers = jax.device_get(self.call("read_all", seq_ids))
+        for i, seq_id in enumerate(seq_ids):
+            of_one = [[array[i] for array in layer] for layer in layers]
+            told = None if tokens is None else tokens[i]
+            self.compare_contents(seq_id, told, of_one)
 
-    def compare_contents(self, seq_id, layer, found):
-        """Keys, values, length and tokens as `read` gives them."""
-        keys, values, length, start, tokens = found
-        contents = self.oracle.tokens(seq_id)
-        assert int(length) == len(contents)
-        assert int(start) == self.oracle.kept_from(seq_id)
+    def compare_contents(self, seq_id, tokens, layers):
+        """Keys, values, length, start and tokens as `read` gives them."""
+        oracle, contents = self.oracle, self.oracle.tokens(seq_id)
         places = range(len(contents))
-        kept = np.array([self.oracle.is_kept(seq_id, p) for p in places], bool)
+        kept = [  # by group
+            np.array([oracle.slot(seq_id, p, g) is not None for p in places], bool)
+            for g in range(len(self.pools))
+        ]
         if self.has_tokens:
-            rest = [-1] * (self.oracle.max_context - len(contents))
-            same(tokens, [*np.where(kept, contents, -1), *rest])
-        kept = kept[:, None, None]
-        for found, stored in ((keys, self.stored_keys), (values, self.stored_values)):
-            same(found[: len(contents)], np.where(kept, stored[contents, layer], 0))
+            told = np.where(kept[oracle.leader], contents, -1)
+            same(tokens, [*told, *[-1] * (oracle.max_context - len(contents))])
+        for layer, (keys, values, length, start) in enumerate(layers):
+            g = self.layer_groups[layer]
+            assert int(length) == len(contents)
+            assert int(start) == oracle.groups[g].kept_from(oracle.table(seq_id, g))
+            is_kept = kept[g][:, None, None]
+            for found, stored in (
+                (keys, self.stored_keys),
+                (values, self.stored_values),
+            ):
+                expected = np.where(is_kept, stored[layer][contents], 0)
+                same(found[: len(contents)], expected)
 
     def compare_attention(self, batch, expected):
         """Attention over the oracle's own tokens, by the textbook."""
-        queries = self.rng.standard_normal((CAPACITY, NUM_HEADS, HEAD_DIM), np.float32)
-        layer = int(self.rng.integers(NUM_LAYERS))
-        window = self.oracle.window
-        if window is not None:  # nothing that was given back may be looked at
-            free = set(self.oracle.free_blocks) - self.oracle.visible_blocks()
-            self.cache = with_storage_filled(self.cache, np.nan, sorted(free))
-        found = self.verbs["attend"](self.cache, i32(layer), batch, queries)
-        wanted = np.zeros((CAPACITY, NUM_HEADS, VALUE_HEAD_DIM), np.float32)
-        for row, slot in enumerate(expected.rows):
-            if slot is not None:
-                past = self.oracle.tokens(slot.seq_id)[: slot.position + 1]
-                past = past[-(window or len(past)) :]
-                keys = self.stored_keys[past, layer, 0]
-                values = self.stored_values[past, layer, 0]
-                logits = queries[row] @ keys.T / np.sqrt(HEAD_DIM)
-                weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-                wanted[row] = (weights / weights.sum(axis=-1, keepdims=True)) @ values
-        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+        widest = max(pool.head_dim for pool in self.pools)
+        queries = self.rng.standard_normal((CAPACITY, NUM_HEADS, widest), np.float32)
+        for g, pool in enumerate(self.pools):
+            if pool.window:  # nothing that was given back may be looked at
+                free = set(self.oracle.groups[g].free) - self.oracle.known(g)
+                free = sorted(free)
+                self.cache = with_storage_filled(self.cache, np.nan, free, group=g)
+        outputs = self.verbs["attend"](self.cache, batch, queries)
+        for layer, found in enumerate(outputs):
+            pool = self.pools[self.layer_groups[layer]]
+            wanted = np.zeros((CAPACITY, NUM_HEADS, VALUE_HEAD_DIM), np.float32)
+            for row, slot in enumerate(expected.rows):
+                if slot is not None:
+                    past = self.oracle.tokens(slot.seq_id)[: slot.position + 1]
+                    past = past[-(pool.window or len(past)) :]
+                    keys = self.stored_keys[layer][past, 0]
+                    values = self.stored_values[layer][past, 0]
+                    logits = queries[row, :, : pool.head_dim] @ keys.T
+                    logits /= np.sqrt(pool.head_dim)
+                    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+                    wanted[row] = (
+                        weights / weights.sum(axis=-1, keepdims=True)
+                    ) @ values
+            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def i32(values):

@@ -49,8 +49,8 @@ def hash_model(params, tokens, cache, batch, *, all_rows=False):
     else:
         seq_ids, lengths = batch.seq_ids, batch.context_lengths
     size = cache.block_size
-    blocks = cache.metadata.block_tables.at[seq_ids].get(mode="clip")
-    found = cache.keys.at[0, blocks, 0].get(mode="fill", fill_value=0)
+    blocks = cache.metadata.groups[0].block_tables.at[seq_ids].get(mode="clip")
+    found = cache.storage[0].key_pool.at[0, blocks, 0].get(mode="fill", fill_value=0)
     found = found.reshape(blocks.shape[0], blocks.shape[1] * size, -1)[..., :2]
     place = jnp.arange(found.shape[1], dtype=jnp.int32)[None]
     inside = place < lengths[:, None]

@@ -8,8 +8,9 @@ those of the oracle, which knows prefixes by their tokens and nothing of hashes.
 
 import jax
 import numpy as np
+from caches import without_refusals
 from games import BATCH_SIZE, CAPACITY, CHANGING, LOOKING, Game, i32, make_verbs, same
-from oracle import OK, PADDING, PrefixOracle
+from oracle.cache import OK, PADDING
 
 import jkv
 
@@ -49,7 +50,6 @@ class ReuseGame(Game):
     """A game with prompts, late commits and aborted steps."""
 
     prefix_caching = True
-    make_oracle = PrefixOracle
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -64,30 +64,33 @@ class ReuseGame(Game):
         return contents
 
     def pick_prompt(self):
-        """The tokens of some sequence, or visible ones, and a few more."""
-        known = [each.tokens for each in self.oracle.open.values()]
-        known += [list(tokens) for _, tokens in self.oracle.index]
+        """Visible tokens, or those of some sequence, and a few more; and a domain."""
+        salt = int(self.rng.integers(NUM_SALTS))
+        known = [(each.salt, each.tokens) for each in self.oracle.open.values()]
+        if self.oracle.index and self.rng.random() < 0.7:
+            known = list(self.oracle.index)
         prompt = []
         if known and self.rng.random() < 0.8:
-            prompt = list(known[int(self.rng.integers(len(known)))])
-            prompt = prompt[: len(prompt) - int(self.rng.integers(4))]
+            salt, prompt = known[int(self.rng.integers(len(known)))]
+            prompt = list(prompt[: len(prompt) - int(self.rng.integers(-1, 4))])
         more = int(self.rng.integers(self.oracle.block_size + 3))
         prompt = [token for token in prompt if token >= 0]
         prompt += self.rng.integers(NUM_TOKENS, size=more).tolist()
-        return prompt[: self.width]
+        return prompt[: self.width], salt
 
     @property
     def width(self):
         return self.oracle.max_context + 2
 
     def pick_prompts(self):
-        prompts = [self.pick_prompt() for _ in range(BATCH_SIZE)]
+        picked = [self.pick_prompt() for _ in range(BATCH_SIZE)]
         if self.rng.random() < 0.3:  # the same prompt for all
-            prompts = [prompts[0]] * BATCH_SIZE
+            picked = [picked[0]] * BATCH_SIZE
+        prompts, salts = zip(*picked, strict=True)
         rows = np.full((BATCH_SIZE, self.width), -1)
         for row, prompt in zip(rows, prompts, strict=True):
             row[: len(prompt)] = prompt
-        return prompts, rows, self.rng.integers(NUM_SALTS, size=BATCH_SIZE).tolist()
+        return prompts, rows, salts
 
     def play_allocate_prompts(self):
         counts = self.pick_counts()
@@ -97,15 +100,31 @@ class ReuseGame(Game):
         found = [
             self.oracle.find(*each)[0] for each in zip(prompts, salts, strict=True)
         ]
+        is_cut = [any(None in table for table in tables) for tables in found]
         expected = self.oracle.allocate(counts, prompts, salts)
         self.cache, result = self.call("allocate_prompts", counts, rows, salts)
         seq_ids, status, num_cached = expected
         same(result.seq_ids, seq_ids)
         same(result.num_cached, num_cached)
         self.num_hits += sum(num_cached)
-        pairs = zip(num_cached, found, strict=True)
-        self.num_beyond += sum(num > 0 and None in blocks for num, blocks in pairs)
+        pairs = zip(num_cached, is_cut, strict=True)
+        self.num_beyond += sum(num > 0 and beyond for num, beyond in pairs)
         self.compare_status(result.status, status)
+        if self.rng.random() < 0.6:
+            self.play_rest_of_prompts(seq_ids, prompts, num_cached)
+
+    def play_rest_of_prompts(self, seq_ids, prompts, num_cached):
+        """Append what was not found of prompts, as far as the step has rows."""
+        self.compare_state()
+        self.before = without_refusals(self.cache)
+        pairs = zip(prompts, num_cached, strict=True)
+        rests = [prompt[start:] for prompt, start in pairs]
+        rests = [r if s != PADDING else [] for r, s in zip(rests, seq_ids, strict=True)]
+        contents = [token for rest in rests for token in rest][:CAPACITY]
+        ends = np.minimum(np.cumsum([len(rest) for rest in rests]), CAPACITY)
+        counts = np.diff(ends, prepend=0).tolist()
+        contents += self.pick_contents()[len(contents) :]
+        self.play_step("append_packed", None, seq_ids, counts, contents)
 
     def play_match(self):
         prompts, rows, salts = self.pick_prompts()
@@ -113,7 +132,7 @@ class ReuseGame(Game):
         same(self.call("match", rows, salts), [length for _, length in found])
 
     def play_commit(self, batch, expected):
-        if self.rng.random() < 0.8:
+        if self.rng.random() < 0.9:
             self.commit(batch, expected)
         if self.rng.random() < 0.3:
             self.pending = [*self.pending[-3:], (batch, expected)]
@@ -163,22 +182,27 @@ class ReuseGame(Game):
     def plays(self):
         return [
             *super().plays(),
-            (self.play_allocate_prompts, 8),
+            (self.play_allocate_prompts, 16),
             (self.play_commit_late, 2),
             (self.play_aborted_step, 1),
             (self.play_match, 1),
+            (self.play_free, 4),
             (self.play_forget, 1),
         ]
 
     def compare_state(self):
         super().compare_state()
-        metadata = jax.device_get(self.cache.metadata)
-        visible = np.flatnonzero(metadata.prefix.hashes)
-        same(np.sort(visible), sorted(self.oracle.index.values()))
-        block = int(self.rng.integers(self.cache.num_blocks))
-        is_cached = block in visible and block in self.oracle.free_blocks
-        assert bool(jkv.block_info(self.cache, block).is_cached) == is_cached
-        for seq_id, expected in self.oracle.open.items():
+        metadata, oracle = jax.device_get(self.cache.metadata), self.oracle
+        index = metadata.index
+        visible = np.flatnonzero(index.hashes)
+        same(np.sort(visible), sorted(oracle.known(oracle.leader)))
+        for number, each in zip(metadata.followers, index.followers, strict=True):
+            size = metadata.groups[number].num_blocks
+            pairs = [(block, each.partners[block]) for block in visible.tolist()]
+            found = {(f, w) for f, w in pairs if w < size and each.beside[w] == f}
+            known = [(b[oracle.leader], b[number]) for b in oracle.index.values()]
+            assert found == {pair for pair in known if pair[1] is not None}
+        for seq_id, expected in oracle.open.items():
             committed = -1 if expected.visible is None else expected.visible
-            assert int(metadata.prefix.committed[seq_id]) == committed
-            assert int(metadata.prefix.sequence_salts[seq_id]) == expected.salt
+            assert int(index.committed[seq_id]) == committed
+            assert int(index.sequence_salts[seq_id]) == expected.salt

@@ -63,7 +63,7 @@ def expect(windows, prompts=PROMPTS, samples=1):
 windowed_model, mixed_model = make_model([WINDOW]), make_model(MIXED)
 
 
-def grouped_cache(held=(), num_blocks=(44, 20)):
+def grouped_cache(held=(), num_blocks=(44, 20), prefix_caching=False):
     """A cache of two groups; others reserve blocks for so many tokens each.
 
     Beyond the window they hold blocks of the full layers alone.
@@ -76,12 +76,13 @@ def grouped_cache(held=(), num_blocks=(44, 20)):
             jkv.CacheConfig(num_blocks=windowed, sliding_window=WINDOW, **sizes),
         ),
         layer_groups=(1, 0),
+        prefix_caching=prefix_caching,
     )
     padding = [-1] * (6 - len(held))
-    cache, opened = jkv.allocate(jkv.init_groups(config), [*held, *padding])
+    cache, opened = jkv.allocate(jkv.init(config), [*held, *padding])
     jkv.raise_for_status(opened.status)
     return cache
 
 
 def count_free(cache):
-    return [int(jkv.num_free_blocks(group)) for group in cache.groups]
+    return [int(group.free_blocks.count) for group in cache.metadata.groups]

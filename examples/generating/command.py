@@ -35,7 +35,7 @@ class Task(NamedTuple):
     padded: np.ndarray  # i32[B, P], the same as an array
     max_new_tokens: int
     sampling: jkv.Sampling
-    config: jkv.CacheConfig | jkv.GroupedConfig
+    config: jkv.GroupedConfig
     mesh: jax.sharding.Mesh | None  # the devices, where there are several
 
 
@@ -85,7 +85,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
     return Engine(
         task.model,
         task.params,
-        init_cache(task.config, task.mesh),
+        jkv.init(task.config, mesh=task.mesh, heads=task.mesh and "tp"),
         max_running=len(task.prompts) * num_samples,
         num_ahead=0,
         max_new_tokens=task.max_new_tokens,
@@ -155,7 +155,6 @@ def prepare(options: argparse.Namespace) -> Task:
         model,
         min(context, padded.shape[1] + max_new_tokens),
         step_tokens=min(CHUNK_SIZE, padded.size),
-        has_mesh=mesh is not None,
         max_sequences=len(ids) * options.num_samples,
         dtype=options.kv_dtype or params["embedding"].dtype,
     )
@@ -169,33 +168,18 @@ def choose_config(
     max_context_length: int,
     *,
     step_tokens: int,
-    has_mesh: bool,
     **sizes: Any,
-) -> jkv.CacheConfig | jkv.GroupedConfig:
-    """Size one pool, or where some layers see a part of the texts a pool for each kind.
-
-    On several devices all layers share one pool.
-    """
+) -> jkv.GroupedConfig:
+    """Size a pool for each kind of layers: where some see a part of the texts, two."""
     windows = [
         None if window is None or window >= max_context_length else window
         for window in model.config.windows
     ]
     fields = model.cache_fields | sizes
-    if has_mesh or not any(windows):
-        return jkv.CacheConfig.for_context_length(max_context_length, **fields)
     del fields["num_layers"]
     return jkv.GroupedConfig.for_context_length(
         max_context_length, layer_windows=windows, step_tokens=step_tokens, **fields
     )
-
-
-def init_cache(
-    config: jkv.CacheConfig | jkv.GroupedConfig, mesh: jax.sharding.Mesh | None
-) -> jkv.Cache:
-    """Make the cache, with its heads on several devices if there are."""
-    if isinstance(config, jkv.GroupedConfig):
-        return jkv.init_groups(config)
-    return jkv.init(config, mesh=mesh, heads=mesh and "tp")
 
 
 def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:

@@ -20,12 +20,12 @@ COLOURS = np.array([[0.1] * 3, [0.5] * 3, [1.0] * 3, *HUES])
 
 def find_kinds(cache):
     """Return what each block is, a row of COLOURS, int[N]."""
-    meta = cache.metadata
-    cells = np.where(np.asarray(meta.prefix.hashes) == 0, FREE, CACHED)
-    for seq_id, table in enumerate(np.asarray(meta.block_tables)):
+    (group,) = cache.metadata.groups
+    cells = np.where(np.asarray(cache.metadata.index.hashes) == 0, FREE, CACHED)
+    for seq_id, table in enumerate(np.asarray(group.block_tables)):
         colour = FIRST_COLOUR + seq_id % (len(COLOURS) - FIRST_COLOUR)
         cells[table[table < cache.num_blocks]] = colour
-    cells[np.asarray(meta.reference_counts) > 1] = SHARED
+    cells[np.asarray(group.reference_counts) > 1] = SHARED
     return cells
 
 

@@ -138,7 +138,7 @@ def _run_layers(
     carry = hidden, cache
     if run.stop - run.start == 1:
         return _run_alone(config, run, 0, run_layer, carry, others)
-    scan = _scan_periods if isinstance(cache, jkv.GroupedCache) else _scan_layers
+    scan = _scan_periods if len(cache.storage) > 1 else _scan_layers
     return scan(config, run, run_layer, carry, others)
 
 

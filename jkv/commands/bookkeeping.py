@@ -72,6 +72,7 @@ def check_in_place(report: Report) -> None:
     if temporary is None:
         report.add("not checked", what, "no memory analysis here")
     else:
-        is_small = temporary < cache.keys.nbytes // 4
-        detail = f"{temporary:,} bytes beside a pool of {cache.keys.nbytes:,}"
+        pool_bytes = cache.storage[0].key_pool.nbytes
+        is_small = temporary < pool_bytes // 4
+        detail = f"{temporary:,} bytes beside a pool of {pool_bytes:,}"
         report.add("ok" if is_small else "FAILED", what, detail)

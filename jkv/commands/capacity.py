@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.description import describe
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.huggingface import read_sizes
 from jkv.config.layer_windows import Windows, count_windows
@@ -80,14 +81,15 @@ class Plan:
 
     def _described(self) -> Iterator[str]:
         """Yield the lines of the configuration's own description, with names."""
-        groups = self.groups.groups if self.groups else (self.config,)
-        for i, group in enumerate(groups):
-            name = "device" if self.num_devices > 1 else "model"
-            if self.groups:
-                name = f"group {i}"
-            lines = str(group).splitlines()
-            for head, line in zip((name, "blocks", "tables", ""), lines, strict=True):
-                yield f"{head:12}{line}"
+        if self.groups:
+            lines = describe(self.groups.sizes, self.groups.prefix_caching)
+            heads = [f"group {i}" for i in range(len(self.groups.groups))]
+        else:
+            lines = describe((self.config.sizes,), self.config.prefix_caching)
+            heads = ["device" if self.num_devices > 1 else "model"]
+        names = [name for head in heads for name in (head, "blocks")]
+        for name, line in zip([*names, "tables", ""], lines, strict=True):
+            yield f"{name:12}{line}"
 
 
 def make_plan(
@@ -124,8 +126,8 @@ def make_plan(
     kept_back = _find_reserve(total := _read_memory(memory), reserve)
     fields, notes, layer_windows = read_sizes(folder, overrides)
     windows = count_windows(layer_windows)
-    if overrides.get("prefix_caching") or "sliding_window" in overrides:
-        windows = None  # an index finds prompts in one pool of all layers
+    if "sliding_window" in overrides:
+        windows = None  # the one that is given, of all layers
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
     whole = CacheConfig(num_blocks=1, **fields)
     fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
@@ -284,9 +286,7 @@ class _Layers:
 
     def count_bytes(self, length: int) -> int:
         """Return the bytes of keys and values of one sequence of a length."""
-        found = self.fit(length, max_sequences=1)
-        groups = found.groups if isinstance(found, GroupedConfig) else (found,)
-        return sum(group.storage_bytes for group in groups)
+        return self.fit(length, max_sequences=1).storage_bytes
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jkv.config.counts import (
 )
 from jkv.config.description import describe
 from jkv.config.dtypes import checked_dtype, needs_scales
-from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
 
 # The fields that are checked as counts.
 COUNTS = (
@@ -30,7 +30,7 @@ COUNTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Sizes of a cache. Every count is a positive int.
+    """Sizes of a cache, or of one group of its layers. Every count is a positive int.
 
     Args:
       num_layers: attention layers of the model, L.
@@ -51,11 +51,14 @@ class CacheConfig:
         token, for `tokens(cache, seq_id)`.
       prefix_caching: index full blocks by their tokens, so that a prompt that begins
         like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
-        recorded) and 116 a block, 128 with a sliding window.
-      sliding_window: tokens that a row of any layer sees, itself counted; `None`: all.
-        `append` gives back the blocks that no row will see again, so that a sequence
-        keeps about that many tokens however long it is. 4 bytes a sequence.
-      num_sink_tokens: first tokens of each sequence that are kept all the same.
+        recorded) and 116 a block, 128 with a sliding window. Of several groups the
+        whole has an index: there it is a field of `GroupedConfig`.
+      sliding_window: tokens that a row of these layers sees, itself counted; `None`:
+        all. `append` gives back the blocks that no row will see again, so that a
+        sequence keeps about that many tokens however long it is. 4 bytes a sequence.
+        Layers with other windows are groups of their own (`GroupedConfig`).
+      num_sink_tokens: first tokens of each sequence that these layers keep all the
+        same.
 
     Raises:
       ValueError: for a size that cannot work, saying what to change.
@@ -66,7 +69,7 @@ class CacheConfig:
       ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
       ...     max_sequences=8, max_context_length=256, dtype="float32")
       >>> config.bytes, config.max_blocks_per_sequence
-      (2098280, 16)
+      (2098296, 16)
     """
 
     num_layers: int
@@ -130,21 +133,19 @@ class CacheConfig:
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every array of the cache, by name."""
-        return {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for name, array in lay_out(self.sizes).items()
-        }
+        """Shape and dtype of every array of the cache, by its path in the cache."""
+        arrays = lay_out((self.sizes,), self.prefix_caching)
+        return {name: array.struct for name, array in arrays.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
-        return sum(array.nbytes for array in lay_out(self.sizes).values())
+        return count_bytes(lay_out((self.sizes,), self.prefix_caching).values())
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of keys and values, with their scales."""
-        return sum(array.nbytes for array in lay_out_storage(self.sizes).values())
+        return count_bytes(lay_out_storage(self.sizes).values())
 
     @property
     def metadata_bytes(self) -> int:
@@ -218,7 +219,7 @@ class CacheConfig:
 
     def __str__(self) -> str:
         """Say it in human units, in four lines."""
-        return describe(self.sizes)
+        return "\n".join(describe((self.sizes,), self.prefix_caching))
 
     @classmethod
     def for_memory(cls, budget_bytes: int | str, **sizes: Any) -> Self:
@@ -288,7 +289,8 @@ class CacheConfig:
         """Return the configuration for a Hugging Face checkpoint that fits a budget.
 
         The folder's config.json tells layers, kv heads, head dim, longest context and
-        dtype. Sliding windows are ignored: all tokens are kept, and the log says so.
+        dtype. Sliding windows are ignored: all tokens are kept, and the log says so;
+        `GroupedConfig.from_model` keeps what they see.
 
         Args:
           folder: where config.json lies.

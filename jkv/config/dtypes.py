@@ -11,7 +11,7 @@ from jkv.attention.elements import STORED_AS
 SCALE_DTYPE = np.dtype(jnp.bfloat16)
 
 # The arrays with layers on the first axis and blocks on the second.
-SCALE_NAMES = {"keys": "key_scales", "values": "value_scales"}
+SCALE_NAMES = {"key_pool": "key_scales", "value_pool": "value_scales"}
 
 STORAGE_NAMES = (*SCALE_NAMES, *SCALE_NAMES.values())
 

@@ -1,17 +1,28 @@
-"""GroupedConfig: the sizes of caches that together serve one model.
+"""GroupedConfig: the sizes of a cache whose layers differ in how far back they see.
 
 Layers whose keys and values have the same life are a group: those that see everything,
-and those of each window. A group is a cache of its own, with a pool of its own.
+and those of each window. A group has a pool of its own; the sequences are the same in
+all of them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
+
+import jax
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.counts import check_window, checked_num_blocks
+from jkv.config.description import describe
 from jkv.config.huggingface import read_sizes
-from jkv.config.units import human_bytes, parse_bytes
+from jkv.config.layer_windows import order_windows
+from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
+from jkv.config.units import parse_bytes
+
+# The groups of a layer by their places: one, or a tuple of none or one.
+LayerGroups: TypeAlias = int | tuple[int, ...]
 
 # In what the groups of a model agree.
 SHARED = ("max_sequences", "max_context_length", "block_size")
@@ -22,9 +33,14 @@ class GroupedConfig:
     """Sizes of a cache for a model whose layers differ in their windows.
 
     Args:
-      groups: a `CacheConfig` for each group of layers, the one that sees furthest
-        first. All have the same `max_sequences`, `max_context_length`, `block_size`.
-      layer_groups: the group of each layer of the model, by its place in `groups`.
+      groups: a `CacheConfig` for each group of layers, in any order. All have the same
+        `max_sequences`, `max_context_length`, `block_size`.
+      layer_groups: the group of each layer of the model, by its place in `groups`; `()`
+        for a layer that keeps no keys and values. A tuple of one means its number.
+      prefix_caching: index full blocks by their tokens, as in a `CacheConfig`, so that
+        a prompt goes on from what all groups have of an earlier one. Takes 4 bytes a
+        token and 116 a block (128 with a sliding window) of the first group that sees
+        furthest, 4 more for each other group, and 12 a block of the others.
 
     Raises:
       ValueError: for groups that cannot work together, saying what to change.
@@ -41,33 +57,66 @@ class GroupedConfig:
     """
 
     groups: tuple[CacheConfig, ...]
-    layer_groups: tuple[int, ...]
+    layer_groups: tuple[LayerGroups, ...]
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         """Reject groups that do not belong together."""
         object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "layer_groups", tuple(self.layer_groups))
-        counts = [self.layer_groups.count(i) for i in range(len(self.groups))]
-        if not counts or sum(counts) != len(self.layer_groups):
-            raise ValueError(
-                f"layer_groups must name one of {len(self.groups)} groups for each "
-                f"layer, by its place, got {self.layer_groups}"
-            )
-        for i, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
-            if group.num_layers != count:
-                raise ValueError(
-                    f"group {i} has num_layers {group.num_layers}, but layer_groups "
-                    f"gives it {count} layers"
-                )
-            if group.prefix_caching:
-                raise ValueError(
-                    "groups of layers cannot find prompts again yet: leave "
-                    "prefix_caching out, or keep all layers in one CacheConfig"
-                )
+        layers = (
+            tuple(each) if isinstance(each, Iterable) else each
+            for each in self.layer_groups
+        )
+        object.__setattr__(self, "layer_groups", tuple(layers))
+        self._check_layers()
         for name in SHARED:
             values = [getattr(group, name) for group in self.groups]
             if len(set(values)) > 1:
                 raise ValueError(f"all groups need the same {name}, got {values}")
+        if any(group.prefix_caching for group in self.groups):
+            if len(self.groups) > 1:
+                raise ValueError(
+                    "groups of layers have one prefix index together: leave "
+                    "prefix_caching out of the groups, and give it to the whole, as in "
+                    "GroupedConfig(..., prefix_caching=True)"
+                )
+            object.__setattr__(self, "prefix_caching", True)
+        for group in self.groups:
+            checked_num_blocks(group.num_blocks, self.prefix_caching)
+            check_window(
+                group.sliding_window,
+                group.num_sink_tokens,
+                group.block_size,
+                self.prefix_caching,
+            )
+
+    def _check_layers(self) -> None:
+        """Reject layers whose groups there are not, and groups without their layers."""
+        named = [group for layer in self.groups_of_layers for group in layer]
+        if not self.groups or not set(named) <= {*range(len(self.groups))}:
+            raise ValueError(
+                f"layer_groups must name one of {len(self.groups)} groups for each "
+                f"layer, by its place, or () for none, got {self.layer_groups}"
+            )
+        for layer, groups in enumerate(self.groups_of_layers):
+            if len(groups) > 1:
+                raise ValueError(
+                    f"a layer can be in at most one group with blocks, and "
+                    f"layer_groups puts layer {layer} in {groups}"
+                )
+        for i, group in enumerate(self.groups):
+            if group.num_layers != named.count(i):
+                raise ValueError(
+                    f"group {i} has num_layers {group.num_layers}, but layer_groups "
+                    f"gives it {named.count(i)} layers"
+                )
+
+    @property
+    def groups_of_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of each layer of the model, as `Cache.layer_groups` has them."""
+        return tuple(
+            each if isinstance(each, tuple) else (each,) for each in self.layer_groups
+        )
 
     @property
     def max_sequences(self) -> int:
@@ -85,14 +134,37 @@ class GroupedConfig:
         return self.groups[0].block_size
 
     @property
+    def sizes(self) -> tuple[Sizes, ...]:
+        """The fields of each group as `jkv.config.layout` takes them."""
+        return tuple(group.sizes for group in self.groups)
+
+    @property
+    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every array of the cache, by its path in the cache."""
+        arrays = lay_out(self.sizes, self.prefix_caching)
+        return {name: array.struct for name, array in arrays.items()}
+
+    @property
     def bytes(self) -> int:
-        """Bytes of all groups, equal to the sum of the arrays' `nbytes`."""
-        return sum(group.bytes for group in self.groups)
+        """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
+        return count_bytes(lay_out(self.sizes, self.prefix_caching).values())
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of keys and values of all groups, with their scales."""
+        return sum(count_bytes(lay_out_storage(each).values()) for each in self.sizes)
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of everything else."""
+        return self.bytes - self.storage_bytes
 
     def __str__(self) -> str:
-        """Say it in human units, group by group."""
-        described = [f"group {i}: {group}" for i, group in enumerate(self.groups)]
-        return "\n".join([*described, f"{human_bytes(self.bytes)} in all"])
+        """Say it in human units: two lines for each group, and two for the whole."""
+        lines = describe(self.sizes, self.prefix_caching)
+        for i in range(len(self.groups)):
+            lines[2 * i] = f"group {i}: {lines[2 * i]}"
+        return "\n".join(lines)
 
     @classmethod
     def for_context_length(
@@ -103,6 +175,7 @@ class GroupedConfig:
         max_sequences: int | None = None,
         budget: int | str | None = None,
         step_tokens: int = 512,
+        prefix_caching: bool = False,
         **sizes: Any,
     ) -> Self:
         """Return a configuration whose pools never refuse for want of blocks.
@@ -113,10 +186,12 @@ class GroupedConfig:
           max_sequences: sequences that may all be that long at once, none shared.
           budget: for as many such sequences as fit these bytes, or text such as "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
+          prefix_caching: index full blocks by their tokens.
           **sizes: the other fields of `CacheConfig`, the same for all groups.
 
         Returns:
-          The configuration, a group for each different window.
+          The configuration, a group for each different window; the one that sees
+          furthest is the first.
 
         Raises:
           ValueError: unless either `max_sequences` or `budget` is given; if not even
@@ -125,21 +200,25 @@ class GroupedConfig:
         if (max_sequences is None) == (budget is None):
             raise ValueError("give max_sequences or budget, and not both")
         sizes["max_context_length"] = max_context_length
-        if max_sequences is not None:
-            return cls._fit(max_sequences, layer_windows, step_tokens, sizes)
-        assert budget is not None
+        fit_sequences = functools.partial(
+            cls._fit,
+            layer_windows=layer_windows,
+            step_tokens=step_tokens,
+            prefix_caching=prefix_caching,
+            sizes=sizes,
+        )
+        if budget is None:
+            assert max_sequences is not None
+            return fit_sequences(max_sequences)
         # Bytes are linear in the number of sequences: two points give the line.
         limit = parse_bytes(budget)
-        one, two = (
-            cls._fit(count, layer_windows, step_tokens, sizes).bytes for count in (1, 2)
-        )
+        one, two = (fit_sequences(count).bytes for count in (1, 2))
         if one > limit:
             raise ValueError(
                 f"one sequence of {max_context_length} tokens takes {one} bytes, the "
                 f"budget is {limit}; raise the budget, or lower max_context_length"
             )
-        count = 1 + (limit - one) // (two - one)
-        return cls._fit(count, layer_windows, step_tokens, sizes)
+        return fit_sequences(1 + (limit - one) // (two - one))
 
     @classmethod
     def from_model(
@@ -149,6 +228,7 @@ class GroupedConfig:
         max_sequences: int | None = None,
         budget: int | str | None = None,
         step_tokens: int = 512,
+        prefix_caching: bool = False,
         **overrides: Any,
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint.
@@ -161,6 +241,7 @@ class GroupedConfig:
           max_sequences: sequences of the longest context, as for `for_context_length`.
           budget: bytes for as many as fit, or text such as "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
+          prefix_caching: index full blocks by their tokens.
           **overrides: fields of `CacheConfig`, instead of what the model says.
 
         Returns:
@@ -179,6 +260,7 @@ class GroupedConfig:
             max_sequences=max_sequences,
             budget=budget,
             step_tokens=step_tokens,
+            prefix_caching=prefix_caching,
             **sizes,
         )
 
@@ -188,6 +270,7 @@ class GroupedConfig:
         max_sequences: int,
         layer_windows: Sequence[int | None],
         step_tokens: int,
+        prefix_caching: bool,
         sizes: dict[str, Any],
     ) -> Self:
         """Return the configuration with blocks for so many sequences."""
@@ -204,11 +287,13 @@ class GroupedConfig:
             )
             blocks = max_sequences * group.most_blocks(step_tokens)
             groups.append(dataclasses.replace(group, num_blocks=blocks))
-        return cls(groups=tuple(groups), layer_groups=layers)
+        return cls(
+            groups=tuple(groups), layer_groups=layers, prefix_caching=prefix_caching
+        )
 
 
-def order_windows(layer_windows: Sequence[int | None]) -> list[int | None]:
-    """Return the different windows of layers, the one that sees furthest first."""
-    different = set(layer_windows)
-    finite = sorted((window for window in different if window), reverse=True)
-    return [None, *finite] if None in different else [*finite]
+def as_grouped(config: CacheConfig | GroupedConfig) -> GroupedConfig:
+    """Return a configuration as groups: one of all layers, if it knows of none."""
+    if isinstance(config, GroupedConfig):
+        return config
+    return GroupedConfig(groups=(config,), layer_groups=(0,) * config.num_layers)

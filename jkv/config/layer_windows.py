@@ -1,7 +1,7 @@
 """Which layers of a model look back over a window only.
 
-One cache keeps all tokens of every layer. With a group for each window
-(`GroupedConfig`) the others keep no more than their rows see.
+With a single group of layers a cache keeps all tokens of every one. With a group for
+each window (`GroupedConfig`) the others keep no more than their rows see.
 """
 
 from collections.abc import Sequence
@@ -63,3 +63,19 @@ def count_windows(layers: Sequence[int | None]) -> Windows | None:
     """
     lengths = [length for length in layers if length is not None]
     return Windows(len(lengths), max(lengths)) if lengths else None
+
+
+def order_windows(layers: Sequence[int | None]) -> list[int | None]:
+    """Return the different windows of layers, the one that sees furthest first."""
+    different = set(layers)
+    finite = sorted((window for window in different if window), reverse=True)
+    return [None, *finite] if None in different else [*finite]
+
+
+def find_leader(windows: Sequence[int | None]) -> int:
+    """Return the place of the window that sees furthest, the first of equal ones.
+
+    Args:
+      windows: of each group of layers, None for all tokens.
+    """
+    return windows.index(order_windows(windows)[0])

@@ -1,20 +1,25 @@
-"""Every array of a cache: its name, its shape, its dtype and what a fresh one holds.
+"""Every array of a cache: its path, its shape, its dtype and what a fresh one holds.
 
-`CacheConfig.bytes` adds this table up, `init` makes what stands in it, and `check`
-compares a cache with it. A new array is one line here and one field of the state.
+The `bytes` of a configuration add this table up, `init` makes what stands in it, and
+`check` compares a cache with it. A new array is one line here and one field of the
+state. What all groups of layers share is asked of the first one, and what a group has
+for itself of each.
 
 Symbols: L layers, N blocks in the pool, K kv heads, T tokens per block, D (Dv) key
 (value) head dim, S sequences, M blocks per sequence.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, needs_scales
+from jkv.config.layer_windows import find_leader
 from jkv.status import NUM_COUNTERS
 
 # One number for all elements, the numbers of a short array, or those of a long one.
@@ -27,7 +32,11 @@ _I32, _U32, _BOOL = (np.dtype(dtype) for dtype in (jnp.int32, jnp.uint32, jnp.bo
 
 
 class Sizes(NamedTuple):
-    """What decides the arrays of a cache, by the names in `CacheConfig`."""
+    """What decides the arrays of a group of layers, by the names in `CacheConfig`.
+
+    All groups of a cache have the same `max_sequences`, `max_context_length` and
+    `block_size`. Whether there is a prefix index, the cache as a whole decides.
+    """
 
     num_layers: int  # L
     num_kv_heads: int  # K
@@ -40,7 +49,6 @@ class Sizes(NamedTuple):
     values_in_keys: bool
     dtype: np.dtype[Any]  # that the stored bits mean
     record_tokens: bool
-    prefix_caching: bool
     sliding_window: int | None
     num_sink_tokens: int
 
@@ -62,59 +70,46 @@ class ArrayLayout(NamedTuple):
         """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype, as JAX has them."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
-def lay_out(sizes: Sizes) -> dict[str, ArrayLayout]:
-    """Return all arrays of a cache by name: those of the metadata, then the storage.
+
+Arrays: TypeAlias = dict[str, ArrayLayout]
+
+
+def lay_out(groups: tuple[Sizes, ...], prefix_caching: bool) -> Arrays:
+    """Return all arrays of a cache by path: those of the metadata, then the storage.
 
     Args:
-      sizes: of the cache.
+      groups: the sizes of each group of layers.
+      prefix_caching: whether the cache has a prefix index.
 
     Returns:
-      The arrays of `Metadata` by the fields that lead to them, such as
-      `free_blocks.ids`, and those of `Cache.storage` by theirs.
+      The arrays by the fields and places that lead to them in a `Cache`, such as
+      `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
     """
-    return lay_out_metadata(sizes) | lay_out_storage(sizes)
-
-
-def lay_out_metadata(sizes: Sizes) -> dict[str, ArrayLayout]:
-    """Return the arrays of `Metadata` by name."""
-    blocks, sequences = sizes.num_blocks, sizes.max_sequences
-    tables = (sequences, sizes.max_blocks_per_sequence)
-    # An index leaves holes in the ring of blocks, which has room for N of them.
-    room = blocks * (1 + sizes.prefix_caching)
-    arrays = {
-        "block_tables": ArrayLayout(tables, _I32, fill=blocks),
-        "context_lengths": ArrayLayout((sequences,), _I32, fill=0),
-        "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
-        "is_open": ArrayLayout((sequences,), _BOOL, fill=False),
-        "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
-        "free_blocks.ids": ArrayLayout((room,), _I32, fill=range(room)),
-        "free_blocks.bounds": _full_ring(blocks),
-        "free_sequences.ids": ArrayLayout((sequences,), _I32, fill=range(sequences)),
-        "free_sequences.bounds": _full_ring(sequences),
-        "created": ArrayLayout((sequences,), _U32, fill=0),
-        "last_used": ArrayLayout((sequences,), _U32, fill=0),
-        "num_uses": ArrayLayout((sequences,), _U32, fill=0),
-        "counters": ArrayLayout((NUM_COUNTERS, 2), _U32, fill=0),
-    }
-    if sizes.record_tokens or sizes.prefix_caching:
-        arrays["tokens"] = ArrayLayout((blocks, sizes.block_size), _I32, fill=-1)
-    if sizes.sliding_window is not None:
-        arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
-    if sizes.prefix_caching:
-        arrays |= _lay_out_index(blocks, sequences)
-        if sizes.sliding_window is not None:
-            arrays["prefix.wide_hashes"] = ArrayLayout((blocks, 2), _U32, fill=0)
-            arrays["prefix.hashes_above"] = ArrayLayout((blocks,), _U32, fill=0)
+    leader = find_leader([sizes.sliding_window for sizes in groups])
+    has_tokens = prefix_caching or any(sizes.record_tokens for sizes in groups)
+    arrays = _within("metadata.sequences", _lay_out_sequences(groups[0]))
+    for i, sizes in enumerate(groups):
+        of_group = _lay_out_group(sizes, prefix_caching, has_tokens and i == leader)
+        arrays |= _within(f"metadata.groups.{i}", of_group)
+    if prefix_caching:
+        followers = [sizes for i, sizes in enumerate(groups) if i != leader]
+        arrays |= _within("metadata.index", _lay_out_index(groups[leader], followers))
+    for i, sizes in enumerate(groups):
+        arrays |= _within(f"storage.{i}", lay_out_storage(sizes))
     return arrays
 
 
-def lay_out_storage(sizes: Sizes) -> dict[str, ArrayLayout]:
-    """Return the arrays of `Cache.storage` by name: [L, N, K, T, D], [L, N, K, T]."""
+def lay_out_storage(sizes: Sizes) -> Arrays:
+    """Return the arrays of a `BlockStorage` by name: [L, N, K, T, D], [L, N, K, T]."""
     rows = (sizes.num_layers, sizes.num_blocks, sizes.num_kv_heads, sizes.block_size)
-    widths = {"keys": sizes.head_dim}
+    widths = {"key_pool": sizes.head_dim}
     if not sizes.values_in_keys:
-        widths["values"] = sizes.value_head_dim
+        widths["value_pool"] = sizes.value_head_dim
     stored = STORED_AS[sizes.dtype]
     arrays = {
         name: ArrayLayout((*rows, width), stored, fill=0)
@@ -126,21 +121,81 @@ def lay_out_storage(sizes: Sizes) -> dict[str, ArrayLayout]:
     return arrays
 
 
-def _full_ring(count: int) -> ArrayLayout:
-    """Bounds of a ring that holds all ids: head, span, count, fewest so far."""
-    return ArrayLayout((4,), _I32, fill=(0, count, count, count))
+def count_bytes(arrays: Iterable[ArrayLayout]) -> int:
+    """Return the bytes of arrays together."""
+    return sum(array.nbytes for array in arrays)
 
 
-def _lay_out_index(blocks: int, sequences: int) -> dict[str, ArrayLayout]:
-    """Return the arrays of an empty `PrefixIndex`."""
+def _within(path: str, arrays: Arrays) -> Arrays:
+    """Return the arrays of a part of a cache by their paths in the whole."""
+    return {f"{path}.{name}": array for name, array in arrays.items()}
+
+
+def _lay_out_sequences(sizes: Sizes) -> Arrays:
+    """Return the arrays of `Sequences`."""
+    rows = (sizes.max_sequences,)
     return {
-        "prefix.buckets": ArrayLayout((blocks, BUCKET_SIZE), _I32, fill=blocks),
-        "prefix.children": ArrayLayout((blocks, CHILDREN_SIZE), _I32, fill=blocks),
-        "prefix.hashes": ArrayLayout((blocks,), _U32, fill=0),
-        "prefix.parents": ArrayLayout((blocks,), _I32, fill=blocks),
-        "prefix.salts": ArrayLayout((blocks,), _I32, fill=0),
-        "prefix.positions": ArrayLayout((blocks,), _I32, fill=range(blocks)),
-        "prefix.committed": ArrayLayout((sequences,), _I32, fill=0),
-        "prefix.sequence_salts": ArrayLayout((sequences,), _I32, fill=0),
-        "prefix.epochs": ArrayLayout((sequences,), _U32, fill=0),
+        "context_lengths": ArrayLayout(rows, _I32, fill=0),
+        "is_open": ArrayLayout(rows, _BOOL, fill=False),
+        **_within("free_rows", _lay_out_ring(sizes.max_sequences)),
+        "created": ArrayLayout(rows, _U32, fill=0),
+        "last_used": ArrayLayout(rows, _U32, fill=0),
+        "num_uses": ArrayLayout(rows, _U32, fill=0),
+        "counters": ArrayLayout((NUM_COUNTERS, 2), _U32, fill=0),
     }
+
+
+def _lay_out_group(sizes: Sizes, prefix_caching: bool, has_tokens: bool) -> Arrays:
+    """Return the arrays of a `BlockGroup`."""
+    blocks, sequences = sizes.num_blocks, sizes.max_sequences
+    tables = (sequences, sizes.max_blocks_per_sequence)
+    arrays = {
+        "block_tables": ArrayLayout(tables, _I32, fill=blocks),
+        "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
+        "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
+        **_within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
+    }
+    if sizes.sliding_window is not None:
+        arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
+    if has_tokens:
+        arrays["tokens"] = ArrayLayout((blocks, sizes.block_size), _I32, fill=-1)
+    return arrays
+
+
+def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
+    """Return the arrays of a `Ring` that holds all ids, in their order."""
+    room = 2 * count if has_holes else count
+    # Head, span, count and fewest so far; nothing was taken or forgotten yet.
+    bounds = (0, count, count, count, 0, 0, 0, 0)
+    arrays = {
+        "ids": ArrayLayout((room,), _I32, fill=range(room)),
+        "bounds": ArrayLayout((len(bounds),), _I32, fill=bounds),
+    }
+    if has_holes:
+        arrays["places"] = ArrayLayout((count,), _I32, fill=range(count))
+    return arrays
+
+
+def _lay_out_index(leader: Sizes, followers: list[Sizes]) -> Arrays:
+    """Return the arrays of an empty `PrefixIndex`."""
+    blocks, sequences = leader.num_blocks, leader.max_sequences
+    arrays = {
+        "buckets": ArrayLayout((blocks, BUCKET_SIZE), _I32, fill=blocks),
+        "children": ArrayLayout((blocks, CHILDREN_SIZE), _I32, fill=blocks),
+        "hashes": ArrayLayout((blocks,), _U32, fill=0),
+        "parents": ArrayLayout((blocks,), _I32, fill=blocks),
+        "salts": ArrayLayout((blocks,), _I32, fill=0),
+        "committed": ArrayLayout((sequences,), _I32, fill=0),
+        "sequence_salts": ArrayLayout((sequences,), _I32, fill=0),
+        "epochs": ArrayLayout((sequences,), _U32, fill=0),
+    }
+    if leader.sliding_window is not None:
+        arrays["wide_hashes"] = ArrayLayout((blocks, 2), _U32, fill=0)
+        arrays["hashes_above"] = ArrayLayout((blocks,), _U32, fill=0)
+    for i, sizes in enumerate(followers):
+        beside = {
+            "partners": ArrayLayout((blocks,), _I32, fill=sizes.num_blocks),
+            "beside": ArrayLayout((sizes.num_blocks,), _I32, fill=blocks),
+        }
+        arrays |= _within(f"followers.{i}", beside)
+    return arrays

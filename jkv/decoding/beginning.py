@@ -81,7 +81,7 @@ def begin_generation(
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
     reasons = judge_prompts(prompts, bounds)
-    num_rows = cache.metadata.free_sequences.count
+    num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)

@@ -96,17 +96,16 @@ def make_room(
 
     def lacks_blocks(pool: _Pool) -> jax.Array:
         can_give = (pool.holder.seq_id >= 0) | (pool.places.num_running > 1)
-        free = tuple(metadata.free_blocks.count for metadata in pool.metadata)
+        free = tuple(group.free_blocks.count for group in pool.metadata.groups)
         return can_give & ~reach(free, pool.promised)
 
     none = jnp.zeros((), jnp.int32)
-    metadata = tuple(group.metadata for group in cache.groups)
     pool = while_loop(
         lacks_blocks,
         lambda pool: _take_back(cache, pool, demand),
-        _Pool(metadata, state.places, state.holder, total(demand), none),
+        _Pool(cache.metadata, state.places, state.holder, total(demand), none),
     )
-    cache = pool.put_into(cache)
+    cache = cache.with_metadata(pool.metadata)
     is_same = pool.places.num_running == state.places.num_running
     state = dataclasses.replace(
         state,
@@ -121,18 +120,11 @@ def make_room(
 class _Pool(NamedTuple):
     """What `make_room` changes."""
 
-    metadata: tuple[Metadata, ...]  # of each group
+    metadata: Metadata
     places: Places
     holder: Holder
     promised: Blocks  # i32[]
     num_preempted: jax.Array  # i32[]
-
-    def put_into(self, cache: Cache) -> Cache:
-        """Return the cache with this metadata."""
-        pairs = zip(cache.groups, self.metadata, strict=True)
-        return cache.with_groups(
-            tuple(group.with_metadata(metadata) for group, metadata in pairs)
-        )
 
 
 def _take_back(cache: Cache, pool: _Pool, demand: Blocks) -> _Pool:
@@ -140,7 +132,7 @@ def _take_back(cache: Cache, pool: _Pool, demand: Blocks) -> _Pool:
     is_held = pool.holder.seq_id >= 0
     youngest = find_youngest_running(pool.places)
     seq_id = jnp.where(is_held, pool.holder.seq_id, pool.places.seq_ids[youngest])
-    cache, _ = free(pool.put_into(cache), seq_id[None])
+    cache, _ = free(cache.with_metadata(pool.metadata), seq_id[None])
     places = jax.tree.map(
         lambda kept, new: jnp.where(is_held, kept, new),
         pool.places,
@@ -149,7 +141,7 @@ def _take_back(cache: Cache, pool: _Pool, demand: Blocks) -> _Pool:
     # One that waited for its prompt had computed nothing.
     counts = ~is_held & (seq_id >= 0)
     return _Pool(
-        metadata=tuple(group.metadata for group in cache.groups),
+        metadata=cache.metadata,
         places=places,
         holder=dataclasses.replace(pool.holder, seq_id=jnp.int32(NO_SEQUENCE)),
         promised=subtract(

@@ -34,7 +34,7 @@ from jkv.verbs.lookups import context_lengths
 from jkv.verbs.prefixes import commit
 
 
-@takes_cache
+@takes_cache(place=2)
 def extend(
     model: Model,
     params: Any,
@@ -113,7 +113,8 @@ def extend(
     room = cache.max_context_length - before
     size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
     block_size = find_block_size(cache, (size,))
-    num_blocks = tuple(jnp.int32(group.num_blocks) for group in cache.groups)
+    groups = cache.metadata.groups
+    num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(room, block_size, num_blocks)
     reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
@@ -136,24 +137,21 @@ def _judge(
 
     Whose tokens find room is judged before any is fed, in order, as `append` would.
     """
-    metadata = [group.metadata for group in cache.groups]
-    running = jnp.int32(FinishReason.RUNNING)
+    groups, running = cache.metadata.groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
         requests.is_live_once(cache.metadata, seq_ids),
         judge_prompts(given, bounds),
         jnp.int32(FinishReason.CANCELLED),
     )
-    mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in metadata]
-    kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in metadata]
+    mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in groups]
+    kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in groups]
     needs = blocks_to_take(
         before + given.lengths, tuple(mapped), tuple(kept), bounds.block_size
     )
-    for each, need in zip(metadata, needs, strict=True):
-        no_block, _ = requests.lacks_blocks(
-            each, jnp.where(reasons == running, need, 0)
-        )
-        reasons = jnp.where(no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
-    return reasons
+    agreed = requests.agree(
+        groups, tuple(jnp.where(reasons == running, need, 0) for need in needs)
+    )
+    return jnp.where(agreed.no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
 
 
 class _Extension(NamedTuple):

@@ -25,10 +25,10 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.windows import CHUNK_SIZE, run_steps
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
-from jkv.state.entry import takes_pools
+from jkv.state.entry import takes_cache
 
 
-@takes_pools
+@takes_cache(place=2, any_pools=True)
 def generate(
     model: Model,
     params: Any,

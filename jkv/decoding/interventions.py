@@ -20,7 +20,7 @@ from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
 
 
-@takes_cache
+@takes_cache()
 def cancel(
     cache: Cache, state: GenerationState, sequences: jax.Array
 ) -> tuple[Cache, GenerationState]:
@@ -68,7 +68,7 @@ def cancel(
     return close_ended(cache, state)
 
 
-@takes_cache
+@takes_cache()
 def add_prompts(
     cache: Cache,
     state: GenerationState,

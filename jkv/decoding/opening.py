@@ -68,11 +68,10 @@ def _bring_in(
     loads = state.loads(cache)
     lanes, is_more = _find_lanes(state, loads, num_lanes)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
-    reserved = state.block_size(cache).tokens_to_reserve(lengths)
     cache, opened = allocate(
         cache,
-        jnp.where(lanes.leads, reserved, NO_SEQUENCE),
-        tokens=None if cache.metadata.prefix is None else texts,
+        jnp.where(lanes.leads, lengths, NO_SEQUENCE),
+        tokens=texts,
         salts=state.prompts.salts[lanes.prompts],
         keep_free=attempt.keep_free,
     )

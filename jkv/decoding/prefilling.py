@@ -19,7 +19,8 @@ from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.prefixes import commit
 
-Carry = tuple[Cache, jax.Array, jax.Array, jax.Array]
+# The last says whether the last step served any prompt.
+Carry = tuple[Cache, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def compute_prompts(
@@ -30,35 +31,30 @@ def compute_prompts(
     seq_ids: jax.Array,  # i32[Q]
     *,
     chunk_size: int,
-    vocabulary: int,
+    logits: jax.Array,  # f32[Q, V]
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Put prompts in the cache.
+    """Put prompts in the cache, until all are there or none finds a block.
 
     Args:
       model, params: as for `generate`.
       cache: with blocks reserved for the prompts.
       prompts: Q of them.
-      seq_ids: i32[Q], the sequence of each; -1 is not computed. What the prefix index
-        had of a prompt is in its sequence already.
+      seq_ids: i32[Q], the sequence of each; -1 is not computed. What the cache has of a
+        prompt is not computed again.
       chunk_size: rows of a step, if no more prompts than that are computed.
-      vocabulary: V.
+      logits: f32[Q, V], those after prompts that are in the cache.
 
     Returns:
       The cache; f32[Q, V], the logits after each prompt; and i32[], the steps it took.
     """
     num_prompts = prompts.lengths.shape[0]
-    num_rows = max(num_prompts, min(chunk_size, prompts.tokens.size))
+    num_rows = count_rows(prompts, chunk_size)
     ages = jnp.arange(num_prompts, dtype=jnp.int32)
-    row_of = jnp.where(seq_ids >= 0, seq_ids, cache.metadata.max_sequences)
-
-    def find_left(cache: Cache) -> tuple[jax.Array, jax.Array]:
-        done = cache.metadata.context_lengths.at[row_of].get(mode="fill", fill_value=0)
-        return done, jnp.where(seq_ids >= 0, prompts.lengths - done, 0)
 
     def step(carry: Carry) -> Carry:
-        cache, kept, left, num_steps = carry
-        done, _ = find_left(cache)
+        cache, kept, left, num_steps, _ = carry
         counts = share_rows(left, ages, num_rows)
+        done = prompts.lengths - left
         owner, position = locate_rows(counts, done, num_rows)
         tokens = prompts.tokens.at[owner, position].get(mode="clip")
         tokens = jnp.maximum(tokens, 0)
@@ -66,18 +62,28 @@ def compute_prompts(
         cache, batch = append(cache, ids, counts, capacity=num_rows, tokens=tokens)
         logits, cache = call_model(model, params, tokens, cache, batch)
         cache = commit(cache, batch)
-        is_whole = (counts > 0) & (counts == left)
+        served = batch.query_lengths > 0
+        is_whole = served & (counts == left)
         kept = jnp.where(is_whole[:, None], logits.astype(jnp.float32), kept)
-        return cache, kept, find_left(cache)[1], num_steps + 1
+        left = count_left(cache, prompts, seq_ids)
+        return cache, kept, left, num_steps + 1, jnp.any(served)
 
-    cache, logits, _, num_steps = while_loop(
-        lambda carry: jnp.any(carry[2] > 0),
+    left, zero = count_left(cache, prompts, seq_ids), jnp.zeros((), jnp.int32)
+    cache, logits, _, num_steps, _ = while_loop(
+        lambda carry: jnp.any(carry[2] > 0) & carry[4],
         step,
-        (
-            cache,
-            jnp.zeros((num_prompts, vocabulary), jnp.float32),
-            find_left(cache)[1],
-            jnp.zeros((), jnp.int32),
-        ),
+        (cache, logits, left, zero, jnp.ones((), bool)),
     )
     return cache, logits, num_steps
+
+
+def count_rows(prompts: Prompts, chunk_size: int) -> int:
+    """Return the rows of a step."""
+    return max(prompts.lengths.shape[0], min(chunk_size, prompts.tokens.size))
+
+
+def count_left(cache: Cache, prompts: Prompts, seq_ids: jax.Array) -> jax.Array:
+    """Return the tokens of each prompt that its sequence lacks, i32[Q]; 0 for none."""
+    row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+    done = cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+    return jnp.where(seq_ids >= 0, prompts.lengths - done, 0)

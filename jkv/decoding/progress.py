@@ -16,7 +16,6 @@ from jkv.decoding.scheduling.groups import Holder
 from jkv.decoding.scheduling.places import Places
 from jkv.decoding.speculation.progress import SpeculationState
 from jkv.state import NO_SEQUENCE, Cache, Ring
-from jkv.verbs.lookups import num_free_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -85,33 +84,29 @@ class GenerationState:
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + self.result.lengths[sequences],
             done=of_cached(metadata.context_lengths),
-            mapped=tuple(of_cached(g.metadata.num_mapped_blocks) for g in cache.groups),
-            kept=tuple(of_cached(g.metadata.num_kept_blocks) for g in cache.groups),
+            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.groups),
+            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.groups),
         )
 
 
 def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
     """Return how many blocks a text takes in a cache, in steps of so many rows."""
-    windows = [group.metadata.window for group in cache.groups]
-    size = cache.block_size
+    size, windows = cache.block_size, [each.window for each in cache.metadata.groups]
     return BlockSize(
-        size,
-        tuple(
-            None if window is None else window.most_blocks(size, row_counts[-1])
-            for window in windows
-        ),
+        size, tuple(each.most_blocks(size, row_counts[-1]) for each in windows)
     )
 
 
 def count_free_blocks(cache: Cache) -> Blocks:
     """Return the blocks that can be handed out, i32[] for each group."""
-    return tuple(num_free_blocks(group) for group in cache.groups)
+    return tuple(group.free_blocks.count for group in cache.metadata.groups)
 
 
 def count_used_blocks(cache: Cache) -> jax.Array:
     """Return the blocks in use, i32[], of all groups together."""
+    groups = cache.metadata.groups
     return sum_groups(
-        tuple(jnp.int32(g.num_blocks) - num_free_blocks(g) for g in cache.groups)
+        tuple(jnp.int32(g.num_blocks) - g.free_blocks.count for g in groups)
     )
 
 

@@ -2,9 +2,10 @@
 
 All rows go through the model in one step: those of the prompts, then those of the
 continuations, which are forks of them. No cache outlives the step, and a layer's keys
-and values are read by this layer alone. So there is a pool for one layer at a time,
-gathered from the rows that the model writes. It makes derivatives cheap: they flow from
-the pool to the rows, and nothing the size of a whole cache is kept for them.
+and values are read by this layer alone. So each group of layers has a pool for one
+layer at a time, gathered from the rows that the model writes. It makes derivatives
+cheap: they flow from the pool to the rows, and nothing the size of a whole cache is
+kept for them.
 
 Symbols: Q prompts of at most P tokens, N continuations of at most C tokens, R rows,
 N_b blocks, T tokens a block.
@@ -19,19 +20,20 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.prompts import count_tokens
-from jkv.metadata.requests import Integer, Texts, as_prompts
+from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Batch, Cache
-from jkv.state.kinds import as_plain, fields_of
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
-from jkv.verbs.arguments import check_batch, check_layer, check_rows
+from jkv.verbs.attending import attend
 from jkv.verbs.forking import fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import context_lengths, slots
-from jkv.verbs.work_lists import with_work_lists
+from jkv.verbs.planning import plan_attention
+from jkv.verbs.writing import write
 
 
 def score(
@@ -40,7 +42,7 @@ def score(
     prompts: Texts,  # i32[Q, P]
     continuations: Texts,  # i32[N, C]
     *,
-    config: CacheConfig,
+    config: CacheConfig | GroupedConfig,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations after their prompts.
 
@@ -60,7 +62,8 @@ def score(
       continuations: i32[N, C] likewise, N a multiple of Q: continuation j of prompt i
         is `i * (N / Q) + j`.
       config: the model's sizes and `block_size`; the counts of blocks, sequences and
-        tokens are not used, nor is the dtype: keys and values are float32.
+        tokens are not used, nor are windows and the dtype: all keys and values are
+        kept, in float32.
 
     Returns:
       f32[N, C], 0 past each continuation's end; NaN for a token with nothing before it,
@@ -103,67 +106,27 @@ def _check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ScoringBatch(Batch):
-    """A step of which more than each request's last row is asked for."""
+class _WritesAndAttends:
+    """Refuses what a model may not do with a cache that has one layer at a time."""
 
-    scored_rows: jax.Array  # i32[...], R where a prompt is empty
-
-    @property
-    def last_rows(self) -> jax.Array:
-        """The rows whose logits are asked for."""
-        return self.scored_rows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ScoringCache(Cache):
-    """The keys and values of the layer written last, [1, N_b, K, T, D]."""
-
-    slot_rows: jax.Array  # i32[N_b, T], the row that each slot holds, R for none
-    model_layers: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that the model may name."""
-        return self.model_layers
-
-    def enter(self, function: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        """Write a layer by gathering its rows; attend to that layer."""
-        if function.__name__ == "write":
-            return self._write(**given.arguments)
-        if function.__name__ != "attend":
+    def call(
+        self,
+        function: Callable[..., Any],
+        _cache: Cache,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        """Call `write` and `attend`."""
+        if function not in (inspect.unwrap(write), inspect.unwrap(attend)):
             raise UsageError(
                 f"{function.__name__}: a model that is scored may write and attend only"
             )
-        check_layer(self, given.arguments["layer"])
-        given.arguments |= {"cache": as_plain(Cache, self), "layer": 0}
-        return function(*given.args, **given.kwargs)
-
-    def _write(
-        self,
-        cache: Cache,
-        layer: Integer,
-        batch: Batch,
-        keys: jax.Array,
-        values: jax.Array | None = None,
-    ) -> "ScoringCache":
-        check_layer(cache, layer)
-        check_batch(cache, batch)
-        rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
-        for name, array in rows.items():
-            check_rows(cache, batch, name, array)
-        return self.with_storage({n: self._gather(a) for n, a in rows.items()})
-
-    def _gather(self, rows: jax.Array) -> jax.Array:
-        """Put rows into the slots that hold them, float[R, K, D] to the storage."""
-        rows = rows.astype(self.keys.dtype)
-        slots = jnp.take(rows, self.slot_rows, axis=0, mode="fill", fill_value=0)
-        return jnp.moveaxis(slots, 2, 1)[None]
+        args, kwargs = given
+        return function(*args, **kwargs)
 
 
 def _plan(
-    config: CacheConfig, prompts: jax.Array, continuations: jax.Array
-) -> tuple[ScoringCache, ScoringBatch]:
+    config: CacheConfig | GroupedConfig, prompts: jax.Array, continuations: jax.Array
+) -> tuple[Cache, Batch]:
     """Plan the step: the prompts, and forks of them that go on.
 
     The last token of a continuation is not fed: nothing is asked after it.
@@ -172,8 +135,7 @@ def _plan(
     block_size, fed = config.block_size, most - 1
     # A fork owns its tail and what comes behind it.
     own_blocks = -(-(block_size - 1 + fed) // block_size)
-    config = dataclasses.replace(
-        config,
+    sizes: dict[str, Any] = dict(
         num_blocks=num_prompts * -(-width // block_size) + count * own_blocks,
         max_sequences=num_prompts + count,
         max_context_length=width + fed,
@@ -184,13 +146,16 @@ def _plan(
         sliding_window=None,
         num_sink_tokens=0,
     )
+    given = as_grouped(config)
+    groups = tuple(dataclasses.replace(group, **sizes) for group in given.groups)
+    whole = dataclasses.replace(given, groups=groups, prefix_caching=False)
     num_rows = num_prompts * width + count * fed
-    slot_rows = jnp.full((config.num_blocks, block_size), num_rows, jnp.int32)
+    slot_rows = jnp.full((sizes["num_blocks"], block_size), num_rows, jnp.int32)
     lengths = count_tokens(prompts)
     last_rows = jnp.arange(num_prompts, dtype=jnp.int32) * width + lengths - 1
-    scored = [jnp.where(lengths > 0, last_rows, num_rows)]
+    asked = [jnp.where(lengths > 0, last_rows, num_rows)]
 
-    cache, opened = allocate(init(config, storage=False), jnp.zeros_like(lengths))
+    cache, opened = allocate(init(whole, storage=False), jnp.zeros_like(lengths))
     cache, of_prompts = append(cache, opened.seq_ids, lengths, max_query_length=width)
     slot_rows = _put(slot_rows, of_prompts, first_row=0)
     batches = [of_prompts]
@@ -202,21 +167,29 @@ def _plan(
         cache, later = append(cache, forked.seq_ids, fed_lengths, max_query_length=fed)
         slot_rows = _put(slot_rows, later, first_row=num_prompts * width)
         batches.append(later)
-        scored.append(jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32))
-    pools = init(dataclasses.replace(config, num_layers=1))
-    cache = ScoringCache(
-        **fields_of(Cache, pools.with_metadata(cache.metadata)),
-        slot_rows=slot_rows,
-        model_layers=config.num_layers,
+        asked.append(jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32))
+    pools = [init(dataclasses.replace(group, num_layers=1)) for group in groups]
+    cache = dataclasses.replace(
+        cache,
+        storage=tuple(pool.storage[0] for pool in pools),
+        watcher=_WritesAndAttends(),
     )
-    batch = _as_one_step(batches, jnp.concatenate(scored))
-    return cache, with_work_lists(cache, batch)
+    batch = dataclasses.replace(
+        _as_one_step(batches),
+        asked_rows=jnp.concatenate(asked),
+        slot_rows=slot_rows,
+        sizes=cache.sizes,
+    )
+    return cache, plan_attention(cache, batch)
 
 
 def _put(slot_rows: jax.Array, batch: Batch, first_row: int) -> jax.Array:
-    """Note which row each slot of a step holds, the step's first row being given."""
+    """Note which row each slot of a step holds, the step's first row being given.
+
+    All groups see everything and are asked for the same, so their slots are the same.
+    """
     row = first_row + jnp.arange(batch.num_rows, dtype=jnp.int32)
-    return slot_rows.at[batch.block_ids, batch.offsets].set(row, mode="drop")
+    return slot_rows.at[batch.slots_of(0)].set(row, mode="drop")
 
 
 def _copy_tails(
@@ -227,24 +200,25 @@ def _copy_tails(
     A full last block is shared, and copied to itself.
     """
     last = context_lengths(cache)[children] - 1
-    source, target = (slots(cache, ids, last).block_ids for ids in (parents, children))
+    source, target = (
+        slots(cache, ids, last, group=0).block_ids for ids in (parents, children)
+    )
     tails = slot_rows.at[source].get(mode="clip")
     return slot_rows.at[target].set(tails, mode="drop")
 
 
-def _as_one_step(batches: list[Batch], scored_rows: jax.Array) -> ScoringBatch:
+def _as_one_step(batches: list[Batch]) -> Batch:
     """Make one step of several, whose rows follow each other."""
     first, moved = 0, []
     for batch in batches:
         starts = batch.query_starts + first
         moved.append(
             dataclasses.replace(
-                batch, query_starts=starts, is_decoding=False, work_lists=None
+                batch, query_starts=starts, is_decoding=False, plan=None
             )
         )
         first += batch.num_rows
-    joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *moved)
-    return ScoringBatch(**fields_of(Batch, joined), scored_rows=scored_rows)
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *moved)
 
 
 def _score_tokens(

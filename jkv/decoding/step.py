@@ -250,9 +250,8 @@ def count_step(
     )
     used = count_used_blocks(cache)
     length = jnp.where(places.is_cached, loads.done + rows, 0)
-    empty = jnp.sum(-length % cache.block_size, dtype=jnp.int32)
-    if len(cache.groups) > 1:
-        empty = len(cache.groups) * empty
+    num_groups = len(cache.metadata.groups)
+    empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)
     statistics = result.statistics._replace(
         peak_blocks=jnp.where(is_peak, used, old.peak_blocks),

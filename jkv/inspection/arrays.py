@@ -6,9 +6,12 @@ from jkv.state import Cache
 
 
 def named_arrays(cache: Cache) -> dict[str, jax.Array]:
-    """Return all arrays of a cache, by their names in `CacheConfig.arrays`."""
-    arrays = {}
-    for path, array in jax.tree_util.tree_leaves_with_path(cache):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        arrays[name.removeprefix("metadata.")] = array
-    return arrays
+    """Return all arrays of a cache, by their names in `CacheConfig.arrays`.
+
+    What debug mode keeps beside it is not among them.
+    """
+    parts = {"metadata": cache.metadata, "storage": cache.storage}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): array
+        for path, array in jax.tree_util.tree_leaves_with_path(parts)
+    }

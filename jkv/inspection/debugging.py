@@ -1,17 +1,19 @@
 """debug: a cache that watches what is done with it.
 
-A cache in debug mode is another type with two arrays more, so what is traced with it is
-compiled for it, and other caches pay nothing. Each verb looks at the cache on entry
-(`jkv.state.entry`); one in debug mode takes over there: it looks at the arguments,
-calls the verb with a plain cache, and looks at the answer. What can only be seen at run
-time reaches the host by `jax.debug.callback`.
+A cache in debug mode has a watcher beside it, with arrays of its own, so what is traced
+with it is compiled for it, and other caches pay nothing. Each public function looks on
+entry whether there is one (`jkv.state.entry`), which then takes over: it looks at the
+arguments, calls the function with the cache alone, looks at the answer, and puts itself
+back beside the cache. What can only be seen at run time reaches the host by
+`jax.debug.callback`.
 """
 
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +21,120 @@ import numpy as np
 
 from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import DebugError, Watch, find_caller
-from jkv.state import Batch, Cache
+from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.entry import takes_cache
-from jkv.state.kinds import as_plain, fields_of
 from jkv.status import UsageError
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class WatchedCache(Cache):
-    """A cache in debug mode. Stamps are the low word of the cache's clock."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepWatcher:
+    """What debug mode keeps beside a cache. Stamps are the low word of its clock."""
 
-    written: jax.Array  # u32[L, S], stamp of the step last written to a sequence
+    # Of each group u32[L, S], stamp of the step last written to a layer of a sequence.
+    written: tuple[jax.Array, ...]
     uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
     watch: Watch = dataclasses.field(metadata={"static": True})
 
-    def enter(self, function: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        """Call a public function on this cache, and look at what it does."""
-        if "model" in given.arguments:  # its verbs are watched one by one
-            return function(*given.args, **given.kwargs)
-        name, batch = function.__name__, given.arguments.get("batch")
-        cache = self
+    def call(
+        self,
+        function: Callable[..., Any],
+        cache: Cache,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        """Call a public function on a cache, and look at what it does."""
+        args, kwargs = given
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        named, name = bound.arguments, function.__name__
+        if "model" in named:  # its verbs are watched one by one
+            return function(*args, **kwargs)
+        plain = dataclasses.replace(cache, watcher=None)
+        after, batch = self, named.get("batch")
         if isinstance(batch, Batch):
-            cache = _watch_step(self, name, given.arguments.get("layer"), batch)
-            given.arguments["batch"] = as_plain_batch(batch)
-        given.arguments["cache"] = as_plain(Cache, self)
-        answer = function(*given.args, **given.kwargs)
+            step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
+            after = _LOOKS[name](step, named.get("layer"))
+            named["batch"] = as_plain_batch(batch)
+        named["cache"] = plain
+        answer = function(*bound.args, **bound.kwargs)
         if name == "check":
-            _raise_findings(self)
-        return answer if name == "debug" else _watch_answer(cache, name, answer)
+            self._raise_findings(cache)
+        if name == "debug":
+            return answer
+        return after._watch_answer(plain, name, answer)
+
+    def _watched(self, name: str, batch: Batch) -> WatchedBatch:
+        """Return a batch that was planned on this cache; refuse any other."""
+        if not isinstance(batch, WatchedBatch) or batch.watch is not self.watch:
+            raise UsageError(
+                f"{name}: this batch was planned by append on another cache, or before "
+                f"jkv.debug; use each batch with the cache that append returned with it"
+            )
+        return batch
+
+    def _watch_answer(self, before: Cache, name: str, answer: Any) -> Any:
+        """Return an answer with the watcher beside the cache, and its status watched.
+
+        Args:
+          before: the cache that the function was given.
+          name: of the function.
+          answer: what it returned.
+        """
+        if isinstance(answer, Cache):
+            return dataclasses.replace(answer, watcher=self)
+        if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):
+            return answer
+        cache, result = answer
+        if isinstance(result, Batch):
+            return self._watch_append(before, cache, result)
+        if "status" in getattr(result, "_fields", ()):
+            site = self.watch.watch_status(name, find_caller(), result.status)
+            kind: Any = type(result)
+            result = watched_kind(kind).of(result, site)
+        return dataclasses.replace(cache, watcher=self), result
+
+    def _watch_append(
+        self, before: Cache, cache: Cache, batch: Batch
+    ) -> tuple[Cache, WatchedBatch]:
+        """Watch a batch, and look whether the steps before it were committed."""
+        where, after = find_caller(), self
+        served = batch.query_lengths > 0
+        row = jnp.where(served, batch.seq_ids, before.max_sequences)
+        created = before.metadata.sequences.created
+        created = created.at[row].get(mode="fill", fill_value=0)
+        if cache.metadata.index is not None:
+            pending = self.uncommitted.at[row].get(mode="fill", fill_value=0)
+            _note(
+                self.watch,
+                where,
+                "append to a sequence whose last step was not committed: with "
+                "prefix_caching call commit(cache, batch) after the last layer's write",
+                served & (pending != 0) & _is_before(created, pending),
+            )
+            stamp = cache.metadata.now
+            after = self._with_uncommitted(row, stamp)
+        fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+        watched = WatchedBatch(
+            **fields,
+            stamp=cache.metadata.now,
+            created=created,
+            watch=self.watch,
+            site=self.watch.watch_status("append", where, batch.status),
+        )
+        return dataclasses.replace(cache, watcher=after), watched
+
+    def _with_uncommitted(self, row: jax.Array, stamp: jax.Array | int) -> Self:
+        """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
+        uncommitted = self.uncommitted.at[row].set(stamp, mode="drop")
+        return dataclasses.replace(self, uncommitted=uncommitted)
+
+    def _raise_findings(self, cache: Cache) -> None:
+        """Raise what was found since the last time, if anything was."""
+        self.watch.watch_pools(_pools_of(cache))
+        if findings := self.watch.take_findings():
+            raise DebugError(findings)
 
 
-@takes_cache
+@takes_cache()
 def debug(cache: Cache, enabled: bool = True) -> Cache:
     """Return the cache in debug mode, in which `check` also raises what was done wrong.
 
@@ -92,76 +176,118 @@ def debug(cache: Cache, enabled: bool = True) -> Cache:
       jkv.inspection.findings.DebugError: ...: attend reads layer 0 before this step \
 is written to it (1 times)
     """
-    plain = as_plain(Cache, cache)
     if not enabled:
-        return plain
-    if isinstance(cache.keys, jax.core.Tracer):
+        return cache
+    if isinstance(cache.metadata.is_open, jax.core.Tracer):
         raise UsageError("debug tells caches apart on the host: call it outside jit")
-    return WatchedCache(
-        **fields_of(Cache, plain),
-        written=jnp.full((cache.num_layers, cache.max_sequences), cache.metadata.now),
-        uncommitted=jnp.zeros((cache.max_sequences,), jnp.uint32),
-        watch=Watch(cache.keys),
+    num_sequences, now = cache.max_sequences, cache.metadata.now
+    watcher = StepWatcher(
+        written=tuple(
+            jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
+        ),
+        uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
+        watch=Watch(_pools_of(cache)),
     )
+    return dataclasses.replace(cache, watcher=watcher)
 
 
-def _watch_step(
-    cache: WatchedCache, name: str, layer: Any, batch: Batch
-) -> WatchedCache:
-    """Look at a `write`, `attend` or `commit`, and note that it happened.
+class _Step:
+    """A `write`, `attend` or `commit` that is looked at."""
 
-    Args:
-      cache: the cache.
-      name: of the verb.
-      layer: as given; None for `commit`.
-      batch: the step.
-
-    Raises:
-      UsageError: for a batch that was not planned on this cache.
-    """
-    if not isinstance(batch, WatchedBatch) or batch.watch is not cache.watch:
-        raise UsageError(
-            f"{name}: this batch was planned by append on another cache, or before "
-            f"jkv.debug; use each batch with the cache that append returned with it"
+    def __init__(
+        self,
+        watcher: StepWatcher,
+        cache: Cache,
+        name: str,
+        where: str,
+        batch: WatchedBatch,
+    ) -> None:
+        """Look whether the batch's sequences are those that it was planned for."""
+        self.watcher, self.cache, self.name, self.where = watcher, cache, name, where
+        self.batch = batch
+        self.served = batch.query_lengths > 0
+        self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
+        sequences = cache.metadata.sequences
+        created = sequences.created.at[self.row].get(mode="fill", fill_value=0)
+        is_open = sequences.is_open.at[self.row].get(mode="fill", fill_value=True)
+        self.note(
+            f"{name} with a batch whose sequence was freed since; its id may be "
+            f"another's",
+            self.served & ((created != batch.created) | ~is_open),
         )
-    note = functools.partial(_note, cache.watch, find_caller())
-    served = batch.query_lengths > 0
-    row = jnp.where(served, batch.seq_ids, cache.max_sequences)
-    created = cache.metadata.created.at[row].get(mode="fill", fill_value=0)
-    is_open = cache.metadata.is_open.at[row].get(mode="fill", fill_value=True)
-    note(
-        f"{name} with a batch whose sequence was freed since; its id may be another's",
-        served & ((created != batch.created) | ~is_open),
+
+    def note(self, text: str, *is_wrong: jax.Array) -> None:
+        """Have the host note a mistake if any of these is true, bool[...] each."""
+        _note(self.watcher.watch, self.where, text, *is_wrong)
+
+    def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
+        """Return where a layer is, and whether it is there, bool[].
+
+        The place of one that is not there is past the end of its group.
+        """
+        group, given = self.cache.find_layer(layer)
+        num_layers = self.watcher.written[group].shape[0]
+        place = jnp.asarray(given).astype(jnp.int32)
+        is_there = (place >= 0) & (place < num_layers)
+        among = f" in group {group}" if len(self.cache.storage) > 1 else ""
+        self.note(
+            f"{self.name} with a layer that does not exist: there are "
+            f"{num_layers}{among}",
+            ~is_there,
+        )
+        # Negative indices would wrap around.
+        return GroupLayer(group, jnp.where(is_there, place, num_layers)), is_there
+
+
+def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
+    """Note that a step was written to a layer."""
+    (group, place), _ = step.find_layer(layer)
+    written = list(step.watcher.written)
+    written[group] = (
+        written[group].at[place, step.row].set(step.batch.stamp, mode="drop")
     )
-    if name == "commit":
-        if cache.metadata.prefix is None:  # then it does nothing
-            return cache
-        behind = _is_before(cache.written, batch.stamp)
-        behind = behind.at[:, row].get(mode="fill", fill_value=False)
-        note("commit of a step that is not written to all layers", behind)
-        uncommitted = cache.uncommitted.at[row].set(0, mode="drop")
-        return dataclasses.replace(cache, uncommitted=uncommitted)
-    layer_id = jnp.asarray(layer).astype(jnp.int32)
-    is_there = (layer_id >= 0) & (layer_id < cache.num_layers)
+    return dataclasses.replace(step.watcher, written=tuple(written))
+
+
+def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
+    """Look whether the step is written to a layer that is read."""
+    (group, place), is_there = step.find_layer(layer)
+    found = step.watcher.written[group].at[place, step.row]
+    is_old = _is_before(found.get(mode="fill", fill_value=0), step.batch.stamp)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
-    note(
-        f"{name} with a layer that does not exist: there are {cache.num_layers}",
-        ~is_there,
+    step.note(
+        f"attend reads layer {which} before this step is written to it",
+        step.served & is_there & is_old,
     )
-    # Negative indices would wrap around.
-    layer_id = jnp.where(is_there, layer_id, cache.num_layers)
-    if name == "write":
-        written = cache.written.at[layer_id, row].set(batch.stamp, mode="drop")
-        return dataclasses.replace(cache, written=written)
-    found = cache.written.at[layer_id, row].get(mode="fill", fill_value=0)
-    unwritten = served & is_there & _is_before(found, batch.stamp)
-    note(f"attend reads layer {which} before this step is written to it", unwritten)
-    return cache
+    return step.watcher
 
 
-def _note(watch: Watch, where: str, text: str, is_wrong: jax.Array) -> None:
-    """Have the host note a mistake if any of these is true, bool[...]."""
-    jax.debug.callback(functools.partial(watch.note, text, where), jnp.any(is_wrong))
+def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
+    """Look whether the step is written to all layers, and note that it is committed."""
+    if step.cache.metadata.index is None:  # then it does nothing
+        return step.watcher
+    behind = [
+        _is_before(written, step.batch.stamp)
+        .at[:, step.row]
+        .get(mode="fill", fill_value=False)
+        for written in step.watcher.written
+    ]
+    step.note("commit of a step that is not written to all layers", *behind)
+    return step.watcher._with_uncommitted(step.row, 0)
+
+
+# By name, as the verbs stand above this room.
+_LOOKS: dict[str, Callable[[_Step, Any], StepWatcher]] = {
+    "write": _look_at_write,
+    "attend": _look_at_attend,
+    "commit": _look_at_commit,
+}
+
+
+def _note(watch: Watch, where: str, text: str, *is_wrong: jax.Array) -> None:
+    """Have the host note a mistake if any of these is true, bool[...] each."""
+    found = functools.reduce(operator.or_, map(jnp.any, is_wrong))
+    jax.debug.callback(functools.partial(watch.note, text, where), found)
 
 
 def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
@@ -169,53 +295,6 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
     return (stamp - other).astype(jnp.int32) < 0
 
 
-def _watch_answer(cache: WatchedCache, name: str, answer: Any) -> Any:
-    """Return a verb's answer with the cache in debug mode, and its status watched."""
-    if isinstance(answer, Cache):
-        return dataclasses.replace(cache, **fields_of(Cache, answer))
-    if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):
-        return answer
-    after, result = answer
-    after = dataclasses.replace(cache, **fields_of(Cache, after))
-    if isinstance(result, Batch):
-        return _watch_append(cache, after, result)
-    if "status" in getattr(result, "_fields", ()):
-        site = cache.watch.watch_status(name, find_caller(), result.status)
-        kind: Any = type(result)
-        result = watched_kind(kind).of(result, site)
-    return after, result
-
-
-def _watch_append(
-    cache: WatchedCache, after: WatchedCache, batch: Batch
-) -> tuple[WatchedCache, WatchedBatch]:
-    """Watch a batch, and look whether the steps before it were committed."""
-    where = find_caller()
-    served = batch.query_lengths > 0
-    row = jnp.where(served, batch.seq_ids, cache.max_sequences)
-    created = cache.metadata.created.at[row].get(mode="fill", fill_value=0)
-    if cache.metadata.prefix is not None:
-        pending = cache.uncommitted.at[row].get(mode="fill", fill_value=0)
-        _note(
-            cache.watch,
-            where,
-            "append to a sequence whose last step was not committed: with "
-            "prefix_caching call commit(cache, batch) after the last layer's write",
-            served & (pending != 0) & _is_before(created, pending),
-        )
-        uncommitted = cache.uncommitted.at[row].set(after.metadata.now, mode="drop")
-        after = dataclasses.replace(after, uncommitted=uncommitted)
-    return after, WatchedBatch(
-        **fields_of(Batch, batch),
-        stamp=after.metadata.now,
-        created=created,
-        watch=cache.watch,
-        site=cache.watch.watch_status("append", where, batch.status),
-    )
-
-
-def _raise_findings(cache: WatchedCache) -> None:
-    """Raise what was found since the last time, if anything was."""
-    cache.watch.watch_pool(cache.keys)
-    if findings := cache.watch.take_findings():
-        raise DebugError(findings)
+def _pools_of(cache: Cache) -> list[jax.Array]:
+    """Return the keys of each group of layers."""
+    return [storage.key_pool for storage in cache.storage]

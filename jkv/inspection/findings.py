@@ -67,9 +67,9 @@ class Watch:
     It is a static part of the cache: what is traced in debug mode is compiled for it.
     """
 
-    def __init__(self, pool: jax.Array) -> None:
+    def __init__(self, pools: list[jax.Array]) -> None:
         """Nothing was found yet."""
-        self.pool = pool  # the keys, as they were seen last
+        self.pools = pools  # the keys of each group, as they were seen last
         self.found: dict[str, int] = {}
         self.sites: list[Site] = []
 
@@ -88,15 +88,17 @@ class Watch:
         jax.debug.callback(site.note, status)
         return site
 
-    def watch_pool(self, pool: jax.Array) -> None:
-        """Note whether the pool has moved while the old one lived on."""
-        if pool is not self.pool and not self.pool.is_deleted() and pool.size:
-            text = (
-                "the pool was copied, as the cache was not donated: jit the step with "
-                "donate_argnames='cache', and call verbs that write inside it"
-            )
-            self.note(text, "since the last check", True)
-        self.pool = pool
+    def watch_pools(self, pools: list[jax.Array]) -> None:
+        """Note whether a pool has moved while the old one lived on."""
+        for pool, old in zip(pools, self.pools, strict=True):
+            if pool is not old and not old.is_deleted() and old.size:
+                text = (
+                    "the pool was copied, as the cache was not donated: jit the step "
+                    "with donate_argnames='cache', and call verbs that write inside it"
+                )
+                self.note(text, "since the last check", True)
+                break
+        self.pools = pools
 
     def take_findings(self) -> list[str]:
         """Return what was found, and begin anew."""

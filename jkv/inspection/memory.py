@@ -1,13 +1,14 @@
 """memory_profile: what a cache costs in memory."""
 
 import dataclasses
+import operator
 from typing import Any
 
 from jkv.config.units import human_bytes
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
-from jkv.state.entry import for_host
+from jkv.state.entry import takes_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,9 @@ class MemoryProfile:
     free_bytes: int  # storage of free blocks, cached ones included: storage - used
     cached_bytes: int  # of these, storage of cached blocks
     bytes_per_token: int  # one token's keys and values in all layers
-    cells: int  # slots of live blocks, reserved ones too
-    tokens: int  # of these, slots that hold a token: a shared one counts once
+    cells: int  # slots of live blocks of all groups, reserved ones too
+    # Of these, slots that hold a token: a shared one counts once, in each group.
+    tokens: int
     # Each device's own account, in bytes by its names; None where it keeps none (CPU).
     devices: dict[str, dict[str, int] | None]
 
@@ -70,8 +72,8 @@ class MemoryProfile:
                 said += f" of {human_bytes(limit)}" if limit else ""
             lines.append(f"device      {device} {said}")
         lines.append("arrays")
-        for name, count in sorted(self.array_bytes.items(), key=lambda item: item[1]):
-            lines.append(f"  {name:20} {human_bytes(count):>10}")
+        by_size = sorted(self.array_bytes.items(), key=lambda item: item[1])
+        lines += [f"  {_shorten(n):28} {human_bytes(num):>10}" for n, num in by_size]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class MemoryProfile:
         return dataclasses.asdict(self) | {"efficiency": self.efficiency}
 
 
-@for_host
+@takes_cache(on_host=True)
 def memory_profile(cache: Cache) -> MemoryProfile:
     """Return what the cache costs in memory. For the host, outside jit.
 
@@ -102,21 +104,37 @@ def memory_profile(cache: Cache) -> MemoryProfile:
       (512, 6, 8, 0.75)
     """
     sums = tally(cache)
-    array_bytes = {name: array.nbytes for name, array in named_arrays(cache).items()}
-    total = sum(array_bytes.values())
-    storage = sum(array.nbytes for array in cache.storage.values())
-    per_block = storage // cache.num_blocks
+    arrays = {name: array.nbytes for name, array in named_arrays(cache).items()}
+    total = sum(arrays.values())
+    pools = [
+        sum(pool.nbytes for pool in storage.pools.values()) for storage in cache.storage
+    ]
+    storage = sum(pools)
+    per_block = [
+        pool // each.num_blocks for pool, each in zip(pools, cache.storage, strict=True)
+    ]
+
+    def storage_of(name: str) -> int:
+        """Return the bytes of blocks that the sums name, of all groups."""
+        blocks = [getattr(each, name) for each in sums.groups]
+        return sum(map(operator.mul, per_block, blocks))
+
     devices = sorted(cache.devices, key=lambda device: device.id)
     return MemoryProfile(
         total_bytes=total,
-        array_bytes=array_bytes,
+        array_bytes=arrays,
         storage_bytes=storage,
         metadata_bytes=total - storage,
-        used_bytes=per_block * sums.live_blocks,
-        free_bytes=per_block * sums.free_blocks,
-        cached_bytes=per_block * sums.cached_blocks,
-        bytes_per_token=per_block // cache.block_size,
-        cells=sums.live_blocks * cache.block_size,
+        used_bytes=storage_of("live_blocks"),
+        free_bytes=storage_of("free_blocks"),
+        cached_bytes=storage_of("cached_blocks"),
+        bytes_per_token=sum(per_block) // cache.block_size,
+        cells=sum(each.live_blocks for each in sums.groups) * cache.block_size,
         tokens=num_held_tokens(cache, sums),
         devices={f"{d.platform}:{d.id}": d.memory_stats() for d in devices},
     )
+
+
+def _shorten(name: str) -> str:
+    """Return the name of an array without the part of the cache that all have."""
+    return name.removeprefix("metadata.").removeprefix("sequences.")

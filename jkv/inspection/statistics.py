@@ -5,15 +5,38 @@ some dozens of words, is all that is transferred to the host.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.prefixes import prefix_index
 from jkv.state import Cache, Metadata
-from jkv.state.entry import for_host
-from jkv.status import Counter, Status
+from jkv.state.entry import takes_cache
+from jkv.status import NUM_COUNTERS, Counter, Status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupStats:
+    """The blocks of one group of layers in numbers; the words are those of `Stats`."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    live_blocks: int
+    shared_blocks: int
+    pinned_blocks: int
+    allocations: int
+    frees: int
+    peak_blocks: int
+    evicted_blocks: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the pool that is live, 0.0 for an empty one."""
+        return self.live_blocks / self.total_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +44,8 @@ class Stats:
     """A cache in numbers, Python ints of any size. `str` makes a table of them.
 
     The first fields are the state of now, where a block is free or live. From
-    `allocations` on they count what happened since `init`.
+    `allocations` on they count what happened since `init`. With several groups of
+    layers, the blocks are those of all groups together.
     """
 
     total_blocks: int  # N
@@ -46,6 +70,8 @@ class Stats:
     compactions: int  # calls of `compact`, and resizes that renumber
     last_compaction: int | None  # clock of the last one; None: there was none
     clock: int  # calls that served a request
+
+    groups: tuple[GroupStats, ...]  # the blocks of each group
 
     @property
     def utilisation(self) -> float:
@@ -73,6 +99,7 @@ class Stats:
                 f"            {self.free_blocks:,} free, "
                 f"{self.cached_blocks:,} of them cached; "
                 f"at the peak {self.peak_blocks:,} live",
+                *self._list_groups(),
                 f"sequences   {self.live_sequences:,} of {self.max_sequences:,} live, "
                 f"{self.tokens:,} tokens",
                 f"allocated   {self.allocations:,} blocks, freed {self.frees:,}",
@@ -86,29 +113,49 @@ class Stats:
             ]
         )
 
+    def _list_groups(self) -> list[str]:
+        """Say how full each group is, a line each, if there are several."""
+        if len(self.groups) == 1:
+            return []
+        return [
+            f"  group {i:<4} {group.live_blocks:,} of {group.total_blocks:,} live "
+            f"({group.utilisation:.0%}), {group.cached_blocks:,} cached, at the peak "
+            f"{group.peak_blocks:,} live"
+            for i, group in enumerate(self.groups)
+        ]
 
-class Tally(NamedTuple):
-    """Sums over the metadata of a cache, as Python ints."""
+
+class GroupTally(NamedTuple):
+    """Sums over the metadata of one group, as Python ints."""
 
     live_blocks: int
     shared_blocks: int
     cached_blocks: int
     pinned_blocks: int
-    live_sequences: int
     mapped_blocks: int  # table entries: a shared block counts for each owner
     given_back: int  # table entries that a window has given back
     extent: int  # 1 + the highest live block id, 0 if there is none
     free_blocks: int
     fewest_free: int
+    num_taken: int
+    num_forgotten: int
+
+
+class Tally(NamedTuple):
+    """Sums over the metadata of a cache, as Python ints."""
+
+    groups: tuple[GroupTally, ...]
+    live_sequences: int
     tokens: int
     counters: list[int]
 
 
-@for_host
+@takes_cache(on_host=True)
 def stats(cache: Cache) -> Stats:
     """Return what the cache holds and what happened to it. For the host, outside jit.
 
-    It takes one transfer of less than 300 bytes, whatever the size of the cache.
+    It takes one transfer of less than 300 bytes, whatever the size of the cache, and
+    some 50 more for each further group of layers.
 
     Args:
       cache: a concrete cache.
@@ -130,86 +177,114 @@ def stats(cache: Cache) -> Stats:
     sums = tally(cache)
     count = {counter.name: sums.counters[counter] for counter in Counter}
     compactions = count["COMPACTIONS"]
+    pools = zip(cache.metadata.groups, sums.groups, strict=True)
+    groups = tuple(_describe(group.num_blocks, each) for group, each in pools)
+    names = [field.name for field in dataclasses.fields(GroupStats)]
     return Stats(
-        total_blocks=cache.num_blocks,
-        free_blocks=sums.free_blocks,
-        cached_blocks=sums.cached_blocks,
-        live_blocks=sums.live_blocks,
-        shared_blocks=sums.shared_blocks,
-        pinned_blocks=sums.pinned_blocks,
+        **{name: sum(getattr(each, name) for each in groups) for name in names},
         live_sequences=sums.live_sequences,
         max_sequences=cache.max_sequences,
         tokens=sums.tokens,
-        allocations=count["BLOCKS_TAKEN"],
-        # Every block taken is live still or was freed.
-        frees=count["BLOCKS_TAKEN"] - sums.live_blocks,
-        peak_blocks=cache.num_blocks - sums.fewest_free,
         refusals={s: sums.counters[s] for s in Status if s != Status.OK},
         evicted_sequences=count["SEQUENCES_EVICTED"],
-        evicted_blocks=count["BLOCKS_EVICTED"],
         prefix_queries=count["PREFIX_QUERIES"],
         prefix_tokens=count["PREFIX_TOKENS"],
         prefix_hits=count["PREFIX_HITS"],
         compactions=compactions,
         last_compaction=count["LAST_COMPACTION"] if compactions else None,
         clock=count["CLOCK"],
+        groups=groups,
+    )
+
+
+def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
+    """Say in numbers what one group holds."""
+    return GroupStats(
+        total_blocks=num_blocks,
+        free_blocks=sums.free_blocks,
+        cached_blocks=sums.cached_blocks,
+        live_blocks=sums.live_blocks,
+        shared_blocks=sums.shared_blocks,
+        pinned_blocks=sums.pinned_blocks,
+        allocations=sums.num_taken,
+        # Every block taken is live still or was freed.
+        frees=sums.num_taken - sums.live_blocks,
+        peak_blocks=num_blocks - sums.fewest_free,
+        evicted_blocks=sums.num_forgotten,
     )
 
 
 def tally(cache: Cache) -> Tally:
     """Return the sums over a cache's metadata, by one transfer."""
-    words = jax.device_get(_sums(cache.metadata)).tolist()
-    # Counts that fit a word each, then pairs of words: the tokens and the counters.
-    narrow = Tally._fields[:-2]
-    pairs = zip(words[len(narrow) :: 2], words[len(narrow) + 1 :: 2], strict=True)
-    tokens, *counters = [low + (high << 32) for low, high in pairs]
-    return Tally(
-        **dict(zip(narrow, words, strict=False)), tokens=tokens, counters=counters
+    words = iter(jax.device_get(_sums(cache.metadata)).tolist())
+
+    def take(num: int) -> list[int]:
+        return [*itertools.islice(words, num)]
+
+    def take_wide(num: int) -> list[int]:
+        """Take numbers of two words each."""
+        return [low + (high << 32) for low, high in (take(2) for _ in range(num))]
+
+    # The last two sums of a group are of two words each.
+    groups = tuple(
+        GroupTally(*take(len(GroupTally._fields) - 2), *take_wide(2))
+        for _ in cache.metadata.groups
     )
+    (live_sequences,), (tokens,) = take(1), take_wide(1)
+    return Tally(groups, live_sequences, tokens, take_wide(NUM_COUNTERS))
 
 
 def num_held_tokens(cache: Cache, sums: Tally) -> int:
-    """Return how many slots of live blocks hold a token; a shared one counts once.
+    """Return how many slots of live blocks hold a token, of all groups together.
 
-    A block with a slot to spare has one owner, so the spare slots of all sequences are
-    all different.
+    A shared one counts once. A block with a slot to spare has one owner, so the spare
+    slots of all sequences are all different.
     """
-    entries = sums.mapped_blocks + sums.given_back
-    spare = entries * cache.block_size - sums.tokens
-    return sums.live_blocks * cache.block_size - spare
+    size = cache.block_size
+    return sum(
+        each.live_blocks * size
+        - ((each.mapped_blocks + each.given_back) * size - sums.tokens)
+        for each in sums.groups
+    )
 
 
 @jax.jit
 def _sums(metadata: Metadata) -> jax.Array:
     """Return the words of a `Tally`, u32[...], one array to make it one transfer."""
-    counts = metadata.reference_counts
-    live = counts > 0
-    indexed = jnp.zeros_like(live)
-    if metadata.prefix is not None:
-        indexed = metadata.prefix.hashes != 0
-    given_back = jnp.int32(0)
-    if metadata.window is not None:
-        given_back = jnp.sum(metadata.window.num_given_back, dtype=jnp.int32)
-    ends = jnp.arange(1, metadata.num_blocks + 1, dtype=jnp.int32)
-    words = [
-        _count_true(live),
-        _count_true(counts > 1),
-        _count_true(indexed & ~live),
-        _count_true(indexed & live),
-        _count_true(metadata.is_open),
-        # At most S * M, which the configuration keeps below 2**30.
-        jnp.sum(metadata.num_mapped_blocks, dtype=jnp.int32) - given_back,
-        given_back,
-        jnp.max(jnp.where(live, ends, 0)),
-        metadata.free_blocks.count,
-        metadata.free_blocks.fewest,
-    ]
+    groups = [_sum_group(metadata, i) for i in range(len(metadata.groups))]
     return jnp.concatenate(
         [
-            jnp.stack(words).astype(jnp.uint32),
+            *groups,
+            _count_true(metadata.is_open)[None].astype(jnp.uint32),
             _wide_sum(metadata.context_lengths),
-            metadata.counters.reshape(-1),
+            metadata.sequences.counters.reshape(-1),
         ]
+    )
+
+
+def _sum_group(metadata: Metadata, number: int) -> jax.Array:
+    """Return the words of a `GroupTally`, u32[...]."""
+    group = metadata.groups[number]
+    live = group.reference_counts > 0
+    known = prefix_index.find_known(metadata, number)
+    # At most S * M, which the configuration keeps below 2**30.
+    mapped = jnp.sum(group.num_mapped_blocks, dtype=jnp.int32)
+    kept = jnp.sum(group.num_kept_blocks, dtype=jnp.int32)
+    ends = jnp.arange(1, group.num_blocks + 1, dtype=jnp.int32)
+    words = [
+        _count_true(live),
+        _count_true(group.reference_counts > 1),
+        _count_true(known & ~live),
+        _count_true(known & live),
+        kept,
+        mapped - kept,
+        jnp.max(jnp.where(live, ends, 0)),
+        group.free_blocks.count,
+        group.free_blocks.fewest,
+    ]
+    ring = group.free_blocks
+    return jnp.concatenate(
+        [jnp.stack(words).astype(jnp.uint32), ring.num_taken, ring.num_forgotten]
     )
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
-from jkv.state.entry import for_host
+from jkv.state.entry import takes_cache
 
 
 class Fragmentation(NamedTuple):
@@ -12,15 +12,18 @@ class Fragmentation(NamedTuple):
 
     internal: float  # slots of live blocks that hold no token, over all their slots
     sharing: float  # table entries over live blocks; 1.0 if nothing is shared
-    spread: float  # free blocks below the highest live one, over all blocks up to it
+    # Free blocks below the highest live one, over all blocks up to it; with several
+    # groups of layers that of the group where it is highest.
+    spread: float
 
 
-@for_host
+@takes_cache(on_host=True)
 def fragmentation(cache: Cache) -> Fragmentation:
     """Say how well the pool's blocks are used. For the host, outside jit.
 
     Any free block can be handed out, however scattered they lie: a high number does not
-    mean that requests will be refused.
+    mean that requests will be refused. With several groups of layers, the blocks and
+    table entries of all groups count together.
 
     Args:
       cache: a concrete cache.
@@ -33,7 +36,7 @@ def fragmentation(cache: Cache) -> Fragmentation:
       * `sharing` is what `fork` and the prefix index save: 2.0 means that the sequences
         would need twice the blocks if each had its own.
       * `spread` is the share of free blocks in the stretch from block 0 to the highest
-        live one. `compact` makes it 0.
+        live one, in the group where it is largest. `compact` makes it 0.
 
     Example:
       Blocks have 4 tokens. Sequence 0 had block 0 and is freed. Sequence 1 has 6 tokens
@@ -52,18 +55,18 @@ def fragmentation(cache: Cache) -> Fragmentation:
       [0.333, 1.333, 0.25]
     """
     sums = tally(cache)
-    live = sums.live_blocks
+    used = [each for each in sums.groups if each.live_blocks]
+    live = sum(each.live_blocks for each in used)
     if not live:
         return Fragmentation(0.0, 1.0, 0.0)
-    cells = live * cache.block_size
     return Fragmentation(
-        internal=1 - num_held_tokens(cache, sums) / cells,
-        sharing=sums.mapped_blocks / live,
-        spread=1 - live / sums.extent,
+        internal=1 - num_held_tokens(cache, sums) / (live * cache.block_size),
+        sharing=sum(each.mapped_blocks for each in used) / live,
+        spread=max(1 - each.live_blocks / each.extent for each in used),
     )
 
 
-@for_host
+@takes_cache(on_host=True)
 def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
     """Return whether `compact` would help: whether `spread` is above a threshold.
 

@@ -1,57 +1,186 @@
 """The block allocator: blocks leave at the head of a ring and come back at its tail.
 
-A block with reference count 0 is free and stands in the ring, so the ring's order is
-the order in which blocks were last used. With a prefix index a free block may be found
-again and revived, which leaves a hole in the ring (`jkv/metadata/prefixes/holes.py`).
+A block with reference count 0 is free and stands in its group's ring, so the ring's
+order is the order in which blocks were last used. With a prefix index a free block may
+be found again, which revives it from the middle of the ring.
+
+Nobody else touches the ring, its holes and its account: `grant` takes blocks and names
+them in cells of the tables. Where they are named in several trips of a loop, `take`
+comes before the loop, and `enter` names what it took.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata import mentions, ring
 from jkv.metadata.prefixes import prefix_index
-from jkv.state import Metadata
+from jkv.metadata.xla_cpu import stage, written_after
+from jkv.state import BlockGroup, Metadata, Ring
 
 
-def take(metadata: Metadata, num: jax.Array) -> Metadata:
-    """Drop `num` blocks, i32[], from the head of the ring.
+class Taken(NamedTuple):
+    """Blocks that were taken from a pool, by rank."""
 
-    No hole may be among them: `holes.expose` comes before.
+    before: Ring  # the ring as it was before they left
+
+    def block(self, rank: jax.Array) -> jax.Array:
+        """Return the blocks of ranks, i32[...]; the caller masks what it did not take.
+
+        Args:
+          rank: i32[...], 0 for the first.
+        """
+        return ring.peek(self.before, rank)
+
+
+def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Taken]:
+    """Take `num` blocks, i32[], of a group out of its pool."""
+    group = metadata.groups[number]
+    before = ring.expose(group.free_blocks, num)
+    group = dataclasses.replace(group, free_blocks=ring.pop(before, num))
+    return metadata.with_group(number, group), Taken(before)
+
+
+def enter(
+    metadata: Metadata,
+    number: int,
+    row: jax.Array,
+    column: jax.Array,
+    block: jax.Array,
+) -> Metadata:
+    """Name blocks that were taken in cells of tables, and forget what they held.
+
+    Args:
+      metadata: the state.
+      number: of the group.
+      row: i32[P]; one of S or above is dropped.
+      column: i32[P].
+      block: i32[P], all different where they are not dropped.
     """
-    free_blocks = ring.pop(metadata.free_blocks, num)
-    return dataclasses.replace(metadata, free_blocks=free_blocks)
+    group = metadata.groups[number]
+    block = jnp.where(row < group.max_sequences, block, group.num_blocks)
+    # The ring stays outside: what a stage is given and others change is copied.
+    tables, counts = _enter(
+        group.block_tables, group.reference_counts, row, column, block
+    )
+    group = dataclasses.replace(group, block_tables=tables, reference_counts=counts)
+    return forget_taken(metadata.with_group(number, group), number, block)
 
 
-def mark_taken(metadata: Metadata, block: jax.Array) -> Metadata:
-    """Give blocks, i32[P], one reference each and forget their contents.
+@stage
+def _enter(
+    tables: jax.Array,
+    counts: jax.Array,
+    row: jax.Array,
+    column: jax.Array,
+    block: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Name blocks in cells, with one reference each; N is dropped."""
+    return (
+        tables.at[row, column].set(block, mode="drop"),
+        counts.at[block].set(1, mode="drop"),
+    )
 
-    Blocks of N are dropped. The caller takes them from the ring.
+
+def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
+    """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
+    metadata, num_forgotten = prefix_index.forget_taken(metadata, number, block)
+    group = metadata.groups[number]
+    free = group.free_blocks
+    if free.places is None:
+        return metadata
+    free = free.changed(
+        places=free.places.at[block].set(-1, mode="drop"), forgotten=num_forgotten
+    )
+    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+
+
+def grant(
+    metadata: Metadata,
+    number: int,
+    row: jax.Array,
+    column: jax.Array,
+    rank: jax.Array,
+    num: jax.Array,
+) -> tuple[Metadata, jax.Array]:
+    """Take blocks of a group and name them in cells of its tables.
+
+    Args:
+      metadata: the state.
+      number: of the group.
+      row: i32[P]; one of S or above is dropped.
+      column: i32[P].
+      rank: i32[P], which of the blocks taken goes to each cell.
+      num: i32[], blocks to take.
+
+    Returns:
+      The metadata, and i32[P]: the blocks, anything where the row is dropped.
     """
-    counts = metadata.reference_counts.at[block].set(1, mode="drop")
-    metadata = dataclasses.replace(metadata, reference_counts=counts)
-    return prefix_index.forget_recycled(metadata, block)
+    metadata, taken = take(metadata, number, num)
+    block = taken.block(rank)
+    return enter(metadata, number, row, column, block), block
 
 
-def drop_references(metadata: Metadata, block: jax.Array) -> Metadata:
+def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     """Take one reference from each block named, i32[P]; N is dropped.
 
-    A block without any left enters the ring, at the turn of its last mention.
+    A block without any left enters the ring, in the order of the last lanes that name
+    each.
     """
-    num_blocks = metadata.num_blocks
-    counts = metadata.reference_counts.at[block].add(-1, mode="drop")
+    num_blocks = group.num_blocks
+    counts = group.reference_counts.at[block].add(-1, mode="drop")
     dropped = counts.at[block].get(mode="fill", fill_value=1) == 0
 
     # Several lanes may have brought one block to zero: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
     counts, returns = mentions.find_one(counts, zeroed, last=True)
-    place, num = ring.places(metadata.free_blocks, returns)
-    metadata = dataclasses.replace(
-        metadata,
+    return dataclasses.replace(
+        group,
         reference_counts=counts,
-        free_blocks=ring.enter(metadata.free_blocks, block, place, num),
+        free_blocks=ring.push(group.free_blocks, block, returns),
     )
-    return prefix_index.note_places(
-        metadata, jnp.where(returns, block, num_blocks), place
+
+
+class Revivals(NamedTuple):
+    """What it takes to share cached blocks with B requests."""
+
+    costs: jax.Array  # i32[B], free blocks that the request is the first to name
+    wants: jax.Array  # bool[B], whether it names a free block at all
+
+
+def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
+    """Count the free blocks that requests would bring back to life.
+
+    Args:
+      group: as it is before the call.
+      blocks: i32[B, C], blocks found for each request, N for none.
+    """
+    if blocks.size == 0:
+        none = jnp.zeros(blocks.shape[:1], jnp.int32)
+        return Revivals(none, none > 0)
+    counts = group.reference_counts.at[blocks].get(mode="fill", fill_value=1)
+    is_free = counts == 0
+    is_first = mentions.is_first(blocks.reshape(-1), group.num_blocks)
+    costs = jnp.sum(is_free & is_first.reshape(blocks.shape), axis=1, dtype=jnp.int32)
+    return Revivals(costs, jnp.any(is_free, axis=1))
+
+
+def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
+    """Give one more reference to each known block named, i32[P]; N is dropped.
+
+    A cached block is revived: it leaves the ring, where a hole remains.
+    """
+    num_blocks = group.num_blocks
+    # The first lane of several that name a free block takes it from the ring.
+    counts = group.reference_counts
+    owners = counts.at[block].get(mode="fill", fill_value=1)
+    named = jnp.where(owners == 0, block, num_blocks)
+    counts, revived = mentions.find_one(counts, named, last=False)
+    gains = written_after(owners >= 0, block, num_blocks)
+    return dataclasses.replace(
+        group,
+        reference_counts=counts.at[gains].add(1, mode="drop"),
+        free_blocks=ring.remove(group.free_blocks, block, revived),
     )

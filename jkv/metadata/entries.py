@@ -5,7 +5,7 @@ the cost follows the blocks that are touched.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop
-from jkv.sharding.varying import is_manual
 
 Carry = TypeVar("Carry")
 
@@ -23,21 +22,46 @@ Carry = TypeVar("Carry")
 ENTRIES_PER_TRIP = 512
 
 
-def find_owners(starts: jax.Array, places: jax.Array) -> jax.Array:
+def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Array:
     """Return the last of B ranges that starts at or before each place, i32[P].
 
     Args:
       starts: i32[B], ascending from 0 on.
-      places: i32[P], not negative.
+      first: i32[], the first of the places, which follow each other.
+      width: P, static.
     """
-    if is_manual():
-        # JAX cannot trace a search where only some axes of a mesh are manual.
-        before = starts[None] <= places[:, None]
-        return jnp.sum(before, axis=1, dtype=jnp.int32) - 1
-    # A search is a loop of small operations; a comparison of all is one.
-    method = "compare_all" if starts.shape[0] <= MOST_COMPARED else "scan"
-    later = jnp.searchsorted(starts, places, side="right", method=method)
-    return later.astype(jnp.int32) - 1
+    if starts.shape[0] <= MOST_COMPARED:
+        place = first + jnp.arange(width, dtype=jnp.int32)
+        begun = starts[None] <= place[:, None]
+        return jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
+    # As many ranges begin up to a place as there are up to its owner.
+    place = jnp.maximum(starts - first, 0)
+    begun = jnp.zeros((width,), jnp.int32).at[place].add(1, mode="drop")
+    return running_sum(begun) - 1
+
+
+class Chunk(NamedTuple):
+    """The first P entries of all requests."""
+
+    owner: jax.Array  # i32[P], the request of each
+    rank: jax.Array  # i32[P], the entry's place within its request
+    valid: jax.Array  # bool[P]
+    num_done: jax.Array  # i32[B], entries of each request among them
+
+
+def find_chunk(counts: jax.Array, width: int) -> Chunk:
+    """Find the first entries of all requests.
+
+    Args:
+      counts: i32[B], entries of each request.
+      width: P, static.
+    """
+    ends = running_sum(counts)
+    starts = ends - counts
+    owner = find_owners(starts, 0, width)
+    lane = jnp.arange(width, dtype=jnp.int32)
+    num_done = jnp.clip(width - starts, 0, counts)
+    return Chunk(owner, lane - starts[owner], lane < ends[-1], num_done)
 
 
 def for_each_entry(
@@ -45,6 +69,7 @@ def for_each_entry(
     max_entries: int,
     body: Callable[[Carry, jax.Array, jax.Array, jax.Array, jax.Array], Carry],
     carry: Carry,
+    width: int = ENTRIES_PER_TRIP,
 ) -> Carry:
     """Run `body` over all entries of all requests, some hundred at a time.
 
@@ -57,16 +82,17 @@ def for_each_entry(
       body: `body(carry, entry i32[P], request i32[P], rank i32[P], valid bool[P])`;
         entries come in request order, `rank` counts within the request.
       carry: what the body passes on.
+      width: entries worked on at a time, at most.
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry
     ends = running_sum(counts)
     starts = ends - counts
-    width = min(max_entries, ENTRIES_PER_TRIP)
+    width = min(max_entries, width)
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
         entry = i * width + jnp.arange(width, dtype=jnp.int32)
-        request = find_owners(starts, entry)
+        request = find_owners(starts, i * width, width)
         rank = entry - starts[request]
         return body(carry, entry, request, rank, entry < ends[-1])
 

@@ -1,4 +1,4 @@
-"""New ids for blocks, wherever one is named: what `compact` and `resize` share."""
+"""New ids for a group's blocks, wherever one is named: for `compact` and `resize`."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,27 +6,27 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, mentions
-from jkv.metadata.prefixes import holes, rebuilding
+from jkv.metadata import counters, mentions, ring
+from jkv.metadata.prefixes import rebuilding
 from jkv.metadata.xla_cpu import running_sum
-from jkv.state import Metadata, Ring
+from jkv.state import BlockGroup, Metadata, Ring, Sequences
 from jkv.status import Counter
 
 
 @jax.jit
-def in_order(metadata: Metadata) -> tuple[jax.Array, jax.Array]:
+def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
     """Return the blocks in the order that `compact` gives them, i32[N], and i32[].
 
     Live blocks come by their first mention in the tables, then the free ones from the
     head of the ring on. The second result is the number of live ones.
     """
-    num_blocks = metadata.num_blocks
-    entries = metadata.block_tables.reshape(-1)
+    num_blocks = group.num_blocks
+    entries = group.block_tables.reshape(-1)
     is_first = mentions.is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
     blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
-    place = jnp.arange(metadata.free_blocks.ids.shape[0], dtype=jnp.int32)
-    ids, is_free = holes.entries(metadata, place)
+    place = jnp.arange(group.free_blocks.ids.shape[0], dtype=jnp.int32)
+    ids, is_free = ring.entries(group.free_blocks, place)
     return _extend(blocks, num_live, ids, is_free)[0], num_live
 
 
@@ -45,17 +45,22 @@ class FreeBlocks(NamedTuple):
     ids: jax.Array  # i32[N'], new ids in ring order, then N'
     num: jax.Array  # i32[]
     fewest: jax.Array  # i32[], lowest count so far
+    forgotten: jax.Array | None = None  # i32[], cached blocks that are gone
 
 
-def renumber(metadata: Metadata, source: jax.Array, free: FreeBlocks) -> Metadata:
-    """Give the blocks new ids.
+def renumber(
+    metadata: Metadata, number: int, source: jax.Array, free: FreeBlocks
+) -> Metadata:
+    """Give the blocks of a group new ids.
 
     Args:
-      metadata: the state of N blocks.
+      metadata: the state, whose group has N blocks.
+      number: of the group.
       source: i32[N'], old id of each block, all different; N or above for a new one.
       free: the free blocks afterwards.
     """
-    num_old, num_new = metadata.num_blocks, source.shape[0]
+    group = metadata.groups[number]
+    num_old, num_new = group.num_blocks, source.shape[0]
     place = jnp.arange(num_new, dtype=jnp.int32)
     target = jnp.full((num_old,), num_new, jnp.int32)
     target = target.at[source].set(place, mode="drop", unique_indices=True)
@@ -66,30 +71,41 @@ def renumber(metadata: Metadata, source: jax.Array, free: FreeBlocks) -> Metadat
     def moved(rows: jax.Array, fill: int) -> jax.Array:
         return rows.at[source].get(mode="fill", fill_value=fill)
 
-    # The ring keeps its room for as many ids, and holes, for each block.
-    room = metadata.free_blocks.ids.shape[0] // num_old * num_new
-    ring = Ring.of(
-        jnp.pad(free.ids, (0, room - num_new), constant_values=num_new),
+    tokens = group.tokens
+    group = dataclasses.replace(
+        group,
+        block_tables=renamed(group.block_tables),
+        reference_counts=moved(group.reference_counts, 0),
+        free_blocks=_refill(group.free_blocks, free, num_old, num_new),
+        tokens=None if tokens is None else moved(tokens, -1),
+    )
+    metadata = metadata.with_group(number, group)
+    return rebuilding.rename_blocks(metadata, number, renamed, moved)
+
+
+def _refill(ring: Ring, free: FreeBlocks, num_old: int, num_new: int) -> Ring:
+    """Return a ring with other blocks, from its first place on, and the old account."""
+    # It keeps its room for as many ids, and holes, for each block.
+    room = ring.ids.shape[0] // num_old * num_new
+    places = None
+    if ring.places is not None:
+        place = jnp.arange(num_new, dtype=jnp.int32)
+        places = jnp.full((num_new,), -1, jnp.int32)
+        places = places.at[free.ids].set(place, mode="drop")
+    return ring.changed(
+        ids=jnp.pad(free.ids, (0, room - num_new), constant_values=num_new),
+        places=places,
         head=jnp.int32(0),
         span=free.num,
         count=free.num,
         fewest=free.fewest,
+        forgotten=free.forgotten,
     )
-    tokens = metadata.tokens
-    metadata = dataclasses.replace(
-        metadata,
-        block_tables=renamed(metadata.block_tables),
-        reference_counts=moved(metadata.reference_counts, 0),
-        free_blocks=ring,
-        tokens=None if tokens is None else moved(tokens, -1),
-    )
-    return rebuilding.rename_blocks(metadata, renamed, moved, free.ids)
 
 
-def count_compaction(metadata: Metadata, compacts: jax.Array) -> Metadata:
-    """Count a compaction, if it is one, bool[], and note the clock."""
-    metadata = counters.add(metadata, {Counter.COMPACTIONS: compacts})
-    rows = metadata.counters
-    last = jnp.where(compacts, rows[Counter.CLOCK], rows[Counter.LAST_COMPACTION])
-    rows = rows.at[int(Counter.LAST_COMPACTION)].set(last)
-    return dataclasses.replace(metadata, counters=rows)
+def count_compaction(sequences: Sequences) -> Sequences:
+    """Count a compaction, and note the clock."""
+    sequences = counters.add(sequences, {Counter.COMPACTIONS: jnp.int32(1)})
+    rows = sequences.counters
+    rows = rows.at[int(Counter.LAST_COMPACTION)].set(rows[int(Counter.CLOCK)])
+    return dataclasses.replace(sequences, counters=rows)

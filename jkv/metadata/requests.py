@@ -4,9 +4,10 @@ A verb first finds a `Status` for every request from the state before the call, 
 applies what was served.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 
 from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import running_sum, stage
-from jkv.state import NO_SEQUENCE, Metadata
+from jkv.state import NO_SEQUENCE, BlockGroup, Metadata
 from jkv.status import Status, UsageError
 
 # One number, and several, of any integer type.
@@ -25,6 +26,9 @@ Integers = jax.typing.ArrayLike | Sequence[int] | Sequence[np.integer[Any]]
 
 # Token ids, a row for each prompt: an array, or one list of numbers for each.
 Texts = jax.Array | np.ndarray | Sequence[Integers]
+
+# Numbers of blocks, the same in all groups or one for each.
+Blocks: TypeAlias = jax.Array | int | tuple[jax.Array | int, ...]
 
 I32 = np.iinfo(np.int32)
 
@@ -183,14 +187,17 @@ def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     return known & metadata.is_open.at[seq_ids].get(mode="clip")
 
 
-@stage
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return whether no earlier request of the call names the same id, bool[B]."""
     if seq_ids.shape[0] <= 1:
         return jnp.ones(seq_ids.shape, bool)
+    return _is_first_mention(jnp.asarray(seq_ids), num_ids=metadata.max_sequences)
+
+
+@stage
+def _is_first_mention(seq_ids: jax.Array, *, num_ids: int) -> jax.Array:
     # Negative ids would wrap around to the last rows: none reaches the scatter.
-    row = jnp.where(seq_ids < 0, metadata.max_sequences, seq_ids)
-    return mentions.is_first(row, metadata.max_sequences)
+    return mentions.is_first(jnp.where(seq_ids < 0, num_ids, seq_ids), num_ids)
 
 
 def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
@@ -218,30 +225,48 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
 
 
-def lacks_blocks(
-    metadata: Metadata,
-    need: jax.Array,
-    wants: jax.Array | None = None,
-    keep_free: jax.Array | int = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """Return which requests the free blocks do not reach, and each one's place.
+class Agreed(NamedTuple):
+    """Who is served as far as blocks go."""
 
-    Requests are served in order; from the first that does not fit on, all that need a
-    block are refused. One that needs none never is.
+    no_block: jax.Array  # bool[B], requests that the free blocks do not reach
+    # Of each group i32[B]: the blocks taken by the requests before each served one.
+    before: tuple[jax.Array, ...]
+
+
+def agree(
+    groups: tuple[BlockGroup, ...],
+    needs: tuple[jax.Array, ...],
+    wants: tuple[jax.Array, ...] | None = None,
+    keep_free: Blocks = 0,
+) -> Agreed:
+    """Judge in order which requests the free blocks of all groups reach.
+
+    From the first that does not fit in some group on, all that need a block in any
+    group are refused. One that needs none never is.
 
     Args:
-      metadata: the state before the call.
-      need: i32[B], blocks each request asks for, 0 where it is refused already.
-      wants: bool[B], requests that cannot be served without blocks; those with a need.
-      keep_free: i32[], free blocks that are not theirs to take.
-
-    Returns:
-      bool[B], and i32[B]: the blocks taken by the requests before each served one.
+      groups: as they are before the call.
+      needs: of each group i32[B], blocks each request asks for, 0 where it is refused
+        already.
+      wants: of each group bool[B], requests that cannot be served without its blocks;
+        those with a need.
+      keep_free: i32[], free blocks that are not theirs to take, or one for each group.
     """
-    wants = need > 0 if wants is None else wants
-    limit = metadata.num_blocks + 1
-    taken = saturating_cumsum(jnp.minimum(need, limit), limit)
-    return wants & (taken > metadata.free_blocks.count - keep_free), taken - need
+    if wants is None:
+        wants = tuple(need > 0 for need in needs)
+    kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(groups)
+    is_over, before = [], []
+    for group, need, keep in zip(groups, needs, kept, strict=True):
+        limit = group.num_blocks + 1
+        taken = saturating_cumsum(jnp.minimum(need, limit), limit)
+        is_over.append(taken > group.free_blocks.count - keep)
+        before.append(taken - need)
+    return Agreed(any_of(wants) & any_of(is_over), tuple(before))
+
+
+def any_of(masks: Sequence[jax.Array | np.ndarray]) -> jax.Array:
+    """Return where any of some masks of one shape is true."""
+    return functools.reduce(operator.or_, masks)  # type: ignore[return-value]
 
 
 def is_padding(seq_ids: jax.Array) -> jax.Array:

@@ -10,73 +10,88 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, gaps, ring, tables
+from jkv.metadata import allocator
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import holes
 from jkv.metadata.tails import BlockCopies, copy_tokens
-from jkv.metadata.xla_cpu import running_sum
-from jkv.state import Metadata
+from jkv.metadata.xla_cpu import divide, running_sum
+from jkv.state import BlockGroup, Metadata
+from jkv.state.windows import Columns
 
 
 class Past(NamedTuple):
-    """What each of B parents has before a call."""
+    """What each of B parents has in a group before a call."""
 
     blocks: jax.Array  # i32[B, M], its row of the block tables
-    length: jax.Array  # i32[B], its context length, or how much of it counts
+    gap: Columns  # i32[B] or 0, of the full blocks, those given back
+
+
+class Lengths(NamedTuple):
+    """How long the pasts of B parents are, and how that lies in blocks."""
+
+    tokens: jax.Array  # i32[B], the context length, or how much of it counts
     num_full: jax.Array  # i32[B], blocks that are full
     tail: jax.Array  # i32[B], tokens in the block after them
-    gap: jax.Array | None  # i32[B], of the full blocks, those given back
 
 
-def find_past(
+def find_lengths(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
-) -> Past:
-    """Look up what parents have, i32[B]; for an id that is not open it is rubbish.
+) -> Lengths:
+    """Look up how long parents are, i32[B]; for an id that is not open it is rubbish.
 
     Args:
       metadata: the state.
       parents: i32[B].
       lengths: i32[B], how much of each counts, no more than there is; None is all.
     """
-    length = metadata.context_lengths.at[parents].get(mode="clip")
+    tokens = metadata.context_lengths.at[parents].get(mode="clip")
     if lengths is not None:
-        length = jnp.clip(lengths, 0, length)
-    blocks = metadata.block_tables.at[parents].get(mode="clip")
-    gap = gaps.find_gap(metadata, parents)
-    if gap is not None:
-        gap = jnp.where(length > 0, gap, 0)
-    return Past(blocks, length, *tables.locate(metadata, length), gap)
+        tokens = jnp.clip(lengths, 0, tokens)
+    return Lengths(tokens, *divide(tokens, metadata.block_size))
 
 
-def count_owners(metadata: Metadata, past: Past, served: jax.Array) -> Metadata:
+def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:
+    """Look up what parents have in a group, i32[B]; rubbish for ids not open."""
+    blocks = group.block_tables.at[parents].get(mode="clip")
+    gap = group.window.gaps_of(parents)
+    if not isinstance(gap, int):
+        gap = jnp.where(length.tokens > 0, gap, 0)
+    return Past(blocks, gap)
+
+
+def count_owners(
+    group: BlockGroup, past: Past, length: Lengths, served: jax.Array
+) -> BlockGroup:
     """Count one more owner for the full blocks of each past that is served, bool[B]."""
 
-    def body(
+    def count(
         counts: jax.Array,
         _entry: jax.Array,
         request: jax.Array,
         rank: jax.Array,
         valid: jax.Array,
     ) -> jax.Array:
-        column = rank
-        if past.gap is not None:
-            column = gaps.skip_gap(metadata, rank, past.gap[request])
+        gap = past.gap if isinstance(past.gap, int) else past.gap[request]
+        column = group.window.skip(rank, gap, group.block_size)
         block = past.blocks.at[request, column].get(mode="clip")
-        block = jnp.where(valid, block, metadata.num_blocks)
+        block = jnp.where(valid, block, group.num_blocks)
         return counts.at[block].add(1, mode="drop")
 
-    num_kept = past.num_full if past.gap is None else past.num_full - past.gap
     counts = for_each_entry(
-        jnp.where(served, num_kept, 0),
+        jnp.where(served, length.num_full - past.gap, 0),
         past.blocks.size,
-        body,
-        metadata.reference_counts,
+        count,
+        group.reference_counts,
     )
-    return dataclasses.replace(metadata, reference_counts=counts)
+    return dataclasses.replace(group, reference_counts=counts)
 
 
 def adopt(
-    metadata: Metadata, past: Past, served: jax.Array, seq_ids: jax.Array
+    metadata: Metadata,
+    number: int,
+    past: Past,
+    length: Lengths,
+    served: jax.Array,
+    seq_ids: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
     """Map the parents' full blocks into these empty rows; copy partly filled tails.
 
@@ -84,35 +99,37 @@ def adopt(
 
     Args:
       metadata: the state.
-      past: the parents'.
+      number: of the group.
+      past: the parents', in the group.
+      length: of the pasts.
       served: bool[B].
       seq_ids: i32[B], the sequences that continue, distinct where served.
 
     Returns:
       The metadata, recorded tokens copied, and the copies due in storage.
     """
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    group = metadata.groups[number]
+    row = jnp.where(served, seq_ids, group.max_sequences)
     column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)
-    is_full = column[None, :] < past.num_full[:, None]
-    shared = jnp.where(is_full, past.blocks, metadata.num_blocks)
-    copied = served & (past.tail > 0)
-    last_column = jnp.minimum(past.num_full, column.shape[0] - 1)[:, None]
+    is_full = column[None, :] < length.num_full[:, None]
+    shared = jnp.where(is_full, past.blocks, group.num_blocks)
+    copied = served & (length.tail > 0)
+    last_column = jnp.minimum(length.num_full, column.shape[0] - 1)[:, None]
     source = jnp.take_along_axis(past.blocks, last_column, axis=1)[:, 0]
-    mapped = past.num_full + copied.astype(jnp.int32)
-    lengths, counts = metadata.context_lengths, metadata.num_mapped_blocks
-    metadata = dataclasses.replace(
-        metadata,
-        block_tables=metadata.block_tables.at[row].set(shared, mode="drop"),
-        context_lengths=lengths.at[row].set(past.length, mode="drop"),
-        num_mapped_blocks=counts.at[row].set(mapped, mode="drop"),
+    mapped = length.num_full + copied.astype(jnp.int32)
+    group = dataclasses.replace(
+        group,
+        block_tables=group.block_tables.at[row].set(shared, mode="drop"),
+        num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
+        window=group.window.with_gaps(row, past.gap),
     )
-    if past.gap is not None:
-        metadata = gaps.set_gap(metadata, row, past.gap)
-    return take_tails(metadata, copied, seq_ids, past.num_full, source)
+    metadata = metadata.with_group(number, group)
+    return take_tails(metadata, number, copied, seq_ids, length.num_full, source)
 
 
 def take_tails(
     metadata: Metadata,
+    number: int,
     copied: jax.Array,
     seq_ids: jax.Array,
     column: jax.Array,
@@ -122,6 +139,7 @@ def take_tails(
 
     Args:
       metadata: the state.
+      number: of the group.
       copied: bool[B], which sequences copy.
       seq_ids: i32[B].
       column: i32[B], of the block tables.
@@ -132,10 +150,10 @@ def take_tails(
     """
     rank = running_sum(copied.astype(jnp.int32))
     num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)
-    metadata = holes.expose(metadata, num_taken)
-    block = ring.peek(metadata.free_blocks, rank - 1)
     row = jnp.where(copied, seq_ids, metadata.max_sequences)
-    metadata = tables.map_blocks(metadata, row, column, block)
-    metadata = allocator.take(metadata, num_taken)
-    copies = BlockCopies(source, jnp.where(copied, block, metadata.num_blocks))
-    return copy_tokens(metadata, copies), copies
+    metadata, block = allocator.grant(
+        metadata, number, row, column, rank - 1, num_taken
+    )
+    group = metadata.groups[number]
+    copies = BlockCopies(source, jnp.where(copied, block, group.num_blocks))
+    return metadata.with_group(number, copy_tokens(group, copies)), copies

@@ -1,67 +1,65 @@
-"""The block tables: rows are opened and closed, columns mapped and released."""
+"""The block tables: rows are opened and closed, columns looked up and released."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, gaps, requests, ring
-from jkv.metadata.entries import for_each_entry
-from jkv.metadata.xla_cpu import divide, running_sum, stage, written_after
-from jkv.state import NO_SEQUENCE, Metadata
+from jkv.metadata import allocator, counters, ring
+from jkv.metadata.entries import find_chunk, for_each_entry
+from jkv.metadata.mentions import MOST_COMPARED
+from jkv.metadata.xla_cpu import divide, running_sum, written_after
+from jkv.sharding.loops import while_loop
+from jkv.state import NO_SEQUENCE, BlockGroup, Metadata
+from jkv.state.windows import Columns
+
+# Columns that growing sequences give back in one trip of a loop: few enough to be
+# compared with each other.
+_GIVEN_BACK_PER_TRIP = MOST_COMPARED
 
 
-def locate(metadata: Metadata, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def locate(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Return the table column and the offset of positions, i32[...], of 0 or more."""
-    return divide(positions, metadata.block_size)
+    return divide(positions, size)
 
 
-def num_blocks_for(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
+def num_blocks_for(num_tokens: jax.Array, size: int) -> jax.Array:
     """Return ceil(num_tokens / T), of negatives too, without a sum that overflows."""
-    full, rest = locate(metadata, num_tokens)
+    full, rest = divide(num_tokens, size)
     return full + (rest > 0).astype(jnp.int32)
 
 
-def blocks_at(metadata: Metadata, row: jax.Array, column: jax.Array) -> jax.Array:
+def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array:
     """Return the block in each cell of the tables, i32[...]; N outside of them.
 
     Args:
-      metadata: the state.
+      group: the group.
       row: i32[...], not negative.
       column: i32[...].
     """
-    num_rows, num_columns = metadata.block_tables.shape
+    num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
-    block = metadata.block_tables.at[row, column].get(
+    block = group.block_tables.at[row, column].get(
         mode="clip", wrap_negative_indices=False
     )
-    return jnp.where(inside, block, metadata.num_blocks)
+    return jnp.where(inside, block, group.num_blocks)
 
 
-def lacks_room(
-    metadata: Metadata,
-    eligible: jax.Array,
-    need: jax.Array,
-    wants: jax.Array | None = None,
-    keep_free: jax.Array | int = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """Return which requests find no free row and which no free blocks, bool[B] each.
+def lacks_row(
+    metadata: Metadata, eligible: jax.Array, no_block: jax.Array
+) -> jax.Array:
+    """Return which requests find no free row, bool[B].
 
     A request refused for want of blocks leaves its row to later ones.
 
     Args:
       metadata: the state before the call.
       eligible: bool[B], requests not refused for another cause, which want a row each.
-      need: i32[B], blocks wanted, 0 where not eligible.
-      wants: bool[B], requests that cannot do without them; those with a need.
-      keep_free: i32[], free blocks that are not theirs to take.
+      no_block: bool[B], those that find no blocks.
     """
-    no_block, _ = requests.lacks_blocks(metadata, need, wants, keep_free)
-    takes_row = eligible & ~no_block
-    takes = takes_row.astype(jnp.int32)
+    takes = (eligible & ~no_block).astype(jnp.int32)
     taken_before = running_sum(takes) - takes
-    return eligible & (taken_before >= metadata.free_sequences.count), no_block
+    return eligible & (taken_before >= metadata.sequences.free_rows.count)
 
 
 def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Array]:
@@ -70,130 +68,146 @@ def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Arra
     Returns:
       The metadata, and i32[B] of sequence ids, -1 where not served.
     """
+    sequences = metadata.sequences
     ranks = running_sum(served.astype(jnp.int32))
-    row = ring.peek(metadata.free_sequences, ranks - 1)
+    row = ring.peek(sequences.free_rows, ranks - 1)
     seq_ids = jnp.where(served, row, NO_SEQUENCE)
-    row = jnp.where(served, row, metadata.max_sequences)
+    row = jnp.where(served, row, sequences.max_sequences)
     num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
-    metadata = dataclasses.replace(
-        metadata,
-        is_open=metadata.is_open.at[row].set(True, mode="drop"),
-        free_sequences=ring.pop(metadata.free_sequences, num),
+    sequences = dataclasses.replace(
+        sequences,
+        is_open=sequences.is_open.at[row].set(True, mode="drop"),
+        free_rows=ring.pop(sequences.free_rows, num),
     )
-    return counters.mark_opened(metadata, row), seq_ids
+    sequences = counters.mark_opened(sequences, row)
+    return dataclasses.replace(metadata, sequences=sequences), seq_ids
 
 
 def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
     """Give back the rows and blocks of sequences, i32[B], distinct where bool[B]."""
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    last = jnp.where(closable, mapped, 0)
-    row = jnp.where(closable, seq_ids, metadata.max_sequences)
-    gap = gaps.find_gap(metadata, seq_ids)
-    # Before the loop, or it would carry a copy of what is read here and written after.
-    metadata = gaps.set_gap(metadata, row, 0)
-    metadata = dataclasses.replace(
-        metadata,
-        context_lengths=metadata.context_lengths.at[row].set(0, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].add(-last, mode="drop"),
-        is_open=metadata.is_open.at[row].set(False, mode="drop"),
-        free_sequences=ring.push(metadata.free_sequences, seq_ids, closable),
+    sequences = metadata.sequences
+    row = jnp.where(closable, seq_ids, sequences.max_sequences)
+    lengths = sequences.context_lengths.at[row].set(0, mode="drop")
+    sequences = dataclasses.replace(
+        sequences,
+        context_lengths=lengths,
+        is_open=sequences.is_open.at[row].set(False, mode="drop"),
+        free_rows=ring.push(sequences.free_rows, seq_ids, closable),
     )
-    return release_kept(metadata, seq_ids, last, gap)
+    groups = tuple(_close_rows(each, seq_ids, closable) for each in metadata.groups)
+    return dataclasses.replace(metadata, sequences=sequences, groups=groups)
 
 
-@stage
-def map_blocks(
-    metadata: Metadata, row: jax.Array, column: jax.Array, block: jax.Array
-) -> Metadata:
-    """Enter fresh blocks, i32[P], in the tables; a row of S or above is dropped."""
-    block = jnp.where(row < metadata.max_sequences, block, metadata.num_blocks)
-    tables = metadata.block_tables.at[row, column].set(block, mode="drop")
-    metadata = dataclasses.replace(metadata, block_tables=tables)
-    return allocator.mark_taken(metadata, block)
+def _close_rows(
+    group: BlockGroup, seq_ids: jax.Array, closable: jax.Array
+) -> BlockGroup:
+    """Give back all blocks of sequences in one group."""
+    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    last = jnp.where(closable, mapped, 0)
+    row = jnp.where(closable, seq_ids, group.max_sequences)
+    gap = group.window.gaps_of(seq_ids)
+    # Before the loop, or it would carry a copy of what is read here and written after.
+    group = dataclasses.replace(
+        group,
+        num_mapped_blocks=group.num_mapped_blocks.at[row].add(-last, mode="drop"),
+        window=group.window.with_gaps(row, 0),
+    )
+    return release_kept(group, seq_ids, last, gap)
 
 
 def release_blocks(
-    metadata: Metadata, seq_ids: jax.Array, first: jax.Array, last: jax.Array
-) -> Metadata:
+    group: BlockGroup, seq_ids: jax.Array, first: jax.Array, last: jax.Array
+) -> BlockGroup:
     """Unmap table columns first..last-1 of each sequence, the last column first.
 
-    A block whose reference count reaches zero enters the ring, at the turn of its last
-    mention. Lengths and the number of mapped blocks are the caller's to set.
+    A block whose reference count reaches zero enters the ring where the last of its
+    mentions stands. Lengths and the number of mapped blocks are the caller's to set.
 
     Args:
-      metadata: the state.
+      group: the group.
       seq_ids: i32[B], distinct where first < last.
       first: i32[B].
       last: i32[B]; no column is released where last <= first.
     """
-    return for_each_entry(
-        jnp.maximum(last - first, 0),
-        seq_ids.shape[0] * metadata.max_blocks_per_sequence,
-        functools.partial(_release_entries, seq_ids, last, None),
-        metadata,
-    )
+    return _release(group, seq_ids, jnp.maximum(last - first, 0), last, 0)
 
 
 def release_kept(
-    metadata: Metadata, seq_ids: jax.Array, last: jax.Array, gap: jax.Array | None
-) -> Metadata:
+    group: BlockGroup, seq_ids: jax.Array, last: jax.Array, gap: Columns
+) -> BlockGroup:
     """Unmap all table columns before `last` of each sequence, as `release_blocks`.
 
     Args:
-      metadata: the state.
+      group: the group.
       seq_ids: i32[B], distinct where 0 < last.
       last: i32[B]; nothing is released where it is 0.
-      gap: i32[B], the columns given back, which cost nothing; None without a window.
+      gap: i32[B] or 0, the columns given back, which cost nothing.
     """
-    if gap is None:
-        return release_blocks(metadata, seq_ids, jnp.zeros_like(last), last)
-    gap = jnp.where(last > 0, gap, 0)
-    return for_each_entry(
-        last - gap,
-        seq_ids.shape[0] * metadata.max_blocks_per_sequence,
-        functools.partial(_release_entries, seq_ids, last - gap, gap),
-        metadata,
-    )
+    num_kept = jnp.where(last > 0, last - gap, 0)
+    return _release(group, seq_ids, num_kept, num_kept, gap)
+
+
+def _release(
+    group: BlockGroup, seq_ids: jax.Array, num: jax.Array, last: jax.Array, gap: Columns
+) -> BlockGroup:
+    """Release `num` kept blocks of each sequence, from rank `last` - 1 downwards."""
+
+    def release(
+        group: BlockGroup,
+        _entry: jax.Array,
+        request: jax.Array,
+        rank: jax.Array,
+        valid: jax.Array,
+    ) -> BlockGroup:
+        row = jnp.where(valid, seq_ids[request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[request]
+        kept = last[request] - 1 - rank
+        return _unmap(group, row, group.window.skip(kept, gone, group.block_size))
+
+    most = seq_ids.shape[0] * group.max_blocks_per_sequence
+    return for_each_entry(num, most, release, group)
+
+
+def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
+    """Empty cells, i32[P]; a row of S or above is dropped."""
+    block = blocks_at(group, row, column)
+    row = written_after(block < group.num_blocks, row, group.max_sequences)
+    tables = group.block_tables.at[row, column].set(group.num_blocks, mode="drop")
+    group = dataclasses.replace(group, block_tables=tables)
+    return allocator.drop_references(group, block)
 
 
 def give_back(
-    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
-) -> Metadata:
+    group: BlockGroup, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
+) -> BlockGroup:
     """Return the blocks that no row of growing sequences sees again.
 
-    In most steps of decoding few sequences have one: the loop makes a trip or none.
+    Request after request, the first columns first. In most steps of decoding few
+    sequences have one: while any has, some dozens of columns are given back at once.
 
     Args:
-      metadata: the state; without a window nothing is given back.
+      group: the group.
       seq_ids: i32[B], distinct where they grow.
       lengths: i32[B], positions of their first new rows.
       grows: bool[B].
     """
-    if metadata.window is None:
-        return metadata
-    metadata, old, gap = gaps.widen(metadata, seq_ids, lengths, grows)
-    sinks = gaps.num_sink_columns(metadata, gaps.window_of(metadata))
-    return release_blocks(metadata, seq_ids, sinks + old, sinks + gap)
+    unseen = group.window.unseen_from(lengths, group.block_size)
+    if isinstance(unseen, int):  # nothing is ever given back
+        return group
+    width = min(_GIVEN_BACK_PER_TRIP, seq_ids.shape[0] * group.max_blocks_per_sequence)
+    sinks = group.window.sink_columns(group.block_size)
+    behind = jnp.where(grows, unseen - group.window.gaps_of(seq_ids), 0)
+    Carry = tuple[BlockGroup, jax.Array]
 
+    def trip(carry: Carry) -> Carry:
+        group, left = carry
+        chunk = find_chunk(left, width)
+        row = jnp.where(chunk.valid, seq_ids[chunk.owner], group.max_sequences)
+        group = _unmap(group, row, sinks + group.window.gaps_of(row) + chunk.rank)
+        group = dataclasses.replace(group, window=group.window.with_one_more(row))
+        return group, left - chunk.num_done
 
-def _release_entries(
-    seq_ids: jax.Array,
-    last: jax.Array,
-    gap: jax.Array | None,
-    metadata: Metadata,
-    _entry: jax.Array,
-    request: jax.Array,
-    rank: jax.Array,
-    valid: jax.Array,
-) -> Metadata:
-    """Release one table entry per lane, i32[P]."""
-    num_blocks = metadata.num_blocks
-    row = jnp.where(valid, seq_ids[request], metadata.max_sequences)
-    column = last[request] - 1 - rank
-    if gap is not None:
-        column = gaps.skip_gap(metadata, column, gap[request])
-    block = blocks_at(metadata, row, column)
-    row = written_after(block < num_blocks, row, metadata.max_sequences)
-    tables = metadata.block_tables.at[row, column].set(num_blocks, mode="drop")
-    metadata = dataclasses.replace(metadata, block_tables=tables)
-    return allocator.drop_references(metadata, block)
+    group, _ = while_loop(
+        lambda carry: jnp.any(carry[1] > 0), trip, (group, jnp.maximum(behind, 0))
+    )
+    return group

@@ -33,9 +33,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Tiles of a running sum: work is 32 a count, and more tiles than this cost too much.
-_TILE = 32
-_MAX_TILES = 64
+# Tiles of a running sum: work is 16 a count, and more tiles than this cost too much.
+_TILE = 16
+_MAX_TILES = 128
 
 
 def stage(function: Callable[P, T]) -> Callable[P, T]:

@@ -161,7 +161,7 @@ class Core:
         with self._lock:
             states = self.book.count_states()
             return self.measures.read(
-                sum(group.num_blocks for group in self.loop.cache.groups),
+                sum(each.num_blocks for each in self.loop.cache.metadata.groups),
                 self._options.clock(),
                 waiting=states[RequestState.WAITING],
                 running=states[RequestState.RUNNING],

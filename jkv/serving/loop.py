@@ -162,13 +162,22 @@ class _First(NamedTuple):
     """A cache as it was at first, but for what was in its pools."""
 
     shapes: Cache  # in the place of the pools; the metadata is on the host
-    placements: "list[_Placements]"
+    pools: list[dict[str, Placement]]  # of each group
+    metadata: Placement
 
     @classmethod
     def of(cls, cache: Cache) -> "_First":
         """Note what a fresh one needs."""
-        shapes = cache.with_groups(tuple(map(_without_arrays, cache.groups)))
-        return cls(shapes, [_Placements.of(group) for group in cache.groups])
+        shapes = tuple(
+            group.with_pools(jax.tree.map(_shape_of, group.pools))
+            for group in cache.storage
+        )
+        on_host = jax.device_get(cache.metadata)
+        return cls(
+            cache.with_storage(shapes).with_metadata(on_host),
+            [jax.tree.map(_find_placement, group.pools) for group in cache.storage],
+            _find_placement(cache.metadata.is_open),
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -177,42 +186,23 @@ class _First(NamedTuple):
 
     def make_anew(self) -> Cache:
         """Make one of the same sizes, and nothing in it."""
-        pairs = zip(self.shapes.groups, self.placements, strict=True)
-        groups = [placements.make_anew(first) for first, placements in pairs]
-        cache = self.shapes.with_groups(tuple(groups))
-        has_index = cache.metadata.prefix is not None
+        storage = tuple(
+            group.with_pools(
+                {
+                    name: jnp.zeros(pool.shape, pool.dtype, device=where[name])
+                    for name, pool in group.pools.items()
+                }
+            )
+            for group, where in zip(self.shapes.storage, self.pools, strict=True)
+        )
+        metadata = place(self.shapes.metadata, self.metadata)
+        cache = self.shapes.with_storage(storage).with_metadata(metadata)
+        has_index = metadata.index is not None
         return clear_prefixes(cache) if has_index else cache
 
 
-class _Placements(NamedTuple):
-    """Where the arrays of a cache of one group are."""
-
-    storage: dict[str, Placement]
-    metadata: Placement
-
-    @classmethod
-    def of(cls, group: Cache) -> "_Placements":
-        """Look where they are."""
-        storage = {name: _find_placement(each) for name, each in group.storage.items()}
-        return cls(storage, _find_placement(group.metadata.is_open))
-
-    def make_anew(self, first: Cache) -> Cache:
-        """Make a cache of shapes, with the metadata of the host, there."""
-        storage = {
-            name: jnp.zeros(array.shape, array.dtype, device=self.storage[name])
-            for name, array in first.storage.items()
-        }
-        metadata = place(first.metadata, self.metadata)
-        return first.with_storage(storage).with_metadata(metadata)
-
-
-def _without_arrays(group: Cache) -> Cache:
-    """Return shapes in the place of the pools, and the metadata on the host."""
-    shapes: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-        for name, array in group.storage.items()
-    }
-    return group.with_storage(shapes).with_metadata(jax.device_get(group.metadata))
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _find_placement(array: jax.Array) -> Placement:

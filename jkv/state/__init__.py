@@ -5,22 +5,32 @@ about blocks can be tested, simulated and jitted without touching storage.
 """
 
 from jkv.state.batch import Batch, Slots
-from jkv.state.cache import Cache
-from jkv.state.ownership import (
+from jkv.state.cache import Cache, GroupLayer
+from jkv.state.metadata import (
     NO_SEQUENCE,
+    Beside,
+    BlockGroup,
     Metadata,
     PrefixIndex,
-    Ring,
-    SlidingWindow,
+    Sequences,
 )
+from jkv.state.rings import Ring
+from jkv.state.storage import BlockStorage
+from jkv.state.windows import Everything, SlidingWindow
 
 __all__ = [
     "NO_SEQUENCE",
     "Batch",
+    "Beside",
+    "BlockGroup",
+    "BlockStorage",
     "Cache",
+    "Everything",
+    "GroupLayer",
     "Metadata",
     "PrefixIndex",
     "Ring",
+    "Sequences",
     "SlidingWindow",
     "Slots",
 ]

@@ -1,28 +1,32 @@
 """The plan of one step, and where its tokens are stored.
 
-Symbols in shape comments as in `jkv.state.ownership`.
+Symbols in shape comments as in `jkv.state.metadata`.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.kernel.lists import WorkLists
+from jkv.state.storage import GroupSizes
+from jkv.status import UsageError
 
 
 class StepSizes(NamedTuple):
     """What a batch and the cache that it is used with agree in; letters as ever."""
 
-    num_layers: int  # L
-    num_blocks: int  # N
-    num_kv_heads: int  # K
+    groups: tuple[GroupSizes, ...]
     block_size: int  # T
-    head_dim: int  # D
-    value_head_dim: int  # Dv
     max_sequences: int  # S
     max_context_length: int
+
+
+class Slots(NamedTuple):
+    """Cells of tokens: where each one is stored."""
+
+    block_ids: jax.Array  # i32[...], N where nothing is mapped
+    offsets: jax.Array  # i32[...], 0 to T-1
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +38,7 @@ class Batch:
     `query_lengths[i]` rows are its new tokens, the last of them at position
     `context_lengths[i] - 1`. A refused request has the length its sequence had before
     the call; padding and ids that are not open have 0. What is changed by hand in
-    these arrays `work_lists` does not know: replace it by None.
+    these arrays `plan` does not know: replace it by None.
     """
 
     seq_ids: jax.Array  # i32[B], as asked
@@ -44,11 +48,17 @@ class Batch:
     context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
     valid: jax.Array  # bool[R], whether a served request owns the row
-    block_ids: jax.Array  # i32[R], block of the row's slot, N if invalid
-    offsets: jax.Array  # i32[R], offset in the block, 0 if invalid
+    offsets: jax.Array  # i32[R], offset of the row's slot in its block, 0 if invalid
+    # Of each group i32[R], block of the row's slot, the group's N if invalid.
+    blocks_of_groups: tuple[jax.Array, ...]
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
-    # Who reads what, for the kernel of the card at hand; None where there is none.
-    work_lists: WorkLists | None
+    # What attention found out about the step for all layers; made and read by it alone.
+    plan: Any = None
+    # i32[...], rows whose logits are asked for, where that is not each request's last.
+    asked_rows: jax.Array | None = None
+    # i32[N, T], of a step that fills a pool of one layer at a time: the row that each
+    # slot holds, R for none.
+    slot_rows: jax.Array | None = None
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: those of the cache that planned it, to tell a batch of another cache.
@@ -61,22 +71,32 @@ class Batch:
 
     @property
     def last_rows(self) -> jax.Array:
-        """Row of each request's last token, i32[B]; R where it has none."""
+        """Row of each request's last token, i32[B]; R where it has none.
+
+        Of a step that is scored, the rows that are asked for, i32[...].
+        """
+        if self.asked_rows is not None:
+            return self.asked_rows
         last = self.query_starts + self.query_lengths - 1
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
 
     @property
-    def groups(self) -> "tuple[Batch, ...]":
-        """The plan of each group of layers: itself, unless it is a `GroupedBatch`."""
-        return (self,)
+    def block_ids(self) -> jax.Array:
+        """Block of each row's slot, i32[R], N if invalid, where there is one group.
 
-    def with_work_lists(self, lists: tuple[WorkLists | None, ...]) -> Self:
-        """Return the step with other lists for the kernel.
-
-        Args:
-          lists: of each group.
+        Raises:
+          UsageError: with several groups; take `slots_of`.
         """
-        return dataclasses.replace(self, work_lists=lists[0])
+        if len(self.blocks_of_groups) > 1:
+            raise UsageError(
+                f"this batch has slots in {len(self.blocks_of_groups)} groups of "
+                f"layers; take batch.slots_of(group)"
+            )
+        return self.blocks_of_groups[0]
+
+    def slots_of(self, group: int) -> Slots:
+        """Return the slot of each row in a group of layers, i32[R] each."""
+        return Slots(self.blocks_of_groups[group], self.offsets)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step without the rows behind the first ones; nobody may own them.
@@ -84,13 +104,9 @@ class Batch:
         Args:
           num_rows: rows that are left.
         """
-        by_row = "positions", "valid", "block_ids", "offsets"
-        first = {name: getattr(self, name)[:num_rows] for name in by_row}
-        return dataclasses.replace(self, work_lists=None, **first)
-
-
-class Slots(NamedTuple):
-    """Cells of tokens: where each one is stored."""
-
-    block_ids: jax.Array  # i32[...], N where nothing is mapped
-    offsets: jax.Array  # i32[...], 0 to T-1
+        by_row = "positions", "valid", "offsets", "blocks_of_groups"
+        first = {
+            name: jax.tree.map(lambda rows: rows[:num_rows], getattr(self, name))
+            for name in by_row
+        }
+        return dataclasses.replace(self, plan=None, **first)

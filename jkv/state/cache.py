@@ -1,25 +1,24 @@
 """The cache as a value: the metadata, and the large arrays of keys and values.
 
-Symbols in shape comments as in `jkv.state.ownership`.
+Symbols in shape comments as in `jkv.state.metadata`.
 """
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from inspect import BoundArguments
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
 
-from jkv.config.dtypes import STORAGE_NAMES
 from jkv.config.units import human_bytes
-from jkv.sharding.heads import copies_of
 from jkv.sharding.pools import PoolSharding
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state.batch import StepSizes
-from jkv.state.ownership import Metadata, Ring
+from jkv.state.metadata import Metadata
+from jkv.state.storage import BlockStorage
+from jkv.status import UsageError
 
 
 class Device(Protocol):
@@ -40,6 +39,33 @@ class Device(Protocol):
         ...
 
 
+class GroupLayer(NamedTuple):
+    """A layer by its group, and its place in it: where verbs take a layer."""
+
+    group: int  # static
+    place: int | jax.Array  # i32[] or int, which may be traced
+
+
+class Watcher(Protocol):
+    """What debug mode puts beside a cache: it calls the public functions."""
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        cache: "Cache",
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        /,
+    ) -> Any:
+        """Call a function that was given this cache, and look at what it does.
+
+        Args:
+          function: the function, as it is for a cache that is not watched.
+          cache: the cache, with the watcher beside it.
+          given: all its arguments, by place and by name.
+        """
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache:
@@ -56,92 +82,134 @@ class Cache:
     """
 
     metadata: Metadata  # who owns which block
-    keys: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
-    # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
-    values: jax.Array | None
-    # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
-    key_scales: jax.Array | None
-    value_scales: jax.Array | None  # u16[L, N, K, T], likewise
-    # The dtype that the stored bits mean; static, as the arrays' own may be another.
-    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-    # Dv of values that lie in the keys, else None; static, as no shape tells it.
-    latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
-    # How keys and values lie on a mesh, None where they do not; static, as a step is
-    # compiled for it. The arrays hold each head `sharding.copies` times, side by side.
-    sharding: StorageSharding | None = dataclasses.field(
-        default=None, metadata={"static": True}
+    storage: tuple[BlockStorage, ...]  # of each group
+    # Static: the groups of each layer of the model, none or one. The layers of a group
+    # are stored in this order.
+    layer_groups: tuple[tuple[int, ...], ...] = dataclasses.field(
+        metadata={"static": True}
     )
-    # Of which mesh axis each rank has a pool; static, as every array then has one axis
-    # more, that of ranks. None for one pool.
+    # Of which mesh axis each rank has a cache; static, as every array then has one axis
+    # more, that of ranks. None for one cache.
     pools: PoolSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
+    watcher: Watcher | None = None  # in debug mode
 
-    @property
-    def storage(self) -> dict[str, jax.Array]:
-        """The arrays beside the metadata by field name, each [L, N, K, T, ...].
-
-        Whoever moves blocks moves them in all of these.
-        """
-        arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
-        return {name: array for name, array in arrays.items() if array is not None}
-
-    def with_metadata(self, metadata: Metadata) -> "Cache":
+    def with_metadata(self, metadata: Metadata) -> Self:
         """Return the cache with other metadata; itself if they are its own."""
         if metadata is self.metadata:
             return self
         return dataclasses.replace(self, metadata=metadata)
 
-    def with_storage(self, storage: dict[str, jax.Array]) -> Self:
-        """Return the cache with other arrays beside the metadata."""
-        return dataclasses.replace(self, **storage)  # type: ignore[arg-type]
+    def with_storage(self, storage: tuple[BlockStorage, ...]) -> Self:
+        """Return the cache with other keys and values."""
+        return dataclasses.replace(self, storage=storage)
 
-    @property
-    def groups(self) -> "tuple[Cache, ...]":
-        """The cache of each group of layers: itself, unless it is a `GroupedCache`."""
-        return (self,)
+    def with_group_storage(self, group: int, storage: BlockStorage) -> Self:
+        """Return the cache with other keys and values of one group."""
+        before, behind = self.storage[:group], self.storage[group + 1 :]
+        return self.with_storage((*before, storage, *behind))
 
-    def with_groups(self, groups: "tuple[Cache, ...]") -> "Cache":
-        """Return the cache with other groups."""
-        (cache,) = groups
-        return cache
+    def find_layer(self, layer: Any) -> GroupLayer:
+        """Return where the keys and values of a layer are.
 
-    def enter(self, function: Callable[..., Any], given: BoundArguments) -> Any:
-        """Call a public function that was given this cache, one of a derived class."""
-        return function(*given.args, **given.kwargs)
+        Args:
+          layer: int, of the model; or a `GroupLayer`, which is returned. With one group
+            it may be traced.
+
+        Raises:
+          UsageError: with several groups for a traced number; for one that no layer
+            has, or for a layer that keeps no keys and values.
+        """
+        if isinstance(layer, GroupLayer):
+            return layer
+        if len(self.storage) == 1 and all(self.layer_groups):
+            return GroupLayer(0, layer)
+        known = range(len(self.layer_groups))
+        if not hasattr(layer, "__index__") or isinstance(layer, jax.core.Tracer):
+            raise UsageError(
+                "with groups a layer must be an int, as its group decides what is "
+                "traced; in a scan over periods of layers take "
+                "cache.find_periodic(layer, period, step)"
+            )
+        number = int(layer)
+        if number not in known:
+            raise UsageError(f"layer must be in 0..{len(known) - 1}, got {number}")
+        if not self.layer_groups[number]:
+            raise UsageError(
+                f"layer {number} keeps no keys and values: layer_groups names no group "
+                f"for it"
+            )
+        (group,) = self.layer_groups[number]
+        before = self.layer_groups[:number]
+        return GroupLayer(group, sum(groups.count(group) for groups in before))
+
+    def find_periodic(
+        self, layer: int, period: int, step: int | jax.Array
+    ) -> GroupLayer:
+        """Return layer `step * period + layer` in a scan over periods of layers.
+
+        Args:
+          layer: int, 0 to period-1, of the first period.
+          period: int, after how many layers the groups repeat.
+          step: i32[] or int, the number of the period; may be traced.
+
+        Raises:
+          UsageError: if the groups of the layers do not repeat like that.
+        """
+        groups = self.layer_groups
+        pattern = groups[:period]
+        repeated = (pattern * (-(-len(groups) // max(len(pattern), 1))))[: len(groups)]
+        if not 0 <= layer < period or repeated != groups:
+            raise UsageError(
+                f"the groups of the layers, {groups}, do not repeat after {period}, or "
+                f"layer {layer} is not in 0..{period - 1}"
+            )
+        first = self.find_layer(layer)
+        each = sum(of_layer.count(first.group) for of_layer in pattern)
+        return GroupLayer(first.group, first.place + step * each)
 
     @property
     def num_layers(self) -> int:
-        """Layers stored, L; 0 for a cache without storage."""
-        return self.keys.shape[0]
+        """Layers of the model; 0 for a cache without storage."""
+        has_storage = any(each.num_layers for each in self.storage)
+        return len(self.layer_groups) if has_storage else 0
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, N."""
-        return self.metadata.num_blocks
+        """Blocks in the pool, N, of a cache of one group."""
+        self._require_one_group("num_blocks", "cache.metadata.groups[i].num_blocks")
+        return self.metadata.groups[0].num_blocks
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of the model, K, of a cache of one group."""
+        return self._only_storage("num_kv_heads").num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one key, D, of a cache of one group."""
+        return self._only_storage("head_dim").head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of one value, Dv, of a cache of one group."""
+        return self._only_storage("value_head_dim").value_head_dim
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of keys and values of a cache of one group."""
+        return self._only_storage("dtype").dtype
+
+    @property
+    def sharding(self) -> StorageSharding | None:
+        """How keys and values of a cache of one group lie on a mesh, if they do."""
+        return self._only_storage("sharding").sharding
 
     @property
     def block_size(self) -> int:
         """Tokens per block, T."""
         return self.metadata.block_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads of the model, K; inside `shard_map` those of the device."""
-        return self.keys.shape[2] // copies_of(self.sharding)
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one key, D."""
-        return self.keys.shape[4]
-
-    @property
-    def value_head_dim(self) -> int:
-        """Size of one value, Dv."""
-        if self.latent_value_dim is not None:
-            return self.latent_value_dim
-        assert self.values is not None
-        return self.values.shape[4]
 
     @property
     def max_sequences(self) -> int:
@@ -150,7 +218,7 @@ class Cache:
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """Blocks one sequence can have, M."""
+        """Blocks one sequence can have in a group, M."""
         return self.metadata.max_blocks_per_sequence
 
     @property
@@ -161,14 +229,9 @@ class Cache:
     @property
     def sizes(self) -> StepSizes:
         """The sizes in which the cache and the batches planned on it agree."""
-        num_layers, num_blocks, _, _, head_dim = self.keys.shape
         return StepSizes(
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            num_kv_heads=self.num_kv_heads,
+            groups=tuple(each.sizes for each in self.storage),
             block_size=self.block_size,
-            head_dim=head_dim,
-            value_head_dim=self.value_head_dim,
             max_sequences=self.max_sequences,
             max_context_length=self.max_context_length,
         )
@@ -176,20 +239,18 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+        arrays = jax.tree.leaves((self.metadata, self.storage))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def devices(self) -> set[Device]:
         """Devices that hold the K/V arrays."""
-        return self.keys.devices()
+        return set().union(*(each.key_pool.devices() for each in self.storage))
 
     def occupancy(self) -> str:
         """Say in one line how full the cache is (host only)."""
-        free, is_open, _ = self._use()
-        return (
-            f"{free.count} of {self.num_blocks} blocks free, "
-            f"{is_open.sum()} of {self.max_sequences} sequences open"
-        )
+        blocks, sequences, _ = self._use()
+        return f"{', '.join(blocks)}, {sequences}"
 
     def __repr__(self) -> str:
         """Fit one screen at any size; a traced or deleted cache shows no counts.
@@ -199,9 +260,22 @@ class Cache:
         """
         with contextlib.suppress(Exception):
             # An axis more, as stacked caches have, would shift the sizes.
-            if len(self.keys.shape) == 5 and len(self.metadata.block_tables.shape) == 2:
-                return self._describe()
+            if all(len(each.key_pool.shape) == 5 for each in self.storage):
+                if len(self.metadata.is_open.shape) == 1:
+                    return self._describe()
         return self._list_arrays()
+
+    def _only_storage(self, name: str) -> BlockStorage:
+        self._require_one_group(name, f"cache.storage[i].{name}")
+        return self.storage[0]
+
+    def _require_one_group(self, name: str, instead: str) -> None:
+        """Refuse to say of a cache of several groups what each has for itself."""
+        if len(self.storage) > 1:
+            raise UsageError(
+                f"cache.{name} is one number, and each of the {len(self.storage)} "
+                f"groups of layers has its own: take {instead}"
+            )
 
     def _list_arrays(self) -> str:
         """Say of each array or what is in its place what it is, a line each."""
@@ -216,25 +290,45 @@ class Cache:
     def _describe(self) -> str:
         """Say how large the cache is and, if its counts can be had, how full."""
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
-        heads = f"{self.num_kv_heads} kv heads, head dim {self.head_dim}"
+        kinds = dict.fromkeys(
+            f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.dtype.name}"
+            for each in self.storage
+        )
         size = human_bytes(self.nbytes)
-        head = f"Cache({layers}, {heads}, {self.dtype.name}, {size})"
+        head = f"Cache({layers}, {' and '.join(kinds)}, {size})"
         if not all(map(_is_concrete, jax.tree.leaves(self.metadata))):
             return head
-        free, is_open, lengths = self._use()
-        return (
-            f"{head}\n"
-            f"  blocks     {free.count} of {self.num_blocks} free, "
-            f"{self.block_size} tokens each\n"
-            f"  sequences  {is_open.sum()} of {self.max_sequences} open, "
-            f"{lengths.sum(dtype=np.int64)} tokens, "
-            f"at most {self.max_context_length} each"
-        )
+        blocks, sequences, num_tokens = self._use()
+        each = f"{self.block_size} tokens each"
+        if len(blocks) == 1:
+            lines = [f"  blocks     {blocks[0].replace(' blocks', '')}, {each}"]
+        else:
+            lines = [
+                f"  group {i}    {used.replace(' blocks', '')}, {each}, "
+                f"{self.storage[i].num_layers} layers"
+                for i, used in enumerate(blocks)
+            ]
+        used = sequences.replace(" sequences", "")
+        most = f"at most {self.max_context_length} each"
+        lines.append(f"  sequences  {used}, {num_tokens} tokens, {most}")
+        return "\n".join([head, *lines])
 
-    def _use(self) -> tuple[Ring, np.ndarray, np.ndarray]:
-        """Fetch the ring of free blocks, bool[S] open rows and i32[S] lengths."""
+    def _use(self) -> tuple[list[str], str, int]:
+        """Say how many blocks of each group are free, and rows open; count tokens."""
         meta = self.metadata
-        return jax.device_get((meta.free_blocks, meta.is_open, meta.context_lengths))
+        counts, is_open, lengths = jax.device_get(
+            (
+                [group.free_blocks.count for group in meta.groups],
+                meta.is_open,
+                meta.context_lengths,
+            )
+        )
+        blocks = [
+            f"{count} of {group.num_blocks} blocks free"
+            for count, group in zip(counts, meta.groups, strict=True)
+        ]
+        sequences = f"{is_open.sum()} of {self.max_sequences} sequences open"
+        return blocks, sequences, int(lengths.sum(dtype=np.int64))
 
 
 def _describe_leaf(leaf: Any) -> str:

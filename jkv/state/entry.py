@@ -1,7 +1,7 @@
 """What public functions do on entry: is the cache a cache, and what went wrong if not.
 
-A call that is as it should be pays one comparison of types. Everything else is found
-out afterwards: when a function fails, `_explain` looks at the cache that it was given.
+A call that is as it should be pays a few comparisons. Everything else is found out
+afterwards: when a function fails, `_explain` looks at the cache that it was given.
 """
 
 import functools
@@ -19,86 +19,65 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def takes_cache(function: Callable[Params, Result]) -> Callable[Params, Result]:
+def takes_cache(
+    *, place: int = 0, on_host: bool = False, any_pools: bool = False
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Make a public function with a parameter `cache` answer mistakes with it.
 
     A value that is no cache is refused by name. If the function fails on a cache that
-    was donated before, the error says so.
-    """
-    place = list(inspect.signature(function).parameters).index("cache")
-
-    @functools.wraps(function)
-    def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        cache = args[place] if len(args) > place else kwargs.get("cache")
-        if type(cache) is not Cache:
-            return _enter_unusual(function, cache, args, kwargs)
-        if cache.pools is not None:
-            _refuse_pools(function, cache.pools)
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            _explain(function, cache, error)
-            raise
-
-    return entered
-
-
-def takes_pools(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Do as `takes_cache` for a function that takes a cache with several pools, too."""
-    entered = takes_cache(function)
-    place = list(inspect.signature(function).parameters).index("cache")
-
-    @functools.wraps(function)
-    def entered_with_pools(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        cache = args[place] if len(args) > place else kwargs.get("cache")
-        has_pools = type(cache) is Cache and cache.pools is not None
-        return (function if has_pools else entered)(*args, **kwargs)
-
-    return entered_with_pools
-
-
-def for_host(
-    function: Callable[Params, Result], *, has_pools: bool = False
-) -> Callable[Params, Result]:
-    """Make a public function that runs on the host refuse a cache inside jit.
+    was donated before, the error says so. A cache in debug mode calls the function
+    itself.
 
     Args:
-      function: with a parameter `cache`.
-      has_pools: whether it takes a cache with several pools, too.
+      place: of the parameter `cache` among the function's.
+      on_host: whether the function looks at values, and refuses a traced cache.
+      any_pools: whether it takes a cache with several pools, too.
     """
-    place = list(inspect.signature(function).parameters).index("cache")
 
-    @functools.wraps(function)
-    def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        cache = args[place] if len(args) > place else kwargs.get("cache")
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
-            raise UsageError(
-                f"{function.__name__} looks at values on the host: call it outside "
-                f"jit; inside, compare batch.status"
-            )
-        return function(*args, **kwargs)
+    def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
+        @functools.wraps(function)
+        def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+            cache = args[place] if len(args) > place else kwargs.get("cache")
+            if type(cache) is not Cache:
+                return _enter_without(function, cache, args, kwargs)
+            if on_host:
+                _refuse_traced(function, cache)
+            if cache.pools is not None and not any_pools:
+                _refuse_pools(function, cache.pools)
+            try:
+                if cache.watcher is not None:
+                    return cache.watcher.call(function, cache, (args, kwargs))  # type: ignore[no-any-return]
+                return function(*args, **kwargs)
+            except Exception as error:
+                _explain(function, cache, error)
+                raise
 
-    return (takes_pools if has_pools else takes_cache)(entered)
+        return entered
+
+    return decorate
 
 
-def _enter_unusual(
+def _enter_without(
     function: Callable[..., Result],
     cache: object,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Result:
-    """Call a function with what is no plain cache, or say what to give instead.
-
-    A cache of another kind, as in debug mode, calls the function itself.
-    """
+    """Call a function that may do without a cache, or say what to give instead."""
     signature = inspect.signature(function)
     # Raises Python's own error for arguments that are missing or too many.
-    given = signature.bind(*args, **kwargs)
-    if isinstance(cache, Cache):
-        return cache.enter(function, given)
-    if "cache" not in given.arguments:
+    if "cache" not in signature.bind(*args, **kwargs).arguments:
         return function(*args, **kwargs)
     _refuse_cache(function, signature, cache)
+
+
+def _refuse_traced(function: Callable[..., Any], cache: Cache) -> None:
+    """Refuse a cache inside jit."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
+        raise UsageError(
+            f"{function.__name__} looks at values on the host: call it outside jit; "
+            f"inside, compare batch.status"
+        )
 
 
 def _refuse_pools(function: Callable[..., Any], pools: PoolSharding) -> NoReturn:
@@ -122,7 +101,7 @@ def _refuse_cache(
             f"`cache, result = jkv.allocate(cache, ...)`, and pass the cache alone"
         )
     advice = ""
-    if type(cache).__name__ == "CacheConfig":
+    if type(cache).__name__ in ("CacheConfig", "GroupedConfig"):
         advice = "; jkv.init(config) makes a cache of a configuration"
     order = ", ".join(signature.parameters)
     raise UsageError(

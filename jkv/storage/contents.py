@@ -6,8 +6,8 @@ is padded, and only the blocks asked for cross. Some accelerators can read and w
 pinned host memory at the full speed of their bus; there the pieces stay in such memory.
 Elsewhere they become numpy arrays.
 
-The arrays of `Cache.storage` are taken by name, whichever they are: each has the layers
-on its first axis and the blocks on its second.
+The arrays of a group's storage are taken by name, whichever they are: each has the
+layers on its first axis and the blocks on its second.
 """
 
 import dataclasses
@@ -31,9 +31,10 @@ HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contents:
-    """What P blocks hold, on the host."""
+    """What P blocks of a group hold, on the host."""
 
-    # By field name of `Cache`, [L, P, ...] cut along the blocks as `in_pieces` says.
+    # By field name of `BlockStorage`, [L, P, ...] cut along the blocks as `in_pieces`
+    # says.
     storage: dict[str, tuple[HostArray, ...]]
     tokens: np.ndarray | None  # i32[P, T], recorded token ids
 
@@ -47,29 +48,28 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
         start = stop
 
 
-def cut_arrays(arrays: dict[str, np.ndarray]) -> dict[str, tuple[HostArray, ...]]:
-    """Cut arrays, [L, P, ...], as `Contents.storage` has them."""
-    return {
-        name: tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
-        for name, array in arrays.items()
-    }
+def cut_array(array: np.ndarray) -> tuple[HostArray, ...]:
+    """Cut an array, [L, P, ...], as `Contents.storage` has it."""
+    return tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
 
 
-def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
+def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
     """Copy what blocks, i32[P], hold to the host.
 
     Args:
       cache: on a device, or of numpy arrays, as a file gives it.
+      number: of the group whose blocks these are.
       blocks: i32[P], ids of blocks, each as often as it is wanted.
     """
-    pools, recorded = cache.storage, cache.metadata.tokens
+    of_group, recorded = cache.storage[number], cache.metadata.groups[number].tokens
+    pools, sharding = of_group.pools, of_group.sharding
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
-    if isinstance(cache.keys, np.ndarray):  # a cache read from a file
+    if isinstance(of_group.key_pool, np.ndarray):  # a cache read from a file
         gathered = [({k: v[:, p] for k, v in pools.items()}, None) for p in pieces]
         tokens = None if recorded is None else np.asarray(recorded)[blocks]
     else:
         gathered = [
-            _gather_blocks(pools, recorded, piece, cache.sharding) for piece in pieces
+            _gather_blocks(pools, recorded, piece, sharding) for piece in pieces
         ]
         gathered = _to_host(gathered)
         empty = np.zeros((0, cache.block_size), np.int32)
@@ -78,33 +78,40 @@ def fetch(cache: Cache, blocks: np.ndarray) -> Contents:
     return Contents(storage, None if recorded is None else tokens)
 
 
-def put(cache: Cache, blocks: np.ndarray, contents: Contents, *, donate: bool) -> Cache:
+def put(
+    cache: Cache, number: int, blocks: np.ndarray, contents: Contents, *, donate: bool
+) -> Cache:
     """Write contents from the host to blocks, i32[P], all different.
 
     Args:
       cache: the cache.
+      number: of the group whose blocks these are.
       blocks: i32[P].
       contents: what the P blocks hold; tokens of -1 if it has none.
       donate: write in place of the old arrays, which are then gone, not in copies.
     """
     if len(blocks) == 0:
         return cache
-    pools, tokens = cache.storage, cache.metadata.tokens
+    of_group, group = cache.storage[number], cache.metadata.groups[number]
+    pools, tokens, sharding = of_group.pools, group.tokens, of_group.sharding
     if not donate:
         pools, tokens = jax.tree.map(jnp.copy, (pools, tokens))
     rows = contents.tokens
     if rows is None:
         rows = np.full((len(blocks), cache.block_size), -1, np.int32)
-    for number, piece in enumerate(in_pieces(len(blocks))):
+    for place, piece in enumerate(in_pieces(len(blocks))):
         crossed = {
-            name: _placed(pieces[number], pools[name], cache.sharding)
+            name: _placed(pieces[place], pools[name], sharding)
             for name, pieces in contents.storage.items()
         }
         pools, tokens = _scatter(
-            pools, tokens, blocks[piece], crossed, rows[piece], cache.sharding
+            pools, tokens, blocks[piece], crossed, rows[piece], sharding
         )
-    metadata = dataclasses.replace(cache.metadata, tokens=tokens)
-    return dataclasses.replace(cache, metadata=metadata).with_storage(pools)
+    metadata = cache.metadata.with_group(
+        number, dataclasses.replace(group, tokens=tokens)
+    )
+    cache = cache.with_metadata(metadata)
+    return cache.with_group_storage(number, of_group.with_pools(pools))
 
 
 @functools.partial(jax.jit, static_argnums=3)

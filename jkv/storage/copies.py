@@ -10,28 +10,44 @@ from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, Metadata
 
 
-def with_copies(cache: Cache, metadata: Metadata, copies: BlockCopies | None) -> Cache:
+def with_copies(
+    cache: Cache, metadata: Metadata, copies: tuple[BlockCopies | None, ...] | None
+) -> Cache:
     """Return the cache with new metadata and the tail blocks copied, if there are any.
 
     Outside jit there is no pass over the storage if nothing is to be copied.
+
+    Args:
+      cache: the cache.
+      metadata: what it is to have.
+      copies: the blocks of each group, None for a group, or for all, without any.
     """
     cache = cache.with_metadata(metadata)
-    if copies is None or cache.num_layers == 0:
-        return cache
-    if not isinstance(copies.target, jax.core.Tracer):
-        if not np.any(np.asarray(copies.target) < cache.num_blocks):
-            return cache
-    return cache.with_storage(_copy_blocks(cache.storage, copies))
+    for number, of_group in enumerate(copies or ()):
+        storage = cache.storage[number]
+        if of_group is None or storage.num_layers == 0:
+            continue
+        if _copies_any(of_group, storage.num_blocks):
+            pools = _copy_blocks(storage.pools, of_group)
+            cache = cache.with_group_storage(number, storage.with_pools(pools))
+    return cache
+
+
+def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:
+    """Return whether a block is copied; inside jit, whether one may be."""
+    if isinstance(copies.target, jax.core.Tracer):
+        return True
+    return bool(np.any(np.asarray(copies.target) < num_blocks))
 
 
 @jax.jit
 def _copy_blocks(
-    storage: dict[str, jax.Array], copies: BlockCopies
+    pools: dict[str, jax.Array], copies: BlockCopies
 ) -> dict[str, jax.Array]:
     """Copy blocks in all layers; every source is read before any target is written."""
     chex.assert_equal_shape([copies.source, copies.target])
     chex.assert_type([copies.source, copies.target], jnp.int32)
-    chex.assert_equal_shape_prefix(list(storage.values()), 4)
+    chex.assert_equal_shape_prefix(list(pools.values()), 4)
 
     def copy(pool: jax.Array) -> jax.Array:
         blocks = pool.at[:, copies.source].get(mode="clip")
@@ -39,10 +55,10 @@ def _copy_blocks(
 
     # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
     # conditional it leaves the storage in place.
-    any_copy = jnp.any(copies.target < storage["keys"].shape[1]).astype(jnp.int32)
+    any_copy = jnp.any(copies.target < pools["key_pool"].shape[1]).astype(jnp.int32)
     return fori_loop(
         jnp.int32(0),
         any_copy,
         lambda _, pools: jax.tree.map(copy, pools),
-        storage,
+        pools,
     )

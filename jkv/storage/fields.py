@@ -1,8 +1,9 @@
 """A value as named leaves, and back: what files and a fresh cache are made of.
 
-A leaf is an array, an int or a dtype, named by the fields that lead to it: `keys`,
-`metadata.block_tables`, `metadata.free_blocks.ids`. The names are walked, not listed,
-so that a field added to the state needs no change here.
+A leaf is an array, an int, a dtype or a tuple of such, named by the fields and the
+places in tuples that lead to it: `storage.0.key_pool`,
+`metadata.groups.0.free_blocks.ids`. The names are walked, not listed, so that a field
+added to the state needs no change here.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Walk the fields of a value down to its leaves; what is None has none.
 
     Args:
-      value: a dataclass, a dict or a leaf.
+      value: a dataclass, a tuple of dataclasses, a dict or a leaf.
       name: of the value itself.
     """
     parts: dict[str, Any] = {}
@@ -31,6 +32,8 @@ def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     elif isinstance(value, dict):
         parts = value
+    elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+        parts = {str(number): part for number, part in enumerate(value)}
     elif value is not None:
         yield name, value
     for field, part in parts.items():
@@ -42,34 +45,53 @@ def build(kind: type[Value], leaves: dict[str, Any], name: str = "") -> Value:
 
     Args:
       kind: the dataclass to make.
-      leaves: by the names that `list_leaves` gives them. They are taken out: what
-        remains has no place in the value.
+      leaves: by the names that `list_leaves` gives them, dtypes and tuples as JSON has
+        them too. They are taken out: what remains has no place in the value.
       name: of the value itself.
 
     Raises:
       ValueError: if a leaf is missing that cannot be None.
     """
-    parts: dict[str, Any] = {}
-    for field, hint in _type_hints(kind).items():
-        path = _join(name, field)
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
-        inner = next((each for each in options if dataclasses.is_dataclass(each)), None)
-        within = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
-        if isinstance(inner, type) and within:
-            parts[field] = build(inner, leaves, path)
-        elif typing.get_origin(hint) is dict:
-            prefix = f"{path}."
-            parts[field] = {
-                each.removeprefix(prefix): leaves.pop(each) for each in within
-            }
-        elif path in leaves:
-            leaf = leaves.pop(path)
-            parts[field] = jnp.dtype(leaf) if isinstance(leaf, str) else leaf
-        elif type(None) in options:
-            parts[field] = None
-        else:
-            raise ValueError(f"it lacks {path!r}, which this jkv needs")
+    parts = {
+        field: _build_field(hint, leaves, _join(name, field))
+        for field, hint in _type_hints(kind).items()
+    }
     return kind(**parts)
+
+
+def _build_field(hint: Any, leaves: dict[str, Any], path: str) -> Any:
+    """Make what a field of that type holds; of a union, what the leaves belong to."""
+    if path in leaves:
+        return _of_json(leaves.pop(path))
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    prefix = f"{path}."
+    within = [leaf for leaf in leaves if leaf.startswith(prefix)]
+    for option in options:
+        origin, inner = typing.get_origin(option), typing.get_args(option)
+        if _is_dataclass(option):
+            # One without fields is what the union holds where there are no leaves.
+            if bool(dataclasses.fields(option)) == bool(within):
+                return build(option, leaves, path)
+        elif origin is tuple and _is_dataclass(inner[0]):
+            numbers = {leaf.removeprefix(prefix).split(".")[0] for leaf in within}
+            places = [f"{prefix}{number}" for number in range(len(numbers))]
+            return tuple(build(inner[0], leaves, place) for place in places)
+        elif origin is dict:
+            return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
+    if type(None) in options:
+        return None
+    raise ValueError(f"it lacks {path!r}, which this jkv needs")
+
+
+def _is_dataclass(hint: Any) -> typing.TypeGuard[type[Any]]:
+    return dataclasses.is_dataclass(hint)
+
+
+def _of_json(leaf: Any) -> Any:
+    """Return a leaf whose dtype may be a name, and its tuples lists."""
+    if isinstance(leaf, str):
+        return jnp.dtype(leaf)
+    return tuple(map(_of_json, leaf)) if isinstance(leaf, list) else leaf
 
 
 def _join(name: str, field: str) -> str:

@@ -7,13 +7,14 @@ without a program to be compiled for its shape.
 """
 
 import functools
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.pools import PoolSharding
 from jkv.sharding.processes import is_shared
@@ -31,14 +32,14 @@ _ALIGNMENT = 64
 class Placements(NamedTuple):
     """Where the arrays of a cache go."""
 
-    sharding: StorageSharding | None  # what the cache remembers
-    pools: PoolSharding | None  # likewise
-    storage: Placement  # of keys, values and scales
+    shardings: tuple[StorageSharding | None, ...]  # what each group's storage remembers
+    storage: tuple[Placement, ...]  # of each group's keys, values and scales
+    pools: PoolSharding | None  # what the cache remembers
     metadata: Placement
 
 
 def choose_placements(
-    cache: CacheConfig | Cache,
+    cache: CacheConfig | GroupedConfig | Cache,
     device: Placement,
     mesh: jax.sharding.Mesh | None,
     *,
@@ -61,21 +62,27 @@ def choose_placements(
     """
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
+    num_kv_heads = _list_kv_heads(cache)
     if mesh is None:
         for name, axis in axes.items():
             raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
-        return Placements(None, None, device, device)
+        num_groups = len(num_kv_heads)
+        return Placements((None,) * num_groups, (device,) * num_groups, None, device)
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
     if len(set(axes.values())) < len(axes):
         given = ", ".join(f"{name}={axis!r}" for name, axis in axes.items())
         raise ValueError(f"{given}: {' and '.join(axes)} need an axis each")
-    sharding = StorageSharding.of(
-        mesh,
-        heads=heads,
-        context=context,
-        num_kv_heads=cache.num_kv_heads,
-        block_size=cache.block_size,
+    # Groups may differ in kv heads, and so in the copies of each.
+    shardings = tuple(
+        StorageSharding.of(
+            mesh,
+            heads=heads,
+            context=context,
+            num_kv_heads=of_group,
+            block_size=cache.block_size,
+        )
+        for of_group in num_kv_heads
     )
     is_typed = any(is_explicit(mesh, axis) for axis in (heads, context) if axis)
     if pools and is_typed and jax.__version_info__ < (0, 12):
@@ -84,16 +91,16 @@ def choose_placements(
             f"what Explicit axes divide on every device; make the mesh with "
             f"axis_types of AxisType.Auto, or take JAX 0.12"
         )
-    spread = jax.sharding.PartitionSpec() if sharding is None else sharding.spec(POOL)
-    if pools is None:
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return Placements(
-            sharding, None, jax.sharding.NamedSharding(mesh, spread), everywhere
-        )
-    ranks = PoolSharding(mesh, pools)
-    return Placements(
-        sharding, ranks, ranks.place(spread), ranks.place(jax.sharding.PartitionSpec())
-    )
+    ranks = None if pools is None else PoolSharding(mesh, pools)
+
+    def put(spec: jax.sharding.PartitionSpec) -> Placement:
+        if ranks is None:
+            return jax.sharding.NamedSharding(mesh, spec)
+        return ranks.place(spec)
+
+    whole = jax.sharding.PartitionSpec()
+    specs = [whole if each is None else each.spec(POOL) for each in shardings]
+    return Placements(shardings, tuple(map(put, specs)), ranks, put(whole))
 
 
 def place(arrays: Arrays, device: Placement) -> Arrays:
@@ -119,36 +126,60 @@ def place(arrays: Arrays, device: Placement) -> Arrays:
     return jax.tree.map(place_parts, arrays)
 
 
-def place_by_layers(array: np.ndarray, where: Placements) -> jax.Array:
+def place_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array:
     """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
     One mapped from a file is then never in the host's memory as a whole. Of an array
     with an axis of ranks first, that is a layer of each rank.
+
+    Args:
+      array: with the model's heads, each once.
+      where: of the cache.
+      group: whose array it is.
     """
     axis = 0 if where.pools is None else 1  # of the layers
+    sharding, device = where.shardings[group], where.storage[group]
+    copies = copies_of(sharding)
     shape = list(array.shape)
-    shape[axis + POOL_HEADS] *= copies_of(where.sharding)
-    pool = jnp.zeros(shape, array.dtype, device=where.storage)
+    shape[axis + POOL_HEADS] *= copies
+    pool = jnp.zeros(shape, array.dtype, device=device)
+    where_layer = _find_layer_placement(device, axis, array.ndim, copies)
     for number in range(shape[axis]):
-        layer = _place_layer(array[(slice(None),) * axis + (number,)], where)
+        layer: Any = array[(slice(None),) * axis + (number,)]
+        if where_layer is not None:
+            layer = place(layer, where_layer)
         # Waiting keeps copies of layers from piling up on their way.
         pool = jax.block_until_ready(
-            _set_layer(pool, np.int32(number), layer, axis, where.sharding)
+            _set_layer(pool, np.int32(number), layer, axis, sharding)
         )
     return pool
 
 
-def _place_layer(layer: np.ndarray, where: Placements) -> np.ndarray | jax.Array:
-    """Put a layer of an array of storage where the array has it."""
-    if not isinstance(where.storage, jax.sharding.NamedSharding):
-        return layer
-    axis = 0 if where.pools is None else 1
-    axes = [*where.storage.spec, *[None] * layer.ndim][: layer.ndim + 1]
+def _list_kv_heads(cache: CacheConfig | GroupedConfig | Cache) -> list[int]:
+    """Return the kv heads of the model in each group."""
+    if isinstance(cache, Cache):
+        return [each.num_kv_heads for each in cache.storage]
+    return [group.num_kv_heads for group in as_grouped(cache).groups]
+
+
+def _find_layer_placement(
+    device: Placement, axis: int, ndim: int, copies: int
+) -> jax.sharding.NamedSharding | None:
+    """Return where one layer of an array goes; None where JAX may choose.
+
+    Args:
+      device: of the array.
+      axis: of the layers.
+      ndim: the array's axes.
+      copies: of each head, which are made where the array is.
+    """
+    if not isinstance(device, jax.sharding.NamedSharding):
+        return None
+    axes = [*device.spec, *[None] * ndim][:ndim]
+    if copies > 1:  # a layer has each head once
+        axes[axis + POOL_HEADS] = None
     del axes[axis]
-    if copies_of(where.sharding) > 1:  # the model's heads: the copies are made there
-        axes[axis + POOL_HEADS - 1] = None
-    spec = jax.sharding.PartitionSpec(*axes)
-    return place(layer, jax.sharding.NamedSharding(where.storage.mesh, spec))
+    return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _unaligned(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """A cache, or sequences on the host, as one file of named arrays.
 
 The arrays of the value are named by the fields that lead to them (`jkv.storage.fields`)
-and its static fields stand beside them in the header. K/V stored as the bits of another
-dtype carry that dtype's name in the file.
+and its static fields stand beside them in the header, in JSON. K/V stored as the bits
+of another dtype carry that dtype's name in the file.
 """
 
 import collections
@@ -23,7 +23,7 @@ from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files
+from jkv.storage import contents, fields, files, version_1
 from jkv.storage.contents import HostArray
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
@@ -47,25 +47,22 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
       OSError: if it cannot be written, on every process.
     """
     tensors: dict[str, Tensor] = {}
-    constants: dict[str, int | str] = {}
-    # A file knows nothing of a mesh: it holds the model's heads.
-    kept: Cache | Swapped = value
-    if isinstance(value, Cache):
-        kept = dataclasses.replace(value, sharding=None, pools=None)
-    for name, leaf in fields.list_leaves(kept):
-        if isinstance(leaf, np.dtype):
+    constants: dict[str, Any] = {}
+    for name, leaf in fields.list_leaves(_kept(value)):
+        if _is_stored(name):
+            tensors[name] = _describe_stored(value, name, leaf)
+        elif isinstance(leaf, np.dtype):
             constants[name] = leaf.name
-        elif isinstance(leaf, int):
+        elif isinstance(leaf, int | tuple):
             constants[name] = leaf
-        elif (meant := _meant_dtype(name, value.dtype)) is None:
-            tensors[name] = Tensor(leaf.dtype, leaf.shape, (bring_whole(leaf),))
-        elif isinstance(value, Cache):
-            tensors[name] = _by_layers(leaf, meant, value)
         else:
-            tensors[name] = _by_pieces(leaf, meant)
+            tensors[name] = Tensor(leaf.dtype, leaf.shape, (bring_whole(leaf),))
     metadata = {"holds": _kind_of(value), "fields": json.dumps(constants)}
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    where: Any = value.keys.sharding if isinstance(value, Cache) else None
+    # All groups lie on the same devices.
+    where: Any = None
+    if isinstance(value, Cache):
+        where = value.storage[0].key_pool.sharding
     if is_shared(where):
         _write_together(path, tensors, metadata, where.mesh)
     else:
@@ -85,26 +82,45 @@ def read_value(path: Path) -> Cache | Swapped:
     }
     try:
         leaves |= json.loads(metadata["fields"])
-        value = fields.build(_KINDS[metadata["holds"]], leaves)
+        kind = _KINDS[metadata["holds"]]
+        if metadata["version"] == "1":
+            leaves = version_1.rename(metadata["holds"], leaves)
+        if kind is Swapped:
+            stored = filter(_is_stored, leaves)
+            leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
+        value = fields.build(kind, leaves)
         if leaves:
             raise ValueError(f"it holds {sorted(leaves)}, which this jkv does not know")
-        if isinstance(value, Swapped):
-            whole: Any = value.contents.storage
-            held = dataclasses.replace(
-                value.contents, storage=contents.cut_arrays(whole)
-            )
-            return dataclasses.replace(value, contents=held)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise FileError(path, f"is damaged: {error}") from error
     return value
 
 
-def _meant_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return what the bits of K/V or scales mean, by name; None for metadata."""
-    field = name.rsplit(".", maxsplit=1)[-1]
-    if field not in STORAGE_NAMES:
-        return None
-    return SCALE_DTYPE if field in SCALE_NAMES.values() else dtype
+def _kept(value: Cache | Swapped) -> Cache | Swapped:
+    """Return what a file keeps: it holds the model's heads and knows nothing of a mesh.
+
+    Nor of debug mode.
+    """
+    if isinstance(value, Swapped):
+        return value
+    storage = tuple(dataclasses.replace(each, sharding=None) for each in value.storage)
+    return dataclasses.replace(value, storage=storage, pools=None, watcher=None)
+
+
+def _is_stored(name: str) -> bool:
+    """Return whether a leaf of that name is K/V or scales."""
+    return name.rsplit(".", maxsplit=1)[-1] in STORAGE_NAMES
+
+
+def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:
+    """Describe K/V or scales, whose bits mean something, of a group."""
+    number = int(name.split(".")[1])
+    part = value.storage[number] if isinstance(value, Cache) else value.groups[number]
+    is_scale = name.rsplit(".", maxsplit=1)[-1] in SCALE_NAMES.values()
+    meant = SCALE_DTYPE if is_scale else part.dtype
+    if isinstance(value, Cache):
+        return _by_layers(leaf, meant, value, number)
+    return _by_pieces(leaf, meant)
 
 
 def _kind_of(value: Cache | Swapped) -> str:
@@ -113,21 +129,25 @@ def _kind_of(value: Cache | Swapped) -> str:
     return "cache" if value.pools is None else "pools"
 
 
-def _by_layers(leaf: jax.Array, dtype: np.dtype[Any], cache: Cache) -> Tensor:
+def _by_layers(
+    leaf: jax.Array, dtype: np.dtype[Any], cache: Cache, number: int
+) -> Tensor:
     """Describe K/V or scales of a cache as layers on the host, one at a time.
 
     Args:
       leaf: the array, [L, N, K, ...], with ranks and copies of heads if the cache has.
       dtype: what its bits mean.
       cache: that has it.
+      number: of its group.
     """
+    sharding = cache.storage[number].sharding
     place = POOL_HEADS if cache.pools is None else POOL_HEADS + 1
     shape = list(leaf.shape)
-    shape[place] //= copies_of(cache.sharding)
+    shape[place] //= copies_of(sharding)
     numbers = itertools.product(*map(range, shape[: place - 1]))  # ranks, layers
     leaf = as_auto(leaf)  # whose ranks may be an Explicit axis
-    layers = (bring_whole(leaf[number]) for number in numbers)
-    heads = (without_copies_of_heads(cache.sharding, layer, 1) for layer in layers)
+    layers = (bring_whole(leaf[layer]) for layer in numbers)
+    heads = (without_copies_of_heads(sharding, layer, 1) for layer in layers)
     return Tensor(dtype, tuple(shape), heads)
 
 

@@ -5,23 +5,46 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
-from jkv.status import Status, raise_for_status
-from jkv.storage import contents
+from jkv.status import Status, UsageError, raise_for_status
+from jkv.storage import contents, fields, version_1
 from jkv.storage.contents import Contents
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SwappedGroup:
+    """What B sequences have in one group of layers: a small pool of their own.
+
+    They share its blocks, which are numbered from 0. The first P blocks hold tokens,
+    and their contents are here. The others are reserved: the sequences may still fill
+    them.
+    """
+
+    block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
+    num_given_back: np.ndarray  # i32[B], columns that a sliding window gave back
+    contents: Contents  # of the P blocks with tokens
+    # P and the reserved ones; static, as no shape tells it.
+    num_blocks: int = dataclasses.field(metadata={"static": True})
+    # That the stored bits mean; static, as in `BlockStorage`.
+    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_filled_blocks(self) -> int:
+        """Blocks whose contents are held, P."""
+        return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Swapped:
-    """Sequences on the host, apart from any cache: a small pool of their own.
+    """Sequences on the host, apart from any cache, with all that they have.
 
-    B sequences share its blocks, which are numbered from 0. The first P blocks hold
-    tokens, and their contents are here. The others are reserved: the sequences may
-    still fill them. A `Swapped` can be pickled, and swapped in as often as you like.
+    A `Swapped` can be pickled, and swapped in as often as you like.
 
     Example:
       >>> import jkv
@@ -30,22 +53,16 @@ class Swapped:
       >>> cache, opened = jkv.allocate(jkv.init(config), [16])
       >>> cache, _ = jkv.append(cache, opened.seq_ids, 5, capacity=5)
       >>> jkv.swap_out(cache, 0)[1]
-      Swapped(1 sequences, 5 tokens, 2 of 4 blocks with contents, 284 bytes)
+      Swapped(1 sequences, 5 tokens, 2 of 4 blocks with contents, 288 bytes)
     """
 
     seq_ids: np.ndarray  # i32[B], the ids that the sequences had
-    block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
     context_lengths: np.ndarray  # i32[B], tokens of each sequence
-    num_uses: np.ndarray  # u32[B], as in `Metadata`
+    num_uses: np.ndarray  # u32[B], as in `Sequences`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
-    contents: Contents  # of the P blocks with tokens
-    num_blocks: int  # P and the reserved ones
+    groups: tuple[SwappedGroup, ...]  # what they have in each group of layers
     block_size: int  # tokens per block, T
-    # i32[B], columns that a sliding window gave back; None without one. Earlier
-    # versions wrote none.
-    num_given_back: np.ndarray | None = None
-    dtype: np.dtype[Any]  # that the stored bits mean
 
     @property
     def num_sequences(self) -> int:
@@ -53,9 +70,14 @@ class Swapped:
         return len(self.context_lengths)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that the sequences have, in all groups together."""
+        return sum(group.num_blocks for group in self.groups)
+
+    @property
     def num_filled_blocks(self) -> int:
-        """Blocks whose contents are held, P."""
-        return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
+        """Those of them whose contents are held."""
+        return sum(group.num_filled_blocks for group in self.groups)
 
     @property
     def nbytes(self) -> int:
@@ -64,15 +86,24 @@ class Swapped:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle plain numpy arrays, wherever the pieces are."""
-        return {**self.__dict__, "contents": jax.tree.map(np.asarray, self.contents)}
+        return {**self.__dict__, "groups": jax.tree.map(np.asarray, self.groups)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled, by version 0.1 too."""
+        if "groups" not in state:
+            leaves = version_1.rename_sequences(dict(fields.list_leaves(state)))
+            state = fields.build(Swapped, leaves).__dict__
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         """Fit one line."""
+        blocks = " and ".join(
+            f"{group.num_filled_blocks} of {group.num_blocks}" for group in self.groups
+        )
         return (
             f"Swapped({self.num_sequences} sequences, "
             f"{int(self.context_lengths.sum(dtype=np.int64))} tokens, "
-            f"{self.num_filled_blocks} of {self.num_blocks} blocks with contents, "
-            f"{self.nbytes:,} bytes)"
+            f"{blocks} blocks with contents, {self.nbytes:,} bytes)"
         )
 
 
@@ -91,22 +122,32 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     raise_for_status(rows.status, cache)
     named = np.asarray(seq_ids) != NO_SEQUENCE
     rows = jax.tree.map(lambda array: array[named], rows)
-    mapped = rows.block_tables < cache.num_blocks
-    num_filled = -(-rows.context_lengths[:, None] // cache.block_size)
-    filled = mapped & (np.arange(mapped.shape[1]) < num_filled)
-    blocks, num_blocks, tables = _renumbered(rows.block_tables, filled, mapped)
     return Swapped(
         seq_ids=np.asarray(seq_ids)[named],
-        block_tables=tables,
         context_lengths=rows.context_lengths,
         num_uses=rows.num_uses,
         committed=rows.committed,
         salts=rows.salts,
-        contents=contents.fetch(cache, blocks),
-        num_blocks=num_blocks,
+        groups=tuple(
+            _copy_group(cache, number, rows) for number in range(len(cache.storage))
+        ),
         block_size=cache.block_size,
-        num_given_back=rows.num_given_back,
-        dtype=cache.dtype,
+    )
+
+
+def _copy_group(cache: Cache, number: int, rows: "_Found") -> SwappedGroup:
+    """Return what sequences have in one group."""
+    tables, num_given_back = rows.of_groups[number]
+    mapped = tables < cache.metadata.groups[number].num_blocks
+    num_filled = -(-rows.context_lengths[:, None] // cache.block_size)
+    filled = mapped & (np.arange(mapped.shape[1]) < num_filled)
+    blocks, num_blocks, renumbered = _renumbered(tables, filled, mapped)
+    return SwappedGroup(
+        block_tables=renumbered,
+        num_given_back=num_given_back,
+        contents=contents.fetch(cache, number, blocks),
+        num_blocks=num_blocks,
+        dtype=cache.storage[number].dtype,
     )
 
 
@@ -114,32 +155,36 @@ class _Found(NamedTuple):
     """What the metadata says of the sequences asked for, one row each."""
 
     status: Any  # i32[B]
-    block_tables: Any  # i32[B, M]
     context_lengths: Any  # i32[B]
     num_uses: Any  # u32[B]
     committed: Any  # i32[B] or None
     salts: Any  # i32[B] or None
-    num_given_back: Any  # i32[B] or None
+    # Of each group i32[B, M] of the tables, and i32[B] columns given back.
+    of_groups: tuple[tuple[Any, Any], ...]
 
 
 @jax.jit
 def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
-    closable = requests.is_live(metadata, seq_ids)
-    closable &= requests.is_first_mention(metadata, seq_ids)
+    closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
-    prefix, window = metadata.prefix, metadata.window
+    sequences, index = metadata.sequences, metadata.index
 
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
 
+    def gaps(gap: jax.Array | int) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(gap, jnp.int32), seq_ids.shape)
+
     return _Found(
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
-        rows(metadata.block_tables),
-        rows(metadata.context_lengths),
-        rows(metadata.num_uses),
-        None if prefix is None else rows(prefix.committed),
-        None if prefix is None else rows(prefix.sequence_salts),
-        None if window is None else rows(window.num_given_back),
+        rows(sequences.context_lengths),
+        rows(sequences.num_uses),
+        None if index is None else rows(index.committed),
+        None if index is None else rows(index.sequence_salts),
+        tuple(
+            (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
+            for group in metadata.groups
+        ),
     )
 
 
@@ -171,23 +216,22 @@ def _renumbered(
 
 
 def check_same_kind(cache: Cache, swapped: Swapped) -> None:
-    """Reject sequences from a cache of another shape, dtype or window."""
-    _check_given_back(cache, swapped)
-    pools = cache.storage
-    kinds = {
-        "block_size": (swapped.block_size, cache.block_size),
-        "dtype": (swapped.dtype.name, cache.dtype.name),
-        "arrays": (sorted(swapped.contents.storage), sorted(pools)),
-    }
-    for name in sorted(swapped.contents.storage.keys() & pools.keys()):
-        pool = pools[name]
-        of_block = cache.num_kv_heads, *pool.shape[3:]
-        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
-        for piece in swapped.contents.storage[name]:
-            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + of_block
-            if not same or piece.dtype != pool.dtype:
-                found = f"{piece.dtype}{list(piece.shape)}"
-                kinds[name] = (found, kind)
+    """Reject sequences from a cache of other groups, or another shape or dtype.
+
+    And those that have given back what this cache's layers see.
+    """
+    there, here = len(swapped.groups), len(cache.storage)
+    if there != here:
+        raise UsageError(
+            f"these sequences left a cache of {_count_groups(there)}, and this cache "
+            f"has {_count_groups(here)}: make it with the configuration of that cache"
+        )
+    kinds = {"block_size": (swapped.block_size, cache.block_size)}
+    for number in range(here):
+        _check_given_back(cache, swapped, number)
+        within = f"group {number}: " if here > 1 else ""
+        found = _compare_storage(cache, swapped, number)
+        kinds |= {within + name: both for name, both in found.items()}
     different = [
         f"{name} is {there}, in this cache {here}"
         for name, (there, here) in kinds.items()
@@ -200,28 +244,48 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
         )
 
 
-def _check_given_back(cache: Cache, swapped: Swapped) -> None:
+def _count_groups(number: int) -> str:
+    return "one group of layers" if number == 1 else f"{number} groups of layers"
+
+
+def _compare_storage(
+    cache: Cache, swapped: Swapped, number: int
+) -> dict[str, tuple[Any, Any]]:
+    """Return what the storage of a group is, of the sequences and of the cache."""
+    group, storage = swapped.groups[number], cache.storage[number]
+    pieces_of, pools = group.contents.storage, storage.pools
+    kinds: dict[str, tuple[Any, Any]] = {
+        "dtype": (group.dtype.name, storage.dtype.name),
+        "arrays": (sorted(pieces_of), sorted(pools)),
+    }
+    for name in sorted(pieces_of.keys() & pools.keys()):
+        pool = pools[name]
+        of_block = storage.num_kv_heads, *pool.shape[3:]
+        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
+        for piece in pieces_of[name]:
+            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + of_block
+            if not same or piece.dtype != pool.dtype:
+                found = f"{piece.dtype}{list(piece.shape)}"
+                kinds[name] = (found, kind)
+    return kinds
+
+
+def _check_given_back(cache: Cache, swapped: Swapped, number: int) -> None:
     """Reject sequences that have given back what this cache's layers would see."""
-    given_back = swapped.num_given_back
-    if given_back is None or not np.any(given_back):
+    group, window = swapped.groups[number], cache.metadata.groups[number].window
+    gone = np.flatnonzero(group.num_given_back)
+    if len(gone) == 0:
         return
-    window, size = cache.metadata.window, swapped.block_size
-    if window is None:
-        raise ValueError(
-            "these sequences have given back what their sliding window does not see; "
-            "this cache keeps all tokens: make it with the same sliding_window"
-        )
+    size = swapped.block_size
     # The gap begins behind the sinks' blocks: the first column that maps nothing.
-    gone = np.flatnonzero(given_back)
-    first = np.argmax(swapped.block_tables[gone] >= swapped.num_blocks, axis=1)
-    end = (first + given_back[gone]) * size
-    seen = swapped.context_lengths[gone] - window.length + 1
-    sinks = -(-window.num_sink_tokens // size)
-    if np.any(first != sinks) or np.any(end > seen):
+    first = np.argmax(group.block_tables[gone] >= group.num_blocks, axis=1)
+    lengths = jnp.asarray(swapped.context_lengths[gone])
+    unseen = np.asarray(window.unseen_from(lengths, size))
+    is_seen = np.any(group.num_given_back[gone] > unseen)
+    if is_seen or np.any(first != window.sink_columns(size)):
         raise ValueError(
-            f"these sequences have given back tokens that this cache keeps, with a "
-            f"window of {window.length} and {window.num_sink_tokens} sinks; make it "
-            f"with the sliding_window and num_sink_tokens of the cache they left"
+            "these sequences have given back tokens that this cache's layers see: make "
+            "it with the sliding_window and num_sink_tokens of the cache they left"
         )
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, ring, tables
+from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import holes, search
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.prefixes import search
+from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.tails import BlockCopies
-from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state import NO_SEQUENCE, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
@@ -30,22 +30,24 @@ class Allocation(NamedTuple):
     num_cached: jax.Array  # i32[B], tokens of the prompt that need not be computed
 
 
-@takes_cache
+@takes_cache()
 def allocate(
     cache: Cache,
     num_tokens: Integers,
     *,
     tokens: Texts | None = None,
     salts: Integers = 0,
-    keep_free: jax.Array | int | tuple[jax.Array, ...] = 0,
+    keep_free: Blocks = 0,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
     A new sequence has context length 0; the reservation only says how far `append` can
-    go without asking the pool. With prefix caching, a prompt that begins like cached
-    ones starts with what they have in common: whole blocks are shared, and the part of
-    a block that agrees is copied into one of its own. Outside jit this looks on the
-    host whether a block must be copied, and copies the storage if so: jit and donate.
+    go without asking the pool, and in layers with a sliding window it is no more than a
+    sequence has there at one time. With prefix caching, a prompt that begins like
+    cached ones starts with what they have in common: whole blocks are shared, and the
+    part of a block that agrees is copied into one of its own. Outside jit this looks on
+    the host whether a block must be copied, and copies the storage if so: jit and
+    donate.
 
     Args:
       cache: the cache.
@@ -59,7 +61,7 @@ def allocate(
         the weights); 0 unless given.
       keep_free: i32[] or int, blocks to leave free: requests that would need them are
         OUT_OF_BLOCKS. For a scheduler that has promised blocks to others. A tuple has
-        the number of each group of layers.
+        the number of each group of layers; one number holds for all.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -83,15 +85,12 @@ def allocate(
         num_tokens=num_tokens,
         salts=requests.as_domains("salts", salts),
     )
-    if isinstance(keep_free, tuple):
-        (keep_free,) = keep_free
-    metadata, result, copies = _allocate(
-        cache.metadata, counts, prompts, domains, requests.as_index(keep_free)
-    )
+    kept = jax.tree.map(requests.as_index, keep_free)
+    metadata, result, copies = _allocate(cache.metadata, counts, prompts, domains, kept)
     return with_copies(cache, metadata, copies), result
 
 
-@takes_cache
+@takes_cache()
 def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
     """Tell which requests `allocate` would serve if it were called with them now.
 
@@ -116,7 +115,7 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
     return _can_allocate(cache.metadata, num_tokens)
 
 
-@takes_cache
+@takes_cache()
 def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Close sequences; blocks that no other sequence shares return to the pool.
 
@@ -151,8 +150,8 @@ def _allocate(
     num_tokens: jax.Array,
     tokens: jax.Array | None,
     salts: jax.Array,
-    keep_free: jax.Array,
-) -> tuple[Metadata, Allocation, BlockCopies | None]:
+    keep_free: Blocks,
+) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None]:
     found = search.find(metadata, tokens, salts)
     decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
@@ -160,12 +159,14 @@ def _allocate(
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
     metadata = search.share(metadata, row, found)
-    metadata = _reserve(metadata, row, found.num_blocks, decision.num_fresh)
+    for number, num_fresh in enumerate(decision.num_fresh):
+        metadata = _reserve(metadata, number, row, found.num_blocks, num_fresh)
     metadata, copies = search.copy_part(metadata, row, found)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = search.note_found(metadata, row, salts, num_cached)
     metadata = search.count_queries(metadata, served, tokens, num_cached)
-    metadata, _ = counters.settle(metadata, decision.status, served, decision.num_fresh)
+    sequences = counters.settle(metadata.sequences, decision.status, served)
+    metadata = dataclasses.replace(metadata, sequences=sequences)
     return metadata, Allocation(seq_ids, decision.status, num_cached), copies
 
 
@@ -181,8 +182,8 @@ def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
     closable = requests.is_live_once(metadata, seq_ids)
     status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
     metadata = tables.close_rows(metadata, seq_ids, closable)
-    metadata, _ = counters.settle(metadata, status, closable)
-    return metadata, status
+    sequences = counters.settle(metadata.sequences, status, closable)
+    return dataclasses.replace(metadata, sequences=sequences), status
 
 
 class _Decision(NamedTuple):
@@ -190,34 +191,32 @@ class _Decision(NamedTuple):
 
     status: jax.Array  # i32[B], `Status`
     served: jax.Array  # bool[B], OK and not padding
-    num_fresh: jax.Array  # i32[B], blocks to take from the ring, 0 unless served
+    # Of each group i32[B], blocks to take from the pool, 0 unless served.
+    num_fresh: tuple[jax.Array, ...]
 
 
 def _judge_openings(
     metadata: Metadata,
     num_tokens: jax.Array,
     found: search.Found,
-    keep_free: jax.Array | int = 0,
+    keep_free: Blocks = 0,
 ) -> _Decision:
-    """Judge requests, i32[B], by the blocks free before the call, less some, i32[]."""
+    """Judge requests, i32[B], by the blocks free before the call, less some."""
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
     eligible = ~(negative | too_long)
-    # What is found need not be taken, but a cached block is free no more: it costs the
-    # request that is the first to revive it.
-    cached = tables.num_blocks_for(metadata, found.num_tokens(metadata.block_size))
-    fresh = jnp.maximum(tables.num_blocks_for(metadata, num_tokens), cached)
-    fresh = jnp.where(eligible, fresh - found.num_blocks, 0)
-    blocks = jnp.where(eligible[:, None], found.blocks, metadata.num_blocks)
-    revivals = holes.find_revivals(metadata, blocks)
-    no_row, no_block = tables.lacks_room(
-        metadata,
-        eligible,
-        fresh + revivals.costs,
-        (fresh > 0) | revivals.wants,
+    lacks = [
+        _count_lacking(group, num_tokens, eligible, found, number)
+        for number, group in enumerate(metadata.groups)
+    ]
+    no_block = requests.agree(
+        metadata.groups,
+        tuple(each.fresh + each.revivals.costs for each in lacks),
+        tuple((each.fresh > 0) | each.revivals.wants for each in lacks),
         keep_free,
-    )
+    ).no_block
+    no_row = tables.lacks_row(metadata, eligible, no_block)
     status = requests.find_status(
         padding,
         [
@@ -228,24 +227,65 @@ def _judge_openings(
         ],
     )
     served = (status == Status.OK) & ~padding
-    return _Decision(status, served, jnp.where(served, fresh, 0))
+    num_fresh = tuple(jnp.where(served, each.fresh, 0) for each in lacks)
+    return _Decision(status, served, num_fresh)
+
+
+class _Lacking(NamedTuple):
+    """What B requests lack in one group."""
+
+    fresh: jax.Array  # i32[B], blocks to reserve beside those found
+    revivals: allocator.Revivals  # what those found cost
+
+
+def _count_lacking(
+    group: BlockGroup,
+    num_tokens: jax.Array,
+    eligible: jax.Array,
+    found: search.Found,
+    number: int,
+) -> _Lacking:
+    """Count what eligible requests, bool[B], lack in the group of that number.
+
+    What is found need not be taken, but a cached block is free no more: it costs the
+    request that is the first to revive it.
+    """
+    size, of_group = group.block_size, found.groups[number]
+    total = tables.num_blocks_for(num_tokens, size)
+    cached = tables.num_blocks_for(found.num_tokens(size), size)
+    fresh = jnp.maximum(
+        group.window.to_reserve(total, found.num_blocks, of_group.gap, size),
+        cached - found.num_blocks,
+    )
+    blocks = jnp.where(eligible[:, None], of_group.blocks, group.num_blocks)
+    revivals = allocator.find_revivals(group, blocks)
+    return _Lacking(jnp.where(eligible, fresh, 0), revivals)
 
 
 def _reserve(
-    metadata: Metadata, row: jax.Array, first: jax.Array, num_fresh: jax.Array
+    metadata: Metadata,
+    number: int,
+    row: jax.Array,
+    first: jax.Array,
+    num_fresh: jax.Array,
 ) -> Metadata:
-    """Map fresh blocks behind those that rows have already.
+    """Map fresh blocks of a group behind those that rows have already.
 
     Args:
       metadata: the state.
+      number: of the group.
       row: i32[B], of the tables; one of S or above is dropped.
-      first: i32[B], blocks that each row has.
+      first: i32[B], columns that each row has.
       num_fresh: i32[B], blocks that each row takes.
     """
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
-    metadata = holes.expose(metadata, num_taken)
+    metadata, taken = allocator.take(metadata, number, num_taken)
+    group = metadata.groups[number]
+    mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
+    group = dataclasses.replace(group, num_mapped_blocks=mapped)
+    metadata = metadata.with_group(number, group)
 
-    # Entry e of the call's reservations is block e of the ring.
+    # Entry e of the call's reservations is block e of those taken.
     def reserve(
         metadata: Metadata,
         entry: jax.Array,
@@ -254,13 +294,8 @@ def _reserve(
         valid: jax.Array,
     ) -> Metadata:
         table_row = jnp.where(valid, row[request], metadata.max_sequences)
-        block = ring.peek(metadata.free_blocks, entry)
-        return tables.map_blocks(metadata, table_row, first[request] + rank, block)
+        column, block = first[request] + rank, taken.block(entry)
+        return allocator.enter(metadata, number, table_row, column, block)
 
-    most = num_fresh.shape[0] * metadata.max_blocks_per_sequence
-    mapped = metadata.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
-    metadata = dataclasses.replace(metadata, num_mapped_blocks=mapped)
-    metadata = for_each_entry(
-        num_fresh, min(metadata.num_blocks, most), reserve, metadata
-    )
-    return allocator.take(metadata, num_taken)
+    most = num_fresh.shape[0] * group.max_blocks_per_sequence
+    return for_each_entry(num_fresh, min(group.num_blocks, most), reserve, metadata)

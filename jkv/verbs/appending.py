@@ -3,29 +3,28 @@
 `append` decides everything at once, for all layers: which rows of the step belong to
 which sequence and where each row is stored. The `Batch` it returns is that plan. A
 block to be written belongs to one sequence alone (`fork` and `truncate` see to that),
-so neither `append` nor `write` ever copies. A sixth of the file says what `append`
-takes and gives.
+so neither `append` nor `write` ever copies.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, ring, tables
+from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.prefixes import holes, sequences
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
-from jkv.state import Batch, Cache, Metadata
+from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.verbs.work_lists import with_work_lists
+from jkv.verbs.planning import plan_attention
 
 
-@takes_cache
+@takes_cache()
 def append(
     cache: Cache,
     seq_ids: Integers,
@@ -91,14 +90,10 @@ def append(
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
-    batch = Batch(
-        is_decoding=max_query_length == 1,
-        sizes=cache.sizes,
-        work_lists=None,
-        **plan,
-    )
+    is_decoding = max_query_length == 1
+    batch = Batch(is_decoding=is_decoding, sizes=cache.sizes, **plan)
     cache = cache.with_metadata(metadata)
-    return cache, with_work_lists(cache, batch)
+    return cache, plan_attention(cache, batch)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "max_query_length"))
@@ -110,17 +105,21 @@ def _append(
     *,
     num_rows: int,
     max_query_length: int | None,
-) -> tuple[Metadata, dict[str, jax.Array | None]]:
+) -> tuple[Metadata, dict[str, Any]]:
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
-    grows = growth.query_lengths > 0
-    metadata = tables.give_back(metadata, seq_ids, growth.length, grows)
-    metadata = holes.expose(metadata, jnp.sum(growth.need, dtype=jnp.int32))
     cells = _find_cells(metadata, seq_ids, rows, growth)
-    metadata, block_ids = _map_cells(metadata, rows, growth, cells)
-    metadata = _grow(metadata, seq_ids, growth)
-    metadata = _record(metadata, block_ids, cells.offset, tokens)
+    row = jnp.where(growth.served, seq_ids, metadata.max_sequences)
+    block_ids = []
+    for number in range(len(metadata.groups)):
+        metadata = _give_back(metadata, number, seq_ids, growth)
+        metadata = _map_cells(metadata, number, rows, growth, cells)
+        group = _grow(metadata.groups[number], row, growth.needs[number])
+        metadata = metadata.with_group(number, group)
+        block_ids.append(tables.blocks_at(group, cells.table_row, cells.column))
+    metadata = _note_growth(metadata, row, growth)
+    metadata = _record(metadata, block_ids[metadata.leader], cells.offset, tokens)
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
@@ -129,8 +128,8 @@ def _append(
         context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
         positions=cells.position,
         valid=cells.valid,
-        block_ids=block_ids,
         offsets=cells.offset,
+        blocks_of_groups=tuple(block_ids),
         epochs=sequences.epochs(metadata, seq_ids),
     )
 
@@ -166,7 +165,7 @@ def _lay_out(
     ends = requests.saturating_cumsum(owned, num_rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
+    owner = find_owners(starts, 0, num_rows)
     return _Rows(starts, num_rows - starts, row - starts[owner], owner)
 
 
@@ -179,9 +178,11 @@ class _Growth(NamedTuple):
     length: jax.Array  # i32[B], tokens before the call
     new_length: jax.Array  # i32[B], tokens after it
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
-    mapped: jax.Array  # i32[B], blocks before the call
-    need: jax.Array  # i32[B], blocks to take, 0 unless served
-    taken_before: jax.Array  # i32[B], blocks taken by the requests before
+    # Of each group i32[B]: blocks before the call; blocks to take, 0 unless served; and
+    # blocks taken by the requests before.
+    mapped: tuple[jax.Array, ...]
+    needs: tuple[jax.Array, ...]
+    taken_before: tuple[jax.Array, ...]
 
 
 def _judge_growth(
@@ -189,7 +190,6 @@ def _judge_growth(
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
     is_first = requests.is_first_mention(metadata, seq_ids)
@@ -202,9 +202,15 @@ def _judge_growth(
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
     new_length = length + jnp.where(eligible, num_tokens, 0)
-    blocks = tables.num_blocks_for(metadata, new_length)
-    need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
-    no_block, taken_before = requests.lacks_blocks(metadata, need)
+    blocks = tables.num_blocks_for(new_length, metadata.block_size)
+    mapped = tuple(
+        group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+        for group in metadata.groups
+    )
+    needs = tuple(
+        jnp.where(eligible, jnp.maximum(blocks - each, 0), 0) for each in mapped
+    )
+    no_block, taken_before = requests.agree(metadata.groups, needs)
     served = eligible & ~no_block
     return _Growth(
         status=jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status),
@@ -214,13 +220,13 @@ def _judge_growth(
         new_length=jnp.where(served, new_length, length),
         query_lengths=jnp.where(served, num_tokens, 0),
         mapped=mapped,
-        need=jnp.where(served, need, 0),
+        needs=tuple(jnp.where(served, need, 0) for need in needs),
         taken_before=taken_before,
     )
 
 
 class _Cells(NamedTuple):
-    """Where in the tables the token of each of R rows stands."""
+    """Where in the tables of any group the token of each of R rows stands."""
 
     valid: jax.Array  # bool[R], whether a served request owns the row
     position: jax.Array  # i32[R], in its sequence, 0 if invalid
@@ -235,56 +241,62 @@ def _find_cells(
     """Give the new tokens of each served request the positions behind its old ones."""
     valid = (rows.place >= 0) & (rows.place < rows.spread(growth.query_lengths))
     position = jnp.where(valid, rows.spread(growth.length) + rows.place, 0)
-    column, offset = tables.locate(metadata, position)
+    column, offset = tables.locate(position, metadata.block_size)
     table_row = jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences)
     return _Cells(valid, position, table_row, column, offset)
 
 
+def _give_back(
+    metadata: Metadata, number: int, seq_ids: jax.Array, growth: _Growth
+) -> Metadata:
+    """Return the blocks of a group that no row of the step or of a later one sees."""
+    grows, group = growth.query_lengths > 0, metadata.groups[number]
+    group = tables.give_back(group, seq_ids, growth.length, grows)
+    return metadata.with_group(number, group)
+
+
 def _map_cells(
-    metadata: Metadata, rows: _Rows, growth: _Growth, cells: _Cells
-) -> tuple[Metadata, jax.Array]:
-    """Have each row that begins an unmapped block map it.
-
-    Returns:
-      The metadata, and i32[R], the block of each row, N if the row is invalid.
-    """
-    nowhere = metadata.max_sequences
-    fresh = cells.column - rows.spread(growth.mapped)
+    metadata: Metadata, number: int, rows: _Rows, growth: _Growth, cells: _Cells
+) -> Metadata:
+    """Have each row that begins an unmapped block of a group map a fresh one."""
+    fresh = cells.column - rows.spread(growth.mapped[number])
     opens_block = cells.valid & (cells.offset == 0) & (fresh >= 0)
-    rank = rows.spread(growth.taken_before) + fresh
-    metadata = tables.map_blocks(
+    metadata, _ = allocator.grant(
         metadata,
-        jnp.where(opens_block, cells.table_row, nowhere),
+        number,
+        jnp.where(opens_block, cells.table_row, metadata.max_sequences),
         cells.column,
-        ring.peek(metadata.free_blocks, rank),
+        rows.spread(growth.taken_before[number]) + fresh,
+        jnp.sum(growth.needs[number], dtype=jnp.int32),
     )
-    return metadata, tables.blocks_at(metadata, cells.table_row, cells.column)
+    return metadata
 
 
-def _grow(metadata: Metadata, seq_ids: jax.Array, growth: _Growth) -> Metadata:
-    """Take the blocks from the ring, note the new lengths, and count."""
-    row = jnp.where(growth.served, seq_ids, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, row)
-    metadata, num_taken = counters.settle(
-        metadata, growth.status, growth.served, growth.need
-    )
-    lengths, mapped = metadata.context_lengths, metadata.num_mapped_blocks
-    metadata = dataclasses.replace(
-        metadata,
-        context_lengths=lengths.at[row].set(growth.new_length, mode="drop"),
-        num_mapped_blocks=mapped.at[row].add(growth.need, mode="drop"),
-    )
-    return allocator.take(metadata, num_taken)
+def _grow(group: BlockGroup, row: jax.Array, need: jax.Array) -> BlockGroup:
+    """Note the blocks that rows, i32[B], have now; one of S or above is dropped."""
+    mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
+    return dataclasses.replace(group, num_mapped_blocks=mapped)
+
+
+def _note_growth(metadata: Metadata, row: jax.Array, growth: _Growth) -> Metadata:
+    """Note the new lengths of rows, i32[B], and count; one of S or above is dropped."""
+    sequences = counters.mark_used(metadata.sequences, row)
+    sequences = counters.settle(sequences, growth.status, growth.served)
+    lengths = sequences.context_lengths.at[row].set(growth.new_length, mode="drop")
+    sequences = dataclasses.replace(sequences, context_lengths=lengths)
+    return dataclasses.replace(metadata, sequences=sequences)
 
 
 def _record(
     metadata: Metadata, block: jax.Array, offset: jax.Array, tokens: jax.Array | None
 ) -> Metadata:
     """Record the token of each row, i32[R], in its slot, if tokens are recorded."""
-    if tokens is None or metadata.tokens is None:
+    group = metadata.leading
+    if tokens is None or group.tokens is None:
         return metadata
-    recorded = metadata.tokens.at[block, offset].set(tokens, mode="drop")
-    return dataclasses.replace(metadata, tokens=recorded)
+    recorded = group.tokens.at[block, offset].set(tokens, mode="drop")
+    group = dataclasses.replace(group, tokens=recorded)
+    return metadata.with_group(metadata.leader, group)
 
 
 def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:

@@ -13,58 +13,73 @@ import numpy as np
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.metadata.xla_cpu import unknown
-from jkv.state import Batch, Cache
+from jkv.state import Batch, BlockGroup, BlockStorage, Cache, GroupLayer
 from jkv.state.batch import StepSizes
 from jkv.status import UsageError
 
-# What a batch was planned by; the other sizes are the storage's.
-_PLANNED_BY = ("num_blocks", "block_size", "max_sequences", "max_context_length")
 
+def locate_layer(
+    cache: Cache, layer: Integer | GroupLayer, batch: Batch | None = None
+) -> GroupLayer:
+    """Return where a layer's keys and values are.
 
-def check_layer(cache: Cache, layer: Integer) -> None:
-    """Reject a layer that is known not to exist; a traced one cannot be checked."""
+    Reject a layer that is known not to exist; a traced one cannot be checked. A step
+    that fills a pool of one layer at a time has all layers in one place.
+
+    Args:
+      cache: the cache.
+      layer: of the model; or its place in a group.
+      batch: the step, if there is one.
+    """
     if cache.num_layers == 0:
         raise ValueError(
             "this cache has no storage (init(..., storage=False)); make one with "
             "storage to write, read or attend"
         )
-    if isinstance(layer, int | np.integer):
-        if not 0 <= layer < cache.num_layers:
-            raise ValueError(
-                f"layer must be in 0..{cache.num_layers - 1}, got {int(layer)}"
-            )
-        return
-    kind = _array_kind(layer)
-    if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
-        raise UsageError(f"layer must be an int or i32[], got {name_kind(layer)}")
+    has_one_place = isinstance(batch, Batch) and batch.slot_rows is not None
+    number = layer.place if isinstance(layer, GroupLayer) else layer
+    if isinstance(number, int | np.integer):
+        known = len(cache.layer_groups)
+        if isinstance(layer, GroupLayer) and not has_one_place:
+            known = cache.storage[layer.group].num_layers
+        if not 0 <= number < known:
+            raise UsageError(f"layer must be in 0..{known - 1}, got {int(number)}")
+    else:
+        kind = _array_kind(number)
+        if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
+            raise UsageError(f"layer must be an int or i32[], got {name_kind(number)}")
+    found = cache.find_layer(layer)
+    return GroupLayer(found.group, 0) if has_one_place else found
 
 
-def check_batch(cache: Cache, batch: Batch, *, ignored: str | None = None) -> None:
+def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
     """Reject what is no batch, or the batch of a cache of other sizes.
 
     Args:
       cache: the cache that the batch is used with.
       batch: the step.
-      ignored: a size that may differ.
+      resized: whether the pools may have had other numbers of blocks.
     """
     if not isinstance(batch, Batch):
         raise UsageError(
             f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"
         )
     if batch.sizes != cache.sizes:
-        _compare_sizes(batch.sizes, cache.sizes, ignored)
+        _compare_sizes(batch.sizes, cache.sizes, resized)
 
 
-def _compare_sizes(planned: StepSizes, found: StepSizes, ignored: str | None) -> None:
+def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
     """Raise if sizes differ in what must agree."""
-    names = set(_PLANNED_BY)
+    there, here = (_named_sizes(each) for each in (planned, found))
     # A rank inside shard_map sees its part of the storage, a plan without storage none.
-    if planned.num_layers and not jax.sharding.get_abstract_mesh().manual_axes:
-        names |= set(StepSizes._fields)
+    is_whole = not jax.sharding.get_abstract_mesh().manual_axes
+    of_storage = "num_layers", "num_kv_heads", "head_dim", "value_head_dim"
     differing = [
-        f"{name} {before} there and {now} here"
-        for name, before, now in zip(StepSizes._fields, planned, found, strict=True)
-        if before != now and name in names and name != ignored
+        f"{name} {there.get(name)} there and {here.get(name)} here"
+        for name in there | here
+        if there.get(name) != here.get(name)
+        and not (resized and name.endswith("num_blocks"))
+        and (is_whole and _has_layers(planned) or not name.endswith(of_storage))
     ]
     if differing:
         raise ValueError(
@@ -74,24 +89,44 @@ def _compare_sizes(planned: StepSizes, found: StepSizes, ignored: str | None) ->
         )
 
 
-def check_rows(cache: Cache, batch: Batch, name: str, rows: jax.Array) -> None:
-    """Reject rows of "keys" or "values" that are not one for each row of the batch."""
-    width = cache.storage[name].shape[4]
-    expected = (batch.num_rows, cache.num_kv_heads, width)
-    kind = _array_kind(rows)
+def _named_sizes(sizes: StepSizes) -> dict[str, int]:
+    """Return all sizes by name, those of several groups by the group's number, too."""
+    named = {name: n for name, n in sizes._asdict().items() if name != "groups"}
+    for i, group in enumerate(sizes.groups):
+        prefix = f"group {i} " if len(sizes.groups) > 1 else ""
+        named |= {f"{prefix}{name}": n for name, n in group._asdict().items()}
+    return named
+
+
+def _has_layers(sizes: StepSizes) -> bool:
+    return any(group.num_layers for group in sizes.groups)
+
+
+def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:
+    """Reject rows of keys or values that are not one for each row of the batch.
+
+    Args:
+      storage: of the layer's group.
+      batch: the step.
+      name: of the array that they go to.
+      rows: the rows.
+    """
+    width = storage.pools[name].shape[4]
+    expected = (batch.num_rows, storage.num_kv_heads, width)
+    kind, called = _array_kind(rows), name.replace("_pool", "s")
     if kind is None or kind[1] != expected:
         raise UsageError(
-            f"{name} must have shape [R, K, D] = {list(expected)}, one row per row "
+            f"{called} must have shape [R, K, D] = {list(expected)}, one row per row "
             f"of the batch, got {name_kind(rows)}"
         )
     if not jnp.issubdtype(kind[0], jnp.floating):
         raise UsageError(
-            f"{name} must be floating point, got {kind[0]}; convert them with "
-            f"{name}.astype(...) if these numbers are what shall be stored"
+            f"{called} must be floating point, got {kind[0]}; convert them with "
+            f"{called}.astype(...) if these numbers are what shall be stored"
         )
 
 
-def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
+def check_queries(storage: BlockStorage, batch: Batch, queries: jax.Array) -> None:
     """Reject queries that are not one for each row, or that a mesh cannot share."""
     kind = _array_kind(queries)
     if kind is None or len(kind[1]) != 3 or kind[1][0] != batch.num_rows:
@@ -99,7 +134,7 @@ def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
             f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
             f"the batch, got {name_kind(queries)}"
         )
-    sharding = cache.sharding
+    sharding = storage.sharding
     if sharding is not None and sharding.heads in sharding.open_axes:
         num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.heads]
         if num_heads % num_devices:
@@ -111,17 +146,17 @@ def check_queries(cache: Cache, batch: Batch, queries: jax.Array) -> None:
 
 
 def checked_window(
-    cache: Cache, window: int | jax.Array | None
+    group: BlockGroup, window: int | jax.Array | None
 ) -> int | jax.Array | None:
     """Return the window of a call; refuse one that would look at what is gone."""
-    kept = cache.metadata.window
+    kept = group.window.length
     if kept is None:
         return window
     if isinstance(window, jax.core.Tracer):
-        return jnp.minimum(window, kept.length)
-    if window is None or np.any(np.asarray(window) > kept.length):
+        return jnp.minimum(window, kept)
+    if window is None or np.any(np.asarray(window) > kept):
         raise UsageError(
-            f"this cache keeps the last {kept.length} tokens of a sequence "
+            f"this cache keeps the last {kept} tokens of a sequence "
             f"(CacheConfig.sliding_window), so attend needs window= of at most that, "
             f"got {window}; layers that see more need a cache without a window"
         )

@@ -1,12 +1,12 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel.lists import WorkLists
+from jkv.attention.call import Requests
 from jkv.attention.parts import join_parts
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import over_devices
@@ -16,9 +16,9 @@ from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
     any_layer,
     check_batch,
-    check_layer,
     check_queries,
     checked_window,
+    locate_layer,
 )
 
 
@@ -70,7 +70,7 @@ def attend(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
-@takes_cache
+@takes_cache()
 def attend(
     cache: Cache,
     layer: Integer,
@@ -125,56 +125,60 @@ def attend(
       >>> jkv.attend(cache, 0, batch, jnp.ones((1, 2, 8))).shape
       (1, 2, 8)
     """
-    check_layer(cache, layer)
+    found = locate_layer(cache, layer, batch)
     check_batch(cache, batch)
-    check_queries(cache, batch, queries)
-    # Elements, then who reads what, then options that may be traced.
-    places = (ROWS, POOL, PER_HEAD, *[WHOLE] * 9)
-    sharding = cache.sharding
+    group, storage = cache.metadata.groups[found.group], cache.storage[found.group]
+    check_queries(storage, batch, queries)
+    sharding = storage.sharding
     attend_on_device = over_devices(
         sharding,
         _attend_on_device,
-        places,
+        (ROWS, POOL, PER_HEAD, WHOLE),
         ROWS,
         context=None if sharding is None else sharding.context,
         num_parts=1 if sharding is None else sharding.num_parts,
         soft_cap=soft_cap,
         return_lse=return_lse,
-        kv_dtype=cache.dtype,
-        value_head_dim=cache.latent_value_dim,
+        kv_dtype=storage.dtype,
+        value_head_dim=storage.latent_value_dim,
         max_query_length=1 if batch.is_decoding else None,
         implementation=implementation,
     )
-    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(
-        queries,
-        cache.storage,
-        sinks,
-        any_layer(layer, batch),
-        cache.metadata.block_tables,
+    requests = Requests(
+        group.block_tables,
         batch.seq_ids,
         batch.query_starts,
         batch.query_lengths,
         batch.context_lengths,
-        batch.work_lists,
-        scale,
-        checked_window(cache, window),
+    )
+    call = _Call(
+        layer=any_layer(found.place, batch),
+        requests=requests,
+        plan=None if batch.plan is None else batch.plan[found.group],
+        scale=scale,
+        window=checked_window(group, window),
+    )
+    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(
+        queries, storage.pools, sinks, call
     )
     return answer
 
 
+class _Call(NamedTuple):
+    """What every device has of a call."""
+
+    layer: jax.Array  # i32[]
+    requests: Requests
+    plan: Any  # what attention planned for the step, or None
+    scale: float | jax.Array | None
+    window: int | jax.Array | None
+
+
 def _attend_on_device(
     queries: jax.Array,
-    storage: dict[str, jax.Array],
+    pools: dict[str, jax.Array],
     sinks: jax.Array | None,
-    layer: jax.Array,
-    block_tables: jax.Array,
-    seq_ids: jax.Array,
-    query_starts: jax.Array,
-    query_lengths: jax.Array,
-    context_lengths: jax.Array,
-    work_lists: WorkLists | None,
-    scale: float | jax.Array | None,
-    window: int | jax.Array | None,
+    call: _Call,
     *,
     context: str | None,
     num_parts: int,
@@ -189,19 +193,15 @@ def _attend_on_device(
     attend_here = functools.partial(
         paged_attention,
         queries,
-        storage["keys"],
-        storage.get("values"),
-        layer,
-        block_tables,
-        seq_ids,
-        query_starts,
-        query_lengths,
-        context_lengths,
-        work_lists=work_lists,
-        scale=scale,
-        window=window,
-        key_scales=storage.get("key_scales"),
-        value_scales=storage.get("value_scales"),
+        pools["key_pool"],
+        pools.get("value_pool"),
+        call.layer,
+        *call.requests,
+        work_lists=call.plan,
+        scale=call.scale,
+        window=call.window,
+        key_scales=pools.get("key_scales"),
+        value_scales=pools.get("value_scales"),
         **static,
     )
     answer: jax.Array | tuple[jax.Array, jax.Array]

@@ -1,29 +1,31 @@
 """compact: live blocks to the front of the pool.
 
-Blocks get new ids by one permutation, and everything that names or holds a block
-follows it: tables, reference counts, recorded tokens, prefix index, ring, keys and
-values. No result depends on the ids of blocks, so attention gives the same bits.
+The blocks of a group get new ids by one permutation, and everything that names or holds
+a block follows it: tables, reference counts, recorded tokens, prefix index, ring, keys
+and values. No result depends on the ids of blocks, so attention gives the same bits.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.sharding.loops import fori_loop
-from jkv.state import Cache, Metadata
+from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.entry import takes_cache
 
 
-@takes_cache
+@takes_cache()
 def compact(cache: Cache) -> Cache:
     """Move live blocks to the front in sequence order, the free ones behind them.
 
-    Live blocks are numbered as the block tables first mention them, row by row, so that
-    a sequence that shares nothing has consecutive blocks. Free blocks follow in the
-    order of the ring, which ascends afterwards and hands them out in the same order as
-    before, cached blocks included. Pure, and fit for jit: donate the cache, and the
-    storage is permuted in place with one layer as scratch. A pool that is in order
-    already is not touched.
+    This is done in the pool of each group of layers. Live blocks are numbered as the
+    block tables first mention them, row by row, so that a sequence that shares nothing
+    has consecutive blocks. Free blocks follow in the order of the ring, which ascends
+    afterwards and hands them out in the same order as before, cached blocks included.
+    Pure, and fit for jit: donate the cache, and the storage is permuted in place with
+    one layer as scratch. A pool that is in order already is not touched.
 
     A `Batch` holds block ids: `write` and `commit` what you `append` before compacting.
 
@@ -43,24 +45,39 @@ def compact(cache: Cache) -> Cache:
       >>> jkv.block_ids(cache, 1).tolist(), jkv.stats(cache).compactions
       ([0, 1, 4, 4], 1)
     """
-    metadata, source = _compact(cache.metadata)
-    cache = cache.with_metadata(metadata)
-    if cache.num_layers == 0:
-        return cache
-    moved = {name: _permute(pool, source) for name, pool in cache.storage.items()}
-    return cache.with_storage(moved)
+    metadata, sources = _compact(cache.metadata)
+    pairs = zip(cache.storage, sources, strict=True)
+    storage = tuple(_permute_pools(each, source) for each, source in pairs)
+    return cache.with_metadata(metadata).with_storage(storage)
 
 
 @jax.jit
-def _compact(metadata: Metadata) -> tuple[Metadata, jax.Array]:
-    """Return the compacted metadata, and i32[N], the old id of each block."""
-    source, num_live = in_order(metadata)
-    place = jnp.arange(metadata.num_blocks, dtype=jnp.int32)
-    count = metadata.free_blocks.count
-    free_ids = jnp.where(place < count, place + num_live, metadata.num_blocks)
-    free = FreeBlocks(free_ids, count, metadata.free_blocks.fewest)
-    metadata = renumber(metadata, source, free)
-    return count_compaction(metadata, jnp.bool_(True)), source
+def _compact(metadata: Metadata) -> tuple[Metadata, tuple[jax.Array, ...]]:
+    """Return the compacted metadata, and of each group i32[N]: its blocks' old ids."""
+    sources = []
+    for number, group in enumerate(metadata.groups):
+        source, num_live = in_order(group)
+        free = _list_free(group, num_live)
+        metadata = renumber(metadata, number, source, free)
+        sources.append(source)
+    counted = count_compaction(metadata.sequences)
+    return dataclasses.replace(metadata, sequences=counted), tuple(sources)
+
+
+def _list_free(group: BlockGroup, num_live: jax.Array) -> FreeBlocks:
+    """Return the free blocks of a compacted group: those behind the live ones."""
+    place = jnp.arange(group.num_blocks, dtype=jnp.int32)
+    count = group.free_blocks.count
+    ids = jnp.where(place < count, place + num_live, group.num_blocks)
+    return FreeBlocks(ids, count, group.free_blocks.fewest)
+
+
+def _permute_pools(storage: BlockStorage, source: jax.Array) -> BlockStorage:
+    """Move the blocks of a group, if there is storage for them."""
+    if storage.num_layers == 0:
+        return storage
+    moved = {name: _permute(pool, source) for name, pool in storage.pools.items()}
+    return storage.with_pools(moved)
 
 
 @jax.jit

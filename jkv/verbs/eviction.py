@@ -5,6 +5,8 @@ request. Ages are differences of its low word, so they are right up to 2**32 cal
 host that wants to forget by the hour notes what the clock said an hour ago.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from jkv.state.entry import takes_cache
 from jkv.status import Counter, Status
 
 
-@takes_cache
+@takes_cache()
 def clock(cache: Cache) -> jax.Array:
     """Return the time by the cache's logical clock.
 
@@ -38,7 +40,7 @@ def clock(cache: Cache) -> jax.Array:
     return cache.metadata.now
 
 
-@takes_cache
+@takes_cache()
 def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Mark sequences as used now.
 
@@ -69,7 +71,7 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     return cache.with_metadata(metadata), status
 
 
-@takes_cache
+@takes_cache()
 def least_recently_used(
     cache: Cache, num_sequences: int, *, exclude: Integers = NO_SEQUENCE
 ) -> jax.Array:
@@ -105,7 +107,7 @@ def least_recently_used(
     return _oldest_first(cache.metadata, exclude)[0][:num_sequences]
 
 
-@takes_cache
+@takes_cache()
 def evict(
     cache: Cache, num_blocks: Integer, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
@@ -113,6 +115,7 @@ def evict(
 
     Blocks that other sequences share come free only with the last of them. If all that
     may go are gone and blocks still lack, that is the result: ask `num_free_blocks`.
+    With several groups of layers, each group needs that many free blocks.
 
     Args:
       cache: the cache.
@@ -145,7 +148,7 @@ def evict(
     return cache.with_metadata(metadata), evicted
 
 
-@takes_cache
+@takes_cache()
 def evict_older_than(
     cache: Cache, age: Integer, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
@@ -190,8 +193,9 @@ def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )
     row = jnp.where(live, seq_ids, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, row)
-    return counters.settle(metadata, status, live)[0], status
+    sequences = counters.mark_used(metadata.sequences, row)
+    sequences = counters.settle(sequences, status, live)
+    return dataclasses.replace(metadata, sequences=sequences), status
 
 
 @jax.jit
@@ -202,9 +206,9 @@ def _oldest_first(
     and their ages, u32[S], 0 there."""
     row = jnp.where(exclude < 0, metadata.max_sequences, exclude)
     listed = metadata.is_open.at[row].set(False, mode="drop")
-    now = metadata.now
-    age = jnp.where(listed, now - metadata.last_used, jnp.uint32(0))
-    life = jnp.where(listed, now - metadata.created, jnp.uint32(0))
+    sequences = metadata.sequences
+    age = jnp.where(listed, sequences.now - sequences.last_used, jnp.uint32(0))
+    life = jnp.where(listed, sequences.now - sequences.created, jnp.uint32(0))
     seq_ids = jnp.arange(metadata.max_sequences, dtype=jnp.int32)
     # `sort` is ascending: what is to come first has the smallest bits.
     *_, seq_ids, age = jax.lax.sort(
@@ -222,6 +226,10 @@ def _evict(
     seq_ids, _ = _oldest_first(metadata, protect)
     num_listed = jnp.sum(seq_ids != NO_SEQUENCE, dtype=jnp.int32)
 
+    def lacks_blocks(metadata: Metadata) -> jax.Array:
+        counts = [group.free_blocks.count for group in metadata.groups]
+        return requests.any_of([count < num_blocks for count in counts])
+
     # One after another, as what a sequence gives back depends on who shares its blocks.
     def close_next(state: tuple[Metadata, jax.Array]) -> tuple[Metadata, jax.Array]:
         metadata, i = state
@@ -230,9 +238,7 @@ def _evict(
         return closed, i + 1
 
     metadata, num = while_loop(
-        lambda state: (
-            (state[0].free_blocks.count < num_blocks) & (state[1] < num_listed)
-        ),
+        lambda state: lacks_blocks(state[0]) & (state[1] < num_listed),
         close_next,
         (metadata, jnp.int32(0)),
     )
@@ -255,7 +261,7 @@ def _count_evicted(
     """Count the first `num` sequences as evicted, and name only them."""
     rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     ticks = jnp.minimum(num, 1)
-    metadata = counters.add(
-        metadata, {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
-    )
+    increments = {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
+    sequences = counters.add(metadata.sequences, increments)
+    metadata = dataclasses.replace(metadata, sequences=sequences)
     return metadata, jnp.where(rank < num, seq_ids, NO_SEQUENCE)

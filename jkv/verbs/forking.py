@@ -7,12 +7,13 @@ delays this copy until a write, as copy-on-write; copying early keeps the branch
 the step.)
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, gaps, requests, sharing, tables
+from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
@@ -29,7 +30,7 @@ class Fork(NamedTuple):
     status: jax.Array  # i32[B], `Status`
 
 
-@takes_cache
+@takes_cache()
 def fork(
     cache: Cache, seq_ids: Integers, lengths: Integers | None = None
 ) -> tuple[Cache, Fork]:
@@ -79,33 +80,52 @@ def fork(
 @jax.jit
 def _fork(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None
-) -> tuple[Metadata, Fork, BlockCopies]:
+) -> tuple[Metadata, Fork, tuple[BlockCopies, ...]]:
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
-    past = sharing.find_past(metadata, parents, lengths)
-    # What is no length of the parent was clipped to one.
-    wrong = jnp.zeros_like(live) if lengths is None else past.length != lengths
-    if lengths is not None and metadata.window is not None:
-        wrong |= gaps.cut_off(metadata, parents, past.length)
+    length = sharing.find_lengths(metadata, parents, lengths)
+    wrong = jnp.zeros_like(live)
+    if lengths is not None:
+        # What is no length of the parent was clipped to one.
+        wrong = requests.any_of(
+            [
+                length.tokens != lengths,
+                *(
+                    group.window.cuts_off(parents, length.tokens, group.block_size)
+                    for group in metadata.groups
+                ),
+            ]
+        )
     eligible = live & ~wrong & ~padding
-    need = (eligible & (past.tail > 0)).astype(jnp.int32)
-    no_row, no_block = tables.lacks_room(metadata, eligible, need)
+    # The same in all groups: a block for a partly filled tail.
+    need = (eligible & (length.tail > 0)).astype(jnp.int32)
+    needs = (need,) * len(metadata.groups)
+    no_block = requests.agree(metadata.groups, needs).no_block
     status = requests.find_status(
         padding,
         [
             (Status.INVALID_SEQUENCE, ~live),
             (Status.INVALID_ARGUMENT, wrong),
-            (Status.OUT_OF_SEQUENCES, no_row),
+            (Status.OUT_OF_SEQUENCES, tables.lacks_row(metadata, eligible, no_block)),
             (Status.OUT_OF_BLOCKS, no_block),
         ],
     )
     served = eligible & (status == Status.OK)
     metadata, children = tables.open_rows(metadata, served)
-    metadata = sharing.count_owners(metadata, past, served)
-    metadata, copies = sharing.adopt(metadata, past, served, children)
+    copies = []
+    for number, group in enumerate(metadata.groups):
+        past = sharing.find_past(group, parents, length)
+        group = sharing.count_owners(group, past, length, served)
+        metadata, copied = sharing.adopt(
+            metadata.with_group(number, group), number, past, length, served, children
+        )
+        copies.append(copied)
     row = jnp.where(served, children, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, metadata, row, parents, past.length)
+    metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
+    of_all = metadata.sequences
+    lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
+    of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
     parent = jnp.where(served, parents, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, parent)
-    metadata, _ = counters.settle(metadata, status, served, jnp.where(served, need, 0))
-    return metadata, Fork(children, status), copies
+    of_all = counters.settle(counters.mark_used(of_all, parent), status, served)
+    metadata = dataclasses.replace(metadata, sequences=of_all)
+    return metadata, Fork(children, status), tuple(copies)

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.cache_config import CacheConfig
-from jkv.config.layout import ArrayLayout, lay_out_metadata, lay_out_storage
+from jkv.config.grouped_config import GroupedConfig, as_grouped
+from jkv.config.layout import ArrayLayout, Sizes, lay_out, lay_out_storage
 from jkv.sharding.heads import copies_of
-from jkv.state import Cache, Metadata
+from jkv.sharding.storage_sharding import StorageSharding
+from jkv.state import Cache
 from jkv.storage import fields
-from jkv.storage.placement import Placement, choose_placements, place
+from jkv.storage.placement import Placement, Placements, choose_placements, place
 
 
 def init(
-    config: CacheConfig,
+    config: CacheConfig | GroupedConfig,
     *,
     storage: bool = True,
     device: Placement = None,
@@ -28,7 +30,8 @@ def init(
     """Return a fresh cache: every block free, no sequence open.
 
     Args:
-      config: the sizes.
+      config: the sizes; for a model whose layers differ in their windows those of each
+        group of layers.
       storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
         the metadata alone, to simulate a schedule or to test one.
       device: where the arrays go, a device or a sharding; default JAX's own choice.
@@ -36,11 +39,11 @@ def init(
         so the verbs work with and without `jax.set_mesh`.
       heads: the mesh axis over which the kv heads of keys and values are spread. The
         metadata, and everything if it is None, is on every device. Where the axis has
-        more devices than there are kv heads, each head is held several times.
+        more devices than a group has kv heads, each head is held several times.
       context: the mesh axis over which the tokens of each block are spread, so that a
         sequence lies on all of its devices: each attends to its part. The block size
         must be a multiple of their number.
-      pools: the mesh axis of which each rank has a pool of these sizes, with metadata
+      pools: the mesh axis of which each rank has pools of these sizes, with metadata
         of its own: `generate` deals prompts to them, `over_pools` calls verbs on them.
 
     Returns:
@@ -55,46 +58,80 @@ def init(
       >>> cache = jkv.init(jkv.CacheConfig(
       ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4,
       ...     max_sequences=2, max_context_length=16), storage=False)
-      >>> int(jkv.num_free_blocks(cache)), cache.keys.size
+      >>> int(jkv.num_free_blocks(cache)), cache.storage[0].key_pool.size
       (4, 0)
+
+      A model of which three layers see 64 tokens, and one sees everything:
+
+      >>> config = jkv.GroupedConfig.for_context_length(
+      ...     4096, max_sequences=2, layer_windows=[64, 64, None, 64], num_kv_heads=1,
+      ...     head_dim=8, step_tokens=32)
+      >>> cache = jkv.init(config)
+      >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
+      ([512, 18], GroupLayer(group=1, place=2))
     """
-    sizes = config.sizes if storage else config.sizes._replace(num_layers=0)
+    groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
-    where = choose_placements(config, device, mesh, **axes)
-    copies = copies_of(where.sharding)
-    stored = sizes._replace(num_kv_heads=sizes.num_kv_heads * copies)
+    where = choose_placements(groups, device, mesh, **axes)
+    sizes = groups.sizes
+    if not storage:
+        sizes = tuple(each._replace(num_layers=0) for each in sizes)
+    arrays = _make_arrays(sizes, groups.prefix_caching, where)
+    constants = {
+        "layer_groups": groups.groups_of_layers,
+        "pools": where.pools,
+        "metadata.sequences.max_context_length": groups.max_context_length,
+    }
+    for i, (each, sharding) in enumerate(zip(sizes, where.shardings, strict=True)):
+        constants |= _list_constants(i, each, sharding)
+    return fields.build(Cache, arrays | constants)
+
+
+def _make_arrays(
+    sizes: tuple[Sizes, ...], prefix_caching: bool, where: Placements
+) -> dict[str, jax.Array]:
+    """Make all arrays of a cache where they belong, by path."""
+    # A pool holds each head as often as the devices of its mesh want it.
+    stored = tuple(
+        each._replace(num_kv_heads=each.num_kv_heads * copies_of(sharding))
+        for each, sharding in zip(sizes, where.shardings, strict=True)
+    )
     ranks = () if where.pools is None else (where.pools.num_ranks,)
-    storage_arrays = {
-        name: jnp.zeros((*ranks, *pool.shape), pool.dtype, device=where.storage)
-        for name, pool in lay_out_storage(stored).items()
+    pools = {
+        f"storage.{i}.{name}": jnp.zeros(
+            (*ranks, *pool.shape), pool.dtype, device=device
+        )
+        for i, (each, device) in enumerate(zip(stored, where.storage, strict=True))
+        for name, pool in lay_out_storage(each).items()
     }
     # Under jit, what numpy makes would become constants of the program.
-    traced = isinstance(storage_arrays["keys"], jax.core.Tracer)
+    traced = any(isinstance(pool, jax.core.Tracer) for pool in pools.values())
     numpy = jnp if traced else np
-    arrays = {
-        name: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
-        for name, array in lay_out_metadata(sizes).items()
+    metadata: Any = {
+        path: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
+        for path, array in lay_out(stored, prefix_caching).items()
+        if path not in pools
     }
     put = jax.device_put if traced else place
-    arrays = put(arrays, where.metadata)
+    return put(metadata, where.metadata) | pools
+
+
+def _list_constants(
+    group: int, sizes: Sizes, sharding: StorageSharding | None
+) -> dict[str, Any]:
+    """Return what a group has beside its arrays, by path."""
+    metadata, storage = f"metadata.groups.{group}", f"storage.{group}"
     constants: dict[str, Any] = {
-        "block_size": config.block_size,
-        "max_context_length": config.max_context_length,
+        f"{metadata}.block_size": sizes.block_size,
+        f"{storage}.dtype": sizes.dtype,
+        f"{storage}.sharding": sharding,
     }
-    if config.sliding_window is not None:
-        constants["window.length"] = config.sliding_window
-        constants["window.num_sink_tokens"] = config.num_sink_tokens
-    return Cache(
-        metadata=fields.build(Metadata, arrays | constants),
-        keys=storage_arrays["keys"],
-        values=storage_arrays.get("values"),
-        key_scales=storage_arrays.get("key_scales"),
-        value_scales=storage_arrays.get("value_scales"),
-        dtype=sizes.dtype,
-        latent_value_dim=sizes.value_head_dim if sizes.values_in_keys else None,
-        sharding=where.sharding,
-        pools=where.pools,
-    )
+    if sizes.values_in_keys:
+        constants[f"{storage}.latent_value_dim"] = sizes.value_head_dim
+    if sizes.sliding_window is not None:
+        constants[f"{metadata}.window.length"] = sizes.sliding_window
+        constants[f"{metadata}.window.num_sink_tokens"] = sizes.num_sink_tokens
+    return constants
 
 
 def _fill(array: ArrayLayout, numpy: ModuleType) -> Any:

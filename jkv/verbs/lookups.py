@@ -1,15 +1,17 @@
 """Look-ups: from sequences and positions to blocks and slots."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import gaps, requests, tables
+from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.requests import Integer, Integers
-from jkv.state import Cache, Metadata, Slots
+from jkv.state import BlockGroup, Cache, Metadata, Slots
 from jkv.state.entry import takes_cache
+from jkv.status import UsageError
 
 
 class BlockInfo(NamedTuple):
@@ -20,8 +22,8 @@ class BlockInfo(NamedTuple):
     is_cached: jax.Array  # bool[], whether it is free and still found by its prefix
 
 
-@takes_cache
-def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
+@takes_cache()
+def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax.Array:
     """Return the blocks of a sequence in order.
 
     Blocks reserved ahead of the tokens count as mapped.
@@ -29,10 +31,14 @@ def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
     Args:
       cache: the cache.
       seq_id: i32[] or int; may be traced.
+      group: the number of the group of layers; not needed where there is one.
 
     Returns:
       i32[M], N from the first column on that maps no block, and where a sliding window
       has given blocks back; all N for a closed id.
+
+    Raises:
+      UsageError: with several groups if none is named, or for one that does not exist.
 
     Example:
       >>> import jkv
@@ -42,17 +48,21 @@ def block_ids(cache: Cache, seq_id: Integer) -> jax.Array:
       >>> jkv.block_ids(cache, 0).tolist()
       [0, 1, 4, 4]
     """
-    return table_of(cache.metadata, requests.as_index(seq_id))
+    chosen = _group_of(cache.metadata, group, "block_ids")
+    return table_of(cache.metadata, requests.as_index(seq_id), number=chosen)
 
 
-@takes_cache
-def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
+@takes_cache()
+def slots(
+    cache: Cache, seq_ids: Integers, positions: Integers, *, group: int | None = None
+) -> Slots:
     """Return the slots of token positions, one position per sequence id.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int.
       positions: i32[B] or int; one past the tokens but in a reserved block has a slot.
+      group: the number of the group of layers; not needed where there is one.
 
     Returns:
       `Slots` of i32[B] arrays; block N where the id is not open, nothing is mapped, or
@@ -61,6 +71,7 @@ def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
     Raises:
       ValueError: for arguments that are no integers, have more than one axis, or differ
         in length.
+      UsageError: with several groups if none is named, or for one that does not exist.
 
     Example:
       >>> import jkv
@@ -71,12 +82,12 @@ def slots(cache: Cache, seq_ids: Integers, positions: Integers) -> Slots:
       Slots(block_ids=Array([0, 1, 4], dtype=int32), offsets=Array([0, 1, 0], \
 dtype=int32))
     """
-    return _slots(
-        cache.metadata, *requests.broadcast(seq_ids=seq_ids, positions=positions)
-    )
+    chosen = _group_of(cache.metadata, group, "slots")
+    arrays = requests.broadcast(seq_ids=seq_ids, positions=positions)
+    return _slots(cache.metadata, *arrays, number=chosen)
 
 
-@takes_cache
+@takes_cache()
 def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
     """Return the token ids recorded for a sequence.
 
@@ -86,7 +97,8 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
 
     Returns:
       i32[max_context_length], -1 from the context length on, for tokens that `append`
-      was not told, and for those that a sliding window has given back.
+      was not told, and for those that a sliding window has given back. With several
+      groups the one that sees furthest records them.
 
     Raises:
       ValueError: if the cache does not record tokens.
@@ -109,16 +121,22 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
     return _tokens(cache.metadata, cache.metadata.tokens, requests.as_index(seq_id))
 
 
-@takes_cache
-def block_info(cache: Cache, block_id: Integer) -> BlockInfo:
+@takes_cache()
+def block_info(
+    cache: Cache, block_id: Integer, *, group: int | None = None
+) -> BlockInfo:
     """Return the state of one block.
 
     Args:
       cache: the cache.
       block_id: i32[] or int; may be traced.
+      group: the number of the group of layers; not needed where there is one.
 
     Returns:
       A `BlockInfo`; an id outside the pool has count 0 and is not free.
+
+    Raises:
+      UsageError: with several groups if none is named, or for one that does not exist.
 
     Example:
       >>> import jkv
@@ -130,10 +148,11 @@ def block_info(cache: Cache, block_id: Integer) -> BlockInfo:
       >>> bool(jkv.block_info(cache, 2).is_free)
       True
     """
-    return _block_info(cache.metadata, requests.as_index(block_id))
+    chosen = _group_of(cache.metadata, group, "block_info")
+    return _block_info(cache.metadata, requests.as_index(block_id), number=chosen)
 
 
-@takes_cache
+@takes_cache()
 def context_lengths(cache: Cache) -> jax.Array:
     """Return the number of tokens that each sequence has in the cache.
 
@@ -156,8 +175,8 @@ def context_lengths(cache: Cache) -> jax.Array:
     return jnp.copy(cache.metadata.context_lengths)
 
 
-@takes_cache
-def kept_from(cache: Cache) -> jax.Array:
+@takes_cache()
+def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
     """Return the position from which each sequence has its tokens in the cache.
 
     Without a sliding window that is 0. With one, `append` gives back the blocks of the
@@ -165,10 +184,15 @@ def kept_from(cache: Cache) -> jax.Array:
 
     Args:
       cache: the cache.
+      group: the number of a group of layers. None with several: the position from which
+        all of them have the tokens.
 
     Returns:
       i32[max_sequences] by sequence id, a multiple of `block_size`; 0 for sequences
       that have all their tokens, and for those that are not open.
+
+    Raises:
+      UsageError: for a group that does not exist.
 
     Example:
       >>> import jkv
@@ -181,11 +205,15 @@ def kept_from(cache: Cache) -> jax.Array:
       >>> jkv.context_lengths(cache).tolist(), jkv.kept_from(cache).tolist()
       ([21, 0], [4, 0])
     """
+    groups = cache.metadata.groups
+    if group is not None:
+        groups = (groups[_group_of(cache.metadata, group, "kept_from")],)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
-    return gaps.find_start(cache.metadata, rows)
+    starts = [each.window.starts_of(rows, each.block_size) for each in groups]
+    return functools.reduce(jnp.maximum, starts)
 
 
-@takes_cache
+@takes_cache()
 def num_free_blocks(cache: Cache) -> jax.Array:
     """Return the number of blocks that can be handed out.
 
@@ -193,7 +221,8 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       cache: the cache.
 
     Returns:
-      i32[]; cached blocks count as free.
+      i32[]; cached blocks count as free. With several groups of layers the smallest of
+      their numbers.
 
     Example:
       >>> import jkv
@@ -203,14 +232,16 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       >>> int(jkv.num_free_blocks(cache))
       2
     """
-    return cache.metadata.free_blocks.count
+    counts = [group.free_blocks.count for group in cache.metadata.groups]
+    return functools.reduce(jnp.minimum, counts)
 
 
-@jax.jit
-def table_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
-    """Return the row of the block tables of a sequence, i32[M], N if it is closed."""
-    return metadata.block_tables.at[_row(metadata, seq_id)].get(
-        mode="fill", fill_value=metadata.num_blocks
+@functools.partial(jax.jit, static_argnames="number")
+def table_of(metadata: Metadata, seq_id: jax.Array, *, number: int) -> jax.Array:
+    """Return a sequence's row of a group's block tables, i32[M], N if it is closed."""
+    group = metadata.groups[number]
+    return group.block_tables.at[_row(metadata, seq_id)].get(
+        mode="fill", fill_value=group.num_blocks
     )
 
 
@@ -222,34 +253,37 @@ def length_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     )
 
 
-@jax.jit
-def _slots(metadata: Metadata, seq_ids: jax.Array, positions: jax.Array) -> Slots:
-    column, offset = tables.locate(metadata, positions)
-    column = jnp.where(positions < 0, metadata.max_blocks_per_sequence, column)
-    found = metadata.block_tables.at[_row(metadata, seq_ids), column].get(
-        mode="fill", fill_value=metadata.num_blocks
+@functools.partial(jax.jit, static_argnames="number")
+def _slots(
+    metadata: Metadata, seq_ids: jax.Array, positions: jax.Array, *, number: int
+) -> Slots:
+    group: BlockGroup = metadata.groups[number]
+    column, offset = tables.locate(positions, group.block_size)
+    column = jnp.where(positions < 0, group.max_blocks_per_sequence, column)
+    found = group.block_tables.at[_row(metadata, seq_ids), column].get(
+        mode="fill", fill_value=group.num_blocks
     )
-    return Slots(found, jnp.where(found < metadata.num_blocks, offset, 0))
+    return Slots(found, jnp.where(found < group.num_blocks, offset, 0))
 
 
 @jax.jit
 def _tokens(metadata: Metadata, recorded: jax.Array, seq_id: jax.Array) -> jax.Array:
-    most = metadata.max_context_length
-    rows = recorded.at[table_of(metadata, seq_id)].get(mode="clip")
+    most, group = metadata.max_context_length, metadata.leading
+    table = table_of(metadata, seq_id, number=metadata.leader)
+    rows = recorded.at[table].get(mode="clip")
     position = jnp.arange(most, dtype=jnp.int32)
     valid = position < length_of(metadata, seq_id)
-    if metadata.window is not None:
-        valid &= gaps.is_kept(metadata, seq_id, position)
+    valid &= group.window.is_kept(seq_id, position, group.block_size)
     return jnp.where(valid, rows.reshape(-1)[:most], -1)
 
 
-@jax.jit
-def _block_info(metadata: Metadata, block_id: jax.Array) -> BlockInfo:
-    counts = metadata.reference_counts
-    known = (block_id >= 0) & (block_id < metadata.num_blocks)
-    count = jnp.where(known, counts.at[block_id].get(mode="clip"), 0)
+@functools.partial(jax.jit, static_argnames="number")
+def _block_info(metadata: Metadata, block_id: jax.Array, *, number: int) -> BlockInfo:
+    group = metadata.groups[number]
+    known = (block_id >= 0) & (block_id < group.num_blocks)
+    count = jnp.where(known, group.reference_counts.at[block_id].get(mode="clip"), 0)
     is_free = known & (count == 0)
-    is_cached = is_free & prefix_index.is_indexed(metadata, block_id)
+    is_cached = is_free & prefix_index.is_known(metadata, number, block_id)
     return BlockInfo(count, is_free, is_cached)
 
 
@@ -258,3 +292,18 @@ def _row(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     return jnp.where(
         requests.is_live(metadata, seq_ids), seq_ids, metadata.max_sequences
     )
+
+
+def _group_of(metadata: Metadata, group: int | None, name: str) -> int:
+    """Return the number of the group that a function was asked about."""
+    known = range(len(metadata.groups))
+    if group is None and len(known) == 1:
+        return 0
+    if group is None:
+        raise UsageError(
+            f"each of the {len(known)} groups of layers has blocks of its own: name "
+            f"one, as in {name}(cache, ..., group=0)"
+        )
+    if group not in known:
+        raise UsageError(f"group must be in 0..{len(known) - 1}, got {group!r}")
+    return int(group)

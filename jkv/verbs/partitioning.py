@@ -6,15 +6,15 @@ from typing import Any
 import jax
 
 from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
 from jkv.sharding.storage_sharding import POOL, find_spec
-from jkv.state import Cache
-from jkv.status import UsageError
+from jkv.state import BlockStorage, Cache
 from jkv.storage.placement import choose_placements
 from jkv.verbs.initialization import init
 
 
 def partition_specs(
-    cache: Cache | CacheConfig,
+    cache: Cache | CacheConfig | GroupedConfig,
     *,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
@@ -39,34 +39,48 @@ def partition_specs(
 
     Raises:
       ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
-        a block, evenly; for a cache of another kind, with groups or in debug mode.
+        a block, evenly.
 
     Example:
       >>> import jkv
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
       ...     num_blocks=4, max_sequences=2, max_context_length=16))
       >>> specs = jkv.partition_specs(cache, heads="tp")
-      >>> tuple(specs.keys), tuple(specs.metadata.block_tables)
+      >>> tuple(specs.storage[0].key_pool), tuple(specs.metadata.is_open)
       ((None, None, 'tp'), ())
     """
     if isinstance(cache, Cache):
-        if type(cache) is not Cache:
-            raise UsageError(
-                f"partition_specs takes a plain cache, got {type(cache).__name__}: "
-                f"give it each of cache.groups, or jkv.debug(cache, False)"
-            )
-        shapes = cache
+        shapes, axes = cache, (heads, context)
     else:
-        axes = {"heads": heads, "context": context, "pools": pools}
-        where = choose_placements(cache, None, mesh, **axes)
+        named = {"heads": heads, "context": context, "pools": pools}
+        where = choose_placements(cache, None, mesh, **named)
         shapes = jax.eval_shape(lambda: init(cache))
-        shapes = dataclasses.replace(shapes, sharding=where.sharding, pools=where.pools)
-        heads = context = None  # an axis of one device divides nothing
-    if shapes.sharding is not None:
-        heads = heads or shapes.sharding.heads
-        context = context or shapes.sharding.context
+        storage = tuple(
+            dataclasses.replace(each, sharding=sharding)
+            for each, sharding in zip(shapes.storage, where.shardings, strict=True)
+        )
+        shapes = dataclasses.replace(shapes, storage=storage, pools=where.pools)
+        axes = (None, None)  # those that divide something, the storage remembers
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
-    specs: Any = jax.tree.map(lambda _: jax.sharding.PartitionSpec(*ranks), shapes)
-    within = find_spec(POOL, heads, context)
-    of_pools = jax.sharding.PartitionSpec(*ranks, *within)
-    return specs.with_storage(dict.fromkeys(shapes.storage, of_pools))  # type: ignore[no-any-return]
+    whole = jax.sharding.PartitionSpec(*ranks)
+    specs: Any = jax.tree.map(lambda _: whole, shapes)
+    divided = [_divide(each, axes, ranks) for each in shapes.storage]
+    return specs.with_storage(tuple(divided))  # type: ignore[no-any-return]
+
+
+def _divide(
+    storage: BlockStorage, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
+) -> BlockStorage:
+    """Return the partition of a group's pools, in their place.
+
+    Args:
+      storage: of the group.
+      axes: of heads and context; None: those that the storage remembers.
+      ranks: the axis of pools, if there is one.
+    """
+    heads, context = axes
+    if storage.sharding is not None:
+        heads = heads or storage.sharding.heads
+        context = context or storage.sharding.context
+    spec = jax.sharding.PartitionSpec(*ranks, *find_spec(POOL, heads, context))
+    return storage.with_pools(dict.fromkeys(storage.pools, spec))

@@ -10,13 +10,13 @@ from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.pools import PoolSharding, with_rank, without_rank
 from jkv.sharding.processes import bring_whole
 from jkv.sharding.storage_sharding import POOL_HEADS
-from jkv.state import Cache
+from jkv.state import BlockStorage, Cache
 from jkv.status import UsageError
 from jkv.storage.placement import place
 
 
 def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs on each rank's pool, with each rank's arguments.
+    """Return a function that runs on each rank's pools, with each rank's arguments.
 
     Nothing crosses between ranks: block ids and sequence ids are those of the rank.
     Jit a step of it and donate the cache, as ever.
@@ -110,14 +110,18 @@ def split_pools(cache: Cache) -> list[Cache]:
     if not isinstance(cache, Cache) or cache.pools is None:
         raise UsageError("split_pools is for a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
-    whole = dataclasses.replace(cache, pools=None, sharding=None)
-    arrays = jax.tree.map(bring_whole, whole)
-    storage = {
-        name: without_copies_of_heads(cache.sharding, pool, POOL_HEADS + 1)
-        for name, pool in arrays.storage.items()
-    }
-    arrays = arrays.with_storage(storage)
+    arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
+    arrays = arrays.with_storage(tuple(map(_without_mesh, arrays.storage)))
     return [
         place(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks
     ]
+
+
+def _without_mesh(storage: BlockStorage) -> BlockStorage:
+    """Return a group's keys and values with each head once, on no mesh."""
+    pools = {
+        name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
+        for name, pool in storage.pools.items()
+    }
+    return dataclasses.replace(storage.with_pools(pools), sharding=None)

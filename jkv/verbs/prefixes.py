@@ -6,6 +6,10 @@ holds until the pool hands it out again, the least recently used first.
 
 Only what was computed from visible blocks becomes visible itself: a sequence whose
 chain has a gap (a step not committed, a token not told, a full bucket) adds no more.
+
+With groups of layers a prompt is found up to where every group can go on: all of its
+blocks in a group that sees everything, the window's and the sinks' in one that does
+not.
 """
 
 import dataclasses
@@ -13,21 +17,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests
+from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import holes, prefix_index, search
+from jkv.metadata.prefixes import prefix_index, search
 from jkv.metadata.prefixes.commitment import commit_blocks
-from jkv.metadata.prefixes.prefix_index import if_indexed
+from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, with_index
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
-from jkv.state import Batch, Cache, Metadata, PrefixIndex
+from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
-from jkv.status import Counter
 from jkv.verbs.arguments import check_batch
 
 
-@takes_cache
+@takes_cache()
 def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     """Tell how many tokens of each prompt `allocate` would find now.
 
@@ -58,20 +61,26 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     prompts = requests.as_prompts(tokens)
     salts = requests.as_domains("salts", salts)
     (domains,) = requests.broadcast(prompts.shape[0], salts=salts)
-    prefix_index.index_of(cache.metadata)
+    index_of(cache.metadata)
     return _match(cache.metadata, prompts, domains)
 
 
-@takes_cache
+@takes_cache()
 def commit(cache: Cache, batch: Batch) -> Cache:
     """Make the blocks that this step filled visible to prefix matching.
 
     Call it after the last layer's `write`, and before a `fork` of what was written. A
     block equal to one that is visible already is given back, and its sequence goes on
     with the other: equal prefixes are stored once. A full block that other sequences
-    share before it is visible is not entered unless it has such an equal, as what comes
-    before it may differ among them; its sequence then adds no more. Without a prefix
-    index there is nothing to make visible, and the cache is returned as it is.
+    share before it is visible is not entered unless it has such an equal, from before
+    or of an earlier request, as what comes before it may differ among them; its
+    sequence then adds no more. Without a prefix index there is nothing to make visible,
+    and the cache is returned as it is.
+
+    With groups of layers the leading one decides: the first that sees everything, or
+    else the one that sees furthest. The blocks of the others are found beside its own,
+    and are exchanged for equal ones likewise; what a window has given back is not found
+    in its group.
 
     Args:
       cache: the cache that was written.
@@ -95,11 +104,11 @@ def commit(cache: Cache, batch: Batch) -> Cache:
       True
     """
     # A step that was planned before a `resize` may still be committed.
-    check_batch(cache, batch, ignored="num_blocks")
+    check_batch(cache, batch, resized=True)
     return cache.with_metadata(_commit(cache.metadata, batch))
 
 
-@takes_cache
+@takes_cache()
 def clear_prefixes(cache: Cache) -> Cache:
     """Forget all cached contents; sequences stay as they are, but add no more.
 
@@ -118,17 +127,18 @@ def clear_prefixes(cache: Cache) -> Cache:
       ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
       >>> cache = jkv.clear_prefixes(jkv.init(config))
     """
-    prefix_index.index_of(cache.metadata)
+    index_of(cache.metadata)
     return cache.with_metadata(_forget(cache.metadata, None))
 
 
-@takes_cache
+@takes_cache()
 def invalidate(cache: Cache, salt: Integer) -> Cache:
     """Forget one domain, as when its adapter or weights change.
 
     Sequences of the domain stay as they are; what they hold and what they append is not
-    found any more, until they are cut back to nothing or freed. An open sequence
-    without a token has nothing out of date: what it appends becomes visible as ever.
+    found any more, in no group of layers, until they are cut back to nothing or freed.
+    An open sequence without a token has nothing out of date: what it appends becomes
+    visible as ever.
 
     Args:
       cache: a cache with `prefix_caching`.
@@ -146,21 +156,22 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
       ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
       >>> cache = jkv.invalidate(jkv.init(config), salt=3)
     """
-    prefix_index.index_of(cache.metadata)
+    index_of(cache.metadata)
     (domain,) = requests.broadcast(salt=requests.as_domains("salt", salt))
     return cache.with_metadata(_forget(cache.metadata, domain))
 
 
-@takes_cache
+@takes_cache()
 def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
     """Forget the least recently used cached blocks.
 
     They were free and stay free; only their contents are not found any more. A block
-    goes before the blocks that lead up to it.
+    goes before the blocks that lead up to it. With groups of layers so many go in each
+    group, of those that are cached there before the call.
 
     Args:
       cache: a cache with `prefix_caching`.
-      num_blocks: i32[] or int; all cached blocks go if there are no more.
+      num_blocks: i32[] or int, of each group; all cached ones if there are no more.
 
     Returns:
       The cache; as many blocks are free as before.
@@ -174,7 +185,7 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
       ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
       >>> cache = jkv.evict_cached(jkv.init(config), 2)
     """
-    prefix_index.index_of(cache.metadata)
+    index_of(cache.metadata)
     count = requests.as_index(num_blocks)
     return cache.with_metadata(_evict_cached(cache.metadata, count))
 
@@ -193,47 +204,57 @@ def _commit(metadata: Metadata, batch: Batch) -> Metadata:
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
-    free = metadata.free_blocks
-    lanes = jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
+    # The leading group comes last: beside what it forgets nothing is cached any more.
+    for number in (*metadata.followers, metadata.leader):
+        metadata, evicted = _evict_from(metadata, number, num_blocks)
+        # Always so, but what this one has read is then written after by the next.
+        num_blocks = jnp.where(evicted >= 0, num_blocks, 0)
+    return metadata
+
+
+def _evict_from(
+    metadata: Metadata, number: int, num_blocks: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    """Forget the cached blocks of one group that have been free longest; count them."""
+    group = metadata.groups[number]
+    free, lanes = group.free_blocks, jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
+    State = tuple[Metadata, jax.Array, jax.Array]
 
     # A loop, because how far the oldest lie from the head shows only on the way.
-    def chunk(
-        state: tuple[PrefixIndex, jax.Array, jax.Array],
-    ) -> tuple[PrefixIndex, jax.Array, jax.Array]:
-        prefix, start, evicted = state
-        block, is_entry = holes.entries(
-            dataclasses.replace(metadata, prefix=prefix), start + lanes
-        )
-        is_cached = prefix.hashes.at[block].get(mode="fill", fill_value=0) != 0
-        is_cached &= is_entry
+    def chunk(state: State) -> State:
+        metadata, start, evicted = state
+        block, is_entry = ring.entries(free, start + lanes)
+        is_cached = prefix_index.is_known(metadata, number, block) & is_entry
         rank = running_sum(is_cached.astype(jnp.int32))
         goes = is_cached & (evicted + rank <= num_blocks)
-        prefix = prefix_index.forget(
-            prefix, jnp.where(goes, block, metadata.num_blocks)
-        )
+        gone = jnp.where(goes, block, group.num_blocks)
+        metadata = prefix_index.forget_blocks(metadata, number, gone)
         evicted += jnp.sum(goes, dtype=jnp.int32)
-        return prefix, start + lanes.shape[0], evicted
+        return metadata, start + lanes.shape[0], evicted
 
-    prefix, _, evicted = while_loop(
+    metadata, _, evicted = while_loop(
         lambda state: (state[1] < free.span) & (state[2] < num_blocks),
         chunk,
-        (prefix_index.index_of(metadata), jnp.int32(0), jnp.int32(0)),
+        (metadata, jnp.int32(0), jnp.int32(0)),
     )
-    metadata = dataclasses.replace(metadata, prefix=prefix)
-    return counters.add(metadata, {Counter.BLOCKS_EVICTED: evicted})
+    group = dataclasses.replace(group, free_blocks=free.changed(forgotten=evicted))
+    return metadata.with_group(number, group), evicted
 
 
 @jax.jit
 def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
-    """Forget the blocks of one domain, or of all, and let its sequences add none."""
-    prefix = prefix_index.index_of(metadata)
-    in_domain = True if salt is None else prefix.salts == salt
-    is_listed = True if salt is None else prefix.sequence_salts == salt
+    """Forget the blocks of one domain, or of all, and let its sequences add none.
+
+    The blocks of other groups are found beside those of the leading one: without these
+    they are not.
+    """
+    index = index_of(metadata)
+    in_domain = True if salt is None else index.salts == salt
+    is_listed = True if salt is None else index.sequence_salts == salt
     # A sequence without tokens has nothing out of date, and no step under way.
     is_stale = is_listed & (metadata.context_lengths > 0)
-    prefix = dataclasses.replace(
-        prefix,
-        hashes=jnp.where(in_domain, jnp.uint32(0), prefix.hashes),
-        committed=jnp.where(is_stale, -1, prefix.committed),
+    return with_index(
+        metadata,
+        hashes=jnp.where(in_domain, jnp.uint32(0), index.hashes),
+        committed=jnp.where(is_stale, -1, index.committed),
     )
-    return dataclasses.replace(metadata, prefix=prefix)

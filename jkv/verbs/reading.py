@@ -1,5 +1,6 @@
 """read and read_slot: what is stored, for tests and export."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal, overload
 
@@ -7,32 +8,44 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config.dtypes import SCALE_NAMES
-from jkv.metadata import gaps, requests
+from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.mapping import with_whole_blocks
-from jkv.state import Cache
+from jkv.state import BlockStorage, Cache, GroupLayer, Metadata
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
-from jkv.verbs.arguments import check_layer
+from jkv.verbs.arguments import locate_layer
 from jkv.verbs.lookups import length_of, table_of
 
 
 @overload
 def read(
-    cache: Cache, layer: Integer, seq_id: Integer, *, return_start: Literal[False] = ...
+    cache: Cache,
+    layer: Integer | GroupLayer,
+    seq_id: Integer,
+    *,
+    return_start: Literal[False] = ...,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 @overload
 def read(
-    cache: Cache, layer: Integer, seq_id: Integer, *, return_start: Literal[True]
+    cache: Cache,
+    layer: Integer | GroupLayer,
+    seq_id: Integer,
+    *,
+    return_start: Literal[True],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 
 
-@takes_cache
+@takes_cache()
 def read(
-    cache: Cache, layer: Integer, seq_id: Integer, *, return_start: bool = False
+    cache: Cache,
+    layer: Integer | GroupLayer,
+    seq_id: Integer,
+    *,
+    return_start: bool = False,
 ) -> (
     tuple[jax.Array, jax.Array, jax.Array]
     | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -41,10 +54,10 @@ def read(
 
     Args:
       cache: the cache.
-      layer: i32[] or int, 0 to L-1; may be traced.
+      layer: int, 0 to L-1; with one group of layers i32[], which may be traced.
       seq_id: i32[] or int; may be traced.
       return_start: also return where the tokens begin that a sliding window has kept,
-        as `kept_from` says.
+        as `kept_from` says of the layer's group.
 
     Returns:
       Keys [max_context_length, K, D] and values [max_context_length, K, Dv] in the
@@ -53,7 +66,8 @@ def read(
       given back is zero too: all before the start, i32[], but the blocks of the sinks.
 
     Raises:
-      ValueError: for a layer known not to exist, or a cache without storage.
+      ValueError: for a layer known not to exist, or a cache without storage; with
+        several groups for a traced layer, too.
 
     Example:
       >>> import jkv
@@ -63,16 +77,22 @@ def read(
       >>> keys.shape, int(length)
       ((20, 2, 8), 0)
     """
-    check_layer(cache, layer)
-    *found, start = _read(cache, requests.as_index(layer), requests.as_index(seq_id))
+    number, place = locate_layer(cache, layer)
+    *found, start = _read(
+        cache.metadata,
+        cache.storage[number],
+        requests.as_index(place),
+        requests.as_index(seq_id),
+        number=number,
+    )
     keys, values, length = found
     return (keys, values, length, start) if return_start else (keys, values, length)
 
 
-@takes_cache
+@takes_cache()
 def read_slot(
     cache: Cache,
-    layer: Integer,
+    layer: Integer | GroupLayer,
     block_id: Integer,
     offset: Integer,
 ) -> tuple[jax.Array, jax.Array]:
@@ -80,8 +100,8 @@ def read_slot(
 
     Args:
       cache: the cache.
-      layer: i32[] or int, 0 to L-1; may be traced.
-      block_id: i32[] or int; may be traced.
+      layer: int, 0 to L-1; with one group of layers i32[], which may be traced.
+      block_id: i32[] or int, of the layer's group; may be traced.
       offset: i32[] or int, 0 to T-1; may be traced.
 
     Returns:
@@ -90,7 +110,8 @@ def read_slot(
       written is undefined.
 
     Raises:
-      ValueError: for a layer known not to exist, or a cache without storage.
+      ValueError: for a layer known not to exist, or a cache without storage; with
+        several groups for a traced layer, too.
 
     Example:
       >>> import jkv
@@ -100,22 +121,29 @@ def read_slot(
       >>> key.shape
       (2, 8)
     """
-    check_layer(cache, layer)
-    return _read_slot(cache, *map(requests.as_index, (layer, block_id, offset)))
+    number, place = locate_layer(cache, layer)
+    index = map(requests.as_index, (place, block_id, offset))
+    return _read_slot(cache.storage[number], *index)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="number")
 def _read(
-    cache: Cache, layer: jax.Array, seq_id: jax.Array
+    metadata: Metadata,
+    storage: BlockStorage,
+    place: jax.Array,
+    seq_id: jax.Array,
+    *,
+    number: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    length = length_of(cache.metadata, seq_id)
-    row = table_of(cache.metadata, seq_id)
-    most = cache.max_context_length
+    group = metadata.groups[number]
+    length = length_of(metadata, seq_id)
+    row = table_of(metadata, seq_id, number=number)
+    most = metadata.max_context_length
     position = jnp.arange(most, dtype=jnp.int32)
     valid = position < length
-    if cache.metadata.window is not None:
-        valid &= gaps.is_kept(cache.metadata, seq_id, position)
-    start = jnp.where(length > 0, gaps.find_start(cache.metadata, seq_id), 0)
+    valid &= group.window.is_kept(seq_id, position, group.block_size)
+    start = group.window.starts_of(seq_id, group.block_size)
+    start = jnp.where(length > 0, start, 0)
     valid = valid[:, None, None]
 
     def in_order(blocks: jax.Array) -> jax.Array:
@@ -124,52 +152,54 @@ def _read(
 
     # [M, K, T, ...] of each array
     keys, values = _restored(
-        cache, 1, lambda pool: _whole(cache, pool.at[layer, row].get(mode="clip"), 2)
+        storage,
+        1,
+        lambda pool: _whole(storage, pool.at[place, row].get(mode="clip"), 2),
     )
     return in_order(keys), in_order(values), length, start
 
 
 @jax.jit
 def _read_slot(
-    cache: Cache, layer: jax.Array, block_id: jax.Array, offset: jax.Array
+    storage: BlockStorage, place: jax.Array, block_id: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Negative indices would wrap around.
-    known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
-    block_id = jnp.where(known, block_id, cache.num_blocks)
+    known = (place >= 0) & (block_id >= 0) & (offset >= 0)
+    block_id = jnp.where(known, block_id, storage.num_blocks)
 
     def gather(pool: jax.Array) -> jax.Array:
-        block = pool.at[layer, block_id].get(mode="fill", fill_value=0)
-        return _whole(cache, block, 1).at[:, offset].get(mode="fill", fill_value=0)
+        block = pool.at[place, block_id].get(mode="fill", fill_value=0)
+        return _whole(storage, block, 1).at[:, offset].get(mode="fill", fill_value=0)
 
-    return _restored(cache, 0, gather)
+    return _restored(storage, 0, gather)
 
 
-def _whole(cache: Cache, blocks: jax.Array, place: int) -> jax.Array:
+def _whole(storage: BlockStorage, blocks: jax.Array, place: int) -> jax.Array:
     """Return blocks with all their tokens, which stand on this axis."""
-    return with_whole_blocks(cache.sharding, blocks, place)
+    return with_whole_blocks(storage.sharding, blocks, place)
 
 
 def _restored(
-    cache: Cache, place: int, gather: Callable[[jax.Array], jax.Array]
+    storage: BlockStorage, place: int, gather: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of what a function gathers from each array.
 
     Args:
-      cache: the cache.
+      storage: of the layer's group.
       place: the axis of what is gathered that has the heads.
       gather: the function.
     """
     found = {
-        name: without_copies_of_heads(cache.sharding, gather(pool), place)
-        for name, pool in cache.storage.items()
+        name: without_copies_of_heads(storage.sharding, gather(pool), place)
+        for name, pool in storage.pools.items()
     }
     keys, values = (
-        quantization.restore(found[name], found.get(SCALE_NAMES[name]), cache.dtype)
+        quantization.restore(found[name], found.get(scales), storage.dtype)
         if name in found
         else None
-        for name in ("keys", "values")
+        for name, scales in SCALE_NAMES.items()
     )
     assert keys is not None
     if values is None:
-        values = keys[..., : cache.value_head_dim]
+        values = keys[..., : storage.value_head_dim]
     return keys, values

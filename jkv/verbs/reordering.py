@@ -1,21 +1,23 @@
 """reorder: the step of a beam search."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, gaps, requests, sharing, tables
+from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
-from jkv.state import Cache, Metadata
+from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
-@takes_cache
+@takes_cache()
 def reorder(
     cache: Cache, seq_ids: Integers, parents: Integers
 ) -> tuple[Cache, jax.Array]:
@@ -60,37 +62,46 @@ def reorder(
 @jax.jit
 def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
-) -> tuple[Metadata, jax.Array, BlockCopies]:
+) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...]]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
     moves = live & ~padding & (seq_ids != parents)
-    past = sharing.find_past(metadata, parents)
-    needs = moves & (past.tail > 0)
-    no_block = _lacks_blocks(metadata, seq_ids, past, moves, needs)
+    length = sharing.find_lengths(metadata, parents)
+    pasts = tuple(
+        sharing.find_past(group, parents, length) for group in metadata.groups
+    )
+    needs = moves & (length.tail > 0)
+    no_block = _lacks_blocks(metadata, seq_ids, pasts, length, moves, needs)
     status = requests.find_status(
         padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
     )
     served = moves & ~no_block
-    before = metadata
-    metadata = _exchange(metadata, seq_ids, past, served)
-    metadata, copies = sharing.adopt(metadata, past, served, seq_ids)
+    before, copies = metadata, []
+    for number, past in enumerate(pasts):
+        group = _exchange(metadata.groups[number], seq_ids, past, length, served)
+        metadata, copied = sharing.adopt(
+            metadata.with_group(number, group), number, past, length, served, seq_ids
+        )
+        copies.append(copied)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, before, row, parents, past.length)
-    metadata = counters.mark_used(metadata, row)
-    copied = (served & needs).astype(jnp.int32)
-    metadata, _ = counters.settle(metadata, status, served, copied)
-    return metadata, status, copies
+    metadata = sequences.inherit(metadata, before, row, parents, length.tokens)
+    of_all = metadata.sequences
+    lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
+    of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
+    of_all = counters.settle(counters.mark_used(of_all, row), status, served)
+    return dataclasses.replace(metadata, sequences=of_all), status, tuple(copies)
 
 
 def _lacks_blocks(
     metadata: Metadata,
     seq_ids: jax.Array,
-    past: sharing.Past,
+    pasts: tuple[sharing.Past, ...],
+    length: sharing.Lengths,
     moves: jax.Array,
     needs: jax.Array,
 ) -> jax.Array:
-    """Return which requests find no block for their tail, bool[B].
+    """Return which requests find no block for their tail in some group, bool[B].
 
     Usually the free blocks suffice and the loop makes no trip. Else ever fewer requests
     are tried, with what they would give up.
@@ -98,36 +109,47 @@ def _lacks_blocks(
     Args:
       metadata: the state before the call.
       seq_ids: i32[B].
-      past: of the parents.
+      pasts: of the parents, in each group.
+      length: of the pasts.
       moves: bool[B], requests that change something.
-      needs: bool[B], those of them that need a block.
+      needs: bool[B], those of them that need a block in each group.
     """
     rank = running_sum(needs.astype(jnp.int32))
     wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 
+    def reaches(groups: tuple[BlockGroup, ...], num: jax.Array) -> jax.Array:
+        return ~requests.any_of([num > each.free_blocks.count for each in groups])
+
     def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         num_served, _ = state
         served = moves & ~(needs & (rank > num_served))
-        tried = _exchange(metadata, seq_ids, past, served)
-        fits = num_served <= tried.free_blocks.count
+        tried = tuple(
+            _exchange(group, seq_ids, past, length, served)
+            for group, past in zip(metadata.groups, pasts, strict=True)
+        )
+        fits = reaches(tried, num_served)
         return jnp.where(fits, num_served, num_served - 1), fits
 
     num_served, _ = while_loop(
         lambda state: ~state[1],
         try_fewer,
-        (wanted, wanted <= metadata.free_blocks.count),
+        (wanted, reaches(metadata.groups, wanted)),
     )
     return needs & (rank > num_served)
 
 
 def _exchange(
-    metadata: Metadata, seq_ids: jax.Array, past: sharing.Past, served: jax.Array
-) -> Metadata:
+    group: BlockGroup,
+    seq_ids: jax.Array,
+    past: sharing.Past,
+    length: sharing.Lengths,
+    served: jax.Array,
+) -> BlockGroup:
     """Count the new owners of full blocks, and release what the sequences had.
 
     In this order a block that only changes hands stays live.
     """
-    metadata = sharing.count_owners(metadata, past, served)
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    gap = gaps.find_gap(metadata, seq_ids)
-    return tables.release_kept(metadata, seq_ids, jnp.where(served, mapped, 0), gap)
+    group = sharing.count_owners(group, past, length, served)
+    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    gap = group.window.gaps_of(seq_ids)
+    return tables.release_kept(group, seq_ids, jnp.where(served, mapped, 0), gap)

@@ -4,8 +4,11 @@ Arrays have new shapes, so this is for the host, between steps. Which blocks sta
 planned in numpy; what names or holds a block then follows as in `compact`.
 """
 
+import dataclasses
+import functools
 import logging
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +16,18 @@ import numpy as np
 
 from jkv.config.counts import checked_num_blocks
 from jkv.config.units import human_bytes
-from jkv.metadata import counters
+from jkv.metadata.prefixes.prefix_index import find_known
 from jkv.metadata.prefixes.rebuilding import reenter
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
-from jkv.state.entry import for_host
-from jkv.status import Counter
+from jkv.state.entry import takes_cache
+from jkv.status import UsageError
 
 logger = logging.getLogger("jkv.resizing")
 
 
-@for_host
-def resize(cache: Cache, num_blocks: int) -> Cache:
+@takes_cache(on_host=True)
+def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     """Return the cache with another number of blocks. For the host, outside jit.
 
     Growing puts the new blocks at the head of the ring: they are taken before any
@@ -34,12 +37,16 @@ def resize(cache: Cache, num_blocks: int) -> Cache:
     new storage exist side by side until the old cache is let go. Shapes change, so
     what was jitted for the old cache is traced again.
 
+    With several groups of layers, each pool that stays as large as it is stays as it
+    is, its storage too.
+
     Args:
       cache: a concrete cache.
-      num_blocks: blocks of the new pool, N.
+      num_blocks: blocks of the new pool, N; with several groups of layers one number
+        for each.
 
     Returns:
-      The cache with the same sequences in a pool of that size.
+      The cache with the same sequences in pools of that size.
 
     Raises:
       ValueError: if there are more live blocks than that, or for a size that
@@ -55,25 +62,71 @@ def resize(cache: Cache, num_blocks: int) -> Cache:
       >>> jkv.block_ids(cache, 1).tolist(), int(jkv.num_free_blocks(cache))
       ([0, 1, 2, 2], 0)
     """
-    num_blocks = checked_num_blocks(num_blocks, cache.metadata.prefix is not None)
-    blocks, num_live = jax.device_get(in_order(cache.metadata))
-    if num_live > num_blocks:
-        raise ValueError(
-            f"{num_live} live blocks do not fit a pool of {num_blocks}; free sequences "
-            f"first, or resize to {num_live} blocks or more"
+    metadata = cache.metadata
+    sizes = _sizes_of_groups(metadata, num_blocks)
+    # All is judged before anything is done.
+    orders = [
+        _order_blocks(metadata, number, size) for number, size in enumerate(sizes)
+    ]
+    compacts = False
+    # What the leading group loses is found in no other any more.
+    for number in (metadata.leader, *metadata.followers):
+        if sizes[number] != metadata.groups[number].num_blocks:
+            known = np.asarray(find_known(cache.metadata, number))
+            plan = _plan_resize(known, *orders[number], sizes[number])
+            cache = _apply(cache, number, plan)
+            compacts |= bool(plan.compacts)
+    if not compacts:
+        return cache
+    sequences = _count_compaction(cache.metadata.sequences)
+    return cache.with_metadata(dataclasses.replace(cache.metadata, sequences=sequences))
+
+
+def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> list[int]:
+    """Return the new size of each group's pool, or say what is to be given."""
+    num_groups = len(metadata.groups)
+    given = list(num_blocks) if np.ndim(num_blocks) else [num_blocks]
+    if len(given) != num_groups:
+        raise UsageError(
+            f"num_blocks must be one number for each of {num_groups} groups of layers, "
+            f"got {num_blocks!r}; now they are "
+            f"{[group.num_blocks for group in metadata.groups]}"
         )
-    plan = _plan_resize(
-        cache.metadata, blocks[:num_live], blocks[num_live:], num_blocks
-    )
-    metadata = _resize(cache.metadata, plan)
+    is_indexed = metadata.index is not None
+    return [checked_num_blocks(size, is_indexed) for size in given]
+
+
+def _order_blocks(
+    metadata: Metadata, number: int, num_blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the live blocks of a group in order, and the free ones behind them.
+
+    Raises:
+      ValueError: if the live ones do not fit.
+    """
+    blocks, num_live = jax.device_get(in_order(metadata.groups[number]))
+    if num_live > num_blocks:
+        where = f" of group {number}" if len(metadata.groups) > 1 else ""
+        raise ValueError(
+            f"{num_live} live blocks{where} do not fit a pool of {num_blocks}; free "
+            f"sequences first, or resize to {num_live} blocks or more"
+        )
+    return blocks[:num_live], blocks[num_live:]
+
+
+def _apply(cache: Cache, number: int, plan: "Resizing") -> Cache:
+    """Return the cache with a pool of another size for one group."""
+    storage = cache.storage[number]
     moved = {
-        name: _gather_pool(pool, plan.source) for name, pool in cache.storage.items()
+        name: _gather_pool(pool, plan.source) for name, pool in storage.pools.items()
     }
-    resized = cache.with_metadata(metadata).with_storage(moved)
+    resized = cache.with_metadata(_resize(cache.metadata, number, plan))
+    resized = resized.with_group_storage(number, storage.with_pools(moved))
+    num_live = len(plan.source) - int(plan.num_free)
     logger.info(
         "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",
-        cache.num_blocks,
-        num_blocks,
+        cache.metadata.groups[number].num_blocks,
+        len(plan.source),
         human_bytes(cache.nbytes),
         human_bytes(resized.nbytes),
         num_live,
@@ -94,25 +147,23 @@ class Resizing(NamedTuple):
 
 
 def _plan_resize(
-    metadata: Metadata, live: np.ndarray, free: np.ndarray, num_blocks: int
+    known: np.ndarray, live: np.ndarray, free: np.ndarray, num_blocks: int
 ) -> Resizing:
     """Choose which free blocks stay, and whether live ones must move.
 
     Args:
-      metadata: the state.
+      known: bool[N], blocks that the index finds: those of them that are free are
+        cached.
       live: i32[...], live blocks in sequence order.
       free: i32[...], free blocks in ring order.
       num_blocks: N' of the new pool, no less than the live blocks.
     """
-    num_old, place = metadata.num_blocks, np.arange(num_blocks, dtype=np.int32)
-    cached = np.zeros(num_old, bool)
-    if metadata.prefix is not None:
-        cached = np.asarray(metadata.prefix.hashes) != 0
+    num_old, place = len(known), np.arange(num_blocks, dtype=np.int32)
     # First to go is what is not cached, then the oldest: a stable sort keeps the ring's
     # order among either kind.
-    leaving = np.argsort(cached[free], kind="stable")[: max(num_old - num_blocks, 0)]
+    leaving = np.argsort(known[free], kind="stable")[: max(num_old - num_blocks, 0)]
     kept = np.delete(free, leaving)
-    needed = np.concatenate([live, kept[cached[kept]]])
+    needed = np.concatenate([live, kept[known[kept]]])
     compacts = bool(np.any(needed >= num_blocks))
     if compacts:
         source = np.concatenate([live, kept])
@@ -127,24 +178,28 @@ def _plan_resize(
         free_ids,
         np.int32(len(ring_order)),
         np.bool_(compacts),
-        np.int32(np.sum(cached[free[leaving]])),
+        np.int32(np.sum(known[free[leaving]])),
     )
 
 
-@jax.jit
-def _resize(metadata: Metadata, plan: Resizing) -> Metadata:
-    """Return the metadata of a pool of N' blocks."""
+@functools.partial(jax.jit, static_argnums=1)
+def _resize(metadata: Metadata, number: int, plan: Resizing) -> Metadata:
+    """Return the metadata with a pool of N' blocks for one group."""
     # The peak use stays what it was, as far as the pool is still that large.
-    num_old, num_new = metadata.num_blocks, plan.source.shape[0]
-    fewest = jnp.maximum(metadata.free_blocks.fewest + (num_new - num_old), 0)
-    count = jnp.asarray(plan.num_free)
-    free = FreeBlocks(jnp.asarray(plan.free_ids), count, fewest)
-    metadata = renumber(metadata, jnp.asarray(plan.source), free)
-    if num_new != num_old:
-        metadata = reenter(metadata)
-    evicted = {Counter.BLOCKS_EVICTED: jnp.asarray(plan.num_evicted)}
-    metadata = counters.add(metadata, evicted)
-    return count_compaction(metadata, jnp.asarray(plan.compacts))
+    old = metadata.groups[number]
+    grown = plan.source.shape[0] - old.num_blocks
+    free = FreeBlocks(
+        ids=jnp.asarray(plan.free_ids),
+        num=jnp.asarray(plan.num_free),
+        fewest=jnp.maximum(old.free_blocks.fewest + grown, 0),
+        forgotten=jnp.asarray(plan.num_evicted),
+    )
+    metadata = renumber(metadata, number, jnp.asarray(plan.source), free)
+    # Only the leading group's blocks stand in hash tables, a row for each of them.
+    return reenter(metadata) if number == metadata.leader else metadata
+
+
+_count_compaction = jax.jit(count_compaction)
 
 
 @jax.jit

@@ -5,7 +5,6 @@ the pool. Sequences are gathered on the host first, as `swap_out` does.
 """
 
 import dataclasses
-import functools
 import os
 from typing import overload
 
@@ -14,13 +13,14 @@ import numpy as np
 
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
-from jkv.state import Cache
-from jkv.state.entry import for_host
+from jkv.state import BlockStorage, Cache
+from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
 from jkv.storage import saved
 from jkv.storage.files import FileError, Path
 from jkv.storage.placement import (
     Placement,
+    Placements,
     choose_placements,
     place,
     place_by_layers,
@@ -29,7 +29,7 @@ from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.swapping import SwapIn, swap_in
 
 
-@functools.partial(for_host, has_pools=True)
+@takes_cache(place=1, on_host=True, any_pools=True)
 def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     """Write a cache, or some of its sequences, to one file. For the host, outside jit.
 
@@ -38,8 +38,8 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     logged under the name "jkv".
 
     A cache on devices of several processes is saved by all of them: each calls this,
-    one writes, and all return when the file is complete. A cache with several pools is
-    one file.
+    one writes, and all return when the file is complete. A cache with several groups of
+    layers, or several pools, is one file; one in debug mode is saved as a plain one.
 
     Args:
       path: the file.
@@ -126,8 +126,9 @@ def load(
     Raises:
       FileError: if the file is foreign, truncated, damaged or of a newer version.
       OSError: if it cannot be read.
-      ValueError: if it holds sequences and no cache is given, the cache given is of
-        another shape or dtype, or the file has another number of pools than the axis.
+      ValueError: if it holds sequences and no cache is given, the cache given has other
+        groups of layers, another shape or dtype, or the file has another number of
+        pools than the axis.
 
     Example:
       >>> import jkv, pathlib, tempfile
@@ -156,22 +157,34 @@ def load(
         )
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(_first_pool(value), device, mesh, **axes)
-    storage = {
-        name: place_by_layers(np.asarray(pool), where)
-        for name, pool in value.storage.items()
-    }
+    storage = tuple(
+        _place_storage(group, where, number)
+        for number, group in enumerate(value.storage)
+    )
     loaded = dataclasses.replace(
         value.with_storage(storage),
         metadata=place(value.metadata, where.metadata),
-        sharding=where.sharding,
         pools=where.pools,
     )
     return jax.block_until_ready(loaded)
 
 
+def _place_storage(
+    storage: BlockStorage, where: Placements, number: int
+) -> BlockStorage:
+    """Put the storage of a group, of numpy arrays, on its devices."""
+    pools = {
+        name: place_by_layers(np.asarray(pool), where, number)
+        for name, pool in storage.pools.items()
+    }
+    return dataclasses.replace(
+        storage.with_pools(pools), sharding=where.shardings[number]
+    )
+
+
 def _first_pool(cache: Cache) -> Cache:
     """Return the pool of the first rank of a file's cache, or the only one."""
-    has_ranks = cache.metadata.block_tables.ndim == 3
+    has_ranks = cache.metadata.is_open.ndim == 2
     return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache  # type: ignore[no-any-return]
 
 
@@ -179,8 +192,8 @@ def _check_saved(
     path: Path, cache: Cache, mesh: jax.sharding.Mesh | None, pools: str | None
 ) -> None:
     """Refuse a file whose caches break an invariant, or are not as many as asked."""
-    has_ranks = cache.metadata.block_tables.ndim == 3
-    found = len(cache.metadata.block_tables) if has_ranks else None
+    has_ranks = cache.metadata.is_open.ndim == 2
+    found = len(cache.metadata.is_open) if has_ranks else None
     wanted = mesh.shape.get(pools) if mesh is not None and pools else None
     if found != wanted:
         holds = f"{found} pools" if has_ranks else "one pool, without ranks"
@@ -193,5 +206,5 @@ def _check_saved(
             check(jax.tree.map(lambda array, rank=rank: array[rank], cache))
         if found is None:
             check(cache)
-    except (KeyError, TypeError, ValueError, InvariantError) as error:
+    except (LookupError, TypeError, ValueError, InvariantError) as error:
         raise FileError(path, f"is damaged: {error}") from error

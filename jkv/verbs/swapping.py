@@ -5,20 +5,22 @@ share it (`jkv.storage.contents`).
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, gaps, requests, ring, tables
-from jkv.metadata.prefixes import holes, sequences
+from jkv.metadata import allocator, counters, requests, tables
+from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
-from jkv.state.entry import for_host
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage import contents
-from jkv.storage.swapped import Swapped, check_same_kind, copy_out
+from jkv.storage.swapped import Swapped, SwappedGroup, check_same_kind, copy_out
 from jkv.verbs.allocation import free
 
 
@@ -29,7 +31,7 @@ class SwapIn(NamedTuple):
     status: jax.Array  # i32[B], `Status`, the same for all
 
 
-@for_host
+@takes_cache(on_host=True)
 def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
     """Move sequences to the host; they are freed here. For the host, outside jit.
 
@@ -64,16 +66,16 @@ def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
     return cache, swapped
 
 
-@for_host
+@takes_cache(on_host=True)
 def swap_in(
     cache: Cache, swapped: Swapped, *, donate: bool = False
 ) -> tuple[Cache, SwapIn]:
     """Open swapped sequences again, all or none. For the host, outside jit.
 
-    They may return to any cache with the same layers, heads, sizes of head and block,
-    and dtype. Blocks that they shared among each other they share again; what they
-    shared with sequences that stayed, they now have for themselves. Tokens that were
-    not recorded read as -1 in a cache that records them.
+    They may return to any cache with the same groups of layers, heads, sizes of head
+    and block, and dtype. Blocks that they shared among each other they share again;
+    what they shared with sequences that stayed, they now have for themselves. Tokens
+    that were not recorded read as -1 in a cache that records them.
 
     Reserved blocks are reserved again: a reservation promises that `append` will not be
     refused, also after a time elsewhere (`truncate` to the current length gives it up).
@@ -89,11 +91,11 @@ def swap_in(
 
     Returns:
       The new cache and a `SwapIn`. Status: OK, CONTEXT_FULL (a sequence exceeds this
-      cache's `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
+      cache's `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS (in any group).
 
     Raises:
-      ValueError: for sequences from a cache of another shape or dtype, or that have
-        given back what this cache's window sees.
+      ValueError: for sequences from a cache of other groups, or another shape or dtype,
+        or that have given back what this cache's window sees.
 
     Example:
       >>> import jkv
@@ -120,63 +122,81 @@ def swap_in(
     if int(result.status[0]) != Status.OK:
         return cache.with_metadata(metadata), result
 
-    # The new tables say where each of the swapped blocks is now.
-    blocks = np.full(swapped.num_blocks + 1, cache.num_blocks, np.int32)
-    columns = min(swapped.block_tables.shape[1], cache.max_blocks_per_sequence)
-    blocks[swapped.block_tables[:, :columns]] = np.asarray(rows)[:, :columns]
     cache = cache.with_metadata(metadata)
-    filled = blocks[: swapped.num_filled_blocks]
-    return contents.put(cache, filled, swapped.contents, donate=donate), result
+    for number, group in enumerate(swapped.groups):
+        blocks = _find_blocks(cache, number, group, np.asarray(rows[number]))
+        cache = contents.put(cache, number, blocks, group.contents, donate=donate)
+    return cache, result
 
 
-def judge_swap_in(cache: Cache, swapped: Swapped) -> int:
-    """Return the status that `swap_in` would answer, and change nothing.
+def _find_blocks(
+    cache: Cache, number: int, group: SwappedGroup, tables: np.ndarray
+) -> np.ndarray:
+    """Return where the P blocks with tokens are now, i32[P].
 
-    Raises:
-      ValueError: as `swap_in`.
+    Args:
+      cache: that the sequences have entered.
+      number: of the group.
+      group: what they brought.
+      tables: i32[B, M], their new block tables.
     """
-    check_same_kind(cache, swapped)
-    if swapped.num_sequences == 0:
-        return Status.OK
-    _, result, _ = _open(cache.metadata, _Entering.of(swapped, cache))
-    return int(result.status[0])
+    nothing = cache.metadata.groups[number].num_blocks
+    blocks = np.full(group.num_blocks + 1, nothing, np.int32)
+    columns = min(group.block_tables.shape[1], tables.shape[1])
+    blocks[group.block_tables[:, :columns]] = tables[:, :columns]
+    return blocks[: group.num_filled_blocks]
+
+
+class _EnteringGroup(NamedTuple):
+    """What sequences on their way in bring to a group."""
+
+    block_tables: Any  # i32[B, M] in swapped numbers, M of the cache they enter
+    is_first: Any  # bool[B, M], entries that name a block for the first time
+    num_given_back: Any  # i32[B], columns without a block between those with one
+    num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
+
+    @classmethod
+    def of(cls, group: SwappedGroup, columns: int) -> "_EnteringGroup":
+        """Fit the tables to those of a cache."""
+        tables = group.block_tables[:, :columns]
+        padding = ((0, 0), (0, columns - tables.shape[1]))
+        tables = np.pad(tables, padding, constant_values=group.num_blocks)
+        is_first = np.zeros(tables.size, bool)
+        is_first[np.unique(tables, return_index=True)[1]] = True
+        return cls(
+            block_tables=tables,
+            is_first=is_first.reshape(tables.shape),
+            num_given_back=group.num_given_back,
+            num_blocks=np.int32(group.num_blocks),
+        )
 
 
 class _Entering(NamedTuple):
     """Sequences on their way in, as `_open` needs them; all arrays on the host."""
 
-    block_tables: Any  # i32[B, M] in swapped numbers, M of the cache they enter
-    is_first: Any  # bool[B, M], entries that name a block for the first time
     context_lengths: Any  # i32[B]
     num_uses: Any  # u32[B]
     committed: Any  # i32[B]
     salts: Any  # i32[B]
-    num_given_back: Any  # i32[B], columns without a block between those with one
-    num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
     too_long: Any  # bool[], whether one does not fit the block tables
+    groups: tuple[_EnteringGroup, ...]
 
     @classmethod
     def of(cls, swapped: Swapped, cache: Cache) -> "_Entering":
-        """Fit the tables of swapped sequences to those of a cache."""
+        """Fit swapped sequences to a cache."""
         columns = cache.max_blocks_per_sequence
-        tables = swapped.block_tables[:, :columns]
-        padding = ((0, 0), (0, columns - tables.shape[1]))
-        tables = np.pad(tables, padding, constant_values=swapped.num_blocks)
-        is_first = np.zeros(tables.size, bool)
-        is_first[np.unique(tables, return_index=True)[1]] = True
-        cut_off = swapped.block_tables[:, columns:] < swapped.num_blocks
-        lengths = swapped.context_lengths
-        salts, gap = swapped.salts, swapped.num_given_back
+        lengths, salts = swapped.context_lengths, swapped.salts
+        cut_off = [
+            np.any(group.block_tables[:, columns:] < group.num_blocks)
+            for group in swapped.groups
+        ]
         return cls(
-            block_tables=tables,
-            is_first=is_first.reshape(tables.shape),
             context_lengths=lengths,
             num_uses=swapped.num_uses,
             committed=_committed_on_return(swapped),
             salts=np.zeros_like(lengths) if salts is None else salts,
-            num_given_back=np.zeros_like(lengths) if gap is None else gap,
-            num_blocks=np.int32(swapped.num_blocks),
             too_long=np.any(cut_off) | np.any(lengths > cache.max_context_length),
+            groups=tuple(_EnteringGroup.of(each, columns) for each in swapped.groups),
         )
 
 
@@ -197,53 +217,81 @@ def _committed_on_return(swapped: Swapped) -> np.ndarray:
 @jax.jit
 def _open(
     metadata: Metadata, entering: _Entering
-) -> tuple[Metadata, SwapIn, jax.Array]:
-    """Open sequences with blocks for all, or refuse them all.
+) -> tuple[Metadata, SwapIn, tuple[jax.Array, ...]]:
+    """Open sequences with blocks for all in every group, or refuse them all.
 
     Returns:
-      The metadata, the answer, and i32[B, M], the sequences' new block tables.
+      The metadata, the answer, and of each group i32[B, M], the sequences' new block
+      tables.
     """
     num_rows = entering.context_lengths.shape[0]
-    num_blocks = entering.num_blocks
+    lacks = [
+        group.free_blocks.count < of_group.num_blocks
+        for group, of_group in zip(metadata.groups, entering.groups, strict=True)
+    ]
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),
-        (Status.OUT_OF_SEQUENCES, metadata.free_sequences.count < num_rows),
-        (Status.OUT_OF_BLOCKS, metadata.free_blocks.count < num_blocks),
+        (Status.OUT_OF_SEQUENCES, metadata.sequences.free_rows.count < num_rows),
+        (Status.OUT_OF_BLOCKS, functools.reduce(operator.or_, lacks)),
     ]
     cause = requests.find_status(jnp.bool_(False), causes)
     status = jnp.full((num_rows,), cause)
     served = status == Status.OK
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
+    rows = []
+    for number, of_group in enumerate(entering.groups):
+        metadata, block = _fill_rows(metadata, number, row, of_group)
+        rows.append(block)
 
-    # The blocks are numbered in the order in which they leave the pool.
-    taken = jnp.where(cause == Status.OK, num_blocks, 0)
-    metadata = holes.expose(metadata, taken)
-    mapped = served[:, None] & (entering.block_tables < num_blocks)
-    block = ring.peek(metadata.free_blocks, entering.block_tables)
-    block = jnp.where(mapped, block, metadata.num_blocks)
-    first = jnp.where(entering.is_first, block, metadata.num_blocks)
-    metadata = allocator.mark_taken(metadata, first.reshape(-1))
-    again = jnp.where(entering.is_first, metadata.num_blocks, block)
-    counts = metadata.reference_counts.at[again].add(1, mode="drop")
-    num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32)
-    if metadata.window is not None:
-        num_mapped += entering.num_given_back
-        metadata = gaps.set_gap(metadata, row, entering.num_given_back)
+    def enter(array: jax.Array, values: jax.Array) -> jax.Array:
+        return array.at[row].set(values, mode="drop")
 
-    def enter(array: jax.Array, rows: jax.Array) -> jax.Array:
-        return array.at[row].set(rows, mode="drop")
-
-    metadata = dataclasses.replace(
-        metadata,
-        block_tables=enter(metadata.block_tables, block),
-        context_lengths=enter(metadata.context_lengths, entering.context_lengths),
-        num_mapped_blocks=enter(metadata.num_mapped_blocks, num_mapped),
-        num_uses=enter(metadata.num_uses, entering.num_uses),
-        reference_counts=counts,
-        free_blocks=ring.pop(metadata.free_blocks, taken),
+    opened = metadata.sequences
+    opened = dataclasses.replace(
+        opened,
+        context_lengths=enter(opened.context_lengths, entering.context_lengths),
+        num_uses=enter(opened.num_uses, entering.num_uses),
     )
+    metadata = dataclasses.replace(metadata, sequences=opened)
     metadata = sequences.note_opened(metadata, row, entering.salts, entering.committed)
-    need = jnp.zeros((num_rows,), jnp.int32).at[0].set(taken)
-    metadata, _ = counters.settle(metadata, status, served, need)
-    return metadata, SwapIn(seq_ids, status), block
+    settled = counters.settle(metadata.sequences, status, served)
+    metadata = dataclasses.replace(metadata, sequences=settled)
+    return metadata, SwapIn(seq_ids, status), tuple(rows)
+
+
+def _fill_rows(
+    metadata: Metadata, number: int, row: jax.Array, entering: _EnteringGroup
+) -> tuple[Metadata, jax.Array]:
+    """Give rows, i32[B], the blocks of a group that the sequences bring contents for.
+
+    Args:
+      metadata: the state, with enough free blocks.
+      number: of the group.
+      row: i32[B], all of them empty rows, or all S: then nothing happens.
+      entering: what the sequences bring.
+
+    Returns:
+      The metadata, and i32[B, M]: the rows' new block tables.
+    """
+    group = metadata.groups[number]
+    served, nothing = row < group.max_sequences, group.num_blocks
+    mapped = served[:, None] & (entering.block_tables < entering.num_blocks)
+    num_taken = jnp.where(jnp.any(served), entering.num_blocks, 0)
+    # The blocks are numbered in the order in which they leave the pool.
+    metadata, taken = allocator.take(metadata, number, num_taken)
+    block = jnp.where(mapped, taken.block(entering.block_tables), nothing)
+    first = jnp.where(entering.is_first, block, nothing)
+    metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
+
+    # Nobody has named these blocks yet: each entry is a reference.
+    group = metadata.groups[number]
+    num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + entering.num_given_back
+    group = dataclasses.replace(
+        group,
+        block_tables=group.block_tables.at[row].set(block, mode="drop"),
+        num_mapped_blocks=group.num_mapped_blocks.at[row].set(num_mapped, mode="drop"),
+        reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
+        window=group.window.with_gaps(row, entering.num_given_back),
+    )
+    return metadata.with_group(number, group), block

@@ -1,21 +1,22 @@
 """truncate: tokens dropped from the end of sequences."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, gaps, requests, sharing, tables
+from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import prefix_index, sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
-from jkv.state import Cache, Metadata
+from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 
 
-@takes_cache
+@takes_cache()
 def truncate(
     cache: Cache, seq_ids: Integers, lengths: Integers
 ) -> tuple[Cache, jax.Array]:
@@ -60,49 +61,97 @@ def truncate(
 @jax.jit
 def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> tuple[Metadata, jax.Array, BlockCopies]:
+) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...]]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    mapped = metadata.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    wrong = (lengths < 0) | (lengths > length)
-    if metadata.window is not None:
-        wrong |= gaps.cut_off(metadata, seq_ids, lengths)
+    wrong = requests.any_of(
+        [
+            (lengths < 0) | (lengths > length),
+            *(
+                group.window.cuts_off(seq_ids, lengths, group.block_size)
+                for group in metadata.groups
+            ),
+        ]
+    )
     causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
 
     lengths = jnp.where(eligible, lengths, 0)
-    column, tail = tables.locate(metadata, lengths)
-    last_block = metadata.block_tables.at[seq_ids, column].get(mode="clip")
-    is_shared = metadata.reference_counts.at[last_block].get(mode="clip") > 1
-    copied = eligible & (tail > 0) & is_shared
-    no_block, _ = requests.lacks_blocks(metadata, copied.astype(jnp.int32))
+    column, tail = tables.locate(lengths, metadata.block_size)
+    has_tail = eligible & (tail > 0)
+    tails = [_find_tail(each, seq_ids, column, has_tail) for each in metadata.groups]
+    needs = tuple(each.is_shared.astype(jnp.int32) for each in tails)
+    no_block = requests.agree(metadata.groups, needs).no_block
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
-    copied &= served
 
-    kept = tables.num_blocks_for(metadata, lengths)
-    metadata = tables.release_blocks(
-        metadata,
+    row = jnp.where(served, seq_ids, metadata.max_sequences)
+    copies = []
+    for number, each in enumerate(tails):
+        metadata, copied = _cut(metadata, number, each, seq_ids, lengths, served)
+        copies.append(copied)
+    of_all = metadata.sequences
+    shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
+    of_all = dataclasses.replace(of_all, context_lengths=shortened)
+    metadata = dataclasses.replace(metadata, sequences=of_all)
+    metadata = sequences.cut_back(metadata, row, lengths)
+    of_all = counters.mark_used(metadata.sequences, row)
+    of_all = counters.settle(of_all, status, served)
+    return dataclasses.replace(metadata, sequences=of_all), status, tuple(copies)
+
+
+class _Tail(NamedTuple):
+    """The block of each of B requests that is cut through, in one group."""
+
+    column: jax.Array  # i32[B], of the block tables
+    is_cut: jax.Array  # bool[B], whether there is such a block
+    block: jax.Array  # i32[B]
+    is_shared: jax.Array  # bool[B], whether it is cut and others have it, too
+
+
+def _find_tail(
+    group: BlockGroup, seq_ids: jax.Array, column: jax.Array, is_cut: jax.Array
+) -> _Tail:
+    block = group.block_tables.at[seq_ids, column].get(mode="clip")
+    has_others = group.reference_counts.at[block].get(mode="clip") > 1
+    return _Tail(column, is_cut, block, is_cut & has_others)
+
+
+def _cut(
+    metadata: Metadata,
+    number: int,
+    tail: _Tail,
+    seq_ids: jax.Array,
+    lengths: jax.Array,
+    served: jax.Array,
+) -> tuple[Metadata, BlockCopies]:
+    """Cut served sequences, bool[B], back to lengths, i32[B], in one group."""
+    group = metadata.groups[number]
+    copied = tail.is_shared & served
+    kept = tables.num_blocks_for(lengths, group.block_size)
+    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    group = tables.release_blocks(
+        group,
         seq_ids,
         kept - copied.astype(jnp.int32),
         jnp.where(served, mapped, 0),
     )
-    metadata, copies = sharing.take_tails(metadata, copied, seq_ids, column, last_block)
-    rewritten = served & (tail > 0) & ~copied
-    metadata = prefix_index.forget_from(
-        metadata, jnp.where(rewritten, last_block, metadata.num_blocks)
+    metadata = metadata.with_group(number, group)
+    metadata, copies = sharing.take_tails(
+        metadata, number, copied, seq_ids, tail.column, tail.block
     )
+    rewritten = served & tail.is_cut & ~copied
+    metadata = prefix_index.forget_rewritten(
+        metadata, number, jnp.where(rewritten, tail.block, group.num_blocks)
+    )
+    group = metadata.groups[number]
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata = dataclasses.replace(
-        metadata,
-        context_lengths=metadata.context_lengths.at[row].set(lengths, mode="drop"),
-        num_mapped_blocks=metadata.num_mapped_blocks.at[row].set(kept, mode="drop"),
-    )
     emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
-    metadata = gaps.set_gap(metadata, emptied, 0)
-    metadata = sequences.cut_back(metadata, row, lengths)
-    metadata = counters.mark_used(metadata, row)
-    metadata, _ = counters.settle(metadata, status, served, copied.astype(jnp.int32))
-    return metadata, status, copies
+    group = dataclasses.replace(
+        group,
+        num_mapped_blocks=group.num_mapped_blocks.at[row].set(kept, mode="drop"),
+        window=group.window.with_gaps(emptied, 0),
+    )
+    return metadata.with_group(number, group), copies

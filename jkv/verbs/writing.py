@@ -13,13 +13,13 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import over_devices
 from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS, WHOLE
-from jkv.state import Batch, Cache, Slots
+from jkv.state import Batch, BlockStorage, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
-from jkv.verbs.arguments import any_layer, check_batch, check_layer, check_rows
+from jkv.verbs.arguments import any_layer, check_batch, check_rows, locate_layer
 
 
-@takes_cache
+@takes_cache()
 def write(
     cache: Cache,
     layer: Integer,
@@ -56,36 +56,65 @@ def write(
       >>> float(keys[:length].sum()), int(length)
       (8.0, 1)
     """
-    check_layer(cache, layer)
+    found = locate_layer(cache, layer, batch)
     check_batch(cache, batch)
-    if (values is None) != (cache.values is None):
+    storage = cache.storage[found.group]
+    if (values is None) != (storage.value_pool is None):
         raise ValueError(
             "this cache's values lie in its keys (values_in_keys): leave values out"
-            if cache.values is None
+            if storage.value_pool is None
             else "write needs values too; only with values_in_keys they lie in the keys"
         )
-    rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
-    for name, array in rows.items():
-        check_rows(cache, batch, name, array)
-        rows[name] = with_copies_of_heads(cache.sharding, array, ROW_HEADS)
-    places = (POOL, WHOLE, WHOLE, WHOLE, ROWS)
-    context = None if cache.sharding is None else cache.sharding.context
-    store = over_devices(
-        cache.sharding, _write, places, POOL, dtype=cache.dtype, context=context
+    rows = (
+        {"key_pool": keys}
+        if values is None
+        else {"key_pool": keys, "value_pool": values}
     )
-    storage = store(
-        cache.storage,
-        any_layer(layer, batch),
-        Slots(batch.block_ids, batch.offsets),
+    for name, array in rows.items():
+        check_rows(storage, batch, name, array)
+        rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
+    if batch.slot_rows is not None:
+        storage = _gather_rows(storage, batch.slot_rows, rows)
+        return cache.with_group_storage(found.group, storage)
+    context = None if storage.sharding is None else storage.sharding.context
+    store = over_devices(
+        storage.sharding,
+        _write,
+        (POOL, WHOLE, WHOLE, WHOLE, ROWS),
+        POOL,
+        dtype=storage.dtype,
+        context=context,
+    )
+    pools = store(
+        storage.pools,
+        any_layer(found.place, batch),
+        batch.slots_of(found.group),
         batch.valid,
         rows,
     )
-    return cache.with_storage(storage)
+    return cache.with_group_storage(found.group, storage.with_pools(pools))
+
+
+def _gather_rows(
+    storage: BlockStorage, slot_rows: jax.Array, rows: dict[str, jax.Array]
+) -> BlockStorage:
+    """Fill a pool of one layer with the rows that its slots hold, i32[N, T].
+
+    Every slot is named, so nothing of what the pool held is kept: derivatives flow from
+    the pool to the rows alone.
+    """
+
+    def gather(name: str, given: jax.Array) -> jax.Array:
+        given = given.astype(storage.pools[name].dtype)
+        slots = jnp.take(given, slot_rows, axis=0, mode="fill", fill_value=0)
+        return jnp.moveaxis(slots, 2, 1)[None]
+
+    return storage.with_pools({name: gather(name, each) for name, each in rows.items()})
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "context"))
 def _write(
-    storage: dict[str, jax.Array],
+    pools: dict[str, jax.Array],
     layer: jax.Array,
     slots: Slots,
     valid: jax.Array,
@@ -105,10 +134,10 @@ def _write(
         stored[name], stored[SCALE_NAMES[name]] = quantization.quantise(given, dtype)
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
-    num_blocks, num_rows = storage["keys"].shape[1], valid.shape[0]
+    num_blocks, num_rows = pools["key_pool"].shape[1], valid.shape[0]
     offsets = slots.offsets
     if context is not None:
-        size = storage["keys"].shape[POOL_TOKENS]
+        size = pools["key_pool"].shape[POOL_TOKENS]
         offsets = offsets - jax.lax.axis_index(context) * size
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
@@ -118,5 +147,5 @@ def _write(
         name: pool.at[layer, block_ids, :, offsets].set(
             stored[name], mode="drop", unique_indices=True
         )
-        for name, pool in storage.items()
+        for name, pool in pools.items()
     }

@@ -112,10 +112,13 @@ def test_windows_are_shown_beside_what_is_kept(tmp_path):
     head = "context length   sequences at once   bytes of each   all tokens kept"
     assert head in found.report()
     assert found.notes[-1].startswith("5 of 6 layers have a window of 1024 tokens")
-    # An index keeps all layers in one pool.
-    plain = make_plan(path, "80GB", weights="1GB", prefix_caching=True)
+    # An index takes a little of what the groups have; a window for all layers is one
+    # pool of all.
+    indexed = make_plan(path, "80GB", weights="1GB", prefix_caching=True)
+    assert indexed.groups is not None and indexed.groups.prefix_caching
+    assert indexed.sequences[131_072] <= found.sequences[131_072]
+    plain = make_plan(path, "80GB", weights="1GB", sliding_window=512)
     assert plain.windows is None and plain.groups is None
-    assert plain.sequences[131_072] < found.sequences[131_072]
 
 
 # Layers, those with a window, its tokens, kv heads, head dim, longest context; and the

@@ -269,10 +269,10 @@ def test_a_thousand_sequences_end_as_each_does_alone():
 
 def test_the_loop_updates_the_pool_in_place():
     cache = pool()
-    assert pool_sized_operations(compiled(), cache.keys.size) == []
+    assert pool_sized_operations(compiled(), cache.storage[0].key_pool.size) == []
     memory = compiled().memory_analysis()
-    assert memory.temp_size_in_bytes < cache.keys.nbytes
-    assert memory.alias_size_in_bytes >= 2 * cache.keys.nbytes
+    assert memory.temp_size_in_bytes < cache.storage[0].key_pool.nbytes
+    assert memory.alias_size_in_bytes >= 2 * cache.storage[0].key_pool.nbytes
     # A step of single tokens computes nothing for the rows of prompts.
     assert in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1])) == []
 
@@ -282,7 +282,8 @@ def test_what_is_donated_is_gone_and_leaves_nothing_behind():
     for _ in range(4):
         given = cache
         cache, state = decode(call, cache, begun(call, cache))
-        assert given.keys.is_deleted() and given.metadata.block_tables.is_deleted()
+        assert given.storage[0].key_pool.is_deleted()
+        assert given.metadata.groups[0].block_tables.is_deleted()
         del given, state
         counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[-1]

@@ -1,11 +1,13 @@
 """Log-probabilities of continuations, and their derivative, against a dense model."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import windowed_model
 from small_model import (
     DIM,
     HEADS,
@@ -93,6 +95,27 @@ def test_equal_a_dense_model_and_so_does_the_derivative():
     for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
         assert np.abs(other).max() > 1e-2
         np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.one_end
+def test_layers_in_groups_see_as_far_as_in_numpy():
+    """What a window would have given back is there: rows of the prompt see it."""
+    full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
+    windowed = dataclasses.replace(full, sliding_window=windowed_model.WINDOW)
+    config = jkv.GroupedConfig(
+        groups=(full, windowed),
+        layer_groups=(1, 0),
+        prefix_caching=True,
+    )
+    prompts, texts = windowed_model.PROMPTS[:2], [[7, 0, 3], [4, 4], [2], [9, 28, 1]]
+    score = jax.jit(make_score(windowed_model.mixed_model, config))
+    found = score(windowed_model.EMBEDDING, prompts, texts)
+    for i, (text, scores) in enumerate(zip(texts, found, strict=True)):
+        for place, token in enumerate(text):
+            before = prompts[i // 2] + text[:place]
+            logits = windowed_model.find_logits(before, windowed_model.MIXED)
+            expected = logits[token] - np.log(np.exp(logits).sum())
+            np.testing.assert_allclose(scores[place], expected, rtol=1e-4, atol=1e-4)
 
 
 def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):

@@ -95,8 +95,48 @@ def test_groups_generate_what_one_cache_would(generate, held, scarce):
     statistics = found.statistics
     assert (statistics.preemptions > 0) == (scarce is not None)
     assert statistics.accepted_tokens < statistics.draft_tokens  # some are cut off
-    lowest = [int(group.metadata.free_blocks.fewest) for group in cache.groups]
+    lowest = [int(group.free_blocks.fewest) for group in cache.metadata.groups]
     assert scarce is None or lowest[scarce] <= 2
+
+
+def test_prompts_are_found_again_in_all_groups(generate):
+    """The texts stay short, so that windows give back few blocks of the prompts."""
+    cache = grouped_cache(num_blocks=(44, 60), prefix_caching=True)
+    expected = [text[:6] for text in expect(MIXED, samples=2)]
+    for num_found in (0, 11 + 1 + 5):  # all tokens of prompts but the last
+        cache, found = generate(cache, np.int32([6] * 3))
+        jkv.check(cache)
+        assert [text[:6] for text in found.tokens.tolist()] == expected
+        assert found.statistics.cached_tokens == num_found
+    assert count_free(cache) == [44, 60]
+
+
+def test_beams_in_groups_find_what_they_find_in_one_cache():
+    """Where blocks lack in either group, the last search waits and begins anew."""
+    search = jax.jit(
+        lambda cache: jkv.beam_search(
+            mixed_model,
+            EMBEDDING,
+            cache,
+            PROMPTS,
+            num_beams=3,
+            max_new_tokens=10,
+            num_return=2,
+            chunk_size=6,
+        )
+    )
+    sizes = SIZES | dict(num_layers=2, num_blocks=64, max_sequences=10)
+    _, expected = search(jkv.init(jkv.CacheConfig(**sizes)))
+    assert (expected.lengths == 10).all() and expected.statistics.restarts == 0
+    for held, restarts in (((), False), ((48, 48, 8), True), ((8,) * 6, True)):
+        cache = grouped_cache(held, num_blocks=(44, 30))
+        before = count_free(cache)
+        cache, found = search(cache)
+        jkv.check(cache)
+        assert count_free(cache) == before
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+        assert (found.statistics.restarts > 0) == restarts
 
 
 def test_a_text_that_one_group_cannot_hold_ends(generate):

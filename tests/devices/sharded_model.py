@@ -125,7 +125,7 @@ def run_model(weights, tokens, cache, batch, *, implementation=None, axis=None):
             jnp.einsum("re,ehd->rhd", hidden, weights[name])
             for name in ("queries", "keys", "values")
         )
-        if cache.values is None:
+        if cache.storage[0].value_pool is None:
             values = None
         cache = jkv.write(cache, layer, batch, keys, values)
         found = jkv.attend(cache, layer, batch, queries, implementation=implementation)

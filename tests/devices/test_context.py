@@ -99,9 +99,9 @@ def test_a_context_of_100k_tokens_on_eight_devices():
     )
     mesh = TOKENS._replace(axes=(("cp", 8),)).mesh
     cache = jkv.init(config, mesh=mesh, context="cp")
-    assert {shard.data.nbytes for shard in cache.keys.addressable_shards} == {
-        config.num_blocks * config.block_size * config.head_dim * 4 // 8
-    }
+    assert {
+        shard.data.nbytes for shard in cache.storage[0].key_pool.addressable_shards
+    } == {config.num_blocks * config.block_size * config.head_dim * 4 // 8}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def fill(cache, keys, values):
@@ -163,7 +163,7 @@ def test_groups_and_debug_mode_on_a_mesh():
                 cache = jkv.write(cache, layer, batch, keys, keys * layer)
         return cache, jkv.attend(cache, attends_to, batch, queries)
 
-    cache = jkv.init_groups(config, mesh=mesh, heads="tp", context="cp")
+    cache = jkv.init(config, mesh=mesh, heads="tp", context="cp")
     cache, found = jax.jit(step)(jkv.allocate(cache, [0, 0])[0])
     outputs = np.asarray(found)
     jkv.check(cache)
@@ -172,13 +172,13 @@ def test_groups_and_debug_mode_on_a_mesh():
         seen = keys[5 * (row >= 5) : row + 1, head : head + 1]
         mine = slice(2 * head, 2 * head + 2)
         assert_close(outputs[row, mine], attend_dense(queries[row, mine], seen, seen))
-    for group in cache.groups:
-        assert group.keys.sharding.shard_shape(group.keys.shape)[2:4] == (1, 2)
-        assert tuple(jkv.partition_specs(group).keys) == (None, None, "tp", "cp")
-    with pytest.raises(ValueError, match="each of cache.groups"):
-        jkv.partition_specs(cache)
+    specs = jkv.partition_specs(cache)
+    for group, spec in zip(cache.storage, specs.storage, strict=True):
+        pool = group.key_pool
+        assert pool.sharding.shard_shape(pool.shape)[2:4] == (1, 2)
+        assert tuple(spec.key_pool) == (None, None, "tp", "cp")
 
-    watched, forget = jkv.debug(cache.groups[0]), dict(attends_to=0, writes=False)
+    watched, forget = jkv.debug(cache), dict(writes=False)
     watched, _ = jax.jit(functools.partial(step, **forget))(watched)
     with pytest.raises(jkv.DebugError, match="before this step is written"):
         jkv.check(watched)

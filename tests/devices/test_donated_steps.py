@@ -56,7 +56,7 @@ def test_a_donated_step_equals_one_device(name):
     """Chunks of prompts and single tokens; in place, and only sums cross devices."""
     layout = LAYOUTS[name]
     cache, weights = layout.init(), place_weights(layout)
-    before = cache.keys.sharding
+    before = cache.storage[0].key_pool.sharding
     compiled = compile_step(cache, weights)
     cache, logits = play(cache, weights, compiled)
     reference, wanted = play_alone(layout.config)
@@ -74,9 +74,9 @@ def test_a_donated_step_equals_one_device(name):
         assert_near(found_values[:length], values[:length], layout.dtype)
 
     # Each device has its share, and the metadata whole.
-    assert cache.keys.sharding.is_equivalent_to(before, cache.keys.ndim)
-    pools, num_shares = cache.storage.values(), layout.num_shares
-    for pool, alone in zip(pools, reference.storage.values(), strict=True):
+    assert cache.storage[0].key_pool.sharding.is_equivalent_to(before, 5)
+    pools, num_shares = jax.tree.leaves(cache.storage), layout.num_shares
+    for pool, alone in zip(pools, jax.tree.leaves(reference.storage), strict=True):
         assert pool.nbytes == alone.nbytes * cache.sharding.copies
         for shard in pool.addressable_shards:
             assert shard.data.nbytes * num_shares == pool.nbytes
@@ -97,7 +97,7 @@ def test_a_donated_step_equals_one_device(name):
 
 def assert_in_place(compiled, cache, num_shares):
     """Nothing as large as a layer's share is made, and the shares are handed on."""
-    pools = cache.storage.values()
+    pools = jax.tree.leaves(cache.storage)
     layer_size = min(math.prod(pool.shape[1:]) for pool in pools) // num_shares
     assert pool_sized_operations(compiled, layer_size) == []
     aliased = compiled.memory_analysis().alias_size_in_bytes

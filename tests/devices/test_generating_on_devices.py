@@ -78,7 +78,7 @@ def on_spread_heads():
 def on_two_pools():
     """Results in the order asked; a collective before the loop, some after it."""
     cache, weights = init(), place_weights(LAYOUT)
-    before = cache.keys.sharding
+    before = cache.storage[0].key_pool.sharding
     # The first rank has reserved blocks for others.
     cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[4] * 2, [-1] * 2]))
     assert opened.seq_ids.tolist() == [[0, 1], [-1, -1]]
@@ -97,9 +97,10 @@ def on_two_pools():
     assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in brought)
 
     # Each rank has its own pool, and four devices their share of it.
-    assert cache.keys.sharding.is_equivalent_to(before, cache.keys.ndim)
-    assert {shard.data.nbytes for shard in cache.keys.addressable_shards} == {
-        cache.keys.nbytes // 8
+    pool = cache.storage[0].key_pool
+    assert pool.sharding.is_equivalent_to(before, pool.ndim)
+    assert {shard.data.nbytes for shard in pool.addressable_shards} == {
+        pool.nbytes // 8
     }
     first, second = jkv.split_pools(cache)
     jkv.check(first)
@@ -189,5 +190,5 @@ def test_a_verb_on_several_pools_says_how_to_call_it():
     axes = dict(heads="tp", context="cp", pools="dp")
     specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, **axes)
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert tuple(specs.keys) == ("dp", None, None, "tp", "cp")
+    assert tuple(specs.storage[0].key_pool) == ("dp", None, None, "tp", "cp")
     assert tuple(specs.metadata.is_open) == ("dp",)

@@ -69,7 +69,8 @@ def test_each_card_of_a_mesh_launches_the_kernel_for_what_it_has(axis_type, cont
     mesh = mesh_of_cards("rocm", {"tp": 8 // context, "cp": context}, axis_type)
     cache = jax.eval_shape(lambda: jkv.init(config))
     sharding = StorageSharding(mesh, "tp", "cp" if context > 1 else None)
-    cache = dataclasses.replace(cache, sharding=sharding)
+    (storage,) = cache.storage
+    cache = cache.with_storage((dataclasses.replace(storage, sharding=sharding),))
     rows, queries = (
         shape(6, 8, 64, dtype="bfloat16"),
         shape(6, 32, 64, dtype="bfloat16"),

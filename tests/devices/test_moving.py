@@ -57,11 +57,11 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     """swap, save and load, compact, resize: the same bits, and the same shares."""
     alone, cache = filled(MESH, {}), filled(MESH, WHERE)
     same(cache, alone)
-    spread = cache.keys.sharding
+    spread = cache.storage[0].key_pool.sharding
     for change in (jkv.compact, lambda cache: jkv.resize(cache, 14)):
         cache, alone = change(cache), change(alone)
         same(cache, alone)
-        assert cache.keys.sharding.is_equivalent_to(spread, 5)
+        assert cache.storage[0].key_pool.sharding.is_equivalent_to(spread, 5)
         jkv.check(cache)
 
     # A file of the mesh is the file of one device, and loads anywhere.
@@ -81,8 +81,8 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     cache, swapped = jkv.swap_out(cache, [1, 2])
     alone, swapped_alone = jkv.swap_out(alone, [1, 2])
     for found, wanted in zip(
-        jax.tree.leaves(swapped.contents.storage),
-        jax.tree.leaves(swapped_alone.contents.storage),
+        jax.tree.leaves(swapped.groups[0].contents.storage),
+        jax.tree.leaves(swapped_alone.groups[0].contents.storage),
         strict=True,
     ):
         np.testing.assert_array_equal(found, wanted)
@@ -90,7 +90,7 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     alone, _ = jkv.swap_in(alone, swapped)
     assert back.status.tolist() == [jkv.Status.OK] * 2
     same(cache, alone)
-    assert cache.keys.sharding.is_equivalent_to(spread, 5)
+    assert cache.storage[0].key_pool.sharding.is_equivalent_to(spread, 5)
     jkv.check(cache)
 
 

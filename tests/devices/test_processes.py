@@ -144,9 +144,10 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
         name: jax.device_put(
             rng.integers(100, size=pool.shape).astype(pool.dtype), pool.sharding
         )
-        for name, pool in cache.storage.items()
+        for name, pool in cache.storage[0].pools.items()
     }
-    jkv.save(tmp_path / "pools", cache.with_storage(storage))
+    cache = cache.with_group_storage(0, cache.storage[0].with_pools(storage))
+    jkv.save(tmp_path / "pools", cache)
 
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -159,7 +160,9 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
     swapped = pickle.loads((tmp_path / "swapped").read_bytes())
     wanted = jkv.swap_out(alone, [1, 2])[1]
     for found, leaf in zip(
-        jax.tree.leaves(swapped.contents), jax.tree.leaves(wanted.contents), strict=True
+        jax.tree.leaves(swapped.groups[0].contents),
+        jax.tree.leaves(wanted.groups[0].contents),
+        strict=True,
     ):
         np.testing.assert_array_equal(found, leaf)
 
@@ -174,7 +177,8 @@ def test_files_of_pools_are_loaded_as_pools(tmp_path):
     jkv.save(path, cache)
     on_two = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("ranks",))
     found = jkv.load(path, mesh=layout.mesh, pools="dp")
-    assert jax.typeof(found.keys) == jax.typeof(cache.keys)
+    kinds = [jax.typeof(each.storage[0].key_pool) for each in (found, cache)]
+    assert kinds[0] == kinds[1]
     for other in (found, jkv.load(path, mesh=on_two, pools="ranks")):
         for again, pool in zip(
             jkv.split_pools(other), jkv.split_pools(cache), strict=True

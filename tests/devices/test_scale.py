@@ -59,7 +59,9 @@ def test_what_is_swapped_out_is_what_the_page_says_is_moved():
     cache, opened = jkv.allocate(jkv.init(config), 0)
     cache, _ = jkv.append(cache, opened.seq_ids, 64, capacity=64)
     _, swapped = jkv.swap_out(cache, opened.seq_ids)
-    moved = sum(leaf.nbytes for leaf in jax.tree.leaves(swapped.contents.storage))
+    moved = sum(
+        leaf.nbytes for leaf in jax.tree.leaves(swapped.groups[0].contents.storage)
+    )
     assert moved == 64 * config.bytes_per_token
 
 

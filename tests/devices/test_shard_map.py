@@ -127,7 +127,7 @@ def test_a_rank_sees_its_heads_of_one_cache(layout):
     seen = []
 
     def step(cache, weights, seq_ids, counts, tokens):
-        seen.append((cache.num_kv_heads, cache.keys.shape[2]))
+        seen.append((cache.num_kv_heads, cache.storage[0].key_pool.shape[2]))
         cache, batch = jkv.append(cache, seq_ids, counts, capacity=NUM_ROWS)
         logits, cache = run_model(weights, tokens, cache, batch, axis="tp")
         return jkv.commit(cache, batch), logits

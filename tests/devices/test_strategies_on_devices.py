@@ -64,7 +64,8 @@ def assert_as_before(cache, before):
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == CONFIG.num_blocks
     assert cache.sharding == before.sharding is not None
-    assert cache.keys.sharding.is_equivalent_to(before.keys.sharding, 5)
+    pools = [each.storage[0].key_pool for each in (cache, before)]
+    assert pools[0].sharding.is_equivalent_to(pools[1].sharding, 5)
 
 
 def texts_of(tokens):

@@ -239,7 +239,7 @@ def test_layers_in_groups_by_their_windows(name, groups):
         **fields,
     )
     assert config.layer_groups == groups
-    cache, opened = jkv.allocate(jkv.init_groups(config), np.zeros(3, np.int32))
+    cache, opened = jkv.allocate(jkv.init(config), np.zeros(3, np.int32))
     arguments = checkpoint.model, checkpoint.params
     cache, logits = feed(*arguments, cache, opened.seq_ids, checkpoint.prompts)
     for got, expected in zip(logits, checkpoint.prefill, strict=True):

@@ -95,7 +95,7 @@ def test_off_it_is_another_program_without_a_trace_of_it():
 def test_a_plain_cache_never_reaches_it(monkeypatch):
     from jkv.inspection import debugging
 
-    for name in ("_watch_step", "_watch_answer", "_watch_append", "_note"):
+    for name in ("StepWatcher", "_Step", "_LOOKS", "_note"):
         monkeypatch.delattr(debugging, name)
     jax.eval_shape(lambda: step(jkv.init(config())))
 
@@ -178,7 +178,7 @@ def test_a_commit_before_all_layers_are_written():
 
 def test_a_pool_that_is_not_donated():
     def fill(cache):
-        return cache.with_storage({n: pool + 1 for n, pool in cache.storage.items()})
+        return cache.with_storage(jax.tree.map(lambda pool: pool + 1, cache.storage))
 
     cache = jax.jit(fill)(watched())
     (finding,) = found_by(cache)
@@ -242,13 +242,13 @@ class TestStatuses:
 def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
     cache, _ = jkv.append(watched(), IDS)
     jkv.save(tmp_path / "cache", cache)
-    assert not hasattr(jkv.load(tmp_path / "cache"), "watch")
+    assert jkv.load(tmp_path / "cache").watcher is None
     cache, swapped = jkv.swap_out(cache, 0)
     cache, back = jkv.swap_in(cache, swapped)
     jkv.raise_for_status(back)
     assert jkv.memory_profile(cache).total_bytes == config().bytes
     assert repr(cache).startswith("Cache(2 layers")
-    assert hasattr(jkv.compact(cache), "watch")
+    assert jkv.compact(cache).watcher.watch is cache.watcher.watch
 
 
 @pytest.mark.one_end

@@ -37,6 +37,12 @@ def changed(array, index, value):
     return copy
 
 
+def find_array(cache, name, group=0):
+    """What the sequences or a group have by a name."""
+    parts = cache.metadata.sequences, cache.metadata.groups[group]
+    return next(getattr(part, name) for part in parts if hasattr(part, name))
+
+
 def wrong_values(array):
     """Each entry of an array, changed in ways that no fault would hide."""
     flat = np.asarray(array).reshape(-1)
@@ -50,31 +56,30 @@ def wrong_values(array):
                 yield index, value, changed(flat, index, value).reshape(array.shape)
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        "num_mapped_blocks",
-        "is_open",
-        "reference_counts",
-        "free_blocks.bounds",
-        "free_sequences.bounds",
-    ],
-)
-def test_any_wrong_entry_is_found(leaf):
+@pytest.mark.parametrize("name", ["num_mapped_blocks", "is_open", "reference_counts"])
+def test_any_wrong_entry_is_found(name):
     cache = shared()
-    name, _, part = leaf.partition(".")
-    whole = getattr(cache.metadata, name)
-    for index, value, array in wrong_values(getattr(whole, part) if part else whole):
-        if part == "bounds" and index == 0:
+    for index, value, array in wrong_values(find_array(cache, name)):
+        with pytest.raises(jkv.InvariantError):
+            jkv.check(with_metadata(cache, **{name: array}))
+            pytest.fail(f"{name}[{index}] = {value} was not noticed")
+
+
+@pytest.mark.parametrize("name", ["free_blocks", "free_rows"])
+def test_any_wrong_number_of_a_ring_is_found(name):
+    cache = shared()
+    ring = find_array(cache, name)
+    for index, value, array in wrong_values(ring.bounds):
+        if index == 0:
             continue  # another head may name the same ids
-        if part == "bounds" and index == 3 and 0 <= value <= int(whole.count):
+        if index == 3 and 0 <= value <= int(ring.count):
             continue  # the ring may have been that short once
-        wrong = (
-            dataclasses.replace(whole, **{part: jnp.asarray(array)}) if part else array
-        )
+        if index > 3:
+            continue  # what left the ring cannot be counted again
+        wrong = dataclasses.replace(ring, bounds=jnp.asarray(array))
         with pytest.raises(jkv.InvariantError):
             jkv.check(with_metadata(cache, **{name: wrong}))
-            pytest.fail(f"{leaf}[{index}] = {value} was not noticed")
+            pytest.fail(f"{name}.bounds[{index}] = {value} was not noticed")
 
 
 @pytest.mark.parametrize(
@@ -93,20 +98,20 @@ def test_any_wrong_entry_is_found(leaf):
 def test_live_entries_of_tables_and_lengths_are_guarded(name, index, value):
     """Entries past the end mean nothing."""
     cache = shared()
-    wrong = changed(getattr(cache.metadata, name), index, value)
+    wrong = changed(find_array(cache, name), index, value)
     with pytest.raises(jkv.InvariantError):
         jkv.check(with_metadata(cache, **{name: wrong}))
 
 
 def test_rings_name_each_id_once():
     cache = shared()
-    free_blocks, sequences = cache.metadata.free_blocks, cache.metadata.free_sequences
+    free_blocks, rows = (find_array(cache, n) for n in ("free_blocks", "free_rows"))
     head = int(free_blocks.head)
     twice = int(free_blocks.ids[(head + 1) % 8])
     for name, ring, ids in (
         ("free_blocks", free_blocks, changed(free_blocks.ids, head, twice)),
         ("free_blocks", free_blocks, changed(free_blocks.ids, head, 2)),  # in use
-        ("free_sequences", sequences, np.zeros_like(sequences.ids)),
+        ("free_rows", rows, np.zeros_like(rows.ids)),
     ):
         ring = dataclasses.replace(ring, ids=jnp.asarray(ids))
         with pytest.raises(jkv.InvariantError):
@@ -121,30 +126,29 @@ def reusable():
     jkv.check(cache)
     ((parent, child),) = [
         (int(parent), block)
-        for block, parent in enumerate(cache.metadata.prefix.parents)
-        if parent < 8 and cache.metadata.prefix.hashes[block]
+        for block, parent in enumerate(cache.metadata.index.parents)
+        if parent < 8 and cache.metadata.index.hashes[block]
     ]
     return cache, parent, child
 
 
 def test_an_indexed_block_is_of_the_domain_of_its_parent():
     cache, _, child = reusable()
-    prefix = cache.metadata.prefix
-    wrong = dataclasses.replace(prefix, salts=changed(prefix.salts, child, 1))
+    index = cache.metadata.index
+    wrong = dataclasses.replace(index, salts=changed(index.salts, child, 1))
     with pytest.raises(jkv.InvariantError, match="another domain"):
-        jkv.check(with_metadata(cache, prefix=wrong))
+        jkv.check(with_metadata(cache, index=wrong))
 
 
 def test_a_cached_block_is_taken_before_its_parent():
     cache, parent, child = reusable()
-    ring, prefix = cache.metadata.free_blocks, cache.metadata.prefix
-    ids, positions = np.array(ring.ids), np.array(prefix.positions)
-    places = positions[[parent, child]]
-    ids[places], positions[[parent, child]] = [child, parent], places[::-1]
-    ring = dataclasses.replace(ring, ids=jnp.asarray(ids))
-    prefix = dataclasses.replace(prefix, positions=jnp.asarray(positions))
+    ring = find_array(cache, "free_blocks")
+    ids, places = np.array(ring.ids), np.array(ring.places)
+    spots = places[[parent, child]]
+    ids[spots], places[[parent, child]] = [child, parent], spots[::-1]
+    ring = dataclasses.replace(ring, ids=jnp.asarray(ids), places=jnp.asarray(places))
     with pytest.raises(jkv.InvariantError, match="outlives its parent"):
-        jkv.check(with_metadata(cache, free_blocks=ring, prefix=prefix))
+        jkv.check(with_metadata(cache, free_blocks=ring))
 
 
 def test_a_cache_as_it_should_be_passes():

@@ -40,7 +40,8 @@ def recounted(cache):
     """What `stats` says of the state, counted entry by entry in plain Python."""
     meta = cache.metadata
     rows = [
-        [b for b in row if b != cache.num_blocks] for row in meta.block_tables.tolist()
+        [b for b in row if b != cache.num_blocks]
+        for row in meta.groups[0].block_tables.tolist()
     ]
     owners = [sum(row.count(b) for row in rows) for b in range(cache.num_blocks)]
     return dict(
@@ -81,7 +82,10 @@ def test_everything_is_a_python_number():
     stats = jkv.stats(churned())
     for field in dataclasses.fields(stats):
         value = getattr(stats, field.name)
-        assert type(value) in (int, dict, type(None)), field.name
+        assert type(value) in (int, dict, tuple, type(None)), field.name
+    (group,) = stats.groups
+    for field in dataclasses.fields(group):
+        assert type(getattr(group, field.name)) is int, field.name
     assert {type(n) for n in stats.refusals.values()} == {int}
     assert type(stats.utilisation) is type(stats.hit_rate) is float
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -90,17 +94,18 @@ def test_everything_is_a_python_number():
 
 def test_counters_carry_into_64_bits():
     cache = small_cache()
-    metadata = cache.metadata
+    sequences = cache.metadata.sequences
     for _ in range(3):
-        metadata = counters.add(
-            metadata,
+        sequences = counters.add(
+            sequences,
             {
                 Counter.PREFIX_TOKENS: jnp.uint32(2**32 - 1),
                 Counter.PREFIX_HITS: jnp.uint32(2**31),
                 Counter.CLOCK: jnp.uint32(2**32 - 2),
             },
         )
-    stats = jkv.stats(dataclasses.replace(cache, metadata=metadata))
+    metadata = dataclasses.replace(cache.metadata, sequences=sequences)
+    stats = jkv.stats(cache.with_metadata(metadata))
     assert stats.prefix_tokens == 3 * (2**32 - 1)
     assert stats.prefix_hits == 3 * 2**31
     assert stats.clock == 3 * (2**32 - 2)
@@ -117,10 +122,10 @@ def test_a_sum_of_lengths_past_32_bits():
 def test_indexed_blocks_are_pinned_or_cached():
     """By the index's definition; three blocks are marked by hand, two of them free."""
     cache = opened(6, prefix_caching=True)  # blocks 0 and 1 are live
-    hashes = np.array(cache.metadata.prefix.hashes)
+    hashes = np.array(cache.metadata.index.hashes)
     hashes[[0, 5, 7]] = 9
-    prefix = dataclasses.replace(cache.metadata.prefix, hashes=jnp.asarray(hashes))
-    cache = with_metadata(cache, prefix=prefix)
+    index = dataclasses.replace(cache.metadata.index, hashes=jnp.asarray(hashes))
+    cache = with_metadata(cache, index=index)
     stats = jkv.stats(cache)
     assert (stats.pinned_blocks, stats.cached_blocks, stats.free_blocks) == (1, 2, 6)
     profile = jkv.memory_profile(cache)
@@ -220,8 +225,9 @@ def test_for_people_and_for_machines():
     report = profile.report()
     assert "storage     512 B: 384 B used, 128 B free" in report
     assert "efficiency  71%: 17 tokens in 24 cells" in report
-    for name in profile.array_bytes:
-        assert f"  {name} " in report
+    listed = report.split("arrays\n")[1].splitlines()
+    assert len(listed) == len(profile.array_bytes)
+    assert ["context_lengths", "16", "B"] in [line.split() for line in listed]
     assert json.loads(json.dumps(profile.to_dict())) == profile.to_dict()
     assert profile.to_dict()["efficiency"] == 17 / 24
 

@@ -29,9 +29,10 @@ def test_a_ring_is_a_deque():
     expected = collections.deque(range(capacity))
     state = Ring(
         ids=jnp.arange(capacity, dtype=jnp.int32),
-        bounds=jnp.array([0, capacity, capacity, capacity], jnp.int32),
+        bounds=jnp.array([0, *[capacity] * 3, *[0] * 4], jnp.int32),
+        places=None,
     )
-    fewest = capacity
+    fewest, num_taken = capacity, 0
     outside: list[int] = []
     pop, push, peek = jax.jit(ring.pop), jax.jit(ring.push), jax.jit(ring.peek)
     for _ in range(200):
@@ -39,6 +40,7 @@ def test_a_ring_is_a_deque():
         taken = peek(state, jnp.arange(batch, dtype=jnp.int32))[:num].tolist()
         assert taken == [expected.popleft() for _ in range(num)]
         outside += taken
+        num_taken += num
         state = pop(state, jnp.int32(num))
         fewest = min(fewest, len(expected))
 
@@ -48,4 +50,5 @@ def test_a_ring_is_a_deque():
         state = push(state, lanes, jnp.asarray(entering))
         expected.extend(lanes[entering].tolist())
         outside = [i for i in outside if i not in expected]
-        assert state.bounds[1:].tolist() == [len(expected), len(expected), fewest]
+        assert state.bounds[1:4].tolist() == [len(expected), len(expected), fewest]
+    assert state.num_taken.tolist() == [num_taken, 0]

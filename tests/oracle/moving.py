@@ -2,26 +2,22 @@
 
 import copy
 
-from oracle.cache import (
-    CONTEXT_FULL,
-    OK,
-    OUT_OF_BLOCKS,
-    OUT_OF_SEQUENCES,
-    PADDING,
-    Cache,
-    held,
-    served_of,
-)
+from oracle.cache import CONTEXT_FULL, OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, PADDING
+from oracle.groups import held
+from oracle.prefixes import PrefixCache
 
 
-class Oracle(Cache):
-    """The whole cache but for its index of prefixes."""
+class Oracle(PrefixCache):
+    """The whole cache."""
+
+    def copy(self):
+        """Return the cache as it is now, as a saved one is."""
+        return copy.deepcopy(self)
 
     def touch(self, seq_ids):
         """Mark sequences as used."""
         status = [self._why_not_first(seq_ids, i) for i in range(len(seq_ids))]
-        self._tick(used=served_of(seq_ids, status))
-        return self._count(status)
+        return self._settle(status, used=self._served(seq_ids, status))
 
     def least_recently_used(self, exclude=()):
         """The open sequences, the one used longest ago first."""
@@ -33,10 +29,10 @@ class Oracle(Cache):
         return [seq_id for _, _, seq_id in sorted(by_age)]
 
     def evict(self, num_blocks, protect):
-        """Free the least recently used until that many blocks are free."""
+        """Free the least recently used until each group has that many free blocks."""
         gone = []
         for seq_id in self.least_recently_used(protect):
-            if len(self.free_blocks) < num_blocks:
+            if self.num_free_blocks() < num_blocks:
                 self._close(seq_id)
                 gone.append(seq_id)
         self.clock += bool(gone)
@@ -53,27 +49,31 @@ class Oracle(Cache):
 
     def compact(self):
         """Number blocks by their first mention, row by row; then the free in order."""
-        named = [block for _, each in sorted(self.open.items()) for block in held(each)]
-        order = [*dict.fromkeys(named), *self.free_blocks]
-        self._rename({block: number for number, block in enumerate(order)})
+        for g in range(len(self.groups)):
+            self._renumber(g)
 
-    def resize(self, num_blocks):
-        """A pool of another size; False where live blocks would not fit.
+    def resize(self, *num_blocks):
+        """Pools of other sizes; False where live blocks would not fit.
 
-        Free blocks leave, in order. Ids change only if they must.
+        Free blocks leave, first those that are not known, then in order. Ids change
+        only if they must.
         """
-        if self.num_blocks - len(self.free_blocks) > num_blocks:
+        sizes = list(zip(self.groups, num_blocks, strict=True))
+        if any(group.num_blocks - len(group.free) > size for group, size in sizes):
             return False
-        surplus = max(self.num_blocks - num_blocks, 0)
-        gone = self._first_to_leave()[:surplus]
-        self._forget(gone)
-        if max(self._not_to_be_lost(), default=0) >= num_blocks:
-            self.free_blocks = [b for b in self.free_blocks if b not in gone]
-            self.compact()
-        else:
-            old = [block for block in self.free_blocks if block < num_blocks]
-            self.free_blocks = [*range(self.num_blocks, num_blocks), *old]
-        self.num_blocks = num_blocks
+        # What the leading group loses is found in no other.
+        for g in sorted(range(len(sizes)), key=lambda g: g != self.leader):
+            (group, size), known = sizes[g], self.known(g)
+            leaving = sorted(group.free, key=lambda block: block in known)
+            gone = leaving[: max(group.num_blocks - size, 0)]
+            self._forget(g, gone)
+            if max({*self._live(g), *known} - {*gone}, default=0) >= size:
+                group.free = [block for block in group.free if block not in gone]
+                self._renumber(g)
+            else:
+                old = [block for block in group.free if block < size]
+                group.free = [*range(group.num_blocks, size), *old]
+            group.num_blocks = size
         return True
 
     def swap_out(self, seq_ids):
@@ -89,51 +89,48 @@ class Oracle(Cache):
         """Open such sequences again, all or none; returns (seq_ids, status)."""
         # Their blocks only tell apart what is shared. Each is taken once, all that hold
         # tokens before the reserved ones.
-        filled, reserved = [], []
-        for each in swapped:
-            filled += each.table[: self._blocks_for(len(each.tokens))]
-            reserved += each.table[self._blocks_for(len(each.tokens)) :]
-        old = [block for block in dict.fromkeys(filled + reserved) if block is not None]
-        most = self._blocks_for(self.max_context)
+        old, most = [], self._blocks_for(self.max_context)
+        for g in range(len(self.groups)):
+            tables = [(each.tables[g], len(each.tokens)) for each in swapped]
+            filled = [b for table, n in tables for b in table[: self._blocks_for(n)]]
+            every = [b for table, _ in tables for b in table]
+            old.append(held(dict.fromkeys(filled + every)))
+        sizes = list(zip(old, self.groups, strict=True))
         if any(
-            len(each.table) > most or len(each.tokens) > self.max_context
+            len(each.tokens) > self.max_context or max(map(len, each.tables)) > most
             for each in swapped
         ):
             cause = CONTEXT_FULL
         elif len(swapped) > len(self.free_ids):
             cause = OUT_OF_SEQUENCES
-        elif len(old) > len(self.free_blocks):
+        elif any(len(blocks) > len(group.free) for blocks, group in sizes):
             cause = OUT_OF_BLOCKS
         else:
             cause = OK
         seq_ids = [PADDING] * len(swapped)
         if cause == OK:
-            new = {None: None} | dict(zip(old, self._take(len(old)), strict=True))
-            for i, each in enumerate(swapped):
-                seq_ids[i] = self._open([new[block] for block in each.table])
-                opened = self.open[seq_ids[i]]
-                opened.tokens, opened.salt = list(each.tokens), each.salt
-                opened.num_gone = each.num_gone
-                opened.visible = None if each.visible != 0 else 0
-            self._tick(opened=seq_ids)
-        return seq_ids, self._count([cause] * len(swapped))
+            seq_ids = [self._open() for _ in swapped]
+            for seq_id, each in zip(seq_ids, swapped, strict=True):
+                mine = self.open[seq_id]
+                mine.tokens, mine.salt = list(each.tokens), each.salt
+                mine.visible = None if each.visible != 0 else 0
+            for g, blocks in enumerate(old):
+                new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))
+                for seq_id, each in zip(seq_ids, swapped, strict=True):
+                    self.open[seq_id].tables[g] = [new.get(b) for b in each.tables[g]]
+        return seq_ids, self._settle([cause] * len(swapped), opened=seq_ids)
 
-    # What an index of prefixes changes.
+    def _live(self, g):
+        """The blocks of a group that tables name, by their first mention."""
+        rows = [held(each.tables[g]) for _, each in sorted(self.open.items())]
+        return list(dict.fromkeys(block for row in rows for block in row))
 
-    def visible_blocks(self):
-        """Blocks that a prompt may find."""
-        return set()
-
-    def _not_to_be_lost(self):
-        """Blocks that keep their contents."""
-        return {block for each in self.open.values() for block in held(each)}
-
-    def _first_to_leave(self):
-        """The free blocks, in the order in which a smaller pool gives them up."""
-        return list(self.free_blocks)
-
-    def _rename(self, number):
-        """Give all blocks their new numbers."""
+    def _renumber(self, g):
+        """Give the blocks of a group new numbers: the live in order, then the free."""
+        order = [*self._live(g), *self.groups[g].free]
+        number = {None: None} | {block: place for place, block in enumerate(order)}
         for each in self.open.values():
-            each.table = [None if b is None else number[b] for b in each.table]
-        self.free_blocks = [number[block] for block in self.free_blocks]
+            each.tables[g] = [number[block] for block in each.tables[g]]
+        for blocks in self.index.values():
+            blocks[g] = number[blocks[g]]
+        self.groups[g].free = [number[block] for block in self.groups[g].free]

@@ -186,8 +186,9 @@ class TestBatches:
 
     def test_a_rank_inside_shard_map_may_have_a_part_of_the_heads(self):
         cache, batch = stepped()
-        whole = batch.sizes._replace(num_kv_heads=2)
-        whole = dataclasses.replace(batch, sizes=whole)
+        (group,) = batch.sizes.groups
+        sizes = batch.sizes._replace(groups=(group._replace(num_kv_heads=2),))
+        whole = dataclasses.replace(batch, sizes=sizes)
         queries = rows(cache, batch)
         with pytest.raises(ValueError, match="num_kv_heads 2 there and 1 here"):
             jkv.attend(cache, 0, whole, queries)
@@ -420,8 +421,8 @@ class TestRepresentation:
     def test_inside_vmap_and_of_a_stack(self):
         stack = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), small_cache())
         found = self.fields(repr(stack))
-        assert found["keys"] == "float32[2, 1, 8, 1, 4, 2]"
-        assert found["metadata.is_open"] == "bool[2, 4]"
+        assert found["storage.0.key_pool"] == "float32[2, 1, 8, 1, 4, 2]"
+        assert found["metadata.sequences.is_open"] == "bool[2, 4]"
 
         texts = []
         jax.eval_shape(jax.vmap(lambda cache: texts.append(repr(cache))), stack)
@@ -430,7 +431,7 @@ class TestRepresentation:
     @pytest.mark.parametrize("leaf", [jax.sharding.PartitionSpec("tp"), 3, "x"])
     def test_of_a_tree_of_anything(self, leaf):
         text = repr(jax.tree.map(lambda _: leaf, small_cache()))
-        assert self.fields(text)["keys"] == repr(leaf)
+        assert self.fields(text)["storage.0.key_pool"] == repr(leaf)
 
     def test_of_nothing(self):
         for nothing in (None, 3):

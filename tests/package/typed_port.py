@@ -116,6 +116,9 @@ def play_with(cache: jkv.Cache) -> jax.Array:
 def look_at(cache: jkv.Cache) -> str:
     """What a script asks on the host."""
     stats, profile = jkv.stats(cache), jkv.memory_profile(cache)
+    assert len(stats.groups) == len(cache.storage) == 1
+    assert stats.groups[0].live_blocks == stats.live_blocks
+    assert jkv.block_ids(cache, 0, group=0).shape == (cache.max_blocks_per_sequence,)
     kinds = ", ".join(device.platform for device in cache.devices)
     return f"{stats.tokens} tokens, {profile.total_bytes} bytes on {kinds}"
 

@@ -218,7 +218,7 @@ def test_nothing_is_compiled_after_warming_up():
 def test_windows_update_the_pool_in_place():
     engine = make_engine(checks=False)
     engine.warm_up()
-    before = engine.cache.keys.unsafe_buffer_pointer()
+    before = engine.cache.storage[0].key_pool.unsafe_buffer_pointer()
     engine.submit([1, 2, 3])
     run_all(engine)
-    assert engine.cache.keys.unsafe_buffer_pointer() == before
+    assert engine.cache.storage[0].key_pool.unsafe_buffer_pointer() == before

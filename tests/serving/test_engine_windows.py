@@ -39,23 +39,28 @@ def make_engine(cache, model=mixed_model):
 
 def test_texts_are_those_of_the_model_in_scarce_pools():
     """Full layers have 20 blocks, for three texts of up to eleven."""
-    engine = make_engine(grouped_cache([48, 48]))
+    engine = make_engine(grouped_cache([48, 48], prefix_caching=True))
     results = engine.generate([*PROMPTS, PROMPTS[0]])
     expected = expect(MIXED)
     assert [result.tokens for result in results] == [*expected, expected[0]]
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.num_blocks == 64
-    assert stats.free_blocks == 64 - 28
+    assert stats.free_blocks == 64 - 30
 
 
 def test_all_pools_are_made_anew_when_a_step_failed():
-    engine = make_engine(grouped_cache())
+    """A prompt that was found again before is computed once more."""
+    engine = make_engine(grouped_cache(prefix_caching=True))
     loop = engine._core.loop
-    engine.generate(PROMPTS[:1])
+    for num_found in (0, 11, 11 + 11):
+        (found,) = engine.generate(PROMPTS[:1], max_new_tokens=4)
+        assert found.tokens == expect(MIXED)[0][:4]
+        assert engine.stats().cached_tokens == num_found
     loop.start_again()
     assert count_free(loop.cache) == [44, 20]
-    assert [np.count_nonzero(group.keys) for group in loop.cache.groups] == [0, 0]
-    assert [each.tokens for each in engine.generate(PROMPTS[1:])] == expect(MIXED)[1:]
+    assert [np.count_nonzero(each.key_pool) for each in loop.cache.storage] == [0, 0]
+    assert [each.tokens for each in engine.generate(PROMPTS)] == expect(MIXED)
+    assert engine.stats().cached_tokens == 11 + 11
 
 
 def test_a_prompt_needs_no_more_blocks_than_a_window_keeps():
@@ -65,7 +70,7 @@ def test_a_prompt_needs_no_more_blocks_than_a_window_keeps():
     )
     windowed = make_engine(jkv.init(config), windowed_model)
     assert windowed.submit([1] * 41) == 0
-    mixed = make_engine(grouped_cache([48, 48, 40]))
+    mixed = make_engine(grouped_cache([48, 48, 40], prefix_caching=True))
     with pytest.raises(RequestRefused, match="11 blocks of 4; the cache has 10") as no:
         mixed.submit([1] * 41)
     assert no.value.reason == FinishReason.OUT_OF_BLOCKS

@@ -1,7 +1,5 @@
 """int8 and fp8: what a row becomes, and that its scale goes where it goes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +67,9 @@ def random_rows(cache, num_rows, seed=0):
         return (rng.standard_normal(shape) * sizes).astype(np.float32)
 
     keys = rows(cache.head_dim)
-    return keys, None if cache.values is None else rows(cache.value_head_dim)
+    if cache.storage[0].value_pool is None:
+        return keys, None
+    return keys, rows(cache.value_head_dim)
 
 
 def filled(kind, lengths=(9, 6), **changes):
@@ -225,18 +225,19 @@ class TestContents:
             path = tmp_path / dtype
             jkv.save(path, jkv.init(make_config(dtype=dtype)))
             with safetensors.safe_open(path, "numpy") as file:
-                assert file.get_slice("keys").get_dtype() == name
-                assert file.get_slice("key_scales").get_dtype() == "BF16"
+                assert file.get_slice("storage.0.key_pool").get_dtype() == name
+                assert file.get_slice("storage.0.key_scales").get_dtype() == "BF16"
             assert jkv.load(path).dtype == make_config(dtype=dtype).dtype
 
-    @pytest.mark.parametrize("array", ["keys", "key_scales", "value_scales"])
+    @pytest.mark.parametrize("array", ["key_pool", "key_scales", "value_scales"])
     @pytest.mark.one_end
     def test_the_comparison_can_fail(self, array):
         cache = filled("int8")
-        before = contents(cache, 0)
-        shifted = jnp.asarray(np.roll(np.asarray(getattr(cache, array)), 1, axis=1))
+        before, storage = contents(cache, 0), cache.storage[0]
+        shifted = jnp.asarray(np.roll(np.asarray(storage.pools[array]), 1, axis=1))
+        other = cache.with_group_storage(0, storage.with_pools({array: shifted}))
         with pytest.raises(AssertionError):
-            assert contents(dataclasses.replace(cache, **{array: shifted}), 0) == before
+            assert contents(other, 0) == before
 
     @pytest.mark.one_end
     def test_another_kind_of_cache_is_refused(self):
@@ -248,12 +249,13 @@ class TestContents:
     @pytest.mark.one_end
     def test_missing_scales_break_an_invariant(self):
         cache = filled("int8")
+        storage = cache.storage[0]
         for broken in (
-            dataclasses.replace(cache, key_scales=None),
-            dataclasses.replace(cache, value_scales=cache.value_scales[:, :-1]),
+            dict(key_scales=None),
+            dict(value_scales=storage.value_scales[:, :-1]),
         ):
             with pytest.raises(jkv.InvariantError, match="shapes"):
-                jkv.check(broken)
+                jkv.check(cache.with_group_storage(0, storage.with_pools(broken)))
 
 
 @pytest.mark.one_end
@@ -263,8 +265,8 @@ class TestWrite:
             cache = jkv.init(make_config(**KINDS[kind]))
             cache, opened = allocate(cache, 1)
             cache, step = append(cache, opened.seq_ids)
-            keys, _ = random_rows(cache, 16)
-            values = keys[..., :VALUE_DIM] if cache.values is None else None
+            keys, needed = random_rows(cache, 16)
+            values = keys[..., :VALUE_DIM] if needed is None else None
             with pytest.raises(ValueError, match=fault):
                 jkv.write(cache, 0, step.batch, keys, values)
 

@@ -90,7 +90,7 @@ class TestAWholeCache:
     def test_the_prefix_index_goes_on(self, path):
         """Live and cached blocks of two domains; all of the index is in use."""
         cache = small_cache(prefix_caching=True)
-        fresh = jax.tree.leaves(cache.metadata.prefix)
+        fresh = jax.tree.leaves(cache.metadata.index)
         prompt = list(range(40, 50))
         for salt in (3, 4):
             cache, _ = allocate(cache, 0, tokens=[prompt], salts=salt)
@@ -98,7 +98,7 @@ class TestAWholeCache:
             cache = write_tokens(cache, step, prompt)
         cache, _ = truncate(cache, 1, 9)
         cache, _ = free(cache, 0)
-        for new, old in zip(jax.tree.leaves(cache.metadata.prefix), fresh, strict=True):
+        for new, old in zip(jax.tree.leaves(cache.metadata.index), fresh, strict=True):
             assert not np.array_equal(new, old)
         jkv.save(path, cache)
         loaded = jkv.load(path)
@@ -129,7 +129,7 @@ class TestAWholeCache:
         with open(path, "r+b") as file:  # what is mapped would change under us
             file.write(b"\xff" * path.stat().st_size)
         assert loaded.devices == {device}
-        assert loaded.keys.committed
+        assert loaded.storage[0].key_pool.committed
         assert_same(loaded, cache)
 
     def test_its_sequences_into_another_cache(self, path):
@@ -228,14 +228,18 @@ class TestTheFile:
         jkv.save(path, cache)
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata()
-            assert metadata["format"] == "jkv" and metadata["version"] == "1"
+            assert metadata["format"] == "jkv" and metadata["version"] == "2"
             assert metadata["holds"] == "cache"
-            assert json.loads(metadata["fields"])["dtype"] == np.dtype(dtype).name
-            keys = file.get_tensor("keys")
+            constants = json.loads(metadata["fields"])
+            assert constants["storage.0.dtype"] == np.dtype(dtype).name
+            assert constants["layer_groups"] == [[0], [0]]
+            keys = file.get_tensor("storage.0.key_pool")
             assert keys.dtype == np.dtype(dtype)
-            assert keys.tobytes() == np.asarray(cache.keys).tobytes()
-            tables = file.get_tensor("metadata.block_tables")
-            np.testing.assert_array_equal(tables, cache.metadata.block_tables)
+            pool = np.asarray(cache.storage[0].key_pool)
+            assert keys.tobytes() == pool.tobytes()
+            tables = file.get_tensor("metadata.groups.0.block_tables")
+            expected = cache.metadata.groups[0].block_tables
+            np.testing.assert_array_equal(tables, expected)
 
     def test_arrays_are_aligned(self, path):
         jkv.save(path, busy(dtype=jnp.bfloat16, record_tokens=True))
@@ -316,7 +320,7 @@ class TestTheFile:
 
         monkeypatch.setattr(files, "_chunks", measured)
         jkv.save(path, cache)
-        assert max(sizes) == cache.keys.nbytes // 6
+        assert max(sizes) == cache.storage[0].key_pool.nbytes // 6
         assert sum(sizes) == cache.nbytes
 
 
@@ -393,39 +397,39 @@ class TestRefusedFiles:
         raw = self.saved(path)
 
         def newer(header):
-            header["__metadata__"]["version"] = "2"
+            header["__metadata__"]["version"] = "3"
 
-        self.assert_refused(path, resealed(raw, newer), "version 2 .* reads 1")
+        self.assert_refused(path, resealed(raw, newer), "version 3 .* reads 1 and 2")
 
     def test_with_a_right_checksum_but_not_a_cache(self, path):
         raw = self.saved(path)
 
         def renamed(header):
-            header["metadata.is_shut"] = header.pop("metadata.is_open")
+            header["metadata.is_shut"] = header.pop("metadata.sequences.is_open")
 
         def added(header):
             header["more"] = dict(dtype="U8", shape=[0], data_offsets=[0, 0])
 
         def misplaced(header):
-            header["keys"]["data_offsets"][1] += 4
+            header["storage.0.key_pool"]["data_offsets"][1] += 4
 
         def unknown_dtype(header):
-            header["keys"]["dtype"] = "F7"
+            header["storage.0.key_pool"]["dtype"] = "F7"
 
         def other_kind(header):
             header["__metadata__"]["holds"] = "bread"
 
         def other_shape(header):
-            header["metadata.context_lengths"]["shape"] = [2, 2]
+            header["metadata.sequences.context_lengths"]["shape"] = [2, 2]
 
         for change, fault in [
             (lambda _: None, None),
-            (renamed, "lacks 'metadata.is_open'"),
+            (renamed, "lacks 'metadata.sequences.is_open'"),
             (added, "'more'"),
             (misplaced, "makes no sense"),
             (unknown_dtype, "makes no sense"),
             (other_kind, "bread"),
-            (other_shape, "shapes: context_lengths"),
+            (other_shape, "shapes: .*context_lengths"),
         ]:
             if fault is None:
                 path.write_bytes(resealed(raw, change))
@@ -435,7 +439,7 @@ class TestRefusedFiles:
 
     def test_of_a_cache_that_was_broken_when_saved(self, path):
         cache = opened(5)
-        counts = np.array(cache.metadata.reference_counts)
+        counts = np.array(cache.metadata.groups[0].reference_counts)
         counts[0] += 1
         raw = self.saved(path, with_metadata(cache, reference_counts=counts))
         self.assert_refused(path, raw, "damaged: reference_counts")
@@ -456,7 +460,7 @@ def test_the_comparison_can_fail(path):
     lengths[0] += 1
     with pytest.raises(AssertionError):
         assert_same(with_metadata(cache, context_lengths=lengths), cache)
-    tables = np.array(cache.metadata.block_tables)[:, ::-1]
+    tables = np.array(cache.metadata.groups[0].block_tables)[:, ::-1]
     with pytest.raises(AssertionError):
         assert_same(with_metadata(cache, block_tables=tables), cache)
 
@@ -465,6 +469,8 @@ def test_a_field_added_to_the_state_is_saved_too():
     """Names are walked, not listed: scales beside the keys would travel."""
     cache = opened(5, record_tokens=True)
     names = [name for name, _ in list_leaves(cache)]
-    assert {"keys", "values", "dtype", "metadata.free_blocks.ids"} <= set(names)
+    group, storage = "metadata.groups.0", "storage.0"
+    assert f"{group}.free_blocks.ids" in names and f"{storage}.dtype" in names
+    assert {f"{storage}.key_pool", f"{storage}.value_pool"} <= set(names)
     arrays = [leaf for _, leaf in list_leaves(cache) if isinstance(leaf, jax.Array)]
     assert len(arrays) == len(jax.tree.leaves(cache))

@@ -32,7 +32,6 @@ from caches import (
 from ends import few
 
 import jkv
-from jkv.status import Counter
 from jkv.storage import contents
 
 DTYPES, NAME = [jnp.float32, jnp.bfloat16], operator.attrgetter("__name__")
@@ -156,10 +155,10 @@ class TestOutAndBack:
     def test_stamps(self):
         """The clock's are this cache's own, the number of uses is the sequence's."""
         cache = grow(opened(5, 2), 0, [5])
-        uses = int(cache.metadata.num_uses[0])
+        uses = int(cache.metadata.sequences.num_uses[0])
         cache, swapped = jkv.swap_out(cache, 0)
         cache, back = jkv.swap_in(cache, swapped)
-        seq_id, meta = int(back.seq_ids[0]), cache.metadata
+        seq_id, meta = int(back.seq_ids[0]), cache.metadata.sequences
         assert int(meta.created[seq_id]) == int(meta.last_used[seq_id])
         assert int(meta.last_used[seq_id]) > int(meta.last_used[1])
         assert int(meta.num_uses[seq_id]) == uses == 2
@@ -198,12 +197,14 @@ class TestSharing:
     def test_only_the_blocks_concerned_cross(self):
         """The bytes held are those of the blocks, to the byte."""
         cache = opened(9, 14, 2, num_layers=3, value_head_dim=1)
-        per_block = (cache.keys.nbytes + cache.values.nbytes) // cache.num_blocks
+        pools = jax.tree.leaves(cache.storage)
+        per_block = sum(pool.nbytes for pool in pools) // cache.num_blocks
         _, swapped = jkv.swap_out(cache, [0, 2])
-        stored = jax.tree.leaves(swapped.contents.storage)
+        stored = jax.tree.leaves(swapped.groups[0].contents)
         assert sum(a.nbytes for a in stored) == 4 * per_block
         assert all(type(a) is np.ndarray for a in stored)
-        rows = 2 * (cache.max_blocks_per_sequence + 3) * 4  # tables, ids, lengths, uses
+        # Tables, ids, lengths, uses and what was given back.
+        rows = 2 * (cache.max_blocks_per_sequence + 4) * 4
         assert swapped.nbytes == 4 * per_block + rows
 
 
@@ -300,17 +301,16 @@ class TestDecodingGoesOn:
         cache = self.filled(jnp.float32)
         expected = attended(cache, [2], jnp.float32)
         _, swapped = jkv.swap_out(cache, 2)
-        lengths, tables = swapped.context_lengths, swapped.block_tables
+        lengths, group = swapped.context_lengths, swapped.groups[0]
         if fault == "zeros":
-            storage = jax.tree.map(np.zeros_like, swapped.contents.storage)
-            held = dataclasses.replace(swapped.contents, storage=storage)
-            swapped = dataclasses.replace(swapped, contents=held)
+            zeros = jax.tree.map(np.zeros_like, group.contents)
+            group = dataclasses.replace(group, contents=zeros)
         elif fault == "length":
-            swapped = dataclasses.replace(swapped, context_lengths=lengths - 1)
+            lengths = lengths - 1
         else:
-            swapped = dataclasses.replace(
-                swapped, block_tables=tables[:, [1, 0, *range(2, 13)]]
-            )
+            tables = group.block_tables[:, [1, 0, *range(2, 13)]]
+            group = dataclasses.replace(group, block_tables=tables)
+        swapped = dataclasses.replace(swapped, context_lengths=lengths, groups=(group,))
         other, back = jkv.swap_in(self.another(jnp.float32), swapped)
         jkv.raise_for_status(back)
         found = attended(other, back.seq_ids, jnp.float32)
@@ -403,7 +403,7 @@ class TestTheHostValue:
     def test_it_is_frozen(self):
         _, swapped = jkv.swap_out(opened(9), 0)
         with pytest.raises(dataclasses.FrozenInstanceError):
-            swapped.num_blocks = 1
+            swapped.block_size = 1
 
     @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     def test_pinned_memory(self, monkeypatch, dtype):
@@ -415,15 +415,16 @@ class TestTheHostValue:
         _, plain = jkv.swap_out(cache, [1, 0])
         monkeypatch.setattr(contents, "_has_pinned_memory", lambda _: True)
         cache, swapped = jkv.swap_out(cache, [1, 0])
-        for array in jax.tree.leaves(swapped.contents.storage):
+        for array in jax.tree.leaves(swapped.groups[0].contents.storage):
             assert array.sharding.memory_kind == "pinned_host"
         assert swapped.nbytes == plain.nbytes
         copy = pickle.loads(pickle.dumps(swapped))
-        for array in jax.tree.leaves(copy.contents.storage):
+        for array in jax.tree.leaves(copy.groups[0].contents.storage):
             assert type(array) is np.ndarray
         for value in (swapped, copy):
             other, back = jkv.swap_in(fragmented(num_layers=2, dtype=dtype), value)
-            assert other.keys.sharding.memory_kind != "pinned_host"
+            pool = other.storage[0].key_pool
+            assert pool.sharding.memory_kind != "pinned_host"
             first, second = back.seq_ids.tolist()
             assert stored_tokens(other, first) == list(range(100, 114))
             assert stored_tokens(other, second) == list(range(9))
@@ -464,13 +465,12 @@ class TestCost:
         before = state(cache)
         after, _ = jkv.swap_in(cache, swapped)
         assert state(cache) == before
-        where = after.keys.unsafe_buffer_pointer(), after.values.unsafe_buffer_pointer()
+        pools = jax.tree.leaves(after.storage)
+        where = [pool.unsafe_buffer_pointer() for pool in pools]
         again, _ = jkv.swap_in(after, swapped, donate=True)
-        assert after.keys.is_deleted() and after.values.is_deleted()
-        assert (
-            again.keys.unsafe_buffer_pointer(),
-            again.values.unsafe_buffer_pointer(),
-        ) == where
+        assert all(pool.is_deleted() for pool in pools)
+        pools = jax.tree.leaves(again.storage)
+        assert [pool.unsafe_buffer_pointer() for pool in pools] == where
         jkv.check(again)
 
     def test_a_refused_donation_gives_up_nothing(self):
@@ -478,7 +478,8 @@ class TestCost:
         cache, _ = allocate(copied(small_cache()), [14, 14])
         after, back = jkv.swap_in(cache, swapped, donate=True)
         assert int(back.status[0]) == jkv.Status.OUT_OF_BLOCKS
-        assert not cache.keys.is_deleted() and after.keys is cache.keys
+        pool = cache.storage[0].key_pool
+        assert not pool.is_deleted() and after.storage[0].key_pool is pool
 
     def test_all_sizes_share_a_few_programs(self):
         cache = small_cache(num_blocks=64, max_context_length=128, head_dim=3)
@@ -515,9 +516,10 @@ class TestWithAPrefixIndex:
         other, _, _ = self.computed(other, [1, 2, 3], 5)
         other, back = jkv.swap_in(other, swapped)
         jkv.check(other)
-        seq_id, index = int(back.seq_ids[0]), other.metadata.prefix
+        seq_id, index = int(back.seq_ids[0]), other.metadata.index
         assert int(index.sequence_salts[seq_id]) == 7
-        assert int(index.epochs[seq_id]) == int(other.metadata.created[seq_id])
+        created = other.metadata.sequences.created
+        assert int(index.epochs[seq_id]) == int(created[seq_id])
         assert jkv.tokens(other, seq_id)[:9].tolist() == list(range(40, 49))
         assert stored_tokens(other, seq_id) == list(range(40, 49))
 
@@ -535,7 +537,7 @@ class TestWithAPrefixIndex:
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         (seq_id,) = back.seq_ids.tolist()
-        assert int(cache.metadata.prefix.committed[seq_id]) == -1
+        assert int(cache.metadata.index.committed[seq_id]) == -1
         cache = grow(cache, seq_id, [49, 50, 51])
         jkv.check(cache)
         assert stored_tokens(cache, seq_id) == list(range(40, 52))
@@ -543,7 +545,7 @@ class TestWithAPrefixIndex:
         # Nor after another time elsewhere.
         cache, swapped = jkv.swap_out(cache, seq_id)
         cache, back = jkv.swap_in(cache, swapped)
-        assert int(cache.metadata.prefix.committed[int(back.seq_ids[0])]) == -1
+        assert int(cache.metadata.index.committed[int(back.seq_ids[0])]) == -1
 
     def test_holes_in_the_ring(self):
         """Blocks that were found again left the ring: none of them is taken."""
@@ -556,7 +558,7 @@ class TestWithAPrefixIndex:
         seq_id = int(opened_again.seq_ids[0])
         assert table(cache, seq_id) == [0, 1]
         cache, _ = free(cache, reserved.seq_ids[:1])
-        ring = cache.metadata.free_blocks  # 2, two holes, 6 5 4 3
+        ring = cache.metadata.groups[0].free_blocks  # 2, two holes, 6 5 4 3
         assert (int(ring.span), int(ring.count)) == (7, 5)
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
@@ -573,11 +575,11 @@ class TestWithAPrefixIndex:
         for salt in range(2):
             cache, seq_id, _ = self.computed(cache, list(range(14)), salt)
             cache, _ = free(cache, seq_id)
-        evicted = int(Counter.BLOCKS_EVICTED)
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         jkv.raise_for_status(back)
         # Five blocks: a tail that was never visible, three of the first, one more tail.
-        assert int(cache.metadata.counters[evicted, 0]) == 3
+        free_blocks = cache.metadata.groups[0].free_blocks
+        assert free_blocks.num_forgotten.tolist() == [3, 0]
         for seq_id in back.seq_ids.tolist():
             assert stored_tokens(cache, seq_id) == list(range(9))

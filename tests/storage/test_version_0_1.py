@@ -3,6 +3,10 @@
 The fixtures hold a cache of two layers in float32 with a prefix index. Sequence 0 has
 tokens 100 to 108, sequence 1 tokens 109 to 114, sequence 2 is a fork of 0. The keys of
 token 100 + i are i in layer 0 and 100 + i in layer 1, its values -i in both.
+
+The files named windowed were written by the code before there were groups of layers.
+Its layers see eight tokens. Sequence 0 has tokens 0 to 19, whose keys are their numbers
+and whose values are minus those; sequence 1 was closed.
 """
 
 import pathlib
@@ -58,6 +62,26 @@ def test_pickled_sequences_come_back() -> None:
     jkv.check(cache)
     for seq_id in back.seq_ids.tolist():
         assert_holds(cache, seq_id, 0, 9)
+
+
+def test_a_window_and_its_index_are_read() -> None:
+    cache = jkv.load(WRITTEN / "windowed.safetensors")
+    jkv.check(cache)
+    swapped = pickle.loads((WRITTEN / "windowed.pickle").read_bytes())
+    other, _ = jkv.free(cache, 0)
+    other, back = jkv.swap_in(other, swapped)
+    jkv.raise_for_status(back)
+    jkv.check(other)
+    for each, seq_id in ((cache, 0), (other, int(back.seq_ids[0]))):
+        window = each.metadata.groups[0].window
+        assert int(window.gaps_of(np.int32(seq_id))) == 2
+        keys, values, length = jkv.read(each, 1, seq_id)
+        assert int(length) == 20
+        np.testing.assert_array_equal(keys[8:20, 0, 0], np.arange(8, 20))
+        np.testing.assert_array_equal(values[8:20, 0, 1], -np.arange(8, 20))
+    stats = jkv.stats(cache)
+    assert (stats.allocations, stats.frees, stats.evicted_blocks) == (10, 7, 0)
+    assert jkv.match(cache, np.arange(21)[None]).tolist() == [20]
 
 
 def test_a_process_that_imports_only_pickle_reads_them(tmp_path: pathlib.Path) -> None:

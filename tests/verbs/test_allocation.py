@@ -41,7 +41,7 @@ class TestAllocate:
     def test_reserves_and_stores_nothing(self):
         cache, _ = allocate(small_cache(), 9)
         assert lengths(cache)[0] == 0
-        assert int(cache.metadata.num_mapped_blocks[0]) == 3
+        assert int(cache.metadata.groups[0].num_mapped_blocks[0]) == 3
         assert free_count(cache) == 5
 
     @pytest.mark.parametrize("count, blocks", [(0, 0), (1, 1), (4, 1), (5, 2), (14, 4)])
@@ -165,7 +165,7 @@ class TestFree:
         cache, _ = fork(opened(8), 0)
         for _ in range(4):
             cache, _ = free(cache, [0, 1, 0, 1])
-            assert min(cache.metadata.reference_counts.tolist()) == 0
+            assert min(cache.metadata.groups[0].reference_counts.tolist()) == 0
             jkv.check(cache)
         assert free_count(cache) == 8
 
@@ -200,7 +200,7 @@ def test_ten_thousand_cycles_end_with_the_full_pool():
     cache = jax.jit(lambda c: jax.lax.fori_loop(0, 10_000, cycle, c))(cache)
     assert free_count(cache) == 8
     assert not np.asarray(cache.metadata.is_open).any()
-    assert not np.asarray(cache.metadata.reference_counts).any()
+    assert not np.asarray(cache.metadata.groups[0].reference_counts).any()
     # Some truncations asked for more tokens than there were; nothing else went wrong.
     assert set(np.flatnonzero(refusal_counts(cache))) == {Status.INVALID_ARGUMENT}
     jkv.check(cache)
@@ -231,7 +231,7 @@ def test_sequences_are_isolated_after_churn():
 def test_metadata_without_storage():
     """It is decided alike; what needs contents says that there are none."""
     bare, full = jkv.init(small_config(), storage=False), small_cache()
-    assert bare.keys.size == bare.values.size == 0
+    assert bare.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(bare.metadata))
     for verb, *arguments in (
         (allocate, [5, 5]),
         (append, [0, 1], [7, 2]),

@@ -12,6 +12,7 @@ from caches import (
     stored_tokens,
     touch,
 )
+from windowed_model import count_free, grouped_cache
 
 import jkv
 
@@ -36,24 +37,24 @@ def evict_older_than(cache, age, *protected):
 
 def test_created_last_used_and_number_of_uses():
     cache = opened(6, 3)
-    meta = cache.metadata
+    meta = cache.metadata.sequences
     assert meta.created.tolist()[:2] == [1, 3]
     assert meta.last_used.tolist()[:2] == [2, 4]
     assert meta.num_uses.tolist()[:2] == [1, 1]
     cache, status = touch(cache, [0, 0, 3, -1])
     assert names(status) == ["OK", "INVALID_SEQUENCE", "INVALID_SEQUENCE", "OK"]
     assert int(jkv.clock(cache)) == 5
-    assert cache.metadata.last_used.tolist()[:2] == [5, 4]
-    assert cache.metadata.num_uses.tolist()[:2] == [2, 1]
+    assert cache.metadata.sequences.last_used.tolist()[:2] == [5, 4]
+    assert cache.metadata.sequences.num_uses.tolist()[:2] == [2, 1]
     # A parent is used by its fork; the child is new.
     cache, _ = fork(cache, 1)
-    assert cache.metadata.last_used.tolist()[:3] == [5, 6, 6]
-    assert cache.metadata.num_uses.tolist()[:3] == [2, 2, 0]
+    assert cache.metadata.sequences.last_used.tolist()[:3] == [5, 6, 6]
+    assert cache.metadata.sequences.num_uses.tolist()[:3] == [2, 2, 0]
     # Looking, writing and being refused use nothing.
-    before = cache.metadata.last_used.tolist()
+    before = cache.metadata.sequences.last_used.tolist()
     cache, _ = append(cache, 0, -1)
     jkv.read(cache, 0, 0)
-    assert cache.metadata.last_used.tolist() == before
+    assert cache.metadata.sequences.last_used.tolist() == before
 
 
 def test_the_least_recently_used_go_until_enough_is_free():
@@ -102,7 +103,7 @@ def test_sequences_of_an_age_are_evicted():
     cache = opened(8, 4, 4)
     for _ in range(3):
         cache, _ = touch(cache, 1)
-    ages = int(jkv.clock(cache)) - np.asarray(cache.metadata.last_used)
+    ages = int(jkv.clock(cache)) - np.asarray(cache.metadata.sequences.last_used)
     assert ages[:3].tolist() == [7, 0, 3]
     assert evict_older_than(cache, 7)[1] == [-1] * 4
     after, evicted = evict_older_than(cache, 2)
@@ -112,3 +113,15 @@ def test_sequences_of_an_age_are_evicted():
     for age in (-1, 2**32):
         with pytest.raises(ValueError, match="age must be"):
             jkv.evict_older_than(cache, age)
+
+
+def test_with_groups_each_has_the_blocks_that_are_wanted():
+    # 40 tokens are 10 blocks of group 0, and the 3 that a window of 8 tokens needs.
+    cache = grouped_cache([40, 40, 4, 40])
+    assert count_free(cache) == [13, 10]
+    cache, evicted = jkv.evict(cache, 12)
+    assert evicted.tolist()[:2] == [0, -1] and count_free(cache) == [23, 13]
+    # Group 0 has them, group 1 not yet.
+    cache, evicted = jkv.evict(cache, 15, protect=1)
+    assert evicted.tolist()[:3] == [2, 3, -1] and count_free(cache) == [34, 17]
+    jkv.check(cache)

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from caches import small_cache, small_config
+from caches import small_cache, small_config, with_metadata
 from compiled_modules import pool_sized_operations
 from ends import dealt, few
 
@@ -44,8 +44,13 @@ def make_cache(dtype, **changes):
     return jax.eval_shape(lambda: jkv.init(config))
 
 
+def pools_of(cache):
+    return [pool for storage in cache.storage for pool in storage.pools.values()]
+
+
 def pool_bytes(cache):
-    return math.prod(cache.keys.shape) * cache.keys.dtype.itemsize
+    pool = cache.storage[0].key_pool
+    return math.prod(pool.shape) * pool.dtype.itemsize
 
 
 @functools.cache
@@ -57,13 +62,13 @@ def compile_donated(function, cache, *arguments):
 def assert_in_place(function, *arguments):
     """The first argument is donated and no operation makes another pool of it."""
     cache, compiled = arguments[0], compile_donated(function, *arguments)
-    layer_size = min(math.prod(pool.shape[1:]) for pool in cache.storage.values())
+    layer_size = min(math.prod(pool.shape[1:]) for pool in pools_of(cache))
     assert pool_sized_operations(compiled, layer_size) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool_bytes(cache) / 4
     # All pools went out again in the place where they came in.
     storage = sum(
-        math.prod(pool.shape) * pool.dtype.itemsize for pool in cache.storage.values()
+        math.prod(pool.shape) * pool.dtype.itemsize for pool in pools_of(cache)
     )
     assert memory.alias_size_in_bytes >= storage
 
@@ -234,13 +239,62 @@ def test_a_donated_step_of_a_reusing_cache_updates_in_place():
     assert_in_place(step, cache, prompts, hidden)
 
 
+@functools.cache
+def make_groups(**changes):
+    """The same with two groups of layers: all tokens, and a window of nine."""
+    whole = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=MAX_SEQUENCES,
+        max_context_length=100,
+        dtype=jnp.bfloat16,
+    )
+    groups = whole, dataclasses.replace(whole, sliding_window=9)
+    config = jkv.GroupedConfig(groups=groups, layer_groups=(1, 0), **changes)
+    return jax.eval_shape(lambda: jkv.init(config))
+
+
+def test_a_donated_step_in_groups_updates_in_place():
+    def step(cache, seq_ids, hidden):
+        cache, batch = jkv.append(cache, seq_ids, tokens=seq_ids)
+        for layer, window in enumerate((9, None)):
+            keys = hidden[:, :NUM_KV_HEADS]
+            cache = jkv.write(cache, layer, batch, keys, keys * 2)
+            hidden += jkv.attend(cache, layer, batch, hidden, window=window)
+        return jkv.commit(cache, batch), hidden
+
+    hidden = jax.ShapeDtypeStruct((BATCH_SIZE, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
+    assert_in_place(step, make_groups(prefix_caching=True), IDS, hidden)
+
+
+# All but `reorder`, which tries on a copy who finds a block.
+IN_GROUPS = [verb for verb in REUSING if verb != "reorder"]
+
+
+@pytest.mark.parametrize("verb", few(IN_GROUPS, "allocate", "truncate"))
+def test_a_donated_verb_copies_nothing_in_groups(verb):
+    cache = make_groups(prefix_caching=True)
+    assert copied_metadata(REUSING[verb], cache, IDS) == []
+
+
+@pytest.mark.one_end
+def test_a_donated_commit_copies_nothing_in_groups():
+    cache = make_groups(prefix_caching=True)
+    for verb in ("append", "prefill"):
+        _, batch = jax.eval_shape(REUSING[verb], cache, IDS)
+        assert copied_metadata(jkv.commit, cache, batch) == []
+
+
 @pytest.mark.parametrize("verb", ["allocate", "append", "free"])
 @pytest.mark.one_end
 def test_an_eager_metadata_verb_passes_the_storage_around(verb):
     cache = small_cache()
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
     after, _ = VERBS[verb](cache, ids)
-    for old, new in ((cache.keys, after.keys), (cache.values, after.values)):
+    for old, new in zip(pools_of(cache), pools_of(after), strict=True):
         assert old.unsafe_buffer_pointer() == new.unsafe_buffer_pointer()
 
 
@@ -253,10 +307,8 @@ class TestTheCountCanFail:
 
     def test_counts_that_are_still_needed(self):
         def step(cache):
-            counts = cache.metadata.reference_counts
-            after = counts.at[3].set(7)
-            metadata = dataclasses.replace(cache.metadata, reference_counts=after)
-            return dataclasses.replace(cache, metadata=metadata), counts
+            counts = cache.metadata.groups[0].reference_counts
+            return with_metadata(cache, reference_counts=counts.at[3].set(7)), counts
 
         assert copied_metadata(step, make_cache(jnp.float32)) != []
 
@@ -265,14 +317,15 @@ class TestTheCountCanFail:
 
     def test_a_transposed_pool(self):
         def step(cache):
-            keys = cache.keys.swapaxes(2, 3) * 2
+            keys = cache.storage[0].key_pool.swapaxes(2, 3) * 2
             return cache, keys.swapaxes(1, 2)
 
         self.assert_not_in_place(step)
 
     def test_a_pool_that_is_masked(self):
         def step(cache):
-            seen = jnp.where(cache.keys > 0, cache.keys, 0)
+            keys = cache.storage[0].key_pool
+            seen = jnp.where(keys > 0, keys, 0)
             return cache, jnp.sort(seen, axis=0)
 
         self.assert_not_in_place(step)
@@ -282,14 +335,15 @@ class TestTheCountCanFail:
             def body(carry, pool):
                 return carry, pool.at[0, 0, 0].set(carry)
 
-            row = jnp.ones(HEAD_DIM, cache.keys.dtype)
-            return jax.lax.scan(body, row, cache.keys)[1], cache.values
+            keys = cache.storage[0].key_pool
+            row = jnp.ones(HEAD_DIM, keys.dtype)
+            return jax.lax.scan(body, row, keys)[1], cache.storage[0].value_pool
 
         self.assert_not_in_place(step)
 
     def test_an_old_pool_that_is_still_needed(self):
         def step(cache):
-            keys = cache.keys.at[0, 3].set(1)
+            keys = cache.storage[0].key_pool.at[0, 3].set(1)
             return keys, cache
 
         self.assert_not_in_place(step)

@@ -16,6 +16,7 @@ from caches import (
     small_cache,
     truncate,
 )
+from windowed_model import EMBEDDING, grouped_cache, mixed_model
 
 import jkv
 
@@ -130,3 +131,69 @@ class TestTokens:
     def test_need_a_cache_that_records_them(self):
         with pytest.raises(ValueError, match="record_tokens"):
             jkv.tokens(opened(6), 0)
+
+
+class TestGroups:
+    """Each group of layers has blocks of its own; 1 is that of the window of 8."""
+
+    def grown(self):
+        """Sequence 0 reserves blocks of both groups, 1 has 18 tokens."""
+        cache, result = jkv.allocate(grouped_cache([12]), [0])
+        jkv.raise_for_status(result)
+        for length in (11, 7):
+            cache, batch = jkv.append(cache, [1], length, capacity=11)
+            text = i32(*range(1, 12))
+            _, cache = mixed_model(EMBEDDING, text, cache, batch)
+        jkv.check(cache)
+        return cache
+
+    def test_blocks_and_slots_are_of_a_group(self):
+        cache = self.grown()
+        # 18 tokens are columns 0 to 4. The second step began at position 11, whose row
+        # sees positions 4 and later: column 0 was given back, and taken again.
+        full, windowed = (jkv.block_ids(cache, 1, group=i).tolist() for i in (0, 1))
+        assert full == [3, 4, 5, 6, 7] + [44] * 7
+        assert windowed == [20, 4, 5, 6, 7] + [20] * 7
+        found = jkv.slots(cache, i32(1, 1), i32(3, 9), group=1)
+        assert found.block_ids.tolist() == [20, 5] and found.offsets.tolist() == [0, 1]
+        assert bool(jkv.block_info(cache, 3, group=1).is_free)
+        assert not bool(jkv.block_info(cache, 3, group=0).is_free)
+
+    def test_several_groups_need_a_name(self):
+        cache = self.grown()
+        for ask in (
+            lambda **group: jkv.block_ids(cache, 0, **group),
+            lambda **group: jkv.slots(cache, 0, 0, **group),
+            lambda **group: jkv.block_info(cache, 0, **group),
+        ):
+            with pytest.raises(ValueError, match="2 groups .* name one, as in"):
+                ask()
+            for wrong in (2, -1, "full"):
+                with pytest.raises(ValueError, match=r"group must be in 0\.\.1"):
+                    ask(group=wrong)
+        with pytest.raises(ValueError, match=r"in 0\.\.0"):
+            jkv.block_ids(opened(6), 0, group=1)
+        assert jkv.block_ids(opened(6), 0, group=0).tolist() == [0, 1, 8, 8]
+
+    def test_the_fewest_blocks_and_what_all_groups_keep(self):
+        cache = self.grown()
+        counts = [int(group.free_blocks.count) for group in cache.metadata.groups]
+        assert counts == [36, 13] and int(jkv.num_free_blocks(cache)) == 13
+        kept = [jkv.kept_from(cache, group=i).tolist()[:2] for i in (None, 0, 1)]
+        assert kept == [[0, 4], [0, 0], [0, 4]]
+
+    def test_a_layer_is_read_from_its_group(self):
+        cache = self.grown()
+        text = [*range(1, 12), *range(1, 8)]
+        for layer, start in ((0, 4), (1, 0)):
+            keys, _, length, found = jkv.read(cache, layer, 1, return_start=True)
+            assert (int(length), int(found)) == (18, start)
+            assert not np.asarray(keys)[:start].any()
+            assert np.asarray(keys)[start:18].any(axis=(1, 2)).all()
+        keys, _, _ = jkv.read(cache, 0, 1)  # the rows that layer 0 was given
+        np.testing.assert_array_equal(np.asarray(keys)[4:18, 0], EMBEDDING[text][4:])
+        block = int(jkv.slots(cache, 1, 9, group=1).block_ids[0])
+        key, _ = jkv.read_slot(cache, 0, block, 1)
+        np.testing.assert_array_equal(np.asarray(key)[0], EMBEDDING[text[9]])
+        with pytest.raises(ValueError, match=r"layer must be in 0\.\.1"):
+            jkv.read(cache, 2, 1)

@@ -24,6 +24,7 @@ from caches import (
     table,
     truncate,
     with_free_blocks,
+    with_metadata,
     write_tokens,
 )
 
@@ -199,7 +200,8 @@ def test_a_decoding_step_is_committed_like_any_other():
     chex.assert_trees_all_equal(one_each, jkv.commit(cache, as_any).metadata)
     # Sequences 0 and 3 now have the block that sequence 1 began with; 2 has its own.
     shared, own = table(cache, 1)[0], table(cache, 2)[0]
-    assert one_each.block_tables[:4, 0].tolist() == [shared, shared, own, shared]
+    first = one_each.groups[0].block_tables[:4, 0]
+    assert first.tolist() == [shared, shared, own, shared]
 
 
 def test_a_write_never_reaches_a_cached_block_that_others_have():
@@ -329,12 +331,11 @@ def test_a_hash_only_proposes(name):
     cache = started(PROMPT)
     assert found(cache, PROMPT) == [8]
     metadata, second = cache.metadata, table(cache, 0)[1]
-    owner = metadata if name == "tokens" else metadata.prefix
-    changed = getattr(owner, name).at[second].set(5)
-    other = dataclasses.replace(owner, **{name: changed})
+    owner = metadata.groups[0] if name == "tokens" else metadata.index
+    changed = {name: getattr(owner, name).at[second].set(5)}
     if name != "tokens":
-        other = dataclasses.replace(metadata, prefix=other)
-    assert found(cache.with_metadata(other), PROMPT) == [4]
+        changed = dict(index=dataclasses.replace(owner, **changed))
+    assert found(with_metadata(cache, **changed), PROMPT) == [4]
 
 
 def test_one_trace_however_the_values_change():

@@ -6,13 +6,14 @@
 import copy
 import functools
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
 from caches import with_metadata, with_storage_filled
 from ends import dealt
-from games import DTYPES, SHAPES, WINDOWED, Game, make_verbs
-from oracle import INVALID_ARGUMENT, OK
+from games import DTYPES, GROUPED, SHAPES, WINDOWED, Game, make_verbs
+from oracle.cache import INVALID_ARGUMENT, OK
 
 import jkv
 
@@ -33,7 +34,7 @@ def test_random_operations(name, mode, tmp_path):
         game = Game(
             SHAPES[name],
             verbs,
-            seed=1000 * len(name) + seed,
+            seed=1000 * len(name) + 1 + seed,
             record_tokens=mode != "eager",
             donate=mode == "donated",
             folder=tmp_path,
@@ -68,9 +69,41 @@ def test_random_operations_with_a_window(name, mode, tmp_path):
         )
         for _ in range(120):
             game.play(num_operations=1)
-            num_gone += sum(each.num_gone for each in game.oracle.open.values())
+            num_gone += sum(t.count(None) for t in game.tables(0))
         assert {OK, INVALID_ARGUMENT} <= set(game.num_requests)
-    assert num_gone > 100
+    assert num_gone > 50
+
+
+# The newest JAX plays one kind of groups, the oldest the others, each in one mode.
+DEALT_GROUPS = dealt(((name, MODES[-i % 3]) for i, name in enumerate(GROUPED)), share=4)
+ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
+
+
+@pytest.mark.parametrize("name, mode", DEALT_GROUPS if EFFORT == 1 else ALL_GROUPS)
+def test_random_operations_in_groups(name, mode, tmp_path):
+    """Each group of layers has a pool of its own; a request is served in all."""
+    verbs, requests = make_verbs(mode), Counter()
+    groups, shape = GROUPED[name]
+    num_gone = [0] * len(groups)
+    for seed in range(EFFORT):
+        game = Game(
+            shape,
+            verbs,
+            seed=321 * len(name) + seed,
+            record_tokens=mode != "eager",
+            donate=mode == "donated",
+            folder=tmp_path,
+            groups=groups,
+        )
+        for _ in range(120):
+            game.play(num_operations=1)
+            for g in range(len(groups)):
+                num_gone[g] += sum(table.count(None) for table in game.tables(g))
+        requests += game.num_requests
+    assert set(requests) == set(range(7)), requests
+    assert all(
+        (num > 30) == bool(p.window) for num, p in zip(num_gone, groups, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -112,12 +145,14 @@ class TestTheComparisonCanFail:
             compare()
 
     def with_changed(self, game, name, index, value):
-        array = np.array(getattr(game.cache.metadata, name))
+        metadata = game.cache.metadata
+        of = metadata if hasattr(metadata, name) else metadata.groups[0]
+        array = np.array(getattr(of, name))
         array[index] += value
         return with_metadata(game.cache, **{name: array})
 
     def test_permuted_block_table(self, game, longest):
-        tables = np.array(game.cache.metadata.block_tables)
+        tables = np.array(game.cache.metadata.groups[0].block_tables)
         tables[longest, :2] = tables[longest, 1::-1]
         game.cache = with_metadata(game.cache, block_tables=tables)
         self.assert_found_out(game.compare_all_contents)

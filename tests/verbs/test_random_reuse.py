@@ -16,7 +16,7 @@ from caches import (
     write_tokens,
 )
 from ends import dealt
-from games import DTYPES, SHAPES
+from games import DTYPES, GROUPED, SHAPES
 from reuse_games import ReuseGame, make_reuse_verbs
 from test_random_operations import EFFORT
 
@@ -77,6 +77,32 @@ def test_random_reuse_with_a_window(name, mode, tmp_path):
         game.play(num_operations=200)
         num_hits, num_beyond = num_hits + game.num_hits, num_beyond + game.num_beyond
     assert num_hits > num_beyond > 0
+
+
+# Each end plays with some groups, the oldest with three of them.
+DEALT_GROUPS = dealt(((name, MODES[i % 3]) for i, name in enumerate(GROUPED)), 1, 4)
+ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
+
+
+@pytest.mark.parametrize("name, mode", DEALT_GROUPS if EFFORT == 1 else ALL_GROUPS)
+def test_random_reuse_in_groups(name, mode, tmp_path):
+    """A prompt is found where each group has what its next row sees."""
+    verbs = make_reuse_verbs(mode)
+    groups, shape = GROUPED[name]
+    num_hits = num_beyond = 0
+    for seed in range(EFFORT):
+        game = ReuseGame(
+            shape,
+            verbs,
+            seed=99 * len(name) + seed,
+            donate=mode == "donated",
+            folder=tmp_path,
+            groups=groups,
+        )
+        game.play(num_operations=150)
+        num_hits, num_beyond = num_hits + game.num_hits, num_beyond + game.num_beyond
+    assert num_hits > num_beyond
+    assert (num_beyond > 0) == any(pool.window for pool in groups)
 
 
 @pytest.mark.parametrize("mask", [0, 1], ids=["constant", "one bit"].__getitem__)

@@ -193,7 +193,7 @@ class TestAnyVerb:
     @pytest.mark.one_end
     def test_a_refusal_counter_passes_32_bits(self):
         cache = opened(6)
-        full = np.array(cache.metadata.counters)
+        full = np.array(cache.metadata.sequences.counters)
         full[Status.INVALID_SEQUENCE, 0] = 2**32 - 1
         cache, _ = free(with_metadata(cache, counters=full), [7, 7])
         assert refusal_counts(cache)[Status.INVALID_SEQUENCE] == 2**32 + 1

@@ -92,7 +92,8 @@ class TestFork:
         cache, result = fork(opened(6), [0, 0, 0])
         assert result.seq_ids.tolist() == [1, 2, 3]
         assert tables(cache)[1:] == [[0, 2], [0, 3], [0, 4]]
-        assert cache.metadata.reference_counts.tolist() == [4, 1, 1, 1, 1, 0, 0, 0]
+        counts = cache.metadata.groups[0].reference_counts
+        assert counts.tolist() == [4, 1, 1, 1, 1, 0, 0, 0]
 
     def test_a_child_is_no_parent_in_its_call(self):
         _, result = fork(opened(6), [0, 1, 2])
@@ -112,7 +113,7 @@ class TestFork:
         cache, _ = free(cache, 0)
         rows = sum(tables(cache), [])
         counts = [rows.count(block) for block in range(8)]
-        assert cache.metadata.reference_counts.tolist() == counts
+        assert cache.metadata.groups[0].reference_counts.tolist() == counts
 
 
 class TestTruncate:

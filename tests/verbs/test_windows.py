@@ -22,6 +22,8 @@ from caches import (
     small_config,
     table,
     truncate,
+    with_free_blocks,
+    with_metadata,
     with_storage_filled,
     write_tokens,
 )
@@ -42,6 +44,32 @@ def columns(cache, seq_id):
     """Which columns of a sequence map a block."""
     found = np.asarray(jkv.block_ids(cache, seq_id))
     return np.flatnonzero(found < cache.num_blocks).tolist()
+
+
+class TestReserving:
+    def test_a_text_reserves_what_it_keeps(self):
+        """At most three blocks at one time, however long it is to be."""
+        cache, opened = allocate(small_cache(**WINDOW), [40, 5, 14])
+        assert names(opened.status) == ["OK"] * 3
+        assert [columns(cache, i) for i in range(3)] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+        assert free_count(cache) == 0
+        jkv.check(cache)
+
+    def test_what_is_reserved_suffices_token_by_token(self):
+        """Others have all the rest: what it gives back it takes again."""
+        cache, _ = allocate(small_cache(**WINDOW), 40)
+        cache = with_free_blocks(cache, 0)
+        for _ in range(40):
+            cache, step = append(cache, 0)
+            assert names(step.status) == ["OK"]
+        assert free_count(cache) == 1  # row 39 sees from 32 on: two blocks
+
+    def test_what_is_found_is_part_of_what_is_reserved(self):
+        """Of the text two blocks are found, one and a part; three are what it keeps."""
+        cache, found = allocate(remembering(), 32, tokens=[TEXT])
+        assert found.num_cached.tolist() == [15]
+        assert columns(cache, 1) == [2, 3, 4] and free_count(cache) == 5
+        jkv.check(cache)
 
 
 class TestAppending:
@@ -78,7 +106,7 @@ class TestAppending:
     def test_blocks_free_before_the_call_decide(self):
         """What a call gives back serves the next one."""
         cache = grow_to(20)  # holds columns 2, 3 and 4; the next row begins a block
-        cache, filler = allocate(cache, [16, 4])
+        cache, filler = allocate(cache, [12, 8])
         jkv.raise_for_status(filler.status)
         assert free_count(cache) == 0
         refused, step = append(cache, 0)
@@ -101,7 +129,8 @@ class TestAppending:
         def refusals(num_blocks):
             cache = jkv.init(config, storage=False)
             others = 4 * (config.num_blocks - num_blocks)
-            cache, _ = jkv.allocate(cache, [0, 0, others])
+            cache, _ = jkv.allocate(cache, [0, 0, 0])
+            cache, _ = jkv.append(cache, 2, others, capacity=80)
             for _ in range(80 // num_tokens):
                 cache, _ = jkv.append(cache, [0, 1], [num_tokens] * 2, capacity=16)
             return jkv.stats(cache).refusals[jkv.Status.OUT_OF_BLOCKS]
@@ -149,8 +178,8 @@ class TestSinks:
             if done:
                 given = np.roll(given, -1, axis=1)
             cache, found = step(cache, counts, *given)
-            free = np.flatnonzero(np.asarray(cache.metadata.reference_counts) == 0)
-            cache = with_storage_filled(cache, np.nan, free)
+            counts = np.asarray(cache.metadata.groups[0].reference_counts)
+            cache = with_storage_filled(cache, np.nan, np.flatnonzero(counts == 0))
             for i in range(count):
                 place = done + i
                 seen = [p for p in range(place + 1) if p < 3 or p > place - 8]
@@ -242,7 +271,7 @@ class TestAttending:
         cache = jkv.write(
             cache, 0, step.batch, jnp.ones((16, 1, 2)), jnp.ones((16, 1, 2))
         )
-        is_free = np.asarray(cache.metadata.reference_counts) == 0
+        is_free = np.asarray(cache.metadata.groups[0].reference_counts) == 0
         cache = with_storage_filled(cache, np.nan, np.flatnonzero(is_free))
         queries = jnp.ones((16, 1, 2))
         wide = jax.jit(lambda w: jkv.attend(cache, 0, step.batch, queries, window=w))
@@ -256,14 +285,15 @@ class TestMoving:
     def test_sequences_return_to_a_cache_that_needs_no_more(self):
         cache = grow_to(20)
         cache, swapped = jkv.swap_out(cache, 0)
-        assert swapped.num_blocks == 3 and swapped.num_given_back.tolist() == [2]
+        assert swapped.num_blocks == 3
+        assert swapped.groups[0].num_given_back.tolist() == [2]
         cache, back = jkv.swap_in(cache, swapped)
         assert names(back.status) == ["OK"] and kept(cache, int(back.seq_ids[0])) == 8
         jkv.check(cache)
         for changes in (dict(sliding_window=None), dict(sliding_window=14)):
             with pytest.raises(ValueError, match="given back"):
                 jkv.swap_in(small_cache(**WINDOW | changes), swapped)
-        with pytest.raises(ValueError, match="2 sinks"):
+        with pytest.raises(ValueError, match="num_sink_tokens of the cache they left"):
             jkv.swap_in(small_cache(**WINDOW, num_sink_tokens=2), swapped)
         narrower, back = jkv.swap_in(
             small_cache(**WINDOW | dict(sliding_window=3)), swapped
@@ -291,10 +321,10 @@ def attend_with_sinks(cache, batch, queries, window, num_sinks):
     counts = jnp.where(batch.valid, counts, 0)
     sunk, sunk_lse = jkv.paged_attention(
         queries,
-        cache.keys,
-        cache.values,
+        cache.storage[0].key_pool,
+        cache.storage[0].value_pool,
         0,
-        cache.metadata.block_tables,
+        cache.metadata.groups[0].block_tables,
         jnp.maximum(batch.seq_ids[owner], 0),
         row,
         jnp.minimum(counts, 1),
@@ -324,7 +354,7 @@ def remembering(**changes):
 
 def without_the_beginning(cache):
     """Others take all but the two blocks that were let go last."""
-    return allocate(cache, 4 * free_count(cache) - 8)[0]
+    return with_free_blocks(cache, 2)
 
 
 class TestPrefixes:
@@ -356,7 +386,7 @@ class TestPrefixes:
         similar = [*TEXT[:14], 7, 7]
         assert match(cache, [similar, [49, *similar[1:]]]) == [14, 0]
         cache, found = allocate(cache, 16, tokens=[similar])
-        assert found.num_cached.tolist() == [14] and columns(cache, 2) == [2, 3]
+        assert found.num_cached.tolist() == [14] and columns(cache, 3) == [2, 3]
         jkv.check(cache)
 
     def test_a_cut_forgets_the_block_and_not_what_followed(self):
@@ -412,13 +442,12 @@ class TestConfiguration:
 
     def test_check_notices_a_window_with_a_gap(self):
         cache = grow_to(20)
-        window = cache.metadata.window
+        window = cache.metadata.groups[0].window
         window = dataclasses.replace(
             window, num_given_back=window.num_given_back.at[0].add(1)
         )
-        metadata = dataclasses.replace(cache.metadata, window=window)
         with pytest.raises(jkv.InvariantError, match=r"block_tables|given_back"):
-            jkv.check(dataclasses.replace(cache, metadata=metadata))
+            jkv.check(with_metadata(cache, window=window))
 
 
 class TestPrograms:

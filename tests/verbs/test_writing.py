@@ -72,20 +72,20 @@ def test_each_layer_has_slots_of_its_own():
 
 def test_invalid_rows_are_dropped():
     cache = opened(3, 2)
-    pool = np.array(cache.keys)
+    pool = np.array(cache.storage[0].key_pool)
     cache, step = append(cache, [-1, 9, 0], [1, 1, 15])
     cache = write_tokens(cache, step, range(16))
-    np.testing.assert_array_equal(np.asarray(cache.keys), pool)
+    np.testing.assert_array_equal(np.asarray(cache.storage[0].key_pool), pool)
 
 
 def test_writes_nothing_but_its_slots():
     cache = opened(3, 2)
-    pool = np.array(cache.keys)
+    pool = np.array(cache.storage[0].key_pool)
     cache, step = append(cache, [1, 0, -1])
     cache = write_tokens(cache, step, [7, 8, 9])
     for row, number in ((0, 7), (1, 8)):
         pool[0, step.block_ids[row], :, step.offsets[row]] = number
-    np.testing.assert_array_equal(np.asarray(cache.keys), pool)
+    np.testing.assert_array_equal(np.asarray(cache.storage[0].key_pool), pool)
 
 
 def test_what_was_never_written_is_never_read():

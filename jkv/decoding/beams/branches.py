@@ -17,27 +17,47 @@ import jax.numpy as jnp
 
 from jkv.decoding.beams.progress import SearchState
 from jkv.decoding.conditions import when
+from jkv.decoding.progress import (
+    count_free_blocks,
+    count_used_blocks,
+    find_block_size,
+)
 from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import BlockSize, count_columns
+from jkv.decoding.scheduling.demand import (
+    Blocks,
+    BlockSize,
+    blocks_for,
+    blocks_to_take,
+    reach,
+    sum_groups,
+    total,
+)
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate, free
 from jkv.verbs.forking import fork
-from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.reordering import reorder
 
 Carry = tuple[Cache, SearchState, jax.Array]
 
 
-def open_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
-    """Open a row for each prompt that waits, as many as can have all of their beams."""
+def open_prompts(
+    cache: Cache, state: SearchState, size: BlockSize
+) -> tuple[Cache, SearchState]:
+    """Open a row for each prompt that waits, as many as can have all of their beams.
+
+    Args:
+      cache: the cache.
+      state: the searches.
+      size: how many blocks a prompt takes while it is computed.
+    """
     prompts = state.prompts
     cache, opened = allocate(
         cache,
         jnp.where(state.is_open, prompts.lengths, NO_SEQUENCE),
-        tokens=None if cache.metadata.prefix is None else prompts.tokens,
+        tokens=prompts.tokens,
         salts=prompts.salts,
     )
     seq_ids = jnp.full_like(state.seq_ids, NO_SEQUENCE).at[:, 0].set(opened.seq_ids)
@@ -51,18 +71,39 @@ def open_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
         first & state.is_open & ~is_running,
         _lacking(lacks_rows),
     )
-    _, tail = divide(prompts.lengths, cache.block_size)
-    more = jnp.int32(state.num_beams - 1)
-    cache, state, lacking = make_room_for_beams(
-        cache, state, jnp.where(tail > 0, more, 0), jnp.full_like(tail, more)
-    )
-    state = state.end(lacking != FinishReason.RUNNING, lacking)
+    # Of a prompt longer than a window only a part is reserved.
+    groups, rows = cache.metadata.groups, opened.seq_ids
+    mapped = [each.num_mapped_blocks.at[rows].get(mode="clip") for each in groups]
+    kept = [each.num_kept_blocks.at[rows].get(mode="clip") for each in groups]
+    needs = blocks_to_take(prompts.lengths, tuple(mapped), tuple(kept), size)
+    cache, state = make_room_for_forks(cache, state, needs)
     cached = jnp.where(state.is_running, opened.num_cached, 0)
     computed = jnp.where(state.is_running, prompts.lengths - opened.num_cached, 0)
     return cache, state.count(
         cached_tokens=jnp.sum(cached, dtype=jnp.int32),
         prompt_tokens=jnp.sum(computed, dtype=jnp.int32),
     )
+
+
+def make_room_for_forks(
+    cache: Cache, state: SearchState, num_blocks: Blocks
+) -> tuple[Cache, SearchState]:
+    """Let searches wait until the others can fork their prompts.
+
+    Args:
+      cache: the cache.
+      state: the searches.
+      num_blocks: i32[Q], blocks that each search needs before it forks.
+    """
+    _, tail = divide(state.prompts.lengths, cache.block_size)
+    more = jnp.int32(state.num_beams - 1)
+    # A partly filled block is copied for each beam but the first.
+    copies = jnp.where(tail > 0, more, 0)
+    needs = tuple(blocks + copies for blocks in num_blocks)
+    cache, state, lacking = make_room_for_beams(
+        cache, state, needs, jnp.full_like(tail, more)
+    )
+    return cache, state.end(lacking != FinishReason.RUNNING, lacking)
 
 
 def fork_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
@@ -118,14 +159,14 @@ def assign_rows(
 
 
 def make_room_for_beams(
-    cache: Cache, state: SearchState, num_blocks: jax.Array, num_rows: jax.Array
+    cache: Cache, state: SearchState, num_blocks: Blocks, num_rows: jax.Array
 ) -> tuple[Cache, SearchState, jax.Array]:
     """Let searches wait, the last prompt's first, until the others have room.
 
     Args:
       cache: the cache.
       state: the searches.
-      num_blocks: i32[Q], blocks that each search needs if it runs.
+      num_blocks: i32[Q], blocks of each group that each search needs if it runs.
       num_rows: i32[Q], rows.
 
     Returns:
@@ -134,11 +175,11 @@ def make_room_for_beams(
     """
 
     def lacks(cache: Cache, state: SearchState) -> tuple[jax.Array, jax.Array]:
-        def total(needs: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(state.is_running, needs, 0), dtype=jnp.int32)
-
-        rows = cache.metadata.free_sequences.count
-        return total(num_rows) > rows, total(num_blocks) > num_free_blocks(cache)
+        rows, *blocks = total(
+            tuple(jnp.where(state.is_running, n, 0) for n in (num_rows, *num_blocks))
+        )
+        has_blocks = reach(count_free_blocks(cache), tuple(blocks))
+        return rows > cache.metadata.sequences.free_rows.count, ~has_blocks
 
     def goes_on(carry: Carry) -> jax.Array:
         lacks_rows, lacks_blocks = lacks(*carry[:2])
@@ -146,18 +187,33 @@ def make_room_for_beams(
 
     def trip(carry: Carry) -> Carry:
         cache, state, lacking = carry
-        number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
-        last = number == jnp.max(jnp.where(state.is_running, number, -1))
-        is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
-        reason = _lacking(lacks(cache, state)[0])
-        lacking = jnp.where(last & is_alone, reason, lacking)
-        cache = free_beams(cache, state, last)
-        state = dataclasses.replace(state, is_running=state.is_running & ~last)
-        state = state.count(restarts=(~is_alone).astype(jnp.int32))
-        return cache, state, lacking
+        cache, state, of_last = let_last_wait(cache, state, lacks(cache, state)[0])
+        is_new = of_last != FinishReason.RUNNING
+        return cache, state, jnp.where(is_new, of_last, lacking)
 
     nothing = jnp.full(state.reasons.shape, FinishReason.RUNNING, jnp.int32)
     return while_loop(goes_on, trip, (cache, state, nothing))
+
+
+def let_last_wait(cache: Cache, state: SearchState, lacks_rows: jax.Array) -> Carry:
+    """Let the search of the last prompt that runs give its rows back.
+
+    Args:
+      cache: the cache.
+      state: the searches.
+      lacks_rows: bool[], whether rows lack, else it is blocks.
+
+    Returns:
+      The cache, the state, and i32[Q]: what it lacks if it runs alone, else RUNNING.
+    """
+    number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
+    last = number == jnp.max(jnp.where(state.is_running, number, -1))
+    is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
+    running = jnp.int32(FinishReason.RUNNING)
+    lacking = jnp.where(last & is_alone, _lacking(lacks_rows), running)
+    cache = free_beams(cache, state, last)
+    state = dataclasses.replace(state, is_running=state.is_running & ~last)
+    return cache, state.count(restarts=(~is_alone).astype(jnp.int32)), lacking
 
 
 def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
@@ -169,13 +225,11 @@ def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
 def count_blocks(cache: Cache, state: SearchState) -> SearchState:
     """Note the blocks in use, and those of beams that would share nothing."""
     old = state.statistics
-    used = jnp.int32(cache.num_blocks) - num_free_blocks(cache)
-    whole = count_columns(
-        state.prompts.lengths + state.length, BlockSize(cache.block_size)
-    )
+    lengths, size = state.prompts.lengths + state.length, find_block_size(cache, (1,))
+    whole = sum_groups(blocks_for(lengths, size))
     each = jnp.where(state.is_running, whole * state.num_beams, 0)
     statistics = old._replace(
-        peak_blocks=jnp.maximum(old.peak_blocks, used),
+        peak_blocks=jnp.maximum(old.peak_blocks, count_used_blocks(cache)),
         unshared_peak_blocks=jnp.maximum(
             old.unshared_peak_blocks, jnp.sum(each, dtype=jnp.int32)
         ),

@@ -23,7 +23,7 @@ class BeamStatistics(NamedTuple):
     cached_tokens: jax.Array  # i32[], tokens that the prefix cache had
     forked_beams: jax.Array  # i32[], beams that went on from another one's past
     restarts: jax.Array  # i32[], searches that gave their blocks back and began anew
-    peak_blocks: jax.Array  # i32[], most blocks of the pool in use, others' too
+    peak_blocks: jax.Array  # i32[], most blocks in use, others' too
     # i32[], the same if each beam had all of its blocks for itself
     unshared_peak_blocks: jax.Array
 
@@ -88,6 +88,11 @@ class SearchState:
     def num_beams(self) -> int:
         """Beams of each prompt, K."""
         return self.seq_ids.shape[1]
+
+    @property
+    def first_seq_ids(self) -> jax.Array:
+        """The row of the first beam of each prompt that runs, i32[Q], else -1."""
+        return jnp.where(self.is_running, self.seq_ids[:, 0], NO_SEQUENCE)
 
     @property
     def flat_seq_ids(self) -> jax.Array:

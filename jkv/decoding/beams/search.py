@@ -20,7 +20,9 @@ from jkv.decoding.beams.branches import (
     follow_parents,
     fork_prompts,
     free_beams,
+    let_last_wait,
     make_room_for_beams,
+    make_room_for_forks,
     open_prompts,
 )
 from jkv.decoding.beams.hypotheses import (
@@ -40,7 +42,8 @@ from jkv.decoding.conditions import when
 from jkv.decoding.ending import Bounds, find_first, judge_prompts
 from jkv.decoding.model import Model, call_model
 from jkv.decoding.options import check_counts
-from jkv.decoding.prefilling import compute_prompts
+from jkv.decoding.prefilling import compute_prompts, count_left, count_rows
+from jkv.decoding.progress import count_free_blocks, find_block_size
 from jkv.decoding.prompts import Prompts
 from jkv.decoding.results import FinishReason
 from jkv.decoding.scheduling.demand import BlockSize
@@ -52,7 +55,6 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 from jkv.verbs.appending import append
-from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.prefixes import commit
 
 Carry = tuple[Cache, SearchState, jax.Array]
@@ -66,9 +68,10 @@ class Searcher(NamedTuple):
     rules: Rules
     chunk_size: int
     vocabulary: int
+    size: BlockSize  # how many blocks a prompt takes while it is computed
 
 
-@takes_cache
+@takes_cache(place=2)
 def beam_search(
     model: Model,
     params: Any,
@@ -161,15 +164,14 @@ def beam_search(
             f"got {num_return} of {num_beams}"
         )
     texts = Prompts.of(prompts, limits=None, max_new_tokens=max_new_tokens, salts=salts)
-    bounds = Bounds(
-        cache.max_context_length, BlockSize(cache.block_size), (num_free_blocks(cache),)
-    )
+    size = find_block_size(cache, (count_rows(texts, chunk_size),))
+    bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     state = SearchState.begin(
         texts, judge_prompts(texts, bounds), num_beams, max_new_tokens
     )
     num_rows = texts.lengths.shape[0] * num_beams
     vocabulary = find_vocabulary(model, params, cache, num_rows)
-    searcher = Searcher(model, params, rules, chunk_size, vocabulary)
+    searcher = Searcher(model, params, rules, chunk_size, vocabulary, size)
     cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
         lambda carry: _run_round(searcher, *carry),
@@ -216,18 +218,15 @@ def _run_round(
     searcher: Searcher, cache: Cache, state: SearchState
 ) -> tuple[Cache, SearchState]:
     """Run the searches that find room, from their prompts to their end."""
-    cache, state = open_prompts(cache, _begin_anew(state))
-    cache, logits, num_steps = compute_prompts(
-        searcher.model,
-        searcher.params,
-        cache,
-        state.prompts,
-        jnp.where(state.is_running, state.seq_ids[:, 0], -1),
-        chunk_size=searcher.chunk_size,
-        vocabulary=searcher.vocabulary,
-    )
+    cache, state = open_prompts(cache, _begin_anew(state), searcher.size)
+    shape = *state.reasons.shape, searcher.vocabulary
+    carry = cache, state, jnp.zeros(shape, jnp.float32)
+    if searcher.size.is_reserved:
+        cache, state, logits = _compute_prompts(searcher, *carry)
+    else:
+        cache, state, logits = _compute_prompts_that_fit(searcher, *carry)
     cache, state = fork_prompts(cache, state)
-    state = count_blocks(cache, state.count(num_steps=num_steps))
+    state = count_blocks(cache, state)
     # Beams that have no token yet agree: the first one alone counts.
     logits = jnp.repeat(logits, state.num_beams, axis=0)
     cache, state, _ = while_loop(
@@ -236,6 +235,50 @@ def _run_round(
         (cache, state, logits),
     )
     return cache, state
+
+
+def _compute_prompts(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Compute the prompts of searches, as far as blocks reach; f32[Q, V], logits."""
+    cache, logits, num_steps = compute_prompts(
+        searcher.model,
+        searcher.params,
+        cache,
+        state.prompts,
+        state.first_seq_ids,
+        chunk_size=searcher.chunk_size,
+        logits=logits,
+    )
+    return cache, state.count(num_steps=num_steps), logits
+
+
+def _compute_prompts_that_fit(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Compute prompts of which not all is reserved; let the last wait if blocks lack.
+
+    Blocks that a window gives back are counted on, and others may still share them.
+    """
+
+    def lacks(cache: Cache, state: SearchState) -> jax.Array:
+        left = count_left(cache, state.prompts, state.first_seq_ids)
+        return jnp.any(left > 0)
+
+    def let_wait(carry: tuple[Cache, SearchState]) -> tuple[Cache, SearchState]:
+        cache, state, lacking = let_last_wait(*carry, jnp.zeros((), bool))
+        return cache, state.end(lacking != FinishReason.RUNNING, lacking)
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, logits = _compute_prompts(searcher, *carry)
+        cache, state = when(lacks(cache, state), let_wait, (cache, state))
+        return cache, state, logits
+
+    cache, state, logits = while_loop(
+        lambda carry: lacks(*carry[:2]), trip, (cache, state, logits)
+    )
+    none = tuple(jnp.zeros_like(state.reasons) for _ in cache.metadata.groups)
+    return *make_room_for_forks(cache, state, none), logits
 
 
 def _begin_anew(state: SearchState) -> SearchState:
@@ -271,7 +314,7 @@ def _run_step(
     _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
     needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
     cache, state, lacking = make_room_for_beams(
-        cache, state, needs, jnp.zeros_like(needs)
+        cache, state, (needs,) * len(cache.metadata.groups), jnp.zeros_like(needs)
     )
     lacks = lacking != FinishReason.RUNNING
     state = _count_beams_as_they_are(searcher.rules, state, lacks).end(lacks, lacking)
@@ -303,11 +346,7 @@ def _choose_beams(
     )
 
     length = state.length + 1
-    text_lengths = state.prompts.lengths + length
-    bounds = Bounds(
-        cache.max_context_length, BlockSize(cache.block_size), (jnp.int32(2**30),)
-    )
-    (_, is_past_context), _ = bounds.exceeded(text_lengths)
+    is_past_context = state.prompts.lengths + length > cache.max_context_length
     is_last = is_past_context | (length >= rules.max_new_tokens)
     is_stop = jnp.any(found.tokens[:, :, None] == rules.stop_tokens[None, None], axis=2)
     is_final = is_stop | is_last[:, None]

@@ -1,8 +1,7 @@
 """Demand: what each place's sequence has, and the blocks that it was promised.
 
 A cache of groups of layers has a pool for each group, and a sequence needs blocks in
-all of them: numbers of blocks are tuples, with one array for each group. A plain cache
-is one group.
+all of them: numbers of blocks are tuples, with one array for each group.
 
 Symbols: W places, T tokens per block.
 """
@@ -50,17 +49,16 @@ class BlockSize(NamedTuple):
     # whole text.
     most: tuple[int | None, ...] = (None,)
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether `allocate` reserves all blocks of a text, in every group."""
+        return all(most is None for most in self.most)
+
     def at_most(self, blocks: jax.Array) -> Blocks:
         """Return numbers of blocks, i32[...], no more than a sequence ever has."""
         return tuple(
             blocks if most is None else jnp.minimum(blocks, most) for most in self.most
         )
-
-    def tokens_to_reserve(self, lengths: jax.Array) -> jax.Array:
-        """Return the tokens to reserve blocks for, i32[...], for texts of lengths."""
-        if len(self.most) > 1 or self.most[0] is None:
-            return lengths  # groups with a window reserve no more than that
-        return jnp.minimum(lengths, self.most[0] * self.tokens)
 
 
 def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:

@@ -91,7 +91,7 @@ def locate_rows(
     """
     starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = find_owners(starts, row)
+    owner = find_owners(starts, 0, num_rows)
     return owner, row + (first - starts)[owner]
 
 

@@ -43,10 +43,8 @@ def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
 
 
 def _empty_queue(size: int) -> Ring:
-    none = jnp.zeros((), jnp.int32)
-    return Ring.of(
-        jnp.zeros((size,), jnp.int32), head=none, span=none, count=none, fewest=none
-    )
+    ids, bounds = jnp.zeros((size,), jnp.int32), jnp.zeros((8,), jnp.int32)
+    return Ring(ids=ids, bounds=bounds, places=None)
 
 
 class Candidates(NamedTuple):

@@ -29,9 +29,9 @@ from jkv.decoding.step import count_step, note_refusals
 from jkv.metadata.prefixes import sequences
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
+from jkv.verbs.planning import plan_attention
 from jkv.verbs.prefixes import commit
 from jkv.verbs.truncation import truncate
-from jkv.verbs.work_lists import with_work_lists
 
 
 class Sampler(Protocol):
@@ -133,8 +133,8 @@ def _compute_guesses(
     tokens = _tokens_of_rows(state, loads, guesses, rows)
     seq_ids = jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE)
     cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
-    # Each size has lists of work of its own.
-    batch = batch.with_work_lists((None,) * len(batch.groups))
+    # Each size has a plan of its own.
+    batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten(batch)
     Carry = tuple[Cache, _Chosen]
 
@@ -148,7 +148,7 @@ def _compute_guesses(
         ) -> Carry:
             cache, chosen = carry
             first = jax.tree.unflatten(structure, leaves).first_rows(size)
-            first = with_work_lists(cache, first)
+            first = plan_attention(cache, first)
             logits, cache = call_model_for_rows(
                 model, params, tokens[:size], cache, first
             )

@@ -1,13 +1,13 @@
 """Making the blocks that a step filled visible to the prefix index."""
 
 import dataclasses
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator
-from jkv.metadata.entries import ENTRIES_PER_TRIP, for_each_entry
-from jkv.metadata.prefixes import hash_tables, holes
+from jkv.metadata.entries import for_each_entry
+from jkv.metadata.prefixes import hash_tables, partners, proofs
 from jkv.metadata.prefixes.columns import (
     Chains,
     Columns,
@@ -16,7 +16,8 @@ from jkv.metadata.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.metadata.prefixes.prefix_index import forget, index_of
+from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.prefixes.prefix_index import index_of, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata, PrefixIndex
 
@@ -29,62 +30,65 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
       batch: the step.
     """
     chains = find_chains(metadata, batch)
-    lengths = jnp.zeros_like(chains.first)
-    if batch.is_decoding and lengths.shape[0] <= ENTRIES_PER_TRIP:
-        metadata, lengths = _commit_one_each(metadata, lengths, chains)
+    start = metadata, jnp.zeros_like(chains.first)
+    if batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
+        metadata, lengths = _commit_one_each(start, chains)
     else:
-        metadata, lengths = _commit_runs(metadata, lengths, chains, batch.num_rows)
+        metadata, lengths = _commit_runs(start, chains, batch)
     visible = jnp.where(
         lengths == chains.num_columns,
         batch.context_lengths,
         (chains.first + lengths) * metadata.block_size,
     )
     row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
-    prefix = index_of(metadata)
-    prefix = dataclasses.replace(
-        prefix, committed=prefix.committed.at[row].set(visible, mode="drop")
-    )
-    return dataclasses.replace(metadata, prefix=prefix)
+    committed = index_of(metadata).committed.at[row].set(visible, mode="drop")
+    return with_index(metadata, committed=committed)
 
 
-def _commit_one_each(
-    metadata: Metadata, lengths: jax.Array, chains: Chains
-) -> tuple[Metadata, jax.Array]:
+# The metadata, and i32[B]: the columns of each request that are visible already.
+_Carry: TypeAlias = tuple[Metadata, jax.Array]
+
+
+def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
     """Commit a step of one row each, which fills one block of a sequence at most.
 
     A lane for each request, known at trace time, leaves little to compile. As ever,
     nothing is done where no block is full.
     """
     fills = chains.num_columns > 0
-    lanes = CommitLanes(None, jnp.zeros_like(lengths), fills, jnp.ones_like(fills))
-    return fori_loop(
-        jnp.int32(0),
-        jnp.any(fills).astype(jnp.int32),
-        lambda _, carry: _commit_lanes(carry[0], carry[1], chains, lanes),
-        (metadata, lengths),
-    )
+
+    # That a trip has the rank of its columns keeps XLA from working out beforehand, in
+    # kernels of its own, what follows from the ranks.
+    def trip(rank: jax.Array, carry: _Carry) -> _Carry:
+        ranks = jnp.broadcast_to(rank, fills.shape)
+        lanes = CommitLanes(None, ranks, fills, jnp.ones_like(fills), True)
+        return _commit_lanes(*carry, chains, lanes)
+
+    num_trips = jnp.any(fills).astype(jnp.int32)
+    return fori_loop(jnp.int32(0), num_trips, trip, start)
 
 
-def _commit_runs(
-    metadata: Metadata, lengths: jax.Array, chains: Chains, num_rows: int
-) -> tuple[Metadata, jax.Array]:
+def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
     """Commit a step of any rows: each sequence fills a run of blocks."""
 
     def enter(
-        carry: tuple[Metadata, jax.Array],
+        carry: _Carry,
         _entry: jax.Array,
         request: jax.Array,
         rank: jax.Array,
         valid: jax.Array,
-    ) -> tuple[Metadata, jax.Array]:
+    ) -> _Carry:
         metadata, lengths = carry
         unbroken = lengths[request] == rank[first_lanes(rank)]
-        lanes = CommitLanes(request, rank, valid, unbroken)
+        lanes = CommitLanes(request, rank, valid, unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
-    # No batch fills more blocks than its rows have room for, and one each.
-    most = lengths.shape[0] + num_rows // metadata.block_size
-    return for_each_entry(chains.num_columns, most, enter, (metadata, lengths))
+    # No batch fills more blocks than its rows have room for, and one each; one of a row
+    # each has no more than that.
+    most = len(batch.seq_ids)
+    if not batch.is_decoding:
+        most += batch.num_rows // start[0].block_size
+    return for_each_entry(chains.num_columns, most, enter, start, LANES_PER_TRIP)
 
 
 def _commit_lanes(
@@ -101,42 +105,34 @@ def _commit_lanes(
     Returns:
       The metadata and the new lengths.
     """
-    nothing = metadata.num_blocks
+    nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
-    metadata, answer = hash_tables.insert(
+    placed = hash_tables.place(
         metadata,
         jnp.where(asks, columns.block, nothing),
-        columns.hashes,
-        columns.tokens,
-        columns.salts,
+        columns.prefixes,
         columns.owners == 1,
-        columns.wide,
     )
-    entered = (answer == columns.block) & (answer < nothing)
-    parent = columns.before
-    if lanes.request is not None:
-        parent = jnp.where(columns.is_first, parent, jnp.roll(answer, 1))
-    prefix = index_of(metadata)
-    child = jnp.where(entered, columns.block, nothing)
-    prefix = _note_above(prefix, child, parent, columns.hashes_above)
-    prefix, lengths = _prove(prefix, lanes, lengths, answer, parent, entered)
+    stands, parent = placed.stands, columns.before
+    if not lanes.is_alone:
+        parent = jnp.where(columns.is_first, parent, jnp.roll(stands, 1))
+    index = hash_tables.enter(
+        index_of(metadata), placed, columns.prefixes, parent, columns.hashes_above
+    )
+    index, lengths = _prove(index, lanes, lengths, placed, parent)
     is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
-    listed = jnp.where(entered & is_visible, columns.block, nothing)
-    prefix = hash_tables.insert_children(prefix, listed, columns.hashes_above)
-    metadata = dataclasses.replace(metadata, prefix=prefix)
-    return _replace_equal(metadata, columns, answer, is_visible & ~entered), lengths
+    listed = jnp.where(is_visible, placed.enters, nothing)
+    index = hash_tables.insert_children(index, listed, columns.hashes_above)
+    metadata = dataclasses.replace(metadata, index=index)
 
-
-def _note_above(
-    prefix: PrefixIndex, block: jax.Array, parent: jax.Array, above: jax.Array
-) -> PrefixIndex:
-    """Note what comes before blocks, i32[P]: their parents, or with a window hashes."""
-    if prefix.hashes_above is None:
-        parents = prefix.parents.at[block].set(parent, mode="drop")
-        return dataclasses.replace(prefix, parents=parents)
-    hashes = prefix.hashes_above.at[block].set(above, mode="drop")
-    return dataclasses.replace(prefix, hashes_above=hashes)
+    group, own = metadata.leading, columns.block
+    group = partners.exchange(group, columns, own, stands, is_visible & (stands != own))
+    metadata = metadata.with_group(metadata.leader, group)
+    visible, is_new = jnp.where(is_visible, stands, nothing), placed.enters < nothing
+    for number in metadata.followers:
+        metadata = partners.pair_blocks(metadata, number, columns, visible, is_new)
+    return metadata, lengths
 
 
 def _find_fit(
@@ -145,39 +141,44 @@ def _find_fit(
     """Return which lanes' blocks may be looked for or entered, bool[P].
 
     A block that others share may follow other blocks in their rows: it only gives way
-    to an equal one. The first block that does neither ends its chain.
+    to an equal one, which the index has or an earlier lane enters. The first block that
+    does neither ends its chain, and nothing behind it enters.
     """
-    equal = hash_tables.look_up(index_of(metadata), columns.hashes)
-    is_fit = (columns.owners == 1) | (equal < metadata.num_blocks)
-    is_fit &= jnp.all(columns.tokens >= 0, axis=1)
-    if lanes.request is None:
-        return lanes.valid & is_fit
-    past_end = jnp.iinfo(jnp.int32).max
-    bad_rank = jnp.where(lanes.valid & ~is_fit, lanes.rank, past_end)
-    ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
-    return lanes.valid & lanes.unbroken & (lanes.rank < ends[lanes.request])
+    is_told = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
+    if lanes.is_alone:  # nothing is behind it, and a shared one finds its equal
+        return is_told
+    hashes, past_end = columns.prefixes.hashes, jnp.iinfo(jnp.int32).max
+    lane = jnp.arange(is_told.shape[0], dtype=jnp.int32)
+    equal = hash_tables.look_up(index_of(metadata), hashes)
+    is_alone = columns.owners == 1
+    is_fit = is_alone | (equal < metadata.leading.num_blocks)
 
+    def in_chains(is_fit: jax.Array) -> jax.Array:
+        bad_rank = jnp.where(lanes.valid & ~(is_told & is_fit), lanes.rank, past_end)
+        ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
+        return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
 
-def _replace_equal(
-    metadata: Metadata, columns: Columns, answer: jax.Array, replaced: jax.Array
-) -> Metadata:
-    """Put equal blocks, i32[P], in the place of own ones, which go back to the pool."""
-    nothing = metadata.num_blocks
-    row = jnp.where(replaced, columns.row, metadata.max_sequences)
-    tables = metadata.block_tables.at[row, columns.column].set(answer, mode="drop")
-    metadata = dataclasses.replace(metadata, block_tables=tables)
-    metadata = holes.add_references(metadata, jnp.where(replaced, answer, nothing))
-    own = jnp.where(replaced, columns.block, nothing)
-    return allocator.drop_references(metadata, own)
+    # What enters lets later lanes be fit, and what is behind these in their chains may
+    # enter in turn. A trip only where a step's full blocks were shared before it.
+    def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        asks, _ = state
+        first = find_equals(hashes, asks & is_alone).first
+        more = in_chains(is_fit | (first < lane))
+        return more, jnp.any(more & ~asks)
+
+    return while_loop(
+        lambda state: state[1],
+        round_,
+        (in_chains(is_fit), jnp.any(is_told & ~is_fit)),
+    )[0]
 
 
 def _prove(
-    prefix: PrefixIndex,
+    index: PrefixIndex,
     lanes: CommitLanes,
     lengths: jax.Array,
-    answer: jax.Array,
+    placed: hash_tables.Placed,
     parent: jax.Array,
-    entered: jax.Array,
 ) -> tuple[PrefixIndex, jax.Array]:
     """Cut each chain where a block's parent is not the block before it.
 
@@ -187,35 +188,32 @@ def _prove(
     Returns:
       The index, and i32[B]: the columns of each chain that hold.
     """
-    nothing, past_end = prefix.hashes.shape[0], jnp.iinfo(jnp.int32).max
+    nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
-    follows = prefix.parents.at[answer].get(mode="clip") == parent
-    if prefix.hashes_above is not None:
-        follows = jnp.ones_like(follows)  # its hashes say what it follows
+    stands, entered = placed.stands, placed.enters < nothing
+    if lanes.is_alone:  # its parent was compared, and nothing relies on it
+        num = (stands < nothing).astype(jnp.int32)
+        return index, num if request is None else lengths.at[request].max(num)
+    follows = proofs.follows(index, stands, parent)
 
-    def is_in(prefix: PrefixIndex) -> jax.Array:
-        return prefix.hashes.at[answer].get(mode="fill", fill_value=0) != 0
-
-    if request is None:
-        # Nothing relies on the only block of a chain, and one that entered has just
-        # been given its parent.
-        return prefix, (valid & is_in(prefix) & follows).astype(jnp.int32)
+    def is_in(index: PrefixIndex) -> jax.Array:
+        return index.hashes.at[stands].get(mode="fill", fill_value=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
     # A chain that was cut already stays at its length.
     bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
 
-    def cut(prefix: PrefixIndex) -> jax.Array:
-        is_bad = valid & ~(is_in(prefix) & follows)
+    def cut(index: PrefixIndex) -> jax.Array:
+        is_bad = valid & ~(is_in(index) & follows)
         return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
 
-    def lost(prefix: PrefixIndex, lengths: jax.Array) -> jax.Array:
-        return entered & is_in(prefix) & (rank >= lengths[request])
+    def lost(index: PrefixIndex, lengths: jax.Array) -> jax.Array:
+        return entered & is_in(index) & (rank >= lengths[request])
 
     def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
-        prefix = forget(state[0], jnp.where(lost(*state), answer, nothing))
-        return prefix, cut(prefix)
+        gone = jnp.where(lost(*state), stands, nothing)
+        hashes = state[0].hashes.at[gone].set(jnp.uint32(0), mode="drop")
+        index = dataclasses.replace(state[0], hashes=hashes)
+        return index, cut(index)
 
-    return while_loop(
-        lambda state: jnp.any(lost(*state)), round_, (prefix, cut(prefix))
-    )
+    return while_loop(lambda state: jnp.any(lost(*state)), round_, (index, cut(index)))

@@ -6,203 +6,220 @@ them compares with the arrays by block, and whoever needs a place takes a stale 
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import mentions
 from jkv.metadata.prefixes import hashing
+from jkv.metadata.prefixes.lanes import find_equals
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
-from jkv.sharding.loops import while_loop
 from jkv.state import Metadata, PrefixIndex
 
 
-def insert(
-    metadata: Metadata,
-    block: jax.Array,
-    hashes: jax.Array,
-    tokens: jax.Array,
-    salts: jax.Array,
-    may_enter: jax.Array,
-    wide: jax.Array | None = None,
-) -> tuple[Metadata, jax.Array]:
-    """Find each block's equal in the index, or else enter the block itself.
+class Prefixes(NamedTuple):
+    """What the index knows full blocks by."""
 
-    Of several equal blocks in one call the first enters. A block stays out if its
-    bucket is full, or if its hash is taken by other tokens. Parents are not looked at,
-    and are the caller's to set.
+    tokens: jax.Array  # i32[..., T], of the block
+    salts: jax.Array  # i32[...], its domain
+    hashes: jax.Array  # u32[...], of the prefix up to the block's end
+    wide: jax.Array | None  # u32[..., 2], more hashes of it, if parents may be gone
+    # i32[...], the block before, N for none; None if it is not compared here.
+    parents: jax.Array | None = None
+
+
+class Placed(NamedTuple):
+    """What becomes of P blocks that are to enter the index."""
+
+    stands: jax.Array  # i32[P], the indexed block that stands for each, N for none
+    enters: jax.Array  # i32[P], the block itself where it enters, else N
+    row: jax.Array  # i32[P], where the buckets list it
+    column: jax.Array  # i32[P]
+
+
+def place(
+    metadata: Metadata, block: jax.Array, prefixes: Prefixes, may_enter: jax.Array
+) -> Placed:
+    """Find each block's equal in the index, or else a place for the block itself.
+
+    Of several equal blocks in one call the first that may enter does, and stands for
+    those after it. A block stays out if its bucket is full, or if its hash is taken by
+    other tokens.
 
     Args:
       metadata: with an index.
-      block: i32[P], distinct.
-      hashes: u32[P], of the prefix that each block ends.
-      tokens: i32[P, T].
-      salts: i32[P].
+      block: i32[P], distinct but for those that may not enter; N for none.
+      prefixes: [P], what the blocks hold.
       may_enter: bool[P], False for a block that is only looked for.
-      wide: u32[P, 2], more hashes of the prefixes, with a window.
-
-    Returns:
-      The metadata, and i32[P]: the block that stands for each, N where none does.
     """
-    nothing = metadata.num_blocks
+    index, nothing = index_of(metadata), metadata.leading.num_blocks
+    equal = look_up(index, prefixes.hashes)
+    is_equal = (block < nothing) & is_same(metadata, equal, prefixes)
+    # Where the hash is known nothing enters. All reads must come before the writes, or
+    # XLA keeps copies of the arrays for them: that is why `is_equal` is asked as well.
+    wants = may_enter & (block < nothing) & (equal == nothing) & ~is_equal
+    wants &= prefixes.hashes != 0
+    first = find_equals(prefixes.hashes, wants).first
     lane = jnp.arange(block.shape[0], dtype=jnp.int32)
-    row = row_of(index_of(metadata).buckets, hashes)
-    Carry = tuple[PrefixIndex, jax.Array, jax.Array]
 
-    # In each round every block without an answer looks again and claims a free place;
-    # the first of those that claim the same place gets it. Rarely more than two rounds.
-    def round_(state: Carry) -> Carry:
-        prefix, answer, pending = state
-        equal = look_up(prefix, hashes)
-        now = dataclasses.replace(metadata, prefix=prefix)
-        is_equal = is_same(now, equal, tokens, salts, wide)
-        answer = jnp.where(pending & is_equal, equal, answer)
-        # (That an equal one is none says nothing new, but has all reads come before the
-        # writes below: XLA would keep copies of the arrays for them.)
-        pending &= may_enter & (equal == nothing) & ~is_equal
-        bucket = prefix.buckets[row]
-        is_free = _is_free_place(prefix, bucket, row)
-        pending &= jnp.any(is_free, axis=1)
-        column = jnp.argmax(is_free, axis=1).astype(jnp.int32)
-        buckets, wins = _claim(prefix.buckets, row, column, block, pending)
-        won = jnp.where(wins, block, nothing)
-        prefix = dataclasses.replace(
-            prefix,
-            buckets=buckets,
-            hashes=prefix.hashes.at[won].set(hashes, mode="drop"),
-            salts=prefix.salts.at[won].set(salts, mode="drop"),
-        )
-        if wide is not None:
-            prefix = _note_wide(prefix, won, wide)
-        return prefix, jnp.where(wins, block, answer), pending & ~wins
+    row = row_of(index.buckets, prefixes.hashes)
+    width = index.buckets.shape[1]
+    free = _as_bits(_is_free_place(index, index.buckets[row], row))
+    column = _find_places(free, width, row, wants & (first == lane))
+    enters = jnp.where(column < width, block, nothing)
+    follows = (block < nothing) & (first < lane) & _is_same_lane(prefixes, first)
+    new = enters[jnp.where(follows, first, lane)]
+    return Placed(jnp.where(is_equal, equal, new), enters, row, column)
 
-    prefix, answer, _ = while_loop(
-        lambda state: jnp.any(state[2]),
-        round_,
-        (
-            index_of(metadata),
-            jnp.full_like(block, nothing),
-            (lane >= 0) & (block < nothing),
-        ),
+
+def enter(
+    index: PrefixIndex,
+    placed: Placed,
+    prefixes: Prefixes,
+    parents: jax.Array,
+    hashes_above: jax.Array,
+) -> PrefixIndex:
+    """Enter the blocks that were placed.
+
+    Args:
+      index: the index.
+      placed: the blocks, [P].
+      prefixes: [P], what they hold.
+      parents: i32[P], the blocks before them, N for none.
+      hashes_above: u32[P], of the prefixes up to where they begin.
+    """
+    block = placed.enters
+    index = dataclasses.replace(
+        index,
+        buckets=_put(index.buckets, placed.row, placed.column, block),
+        hashes=index.hashes.at[block].set(prefixes.hashes, mode="drop"),
+        salts=index.salts.at[block].set(prefixes.salts, mode="drop"),
     )
-    return dataclasses.replace(metadata, prefix=prefix), answer
+    if index.wide_hashes is None or index.hashes_above is None:
+        known = index.parents.at[block].set(parents, mode="drop")
+        return dataclasses.replace(index, parents=known)
+    return dataclasses.replace(
+        index,
+        wide_hashes=index.wide_hashes.at[block].set(prefixes.wide, mode="drop"),
+        hashes_above=index.hashes_above.at[block].set(hashes_above, mode="drop"),
+    )
 
 
 def insert_children(
-    prefix: PrefixIndex, block: jax.Array, parent_hash: jax.Array
+    index: PrefixIndex, block: jax.Array, parent_hash: jax.Array
 ) -> PrefixIndex:
     """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
 
-    A row that is full gives up one of its places.
+    A row that is full gives up one of its places. A child without a place is not found
+    in parts.
     """
-    table = prefix.children
-    row = row_of(table, ~parent_hash)
-    victim = (prefix.hashes.at[block].get(mode="clip") % table.shape[1]).astype(
-        jnp.int32
-    )
-
-    def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        children, pending = state
-        listed = children[row]
-        is_free = _is_free_child(prefix, listed, row)
-        column = jnp.argmax(is_free, axis=1).astype(jnp.int32)
-        column = jnp.where(jnp.any(is_free, axis=1), column, victim)
-        children, wins = _claim(children, row, column, block, pending)
-        return children, pending & ~wins
-
-    children, _ = while_loop(
-        lambda state: jnp.any(state[1]),
-        round_,
-        (table, block < prefix.hashes.shape[0]),
-    )
-    return dataclasses.replace(prefix, children=children)
+    table, lists = index.children, block < index.hashes.shape[0]
+    row, width = row_of(table, ~parent_hash), table.shape[1]
+    free = _as_bits(_is_free_child(index, table[row], row))
+    free = jnp.where(free == 0, 1 << (block % width), free)
+    column = _find_places(free, width, row, lists)
+    return dataclasses.replace(index, children=_put(table, row, column, block))
 
 
-def look_up(prefix: PrefixIndex, hashes: jax.Array) -> jax.Array:
+def look_up(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N where there is none."""
-    bucket = prefix.buckets[row_of(prefix.buckets, hashes)]
-    theirs = prefix.hashes.at[bucket].get(mode="fill", fill_value=0)
+    bucket = index.buckets[row_of(index.buckets, hashes)]
+    theirs = index.hashes.at[bucket].get(mode="fill", fill_value=0)
     # 0 marks what is not indexed; a prefix with that hash is never found.
     hit = (theirs == hashes[..., None]) & (hashes != 0)[..., None]
-    nothing = prefix.hashes.shape[0]
+    nothing = index.hashes.shape[0]
     return jnp.min(jnp.where(hit, bucket, nothing), axis=-1)
 
 
-def is_same(
-    metadata: Metadata,
-    block: jax.Array,
-    tokens: jax.Array,
-    salts: jax.Array,
-    wide: jax.Array | None = None,
-) -> jax.Array:
-    """Return whether indexed blocks, [...], have these tokens, [..., T], and salts.
-
-    With a window also whether what came before is the same, by u32[..., 2].
-    """
-    same = jnp.all(
-        tokens_of(metadata).at[block].get(mode="clip") == tokens, axis=block.ndim
-    )
-    theirs = index_of(metadata).salts.at[block].get(mode="clip")
-    same &= (block < metadata.num_blocks) & (theirs == salts)
-    if wide is None:
+def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Array:
+    """Return whether indexed blocks, i32[...], hold what is asked for, bool[...]."""
+    index = index_of(metadata)
+    tokens = tokens_of(metadata).at[block].get(mode="clip")
+    same = jnp.all(tokens == prefixes.tokens, axis=block.ndim)
+    theirs = index.salts.at[block].get(mode="clip")
+    same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)
+    if prefixes.parents is not None:
+        same &= index.parents.at[block].get(mode="clip") == prefixes.parents
+    if prefixes.wide is None or index.wide_hashes is None:
         return same
-    before = index_of(metadata).wide_hashes
-    assert before is not None
-    return same & jnp.all(before.at[block].get(mode="clip") == wide, axis=-1)
+    wide = index.wide_hashes.at[block].get(mode="clip")
+    return same & jnp.all(wide == prefixes.wide, axis=-1)
 
 
-def _note_wide(prefix: PrefixIndex, block: jax.Array, wide: jax.Array) -> PrefixIndex:
-    """Note the wide hashes, u32[P, 2], of blocks, i32[P]; N is dropped."""
-    assert prefix.wide_hashes is not None
-    hashes = prefix.wide_hashes.at[block].set(wide, mode="drop")
-    return dataclasses.replace(prefix, wide_hashes=hashes)
+def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
+    """Return whether lanes hold what other lanes, i32[P], hold, bool[P]."""
+    theirs = jax.tree.map(lambda each: each.at[other].get(mode="clip"), prefixes)
+    same = jnp.all(theirs.tokens == prefixes.tokens, axis=1)
+    same &= theirs.salts == prefixes.salts
+    if prefixes.parents is not None:
+        same &= theirs.parents == prefixes.parents
+    if prefixes.wide is None:
+        return same
+    return same & jnp.all(theirs.wide == prefixes.wide, axis=1)
 
 
-def _claim(
-    table: jax.Array,
-    row: jax.Array,
-    column: jax.Array,
-    block: jax.Array,
-    claims: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Write each block that claims a place there, the first where several do.
+def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
+    """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
 
-    Returns:
-      The table, and bool[P]: who got the place.
+    It is 0 where the parent is not indexed.
     """
-    num_lanes, (num_rows, width) = block.shape[0], table.shape
-    row = jnp.where(claims, row, num_rows)
-    if num_lanes <= mentions.MOST_COMPARED:
-        place = row * width + column
-        wins = claims & mentions.is_first(place, table.size)
-    else:
-        # The places themselves tell who is first; nobody else needs them meanwhile.
-        lane = jnp.arange(num_lanes, dtype=jnp.int32)
-        table = table.at[row, column].set(num_lanes, mode="drop")
-        table = table.at[row, column].min(lane, mode="drop")
-        wins = claims & (table.at[row, column].get(mode="fill", fill_value=-1) == lane)
-    row = jnp.where(wins, row, num_rows)
-    return table.at[row, column].set(block, mode="drop"), wins
+    if index.hashes_above is not None:
+        return index.hashes_above.at[block].get(mode="clip")
+    parent = index.parents.at[block].get(mode="clip")
+    above = index.hashes.at[parent].get(mode="fill", fill_value=0)
+    root = hashing.salt_hash(index.salts.at[block].get(mode="clip"))
+    return jnp.where(parent < index.hashes.shape[0], above, root)
 
 
-def _is_free_place(prefix: PrefixIndex, bucket: jax.Array, row: jax.Array) -> jax.Array:
+def _find_places(
+    free: jax.Array, width: int, row: jax.Array, claims: jax.Array
+) -> jax.Array:
+    """Return a free place in its row for each lane that claims one, i32[P].
+
+    Lanes of one row take its places in turn. Where there are no more it is W, past the
+    row's end.
+
+    Args:
+      free: i32[P], free places of each lane's row, as bits.
+      width: W.
+      row: i32[P].
+      claims: bool[P].
+    """
+    rank, free = find_equals(row, claims).rank[:, None], free[:, None]
+    place = np.arange(width, dtype=np.int32)[None]
+    free_before = jax.lax.population_count(free & ((1 << place) - 1))
+    is_free = (free >> place) & 1 == 1
+    is_mine = is_free & (free_before == rank) & claims[:, None]
+    return jnp.min(jnp.where(is_mine, place, width), axis=1)
+
+
+def _as_bits(places: jax.Array) -> jax.Array:
+    """Return places of rows, bool[P, W], as the bits of integers, i32[P]."""
+    bits = np.left_shift(1, np.arange(places.shape[1]), dtype=np.int32)[None]
+    return jnp.sum(jnp.where(places, bits, 0), axis=1, dtype=jnp.int32)
+
+
+def _put(
+    table: jax.Array, row: jax.Array, column: jax.Array, block: jax.Array
+) -> jax.Array:
+    """Name blocks, i32[P], in different places of a table; N is dropped."""
+    row = jnp.where(block < table.shape[0], row, table.shape[0])
+    return table.at[row, column].set(block, mode="drop")
+
+
+def _is_free_place(index: PrefixIndex, bucket: jax.Array, row: jax.Array) -> jax.Array:
     """Return which places of buckets, i32[P, W], name nothing that is indexed there."""
-    hashes = prefix.hashes.at[bucket].get(mode="fill", fill_value=0)
-    is_stale = (hashes == 0) | (row_of(prefix.buckets, hashes) != row[:, None])
+    hashes = index.hashes.at[bucket].get(mode="fill", fill_value=0)
+    is_stale = (hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])
     return is_stale | _is_repeated(bucket)
 
 
-def _is_free_child(prefix: PrefixIndex, listed: jax.Array, row: jax.Array) -> jax.Array:
+def _is_free_child(index: PrefixIndex, listed: jax.Array, row: jax.Array) -> jax.Array:
     """Return which places, i32[P, W], name nothing that is a child listed there."""
-    hashes = prefix.hashes.at[listed].get(mode="fill", fill_value=0)
-    parent = prefix.parents.at[listed].get(mode="clip")
-    root = hashing.salt_hash(prefix.salts.at[listed].get(mode="clip"))
-    above = prefix.hashes.at[parent].get(mode="fill", fill_value=0)
-    above = jnp.where(parent < prefix.hashes.shape[0], above, root)
-    if prefix.hashes_above is not None:
-        above = prefix.hashes_above.at[listed].get(mode="clip")
-    is_stale = (hashes == 0) | (row_of(prefix.children, ~above) != row[:, None])
+    hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
+    above = hash_above(index, listed)
+    is_stale = (hashes == 0) | (row_of(index.children, ~above) != row[:, None])
     return is_stale | _is_repeated(listed)
 
 

@@ -8,6 +8,11 @@ block hashes the same way, one after another on the host; SGLang keeps a radix t
 A hash only proposes. A hit is confirmed by the block's tokens, its domain, and by its
 parent being the hit of the column before, back to the first. A parent cannot be
 recycled before its children, so a block id names the same contents all the while.
+
+The index knows the blocks of the leading group of layers. A block of another group is
+found *beside* one of those: the leader's block names its partner, and the partner the
+block that it stands beside. Each side is forgotten where its block is handed out, so
+what both agree on holds the same tokens.
 """
 
 import dataclasses
@@ -18,11 +23,9 @@ from typing import Concatenate, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters
-from jkv.metadata.xla_cpu import written_after
+from jkv.metadata.xla_cpu import stage, written_after
 from jkv.sharding.loops import fori_loop
-from jkv.state import Metadata, PrefixIndex
-from jkv.status import Counter
+from jkv.state import Beside, Metadata, PrefixIndex
 
 Rest = ParamSpec("Rest")
 Step = Callable[Concatenate[Metadata, Rest], Metadata]
@@ -32,14 +35,14 @@ def if_indexed(step: Step[Rest]) -> Step[Rest]:
     """Make a step on a metadata with an index one that leaves any other as it is.
 
     The other answers of this room to a cache without an index stand where they are
-    given: nothing is indexed, nothing is found, no hole, no epoch.
+    given: nothing is indexed, nothing is found, no epoch.
     """
 
     @functools.wraps(step)
     def guarded(
         metadata: Metadata, /, *args: Rest.args, **kwargs: Rest.kwargs
     ) -> Metadata:
-        if metadata.prefix is None:
+        if metadata.index is None:
             return metadata
         return step(metadata, *args, **kwargs)
 
@@ -48,47 +51,155 @@ def if_indexed(step: Step[Rest]) -> Step[Rest]:
 
 def index_of(metadata: Metadata) -> PrefixIndex:
     """Return the index, or say how to get one."""
-    if metadata.prefix is None:
+    if metadata.index is None:
         raise ValueError(
-            "this cache has no prefix index; configure it with "
-            "CacheConfig(prefix_caching=True)"
+            "this cache has no prefix index; configure it with prefix_caching=True, in "
+            "its CacheConfig or, with groups of layers, in its GroupedConfig"
         )
-    return metadata.prefix
+    return metadata.index
+
+
+def with_index(metadata: Metadata, **changes: object) -> Metadata:
+    """Return the metadata with other values in fields of its index."""
+    index = dataclasses.replace(index_of(metadata), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(metadata, index=index)
+
+
+def with_follower(metadata: Metadata, number: int, beside: Beside) -> Metadata:
+    """Return the metadata with another account of one group's blocks."""
+    followers = list(index_of(metadata).followers)
+    followers[metadata.followers.index(number)] = beside
+    return with_index(metadata, followers=tuple(followers))
+
+
+def beside_of(metadata: Metadata, number: int) -> Beside:
+    """Return which blocks of a group stood beside those of the leading group."""
+    return index_of(metadata).followers[metadata.followers.index(number)]
 
 
 def tokens_of(metadata: Metadata) -> jax.Array:
-    """Return the recorded tokens, i32[N, T]."""
+    """Return the recorded tokens, i32[N, T] of the leading group."""
     assert metadata.tokens is not None, "an index comes with recorded tokens"
     return metadata.tokens
 
 
 def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
-    """Return whether blocks, i32[...], are in the index; never without one."""
-    if metadata.prefix is None:
+    """Return whether the leader's blocks, i32[...], are in the index; never without."""
+    if metadata.index is None:
         return jnp.zeros(block.shape, bool)
-    return metadata.prefix.hashes.at[block].get(mode="fill", fill_value=0) != 0
+    return metadata.index.hashes.at[block].get(mode="fill", fill_value=0) != 0
 
 
-def forget(prefix: PrefixIndex, block: jax.Array) -> PrefixIndex:
-    """Take blocks, i32[P], out of the index; N is dropped."""
-    hashes = prefix.hashes.at[block].set(jnp.uint32(0), mode="drop")
-    return dataclasses.replace(prefix, hashes=hashes)
+def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
+    """Return a group's block beside each of the leader's, i32[...]; N where none is.
+
+    Args:
+      metadata: with an index.
+      number: of a group; the leader's blocks are their own partners.
+      block: i32[...], of the leading group, indexed; N_0 for none.
+    """
+    if number == metadata.leader:
+        return block
+    nothing = metadata.groups[number].num_blocks
+    return _agree(beside_of(metadata, number), block, nothing=nothing)
+
+
+# A stage: as part of a later fusion this would be read again after it was changed.
+@stage
+def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
+    """Return the partners of the leader's blocks that stand beside them."""
+    partner = beside.partners.at[block].get(mode="fill", fill_value=nothing)
+    agrees = beside.beside.at[partner].get(mode="fill", fill_value=-1) == block
+    return jnp.where(agrees, partner, nothing)
+
+
+def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
+    """Return whether blocks of a group, i32[...], can be found; never without an index.
+
+    The leader's are those in the index, the others' stand beside one of them.
+    """
+    if metadata.index is None or number == metadata.leader:
+        return is_indexed(metadata, block)
+    above = _find_above(metadata, number, block)
+    partners = beside_of(metadata, number).partners
+    partner = partners.at[above].get(mode="fill", fill_value=-1)
+    return (partner == block) & is_indexed(metadata, above)
+
+
+def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
+    """Return which of the leader's blocks those of another group stand beside."""
+    above, nothing = beside_of(metadata, number).beside, metadata.leading.num_blocks
+    return above.at[block].get(mode="fill", fill_value=nothing)
+
+
+def find_known(metadata: Metadata, number: int) -> jax.Array:
+    """Return which blocks of a group can be found, bool[N]; none without an index."""
+    num_blocks = metadata.groups[number].num_blocks
+    return is_known(metadata, number, jnp.arange(num_blocks, dtype=jnp.int32))
 
 
 @if_indexed
-def forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
-    """Forget blocks, i32[B], and all blocks that follow one of them; N is dropped.
+def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
+    """Take blocks of a group, i32[P], out of the index; N is dropped.
 
-    A block that will be written again leaves the index, and with it whatever was found
-    by way of it: the blocks that its sequence has after it, and cached ones.
+    What was found beside a block of the leading group is not found any more.
     """
-    prefix = index_of(metadata)
-    nothing = metadata.num_blocks
+    if number == metadata.leader:
+        hashes = index_of(metadata).hashes.at[block].set(jnp.uint32(0), mode="drop")
+        return with_index(metadata, hashes=hashes)
+    beside, nothing = beside_of(metadata, number), metadata.leading.num_blocks
+    above = beside.beside.at[block].set(nothing, mode="drop")
+    return with_follower(metadata, number, dataclasses.replace(beside, beside=above))
+
+
+def forget_taken(
+    metadata: Metadata, number: int, block: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    """Forget what blocks of a group held, now that they are handed out.
+
+    Args:
+      metadata: the state.
+      number: of the group.
+      block: i32[P]; N is dropped.
+
+    Returns:
+      The metadata, and i32[]: how many of them could be found.
+    """
+    if metadata.index is None:
+        return metadata, jnp.int32(0)
+    was_known = is_known(metadata, number, block)
+    was_read = was_known
+    if number != metadata.leader:  # known or not: what it stands beside is always true
+        above = _find_above(metadata, number, block)
+        was_read = above <= metadata.leading.num_blocks
+    gone = written_after(was_read, block, metadata.groups[number].num_blocks)
+    metadata = forget_blocks(metadata, number, gone)
+    return metadata, jnp.sum(was_known, dtype=jnp.int32)
+
+
+@if_indexed
+def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
+    """Forget blocks of a group, i32[B], that will be written again; N is dropped.
+
+    With a block of the leading group all blocks that follow it are forgotten.
+    """
+    if number == metadata.leader:
+        return _forget_from(metadata, block)
+    return forget_blocks(metadata, number, block)
+
+
+def _forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
+    """Forget the leader's blocks, i32[B], and all that follow one of them.
+
+    What was found by way of a block leaves the index with it: the blocks that its
+    sequence has after it, and cached ones.
+    """
+    index, nothing = index_of(metadata), metadata.leading.num_blocks
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 
     def forget_all(_trip: jax.Array, hashes: jax.Array) -> jax.Array:
         gone = jnp.zeros((nothing,), bool).at[indexed].set(True, mode="drop")
-        above = jnp.where(hashes != 0, prefix.parents, nothing)
+        above = jnp.where(hashes != 0, index.parents, nothing)
 
         # Whom a block follows is asked of ever farther ancestors: 1, 2, 4, ... before.
         # Few steps for the longest chain; a loop would copy what it reads and writes.
@@ -100,31 +211,5 @@ def forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
 
     # A pass over the pool, so only where there is something to forget.
     any_indexed = jnp.any(indexed < nothing).astype(jnp.int32)
-    hashes = fori_loop(jnp.int32(0), any_indexed, forget_all, prefix.hashes)
-    return dataclasses.replace(
-        metadata, prefix=dataclasses.replace(prefix, hashes=hashes)
-    )
-
-
-@if_indexed
-def forget_recycled(metadata: Metadata, block: jax.Array) -> Metadata:
-    """Forget what blocks, i32[P], held, now that they are handed out; N is dropped."""
-    prefix = index_of(metadata)
-    was_indexed = is_indexed(metadata, block)
-    indexed = written_after(was_indexed, block, metadata.num_blocks)
-    prefix = dataclasses.replace(
-        forget(prefix, indexed),
-        positions=prefix.positions.at[block].set(-1, mode="drop"),
-    )
-    num = jnp.sum(was_indexed, dtype=jnp.int32)
-    metadata = counters.add(metadata, {Counter.BLOCKS_EVICTED: num})
-    return dataclasses.replace(metadata, prefix=prefix)
-
-
-@if_indexed
-def note_places(metadata: Metadata, block: jax.Array, place: jax.Array) -> Metadata:
-    """Note the places in the ring, i32[P], of blocks that entered it; N is dropped."""
-    prefix = index_of(metadata)
-    positions = prefix.positions.at[block].set(place, mode="drop")
-    prefix = dataclasses.replace(prefix, positions=positions)
-    return dataclasses.replace(metadata, prefix=prefix)
+    hashes = fori_loop(jnp.int32(0), any_indexed, forget_all, index.hashes)
+    return with_index(metadata, hashes=hashes)

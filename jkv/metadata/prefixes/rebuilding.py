@@ -2,54 +2,78 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, gaps
-from jkv.metadata.prefixes import hash_tables, hashing
-from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
-from jkv.sharding.loops import while_loop
-from jkv.state import Metadata, PrefixIndex
-from jkv.status import Counter
+from jkv.metadata.prefixes import hash_tables
+from jkv.metadata.prefixes.hash_tables import Prefixes, hash_above
+from jkv.metadata.prefixes.lanes import LANES_PER_TRIP
+from jkv.metadata.prefixes.prefix_index import (
+    beside_of,
+    if_indexed,
+    index_of,
+    tokens_of,
+    with_follower,
+    with_index,
+)
+from jkv.sharding.loops import fori_loop, while_loop
+from jkv.state import Beside, Metadata, PrefixIndex
+
+Carry = TypeVar("Carry")
+Renamed = Callable[[jax.Array], jax.Array]
+Moved = Callable[[jax.Array, int], jax.Array]
 
 
 @if_indexed
 def rename_blocks(
-    metadata: Metadata,
-    renamed: Callable[[jax.Array], jax.Array],
-    moved: Callable[[jax.Array, int], jax.Array],
-    free_ids: jax.Array,
+    metadata: Metadata, number: int, renamed: Renamed, moved: Moved
 ) -> Metadata:
-    """Give the blocks of the index new ids.
+    """Give the blocks of a group new ids wherever the index names them.
 
     Args:
       metadata: the state, everything else renumbered.
+      number: of the group.
       renamed: new ids of old ones, N' where there is none.
       moved: values of the new blocks from those of the old, with a fill for new ones.
-      free_ids: i32[N'], new ids in ring order, then N'.
     """
-    prefix = index_of(metadata)
-    num_old, num_new = prefix.hashes.shape[0], free_ids.shape[0]
-    place = jnp.arange(num_new, dtype=jnp.int32)
-    positions = jnp.full((num_new,), -1, jnp.int32)
-    prefix = dataclasses.replace(
-        prefix,
-        # Rows follow from hashes, not from ids: what they name is renamed in place.
-        buckets=renamed(prefix.buckets),
-        children=renamed(prefix.children),
-        hashes=moved(prefix.hashes, 0),
-        parents=renamed(moved(prefix.parents, num_old)),
-        salts=moved(prefix.salts, 0),
-        positions=positions.at[free_ids].set(place, mode="drop"),
+    if number == metadata.leader:
+        return _rename_leaders(metadata, renamed, moved)
+    beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
+    beside = Beside(
+        partners=renamed(beside.partners), beside=moved(beside.beside, no_leader)
     )
-    if prefix.wide_hashes is not None and prefix.hashes_above is not None:
-        prefix = dataclasses.replace(
-            prefix,
-            wide_hashes=moved(prefix.wide_hashes, 0),
-            hashes_above=moved(prefix.hashes_above, 0),
+    return with_follower(metadata, number, beside)
+
+
+def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metadata:
+    """Give the blocks of the leading group new ids, and tell the other groups."""
+    index = index_of(metadata)
+    num_old = index.hashes.shape[0]
+    index = dataclasses.replace(
+        index,
+        # Rows follow from hashes, not from ids: what they name is renamed in place.
+        buckets=renamed(index.buckets),
+        children=renamed(index.children),
+        hashes=moved(index.hashes, 0),
+        parents=renamed(moved(index.parents, num_old)),
+        salts=moved(index.salts, 0),
+        followers=tuple(
+            Beside(
+                partners=moved(beside.partners, beside.beside.shape[0]),
+                beside=renamed(beside.beside),
+            )
+            for beside in index.followers
+        ),
+    )
+    if index.wide_hashes is not None and index.hashes_above is not None:
+        index = dataclasses.replace(
+            index,
+            wide_hashes=moved(index.wide_hashes, 0),
+            hashes_above=moved(index.hashes_above, 0),
         )
-    return dataclasses.replace(metadata, prefix=prefix)
+    return dataclasses.replace(metadata, index=index)
 
 
 @if_indexed
@@ -60,24 +84,32 @@ def reenter(metadata: Metadata) -> Metadata:
     another size needs other tables. A block whose new row is full leaves the index, and
     so does what was built on it.
     """
-    before, num_blocks = index_of(metadata), metadata.num_blocks
+    before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     was_indexed = before.hashes != 0
     metadata, hashes = _enter_anew(metadata)
-    prefix = dataclasses.replace(
-        index_of(metadata),
-        hashes=hashes,
-        committed=_still_committed(metadata, hashes),
+    metadata = with_index(
+        metadata, hashes=hashes, committed=_still_committed(metadata, hashes)
     )
 
     # Only what was listed: a parent may have more children than a row has places.
     listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
-    place = jnp.arange(num_blocks, dtype=jnp.int32)
-    listed = jnp.where(listed & (hashes != 0), place, num_blocks)
-    prefix = hash_tables.insert_children(prefix, listed, _hash_above(before, hashes))
-    lost = was_indexed & (hashes == 0) & (metadata.reference_counts == 0)
+    listed &= hashes != 0
+
+    def list_some(index: PrefixIndex, block: jax.Array) -> PrefixIndex:
+        is_listed = listed.at[block].get(mode="fill", fill_value=False)
+        above = hash_above(index, block)
+        block = jnp.where(is_listed, block, num_blocks)
+        return hash_tables.insert_children(index, block, above)
+
+    index = _for_all_blocks(num_blocks, list_some, index_of(metadata))
+    metadata = dataclasses.replace(metadata, index=index)
+
+    group = metadata.leading
+    lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
     num_lost = jnp.sum(lost, dtype=jnp.int32)
-    metadata = dataclasses.replace(metadata, prefix=prefix)
-    return counters.add(metadata, {Counter.BLOCKS_EVICTED: num_lost})
+    free = group.free_blocks.changed(forgotten=num_lost)
+    group = dataclasses.replace(group, free_blocks=free)
+    return metadata.with_group(metadata.leader, group)
 
 
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
@@ -87,44 +119,60 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
       The metadata with the tables, no child listed, and u32[N], the hash of each block
       that stays in the index, 0 for the others.
     """
-    before, num_blocks = index_of(metadata), metadata.num_blocks
-    place = jnp.arange(num_blocks, dtype=jnp.int32)
-    is_indexed = before.hashes != 0
+    before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     empty = dataclasses.replace(
         before,
         buckets=_emptied(before.buckets, num_blocks),
         children=_emptied(before.children, num_blocks),
     )
-    metadata, answer = hash_tables.insert(
-        dataclasses.replace(metadata, prefix=empty),
-        jnp.where(is_indexed, place, num_blocks),
-        before.hashes,
-        tokens_of(metadata),
-        before.salts,
-        is_indexed,
-        before.wide_hashes,
-    )
+    tokens, wide = tokens_of(metadata), before.wide_hashes
+
+    def enter_some(
+        carry: tuple[PrefixIndex, jax.Array], block: jax.Array
+    ) -> tuple[PrefixIndex, jax.Array]:
+        index, stays = carry
+        prefixes = Prefixes(
+            tokens=tokens.at[block].get(mode="clip"),
+            salts=before.salts.at[block].get(mode="clip"),
+            hashes=before.hashes.at[block].get(mode="fill", fill_value=0),
+            wide=None if wide is None else wide.at[block].get(mode="clip"),
+        )
+        parents = before.parents.at[block].get(mode="clip")
+        above = hash_above(before, block)
+        now = dataclasses.replace(metadata, index=index)
+        placed = hash_tables.place(now, block, prefixes, prefixes.hashes != 0)
+        index = hash_tables.enter(index, placed, prefixes, parents, above)
+        return index, stays.at[placed.enters].set(True, mode="drop")
+
+    start = empty, jnp.zeros((num_blocks,), bool)
+    index, stays = _for_all_blocks(num_blocks, enter_some, start)
 
     def is_cut_off(hashes: jax.Array) -> jax.Array:
-        has_parent = before.parents < num_blocks
-        return (hashes != 0) & has_parent & (_hash_above(before, hashes) == 0)
+        parent = hashes.at[before.parents].get(mode="fill", fill_value=1)
+        return (hashes != 0) & (parent == 0)
 
     # Hardly ever a trip: a row has eight places for one block on average.
-    return metadata, while_loop(
+    hashes = while_loop(
         lambda hashes: jnp.any(is_cut_off(hashes)),
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
-        jnp.where(answer == place, before.hashes, jnp.uint32(0)),
+        jnp.where(stays, before.hashes, jnp.uint32(0)),
     )
+    return dataclasses.replace(metadata, index=index), hashes
 
 
-def _hash_above(prefix: PrefixIndex, hashes: jax.Array) -> jax.Array:
-    """Return the hash, of u32[N], that ends where each block begins, u32[N]."""
-    if prefix.hashes_above is not None:
-        return prefix.hashes_above
-    num_blocks = hashes.shape[0]
-    parent = hashes.at[prefix.parents].get(mode="fill", fill_value=0)
-    root = hashing.salt_hash(prefix.salts)
-    return jnp.where(prefix.parents < num_blocks, parent, root)
+def _for_all_blocks(
+    num_blocks: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry
+) -> Carry:
+    """Run `body(carry, block)` over all blocks, i32[P] at a time, N behind the last."""
+    lane = jnp.arange(LANES_PER_TRIP, dtype=jnp.int32)
+    return fori_loop(
+        jnp.int32(0),
+        jnp.int32(-(-num_blocks // LANES_PER_TRIP)),
+        lambda i, carry: body(
+            carry, jnp.minimum(i * LANES_PER_TRIP + lane, num_blocks)
+        ),
+        carry,
+    )
 
 
 def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
@@ -139,9 +187,10 @@ def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
       metadata: the state, where `committed` counts as if all blocks still were.
       hashes: u32[N], 0 for blocks that are not indexed.
     """
-    size, committed = jnp.int32(metadata.block_size), index_of(metadata).committed
-    visible = hashes.at[metadata.block_tables].get(mode="fill", fill_value=0) != 0
-    visible |= gaps.find_gone(metadata)
+    group, committed = metadata.leading, index_of(metadata).committed
+    size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
+    visible = hashes.at[group.block_tables].get(mode="fill", fill_value=0) != 0
+    visible |= group.window.gone_cells(num_columns, group.block_size)
     leading = jnp.cumprod(visible, axis=1, dtype=jnp.int32)
     num_visible = jnp.sum(leading, axis=1, dtype=jnp.int32)
     return jnp.where(num_visible < committed // size, num_visible * size, committed)

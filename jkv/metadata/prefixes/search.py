@@ -1,24 +1,42 @@
-"""Looking prompts up in the prefix index, and starting sequences with what is found."""
+"""Looking prompts up in the prefix index, and starting sequences with what is found.
+
+A prompt is found up to where every group of layers can go on: all of its blocks where
+everything is seen, those of the window where one is. What the leading group's blocks
+prove to be the prompt's, the blocks beside them hold too.
+"""
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, gaps, tables
-from jkv.metadata.prefixes import (
-    cut_chains,
-    hash_tables,
-    hashing,
-    holes,
-    sequences,
+from jkv.metadata import allocator, counters, tables
+from jkv.metadata.prefixes import hash_tables, hashing, proofs, sequences
+from jkv.metadata.prefixes.hash_tables import Prefixes
+from jkv.metadata.prefixes.prefix_index import (
+    find_partners,
+    if_indexed,
+    index_of,
+    tokens_of,
 )
-from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, tokens_of
+from jkv.metadata.prefixes.proofs import Tip
 from jkv.metadata.tails import BlockCopies, copy_tokens
-from jkv.state import Metadata
+from jkv.state import BlockGroup, Metadata
+from jkv.state.windows import Columns
 from jkv.status import Counter
+
+
+class FoundBlocks(NamedTuple):
+    """What is found of B prompts in one group."""
+
+    # i32[B, C], the block of each column, N where none is found or nothing needs it.
+    blocks: jax.Array
+    gap: Columns  # i32[B] or 0, of the leading columns those that nothing needs
+    part: jax.Array  # i32[B], a block that begins like what follows, N if there is none
 
 
 class Found(NamedTuple):
@@ -27,12 +45,9 @@ class Found(NamedTuple):
     Without an index, or without prompts, there are no columns and nothing is found.
     """
 
-    blocks: jax.Array  # i32[B, C], the block of each column, N where none is found
     num_blocks: jax.Array  # i32[B], leading columns found
-    part: jax.Array  # i32[B], a block that begins like what follows, N if there is none
-    num_part: jax.Array  # i32[B], tokens they have in common, below T
-    # i32[B], of the leading columns those that nothing needs; None without a window
-    gap: jax.Array | None = None
+    num_part: jax.Array  # i32[B], tokens in common with the part, below T
+    groups: tuple[FoundBlocks, ...]
 
     def num_tokens(self, block_size: int) -> jax.Array:
         """Return the tokens found, i32[B]."""
@@ -47,6 +62,14 @@ class _Prompts(NamedTuple):
     usable: jax.Array  # i32[B], tokens that may be found: never the last
 
 
+class _Whole(NamedTuple):
+    """The leading columns found of B prompts."""
+
+    blocks: tuple[jax.Array, ...]  # i32[B, C] of each group, N where none is known
+    num: jax.Array  # i32[B], columns from which all groups can go on
+    tip: Tip  # their end, in the leading group
+
+
 def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
     """Look up prompts; the last token of each is never found.
 
@@ -55,45 +78,40 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
-    if metadata.prefix is None or tokens is None:
-        none = jnp.zeros(salts.shape, jnp.int32)
-        nowhere = jnp.full(salts.shape, metadata.num_blocks, jnp.int32)
-        return Found(jnp.zeros((*salts.shape, 0), jnp.int32), none, nowhere, none)
+    if metadata.index is None or tokens is None:
+        return _find_nothing(metadata, salts.shape)
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     ends = jnp.where(tokens < 0, place, tokens.shape[1])
     length = jnp.min(ends, axis=1, initial=tokens.shape[1])
     usable = jnp.clip(length - 1, 0, metadata.max_context_length)
     prompts = _Prompts(tokens, salts, usable)
-    blocks, num_blocks, tip = _find_whole(metadata, prompts)
-    part, num_part = _find_part(metadata, prompts, num_blocks, tip)
-    found = Found(blocks, num_blocks, part, num_part)
-    if metadata.window is None:
-        return found
-    num_tokens = found.num_tokens(metadata.block_size)
-    kept = cut_chains.find_kept(metadata, num_tokens, blocks.shape[1])
-    blocks = jnp.where(kept.columns, blocks, metadata.num_blocks)
-    return found._replace(blocks=blocks, gap=kept.gap)
+    whole = _find_whole(metadata, prompts)
+    parts, num_part = _find_part(metadata, prompts, whole)
+    num_tokens = whole.num * metadata.block_size + num_part
+    groups = []
+    for group, blocks, part in zip(metadata.groups, whole.blocks, parts, strict=True):
+        needed = _is_needed(group, whole.num, num_tokens, blocks.shape[1])
+        blocks = jnp.where(needed, blocks, group.num_blocks)
+        gap = group.window.unseen_from(num_tokens, group.block_size)
+        groups.append(FoundBlocks(blocks, gap, part))
+    return Found(whole.num, num_part, tuple(groups))
 
 
-class _Tip(NamedTuple):
-    """The end of what was found whole of B prompts."""
+def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
+    """Return that nothing is found of prompts."""
+    none = jnp.zeros(shape, jnp.int32)
+    columns = jnp.zeros((*shape, 0), jnp.int32)
+    groups = (
+        FoundBlocks(columns, 0, jnp.full(shape, group.num_blocks, jnp.int32))
+        for group in metadata.groups
+    )
+    return Found(none, none, tuple(groups))
 
-    block: jax.Array  # i32[B], the last block, N for none
-    hash: jax.Array  # u32[B], of the prefix up to its end
-    wide: jax.Array | None  # u32[B, 2], more hashes of it, with a window
 
-
-def _find_whole(
-    metadata: Metadata, prompts: _Prompts
-) -> tuple[jax.Array, jax.Array, _Tip]:
-    """Find leading blocks of prompts: all columns at once, the proof after the guess.
-
-    Returns:
-      i32[B, C] blocks, N from the first column not found; i32[B], columns found; and
-      the end of the prefix that they make.
-    """
-    prefix = index_of(metadata)
-    size, nothing = metadata.block_size, metadata.num_blocks
+def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
+    """Find leading blocks of prompts: all columns at once, guesses before proofs."""
+    index, size = index_of(metadata), metadata.block_size
+    nothing = metadata.leading.num_blocks
     num_requests, width = prompts.tokens.shape
     num_columns = min(width // size, metadata.max_blocks_per_sequence)
     whole = prompts.tokens[:, : num_columns * size]
@@ -102,63 +120,80 @@ def _find_whole(
     start = hashing.salt_hash(prompts.salts)
     sums = jnp.cumsum(hashing.column_hash(whole, column), axis=1, dtype=jnp.uint32)
     hashes = start[:, None] + sums
+    wide = proofs.hash_prompts(index, whole, column, prompts.salts)
 
-    proposed = hash_tables.look_up(prefix, hashes)
-    wide = cut_chains.hash_prompts(metadata, whole, column, prompts.salts)
-    is_found = ((column + 1) * size <= prompts.usable[:, None]) & hash_tables.is_same(
-        metadata, proposed, whole, prompts.salts[:, None], wide
+    block = hash_tables.look_up(index, hashes)
+    first = jnp.full((num_requests, 1), nothing, jnp.int32)
+    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, :num_columns]
+    parents = proofs.known_parents(index, before)
+    asked = Prefixes(whole, prompts.salts[:, None], hashes, wide, parents)
+    is_found = (column + 1) * size <= prompts.usable[:, None]
+    is_found &= hash_tables.is_same(metadata, block, asked)
+    block = jnp.where(is_found, block, nothing)
+    blocks = tuple(
+        find_partners(metadata, number, block) for number in range(len(metadata.groups))
     )
-    if wide is None:
-        first = jnp.full((num_requests, 1), nothing, jnp.int32)
-        before = jnp.concatenate([first, proposed[:, :-1]], axis=1)[:, :num_columns]
-        is_found &= prefix.parents.at[proposed].get(mode="clip") == before
-        missing = jnp.where(is_found, num_columns, column)
-        num_found = jnp.min(missing, axis=1, initial=num_columns)
-    else:
-        num_found = cut_chains.find_reach(metadata, is_found)
-    blocks = jnp.where(column < num_found[:, None], proposed, nothing)
-    last = num_found[:, None] - 1
-    tip_hash = jnp.where(num_found > 0, _at(hashes, last, np.uint32(0)), start)
+    reaches = [
+        group.window.reaches(theirs < group.num_blocks, size)
+        for group, theirs in zip(metadata.groups, blocks, strict=True)
+    ]
+    goes_on = functools.reduce(operator.and_, reaches)
+    num = jnp.max(jnp.where(goes_on, column + 1, 0), axis=1, initial=0)
+
+    last, is_empty = num[:, None] - 1, num == 0
     if wide is not None:
         words = [_at(wide[..., i], last, np.uint32(0)) for i in range(2)]
         wide = jnp.where(
-            num_found[:, None] > 0,
-            jnp.stack(words, axis=-1),
+            is_empty[:, None],
             hashing.wide_salt_hash(prompts.salts),
+            jnp.stack(words, axis=-1),
         )
-    return blocks, num_found, _Tip(_at(blocks, last, nothing), tip_hash, wide)
+    end = jnp.where(is_empty, start, _at(hashes, last, np.uint32(0)))
+    return _Whole(blocks, num, Tip(_at(block, last, nothing), end, wide))
+
+
+def _is_needed(
+    group: BlockGroup, num: jax.Array, num_tokens: jax.Array, num_columns: int
+) -> jax.Array:
+    """Return which columns a group needs of what was found, bool[B, C].
+
+    Args:
+      group: the group.
+      num: i32[B], leading columns that are found.
+      num_tokens: i32[B], tokens that are.
+      num_columns: C.
+    """
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    needs = group.window.needs(num_tokens, num_columns, group.block_size)
+    return (column < num[:, None]) & needs
 
 
 def _find_part(
-    metadata: Metadata,
-    prompts: _Prompts,
-    num_found: jax.Array,
-    tip: _Tip,
-) -> tuple[jax.Array, jax.Array]:
-    """Find the child of the last block found that begins most like what follows it.
+    metadata: Metadata, prompts: _Prompts, whole: _Whole
+) -> tuple[list[jax.Array], jax.Array]:
+    """Find the block behind those found that begins most like what follows them.
 
-    Args:
-      metadata: with an index.
-      prompts: the prompts.
-      num_found: i32[B], columns found.
-      tip: the last block found, and the prefix up to its end.
+    It is a child of the last one, and all groups have a block beside it.
 
     Returns:
-      i32[B], the child, N for none; and i32[B], the tokens in common.
+      Of each group the block, i32[B], N for none; and i32[B], the tokens in common.
     """
-    prefix = index_of(metadata)
-    size, nothing = metadata.block_size, metadata.num_blocks
+    index, size = index_of(metadata), metadata.block_size
+    nothing, num = metadata.leading.num_blocks, whole.num
     offset = jnp.arange(size, dtype=jnp.int32)[None]
-    rest = _at_each(prompts.tokens, num_found[:, None] * size + offset, -1)
-    at_most = jnp.minimum(prompts.usable - num_found * size, size - 1)
-    child = prefix.children[hash_tables.row_of(prefix.children, ~tip.hash)]
-    is_child = (prefix.hashes.at[child].get(mode="fill", fill_value=0) != 0) & (
-        prefix.salts.at[child].get(mode="clip") == prompts.salts[:, None]
+    rest = _at_each(prompts.tokens, num[:, None] * size + offset, -1)
+    at_most = jnp.minimum(prompts.usable - num * size, size - 1)
+    child = index.children[hash_tables.row_of(index.children, ~whole.tip.hash)]
+    is_child = (
+        (index.hashes.at[child].get(mode="fill", fill_value=0) != 0)
+        & (index.salts.at[child].get(mode="clip") == prompts.salts[:, None])
+        & proofs.follows_tip(metadata, child, num, whole.tip)
     )
-    if tip.wide is None:
-        is_child &= prefix.parents.at[child].get(mode="clip") == tip.block[:, None]
-    else:
-        is_child &= cut_chains.is_child(metadata, child, num_found, tip.hash, tip.wide)
+    children = [
+        find_partners(metadata, number, child) for number in range(len(metadata.groups))
+    ]
+    for number in metadata.followers:
+        is_child &= children[number] < metadata.groups[number].num_blocks
     theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
     offset = offset[None]
     differs = (theirs != rest[:, None]) | (offset >= at_most[:, None, None])
@@ -166,7 +201,11 @@ def _find_part(
     common = jnp.where(is_child, common, 0)
     best = jnp.argmax(common, axis=1)[:, None].astype(jnp.int32)
     num_part = _at(common, best, 0)
-    return jnp.where(num_part > 0, _at(child, best, nothing), nothing), num_part
+    parts = [
+        jnp.where(num_part > 0, _at(blocks, best, group.num_blocks), group.num_blocks)
+        for blocks, group in zip(children, metadata.groups, strict=True)
+    ]
+    return parts, num_part
 
 
 @if_indexed
@@ -175,20 +214,30 @@ def share(metadata: Metadata, row: jax.Array, found: Found) -> Metadata:
 
     They get an owner more each, so a cached one is not taken by others any more.
     """
-    is_served = (row < metadata.max_sequences)[:, None]
-    blocks = jnp.where(is_served, found.blocks, metadata.num_blocks)
+    groups = (
+        _share(group, row, theirs)
+        for group, theirs in zip(metadata.groups, found.groups, strict=True)
+    )
+    return dataclasses.replace(metadata, groups=tuple(groups))
+
+
+def _share(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
+    """Enter what was found in one group in its table rows, i32[B]."""
+    nothing, no_row = group.num_blocks, group.max_sequences
+    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
     columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
-    rows = jnp.where(blocks < metadata.num_blocks, row[:, None], metadata.max_sequences)
-    tables = metadata.block_tables.at[rows, columns].set(blocks, mode="drop")
-    metadata = dataclasses.replace(metadata, block_tables=tables)
-    if found.gap is not None:
-        metadata = gaps.set_gap(metadata, row, found.gap)
-    return holes.add_references(metadata, blocks.reshape(-1))
+    rows = jnp.where(blocks < nothing, row[:, None], no_row)
+    group = dataclasses.replace(
+        group,
+        block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
+        window=group.window.with_gaps(row, found.gap),
+    )
+    return allocator.add_references(group, blocks.reshape(-1))
 
 
 def copy_part(
     metadata: Metadata, row: jax.Array, found: Found
-) -> tuple[Metadata, BlockCopies | None]:
+) -> tuple[Metadata, tuple[BlockCopies, ...] | None]:
     """Have the part of a block that was found copied into the first fresh one.
 
     Args:
@@ -197,14 +246,20 @@ def copy_part(
       found: what was found.
 
     Returns:
-      The metadata, tokens copied, and the copies due in storage, None without an index.
+      The metadata, tokens copied, and the copies due in the storage of each group, None
+      without an index.
     """
-    if metadata.prefix is None:
+    if metadata.index is None:
         return metadata, None
-    fresh = tables.blocks_at(metadata, row, found.num_blocks)
-    target = jnp.where(found.num_part > 0, fresh, metadata.num_blocks)
-    copies = BlockCopies(jnp.minimum(found.part, metadata.num_blocks - 1), target)
-    return copy_tokens(metadata, copies), copies
+    copies = []
+    for number, theirs in enumerate(found.groups):
+        group = metadata.groups[number]
+        fresh = tables.blocks_at(group, row, found.num_blocks)
+        target = jnp.where(found.num_part > 0, fresh, group.num_blocks)
+        source = jnp.minimum(theirs.part, group.num_blocks - 1)
+        copies.append(BlockCopies(source, target))
+        metadata = metadata.with_group(number, copy_tokens(group, copies[-1]))
+    return metadata, tuple(copies)
 
 
 @if_indexed
@@ -213,7 +268,8 @@ def note_found(
 ) -> Metadata:
     """Let rows, i32[B], of domains, i32[B], begin with the tokens found, i32[B]."""
     lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
-    metadata = dataclasses.replace(metadata, context_lengths=lengths)
+    changed = dataclasses.replace(metadata.sequences, context_lengths=lengths)
+    metadata = dataclasses.replace(metadata, sequences=changed)
     return sequences.note_opened(metadata, row, salts, num_cached)
 
 
@@ -240,7 +296,8 @@ def count_queries(
         Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
         Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
     }
-    return counters.add(metadata, sums)
+    counted = counters.add(metadata.sequences, sums)
+    return dataclasses.replace(metadata, sequences=counted)
 
 
 def _at(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:

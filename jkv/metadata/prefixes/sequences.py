@@ -4,12 +4,10 @@ A sequence has an *epoch*, the clock when it was opened, cut back or reordered l
 step that was planned in another epoch makes nothing visible.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.prefixes.prefix_index import if_indexed, index_of
+from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, with_index
 from jkv.state import Metadata
 
 
@@ -18,15 +16,13 @@ def note_opened(
     metadata: Metadata, row: jax.Array, salts: jax.Array, committed: jax.Array
 ) -> Metadata:
     """Note the domain of opened rows, i32[B], and the tokens found for them."""
-    prefix = index_of(metadata)
-    stamp = metadata.now + jnp.uint32(1)
-    prefix = dataclasses.replace(
-        prefix,
-        committed=prefix.committed.at[row].set(committed, mode="drop"),
-        sequence_salts=prefix.sequence_salts.at[row].set(salts, mode="drop"),
-        epochs=prefix.epochs.at[row].set(stamp, mode="drop"),
+    index, stamp = index_of(metadata), metadata.now + jnp.uint32(1)
+    return with_index(
+        metadata,
+        committed=index.committed.at[row].set(committed, mode="drop"),
+        sequence_salts=index.sequence_salts.at[row].set(salts, mode="drop"),
+        epochs=index.epochs.at[row].set(stamp, mode="drop"),
     )
-    return dataclasses.replace(metadata, prefix=prefix)
 
 
 @if_indexed
@@ -46,12 +42,12 @@ def inherit(
       parents: i32[B].
       lengths: i32[B], tokens that each row takes over.
     """
-    prefix = index_of(before)
-    committed = prefix.committed.at[parents].get(mode="clip")
+    index = index_of(before)
+    committed = index.committed.at[parents].get(mode="clip")
     return note_opened(
         metadata,
         row,
-        prefix.sequence_salts.at[parents].get(mode="clip"),
+        index.sequence_salts.at[parents].get(mode="clip"),
         jnp.minimum(committed, lengths),
     )
 
@@ -59,16 +55,16 @@ def inherit(
 @if_indexed
 def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
     """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
-    prefix = index_of(metadata)
-    committed = jnp.minimum(prefix.committed.at[row].get(mode="clip"), lengths)
+    index = index_of(metadata)
+    committed = jnp.minimum(index.committed.at[row].get(mode="clip"), lengths)
     # An empty sequence holds nothing that could be out of date.
     committed = jnp.where(lengths == 0, 0, committed)
-    salts = prefix.sequence_salts.at[row].get(mode="clip")
+    salts = index.sequence_salts.at[row].get(mode="clip")
     return note_opened(metadata, row, salts, committed)
 
 
 def epochs(metadata: Metadata, seq_ids: jax.Array) -> jax.Array | None:
     """Return when each sequence was opened or last cut back, u32[B], with an index."""
-    if metadata.prefix is None:
+    if metadata.index is None:
         return None
-    return metadata.prefix.epochs.at[seq_ids].get(mode="clip")
+    return metadata.index.epochs.at[seq_ids].get(mode="clip")

@@ -14,7 +14,7 @@ from tolerances import assert_close
 import jkv
 from jkv.attention.kernel import launches, planning, platforms
 from jkv.attention.kernel.platforms import _INTERPRETED
-from jkv.verbs.work_lists import with_work_lists
+from jkv.verbs.planning import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
@@ -84,20 +84,21 @@ CALLS = {
 def test_layers_use_the_lists_of_the_step(num_listed, call):
     expected = step(**CALLS[call], implementation="reference")[1]
     batch, answer = step(**CALLS[call])
-    assert batch.work_lists is not None and not num_listed
+    assert batch.plan is not None and not num_listed
     for one, other in zip(answer, expected, strict=True):
         assert_close(one, other)
     assert expected[0].any() == (call != "nothing")
-    (decode,) = batch.work_lists.decode
+    (lists,) = batch.plan
+    (decode,) = lists.decode
     assert decode.is_windowed == ("sliding_window" in CALLS[call])
-    assert bool(batch.work_lists.prefill) == ("num_tokens" in CALLS[call])
+    assert bool(lists.prefill) == ("num_tokens" in CALLS[call])
 
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_card")
 def test_other_calls_make_their_own(num_listed):
     batch, answer = step(group=17)
-    assert batch.work_lists is not None and num_listed
+    assert batch.plan is not None and num_listed
     expected = step(group=17, implementation="reference")[1]
     assert_close(answer[0], expected[0])
 
@@ -132,14 +133,14 @@ def test_a_card_is_known_by_its_table():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
-    assert batch.work_lists.decode[0].sizes.least == 8 * 304 // 2 // 2
+    assert batch.plan[0].decode[0].sizes.least == 8 * 304 // 2 // 2
 
 
 @pytest.mark.one_end
 def test_without_a_card_nothing_is_listed():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
-    assert batch.work_lists is None
+    assert batch.plan is None
 
 
 LATENT = {"num_kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
@@ -162,7 +163,7 @@ def test_whatever_the_model_has_of_heads(num_listed, model):
 
     def attend(cache, window, queries):
         cache, batch = jkv.append(cache, [0, 1], [9, 1], capacity=16)
-        first = with_work_lists(cache, batch.first_rows(12))
+        first = plan_attention(cache, batch.first_rows(12))
         one = jkv.attend(cache, 0, batch, queries, window=window)
         return one, jkv.attend(cache, 1, first, queries[:12])
 
@@ -176,14 +177,13 @@ def test_each_group_has_lists_of_its_own():
     config = jkv.GroupedConfig.for_context_length(
         4096, max_sequences=2, layer_windows=[None, 64], num_kv_heads=1, head_dim=16
     )
-    cache = jax.eval_shape(lambda: jkv.init_groups(config))
+    cache = jax.eval_shape(lambda: jkv.init(config))
 
     def plan(cache):
         cache, batch = jkv.append(cache, [0, 1], [9, 1], capacity=16)
-        first = with_work_lists(cache, batch.first_rows(12))
-        return batch.groups, first.groups
+        first = plan_attention(cache, batch.first_rows(12))
+        return batch.plan, first.plan
 
-    for groups in jax.eval_shape(plan, cache):
-        lists = [batch.work_lists for batch in groups]
+    for lists in jax.eval_shape(plan, cache):
         assert [each.decode[0].is_windowed for each in lists] == [False, True]
         assert all(each.prefill for each in lists)

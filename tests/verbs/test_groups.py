@@ -1,4 +1,4 @@
-"""Groups of layers: one cache for each window, behind the verbs of one cache.
+"""Groups of layers: a pool of blocks for each window, and the same sequences in all.
 
 What a plain cache says, which keeps all tokens of all layers, is what groups must say:
 the same statuses, lengths and positions, and the same attention of each layer.
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import free_count
 
 import jkv
 from jkv.status import UsageError
@@ -46,7 +47,7 @@ def plain_cache():
 
 
 def grouped_cache():
-    return jkv.init_groups(grouped_config())
+    return jkv.init(grouped_config())
 
 
 @jax.jit
@@ -90,6 +91,7 @@ def test_groups_say_what_one_cache_says():
     rng = np.random.default_rng(3)
     plain, groups = plain_cache(), grouped_cache()
     assert groups.find_layer(2) == (1, 1) and groups.find_layer(3) == (0, 1)
+    assert groups.num_layers == 4
     num_gone = num_refused = 0
     for turn in range(120):
         seq_ids = rng.integers(-1, 5, WIDTH).astype(np.int32)
@@ -129,10 +131,10 @@ def test_groups_say_what_one_cache_says():
             np.testing.assert_allclose(attended, outputs, atol=1e-5)
         jkv.check(groups)
         same(jkv.context_lengths(groups), jkv.context_lengths(plain))
-        num_gone += int(jkv.kept_from(groups.groups[1]).sum())
+        num_gone += int(jkv.kept_from(groups, group=1).sum())
     assert num_gone > 100 and num_refused > 0
     refusals = jkv.stats(plain).refusals
-    found = jkv.stats(groups.groups[0]).refusals
+    found = jkv.stats(groups).refusals
     for cause in (jkv.Status.INVALID_SEQUENCE, jkv.Status.CONTEXT_FULL):
         assert found[cause] == refusals[cause]
 
@@ -140,17 +142,52 @@ def test_groups_say_what_one_cache_says():
 @pytest.mark.parametrize("num_blocks", [(24, 3), (3, 24)], ids=["windowed", "full"])
 def test_all_groups_serve_a_request_or_none(num_blocks):
     """One pool has three blocks: the second sequence finds none for its second one."""
-    cache = jkv.init_groups(grouped_config(num_blocks), storage=False)
+    cache = jkv.init(grouped_config(num_blocks), storage=False)
     cache, _ = jkv.allocate(cache, [0] * WIDTH)
     cache, _ = jkv.append(cache, [0, 1, -1], [4, 4, 0], capacity=ROWS)
     after, batch = jkv.append(cache, [0, 1, 2], [1, 1, 0], capacity=ROWS)
     assert batch.status.tolist() == [0, jkv.Status.OUT_OF_BLOCKS, 0]
     assert batch.context_lengths.tolist() == [5, 4, 0]
-    assert [plan.query_lengths.tolist() for plan in batch.groups] == [[1, 0, 0]] * 2
+    assert batch.query_lengths.tolist() == [1, 0, 0]
     assert batch.valid.tolist() == [True] + [False] * 7
     assert jkv.context_lengths(after).tolist() == [5, 4, 0, 0]
     jkv.check(after)
-    assert jkv.stats(after.groups[0]).refusals[jkv.Status.OUT_OF_BLOCKS] == 1
+    assert jkv.stats(after).refusals[jkv.Status.OUT_OF_BLOCKS] == 1
+
+
+@pytest.mark.parametrize("num_blocks", [(24, 2), (2, 24)], ids=["windowed", "full"])
+def test_who_lacks_a_block_leaves_its_row(num_blocks):
+    """One pool has two blocks, and two rows are free: as one cache answers, too."""
+    config = grouped_config(num_blocks, max_sequences=2)
+    _, opened = jkv.allocate(jkv.init(config), [12, 0, 0])
+    assert opened.status.tolist() == [jkv.Status.OUT_OF_BLOCKS, 0, 0]
+    assert opened.seq_ids.tolist() == [-1, 0, 1]
+
+
+def test_who_is_cut_off_leaves_its_row():
+    """Of a text of 24 tokens the windowed layers have those from 12 on."""
+    cache, _ = jkv.allocate(grouped_cache(), [0, 0, 0])
+    for _ in range(6):
+        cache, _ = jkv.append(cache, 0, 4, capacity=4)
+    assert jkv.kept_from(cache, group=1).tolist() == [12, 0, 0, 0]
+    cache, forked = jkv.fork(cache, [0, 0], [4, 24])
+    assert forked.status.tolist() == [jkv.Status.INVALID_ARGUMENT, 0]
+    assert forked.seq_ids.tolist() == [-1, 3]
+    jkv.check(cache)
+
+
+def test_who_lacks_a_block_in_one_group_shuts_out_who_needs_one_in_another():
+    """Sequence 0 needs blocks of both groups; 1 has all reserved but for its window."""
+    cache, _ = jkv.allocate(jkv.init(grouped_config((12, 16)), storage=False), [0, 40])
+    cache, _ = jkv.append(cache, [0, 1], [8, 12], capacity=20)
+    assert [free_count(cache, group) for group in range(2)] == [0, 11]
+    _, batch = jkv.append(cache, [0, 1], [1, 1])
+    assert batch.status.tolist() == [jkv.Status.OUT_OF_BLOCKS] * 2
+    after, batch = jkv.append(cache, [1, 0], [1, 1])
+    assert batch.status.tolist() == [0, jkv.Status.OUT_OF_BLOCKS]
+    _, batch = jkv.append(after, [0, 1], [1, 1])  # the one that needs none now
+    assert batch.status.tolist() == [jkv.Status.OUT_OF_BLOCKS, 0]
+    jkv.check(after)
 
 
 def test_a_pool_for_windows_serves_texts_that_it_could_not_hold():
@@ -159,7 +196,7 @@ def test_a_pool_for_windows_serves_texts_that_it_could_not_hold():
     )
     assert [group.num_blocks for group in config.groups] == [48, 16]
     assert config.layer_groups == (1, 0, 1, 0)
-    cache = jkv.init_groups(config)
+    cache = jkv.init(config)
     assert cache.nbytes == config.bytes
     cache, _ = allocate(cache, np.zeros(WIDTH, np.int32))
     rows = np.ones((ROWS, 1, 2), np.float32)
@@ -167,8 +204,9 @@ def test_a_pool_for_windows_serves_texts_that_it_could_not_hold():
         cache, batch, _ = step(cache, np.int32([0, 1, 2]), np.int32([2, 2, 2]), rows)
         assert batch.status.tolist() == [0, 0, 0]
     assert jkv.context_lengths(cache).tolist() == [48, 48, 48, 0]
-    live = [jkv.stats(group).live_blocks for group in cache.groups]
-    assert live[0] == 36 and live[1] <= 12
+    free = [free_count(cache, group) for group in range(2)]
+    assert free[0] == 48 - 36 and free[1] >= 4
+    assert int(jkv.num_free_blocks(cache)) == min(free)
 
 
 def test_layers_may_be_scanned_by_their_periods():
@@ -209,7 +247,7 @@ def test_sequences_leave_and_come_back_in_all_groups():
     for _ in range(5):
         cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)
     before = [jkv.read(cache, layer, 0) for layer in range(4)]
-    gone = int(jkv.kept_from(cache.groups[1])[0])
+    gone = int(jkv.kept_from(cache, group=1)[0])
     cache, swapped = jkv.swap_out(cache, [0, 2])
     jkv.check(cache)
     assert jkv.context_lengths(cache).tolist() == [0, 10, 0, 0] and gone > 0
@@ -217,7 +255,7 @@ def test_sequences_leave_and_come_back_in_all_groups():
     jkv.check(back)
     seq_id = int(entered.seq_ids[0])
     same([jkv.read(back, layer, seq_id) for layer in range(4)], before)
-    assert int(jkv.kept_from(back.groups[1])[seq_id]) == gone
+    assert int(jkv.kept_from(back, group=1)[seq_id]) == gone
 
     # Another takes ten blocks more of the pool for windows; the other pool has room.
     full, held = jkv.allocate(cache, [0])
@@ -228,20 +266,58 @@ def test_sequences_leave_and_come_back_in_all_groups():
     assert set(refused.status.tolist()) == {jkv.Status.OUT_OF_BLOCKS}
     jkv.check(after)
     same(jkv.context_lengths(after), jkv.context_lengths(full))
-    with pytest.raises(UsageError, match="a tuple with the sequences of each"):
-        jkv.swap_in(cache, swapped[0])
+    plain = jkv.init(grouped_config().groups[0])
+    with pytest.raises(ValueError, match="group"):
+        jkv.swap_in(plain, swapped)
 
 
-def test_files_have_one_group_each(tmp_path):
+def test_eviction_goes_on_until_every_group_has_as_many():
+    """Each sequence has two blocks in either pool, of 9 and of 7."""
+    cache, _ = jkv.allocate(jkv.init(grouped_config((9, 7)), storage=False), [0] * 3)
+    for seq_id in (2, 0, 1):
+        cache, _ = jkv.append(cache, seq_id, 8, capacity=8)
+    assert [free_count(cache, group) for group in range(2)] == [3, 1]
+    cache, evicted = jkv.evict(cache, 3)
+    assert evicted.tolist() == [2, -1, -1, -1]
+    assert [free_count(cache, group) for group in range(2)] == [5, 3]
+    jkv.check(cache)
+
+
+def test_nothing_is_refused_for_groups(tmp_path):
+    """What is asked of a whole cache is asked of one with groups, too."""
     cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
     rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)
-    for i, group in enumerate(cache.groups):
-        jkv.save(tmp_path / str(i), group)
-    loaded = [jkv.load(tmp_path / str(i)) for i in range(2)]
-    found = jkv.init_groups(grouped_config()).with_groups(tuple(loaded))
-    jkv.check(found)
-    same(found, cache)
+    jkv.save(tmp_path / "cache", cache)
+    same(jkv.load(tmp_path / "cache"), cache)
+    assert jkv.stats(cache).tokens == 8
+    grown = jkv.resize(cache, (50, 20))
+    assert [group.num_blocks for group in grown.metadata.groups] == [50, 20]
+    watched, _ = jkv.append(jkv.debug(cache), [0], 1)
+    assert watched.watcher is not None
+    indexed = jkv.init(dataclasses.replace(grouped_config(), prefix_caching=True))
+    assert jkv.match(indexed, [[1, 2]]).tolist() == [0]
+    cache = jkv.compact(cache)
+    cache, evicted = jkv.evict_older_than(cache, 0, protect=1)
+    assert evicted.tolist() == [-1] * 4  # the last call used all that were open
+    jkv.check(cache)
+
+
+def test_a_layer_may_be_in_no_group():
+    config = dataclasses.replace(grouped_config(), layer_groups=(1, (), 0, (), 1, 0))
+    cache, _ = jkv.allocate(jkv.init(config), [0])
+    cache, batch = jkv.append(cache, [0], 1)
+    assert cache.num_layers == 6 and cache.find_layer(4) == (1, 1)
+    rows = jnp.ones((1, 1, 2))
+    cache = jkv.write(cache, 5, batch, rows, rows)
+    assert np.asarray(jkv.read(cache, 5, 0)[0])[0].tolist() == [[1, 1]]
+    for call in (
+        lambda: jkv.write(cache, 1, batch, rows, rows),
+        lambda: jkv.attend(cache, 1, batch, rows),
+        lambda: jkv.read(cache, 3, 0),
+    ):
+        with pytest.raises(ValueError, match="keeps no keys and values"):
+            call()
 
 
 def test_mistakes_are_answered():
@@ -252,24 +328,19 @@ def test_mistakes_are_answered():
         jkv.write(grown, 4, batch, rows, rows)
     with pytest.raises(UsageError, match="find_periodic"):
         jax.eval_shape(lambda i: jkv.write(grown, i, batch, rows, rows), np.int32(0))
-    with pytest.raises(UsageError, match="what append returned for this cache"):
-        jkv.write(grown, 0, batch.groups[0], rows, rows)
+    _, of_another = jkv.append(plain_cache(), [-1] * WIDTH)
+    with pytest.raises(ValueError, match="planned by append on another cache"):
+        jkv.write(grown, 0, of_another, rows, rows)
     with pytest.raises(ValueError, match="keeps the last 8 tokens"):
         jkv.attend(grown, 0, batch, rows)
-    with pytest.raises(UsageError, match=r"pass one of cache\.groups"):
-        jkv.num_free_blocks(cache)
-    for verb, arguments, said in (
-        (jkv.save, ["nowhere", cache], "save each of cache.groups"),
-        (jkv.debug, [cache], "look for mistakes in one cache of all layers"),
-        (jkv.resize, [cache, 4], "put what it returns in their places"),
-        (jkv.evict, [cache, 1], "free those that jkv.least_recently_used names"),
-        (jkv.match, [cache, [[1, 2]]], "groups of layers find no prompts again"),
-        (jkv.stats, [cache], r"pass one of cache\.groups, the caches of 2 groups"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            verb(*arguments)
-    with pytest.raises(UsageError, match="beam_search does not take groups of layers"):
-        jkv.beam_search(step, {}, cache, [[1]], num_beams=1, max_new_tokens=1)
+    for name in ("num_blocks", "num_kv_heads", "head_dim", "value_head_dim", "dtype"):
+        with pytest.raises(UsageError, match=f"cache.{name} is one number"):
+            getattr(cache, name)
+    with pytest.raises(UsageError, match="slots_of"):
+        _ = batch.block_ids
+    for verb, arguments in ((jkv.block_ids, [0]), (jkv.slots, [0, 0])):
+        with pytest.raises(UsageError, match="group"):
+            verb(cache, *arguments)
     config = grouped_config()
     for changes, said in (
         (dict(layer_groups=(1, 0, 1)), "gives it 1 layers"),

@@ -1,0 +1,147 @@
+"""The invariants of sequences and of one group's blocks, as `check` reports them.
+
+Each function yields what it finds wrong, a sentence each.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jkv.inspection.recount import Recount
+from jkv.state import Metadata, Ring
+
+
+def check_lengths(meta: Metadata) -> Iterator[str]:
+    """Yield the sequences that are longer than one can be."""
+    lengths = np.asarray(meta.context_lengths)
+    for row in np.flatnonzero((lengths < 0) | (lengths > meta.max_context_length)):
+        yield f"row {row} has an impossible length {lengths[row]}"
+
+
+def check_closed_lengths(meta: Metadata) -> Iterator[str]:
+    """Yield the closed rows that have tokens."""
+    lengths, closed = np.asarray(meta.context_lengths), ~np.asarray(meta.is_open)
+    for row in np.flatnonzero(closed & (lengths != 0)):
+        yield f"row {row} is closed but has {lengths[row]} tokens"
+
+
+def check_free_rows(meta: Metadata) -> Iterator[str]:
+    """Yield the rows that are in their ring and open, or neither."""
+    closed = np.flatnonzero(~np.asarray(meta.is_open))
+    yield from _compare_ring("row", meta.sequences.free_rows, closed)
+
+
+def check_tables(found: Recount) -> Iterator[str]:
+    """Yield the rows whose entries are no blocks, or are where none should be."""
+    num_blocks = found.group.num_blocks
+    for row, table in enumerate(found.tables):
+        mapped = max(found.mapped[row], 0)
+        used, rest = table[:mapped], table[mapped:]
+        gone = found.gone(row)
+        if np.any(used[gone] != num_blocks):
+            yield f"row {row} names a block that it gave back"
+        used = np.delete(used, gone)
+        if np.any((used < 0) | (used >= num_blocks)):
+            yield f"row {row} maps an id outside the pool"
+        if np.any(rest != num_blocks):
+            yield f"row {row} names a block past its mapped ones"
+        if np.unique(used).size != used.size:
+            yield f"row {row} maps a block twice"
+
+
+def check_mapped(found: Recount) -> Iterator[str]:
+    """Yield the rows that have too few blocks for their tokens, or too many."""
+    size, columns = found.group.block_size, found.group.max_blocks_per_sequence
+    needed = -(-found.lengths // size)
+    for row in np.flatnonzero((found.mapped < needed) | (found.mapped > columns)):
+        yield (
+            f"row {row} has {found.lengths[row]} tokens in {found.mapped[row]} blocks "
+            f"of {size}, at most {columns}"
+        )
+
+
+def check_closed_tables(found: Recount) -> Iterator[str]:
+    """Yield the closed rows that have blocks."""
+    for row in np.flatnonzero(~found.is_open & (found.mapped != 0)):
+        yield f"row {row} is closed but has {found.mapped[row]} blocks"
+
+
+def check_given_back(found: Recount) -> Iterator[str]:
+    """Yield the rows whose next token would see what is gone."""
+    size, window = found.group.block_size, found.group.window
+    for row in np.flatnonzero(found.num_given_back).tolist():
+        count = found.num_given_back[row]
+        if count < 0 or not found.is_open[row]:
+            yield f"row {row} has given back {count} blocks"
+            continue
+        assert window.length is not None, "who sees everything gives nothing back"
+        first_seen = max(int(found.lengths[row]) - window.length + 1, 0)
+        kept_from = found.gone(row).stop * size
+        if kept_from > first_seen:
+            yield (
+                f"row {row} keeps tokens from {kept_from} on, its next row sees those "
+                f"from {first_seen} on"
+            )
+
+
+def check_counts(found: Recount) -> Iterator[str]:
+    """Yield the blocks that are named more or less often than they have owners."""
+    counts = np.asarray(found.group.reference_counts)
+    for block in np.flatnonzero(counts != found.owners):
+        yield (
+            f"block {block} has count {counts[block]}, the tables name it "
+            f"{found.owners[block]} times"
+        )
+
+
+def check_partition(found: Recount) -> Iterator[str]:
+    """Yield that free and live blocks are not the pool."""
+    live, free = int(np.sum(found.owners > 0)), int(found.group.free_blocks.count)
+    if live + free != found.group.num_blocks:
+        yield f"{free} free and {live} live blocks, the pool has {len(found.owners)}"
+
+
+def check_free_blocks(found: Recount) -> Iterator[str]:
+    """Yield the blocks that are in the ring and live, or neither."""
+    ring, live = found.group.free_blocks, found.owners > 0
+    yield from _compare_ring("block", ring, np.flatnonzero(~live))
+    if ring.places is not None:
+        for block in np.flatnonzero(live & (np.asarray(ring.places) != -1)):
+            yield f"block {block} is live but has a place in the ring"
+
+
+def check_private_tails(found: Recount) -> Iterator[str]:
+    """Yield the blocks that may still be written and have several owners."""
+    for row in range(len(found.lengths)):
+        writable = found.held(row, slice(found.written(row), None))
+        for block in writable[found.owners[writable] > 1]:
+            yield (
+                f"block {block}, which row {row} may still write, has "
+                f"{found.owners[block]} owners"
+            )
+
+
+def _compare_ring(unit: str, ring: Ring, expected: np.ndarray) -> Iterator[str]:
+    """Compare the live entries of a ring with the ids that belong in it."""
+    capacity = ring.ids.shape[0]
+    head, span, count, fewest = np.asarray(ring.bounds)[:4].tolist()
+    if not (0 <= head < capacity and 0 <= fewest <= count <= span <= capacity):
+        yield (
+            f"head {head}, span {span}, count {count} and fewest {fewest} of a ring of "
+            f"{capacity}"
+        )
+        return
+    spots = (head + np.arange(span)) % capacity
+    ids = np.asarray(ring.ids)[spots]
+    if ring.places is not None:  # an entry whose id is elsewhere is a hole
+        places = np.asarray(ring.places)
+        is_id = (ids >= 0) & (ids < len(places))
+        ids = ids[~is_id | (places[np.where(is_id, ids, 0)] == spots)]
+    if len(ids) != count:
+        yield f"{len(ids)} entries of the ring hold an id, its count is {count}"
+    for entry in ids[~np.isin(ids, expected)]:
+        yield f"{unit} {entry} is in the ring but not free"
+    for entry in expected[~np.isin(expected, ids)]:
+        yield f"{unit} {entry} is free but not in the ring"
+    if np.unique(ids).size != ids.size:
+        yield f"a {unit} is in the ring twice"

@@ -1,0 +1,131 @@
+"""The invariants of the prefix index, as `check` reports them.
+
+Each function yields what it finds wrong, a sentence each.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jkv.inspection.recount import Recount
+from jkv.state import Beside, PrefixIndex
+
+
+def check_indexed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+    """Yield the indexed blocks that could not be found, or found for another text.
+
+    Args:
+      index: the index.
+      found: the leading group.
+    """
+    nothing = found.group.num_blocks
+    hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
+    salts, contents = np.asarray(index.salts), np.asarray(found.group.tokens)
+    indexed = np.flatnonzero(hashes)
+    for block in indexed[~np.isin(indexed, np.asarray(index.buckets))]:
+        yield f"block {block} is indexed, but in no bucket"
+    chains: dict[tuple[Any, ...], int] = {}
+    for block in indexed.tolist():
+        parent = int(parents[block])
+        if not 0 <= parent <= nothing:
+            yield f"the parent {parent} of block {block} is no block"
+            continue
+        if parent != nothing and (hashes[parent] == 0 or parent == block):
+            yield f"the parent {parent} of block {block} is not indexed"
+        elif parent != nothing and salts[parent] != salts[block]:
+            yield f"block {block} has another domain than its parent"
+        if np.any(contents[block] < 0):
+            yield f"block {block} is indexed without all of its tokens"
+        key: tuple[Any, ...] = (parent, int(salts[block]), contents[block].tobytes())
+        if index.wide_hashes is not None:
+            words = [hashes[block], *np.asarray(index.wide_hashes)[block]]
+            key = (*key, tuple(words))
+        if key in chains:
+            yield f"blocks {chains[key]} and {block} are equal"
+        chains[key] = block
+    yield from _check_order(index, found, indexed)
+
+
+def _check_order(
+    index: PrefixIndex, found: Recount, indexed: np.ndarray
+) -> Iterator[str]:
+    """A parent is handed out after its children: it is live, or behind them."""
+    ring, live = found.group.free_blocks, found.owners > 0
+    parents = np.asarray(index.parents)
+    turn = (np.asarray(ring.places) - int(ring.head)) % ring.ids.shape[0]
+    children = indexed[parents[indexed] != found.group.num_blocks]
+    for block in children[~live[parents[children]]]:
+        if live[block] or turn[block] > turn[parents[block]]:
+            yield f"block {block} outlives its parent {parents[block]}"
+
+
+def check_committed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+    """Yield the rows that committed what is no chain, or map indexed blocks behind it.
+
+    Args:
+      index: the index.
+      found: the leading group.
+    """
+    nothing = found.group.num_blocks
+    hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
+    committed = np.asarray(index.committed)
+    for row in np.flatnonzero(found.is_open).tolist():
+        if not -1 <= committed[row] <= found.lengths[row]:
+            yield f"row {row} has {committed[row]} of {found.lengths[row]} tokens"
+            continue
+        num = _num_committed(index, found, row)
+        chain = found.held(row, slice(0, num))
+        if index.wide_hashes is None:
+            before = np.concatenate([[nothing], chain])[: len(chain)]
+        else:  # then hashes say what came before, and no block has a parent
+            before = np.full_like(chain, nothing)
+        if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
+            yield f"the blocks that row {row} committed are no chain"
+        if np.any(hashes[found.held(row, slice(num, None))] != 0):
+            yield f"row {row} may still write an indexed block"
+
+
+def check_beside(
+    index: PrefixIndex, leader: Recount, found: Recount, beside: Beside
+) -> Iterator[str]:
+    """Yield the blocks of a group that are found beside what they do not belong to.
+
+    Where both sides of a pair agree, and the leader's block is indexed, the other group
+    finds its block by it. So the two hold the same tokens: nobody may write to the
+    block, and a sequence that has committed the block in a column has that very block
+    of the leading group there, as no two indexed blocks are equal.
+
+    Args:
+      index: the index.
+      leader: the leading group.
+      found: another group.
+      beside: the account of its blocks.
+    """
+    nothing, no_leader = found.group.num_blocks, leader.group.num_blocks
+    partners, above = np.asarray(beside.partners), np.asarray(beside.beside)
+    for block in np.flatnonzero((partners < 0) | (partners > nothing)):
+        yield f"the partner {partners[block]} of block {block} is no block"
+    for block in np.flatnonzero((above < 0) | (above > no_leader)):
+        yield f"block {block} stands beside {above[block]}, which is no block"
+    is_pair = np.append(partners, -1)[above] == np.arange(nothing)
+    is_found = is_pair & (np.append(np.asarray(index.hashes), 0)[above] != 0)
+    for row in np.flatnonzero(found.is_open).tolist():
+        writable = found.held(row, slice(found.written(row), None))
+        for block in writable[is_found[writable]]:
+            yield f"row {row} may still write block {block}, which is found"
+        num = _num_committed(index, leader, row)
+        pair = leader.tables[row, :num], found.tables[row, :num]
+        for leading, block in np.stack(pair, axis=1).tolist():
+            if leading == no_leader or block == nothing or not is_found[block]:
+                continue  # given back, or of no use to others
+            if above[block] != leading:
+                yield (
+                    f"row {row} has block {block} beside {leading}, others find it "
+                    f"beside {above[block]}"
+                )
+
+
+def _num_committed(index: PrefixIndex, found: Recount, row: int) -> int:
+    """Return the columns of a row that were made visible."""
+    return max(int(np.asarray(index.committed)[row]), 0) // found.group.block_size

@@ -1,0 +1,78 @@
+"""One group of layers in plain numpy, with what its tables say recounted.
+
+The checks compare the metadata with it. Nothing here is shared with the verbs, so that
+a fault in them cannot hide itself.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jkv.state import BlockGroup, Metadata
+
+
+class Recount(NamedTuple):
+    """A group, and what was counted anew of it; letters as in `jkv.state.metadata`."""
+
+    number: int  # of the group
+    group: BlockGroup  # its arrays on the host
+    lengths: np.ndarray  # i64[S], the context lengths
+    is_open: np.ndarray  # bool[S]
+    mapped: np.ndarray  # i64[S], blocks of each sequence, those given back too
+    num_given_back: np.ndarray  # i64[S]
+    owners: np.ndarray  # i64[N], table entries that name each block
+
+    @property
+    def tables(self) -> np.ndarray:
+        """The block tables, i32[S, M]."""
+        return np.asarray(self.group.block_tables)
+
+    def gone(self, row: int) -> slice:
+        """Return the columns of a row that were given back: those behind the sinks."""
+        window, size = self.group.window, self.group.block_size
+        first = -(-window.num_sink_tokens // size)
+        return slice(first, first + max(int(self.num_given_back[row]), 0))
+
+    def written(self, row: int) -> int:
+        """Return how many columns of a row are full; later ones may be written."""
+        return max(int(self.lengths[row]), 0) // self.group.block_size
+
+    def held(self, row: int, columns: slice) -> np.ndarray:
+        """Return the blocks that a row holds in columns, those given back left out."""
+        blocks = self.tables[row, : max(self.mapped[row], 0)][columns]
+        return blocks[(blocks >= 0) & (blocks < self.group.num_blocks)]
+
+
+def recount(metadata: Metadata, number: int) -> Recount:
+    """Count the owners of a group's blocks anew.
+
+    Args:
+      metadata: the state, its arrays on the host; all that is in it may be wrong, but
+        for the shapes.
+      number: of the group.
+    """
+    group = metadata.groups[number]
+    tables = np.asarray(group.block_tables)
+    mapped = np.asarray(group.num_mapped_blocks, np.int64)
+    entries = tables[np.arange(tables.shape[1]) < mapped[:, None]]
+    entries = entries[(entries >= 0) & (entries < group.num_blocks)]
+    return Recount(
+        number=number,
+        group=group,
+        lengths=np.asarray(metadata.context_lengths, np.int64),
+        is_open=np.asarray(metadata.is_open),
+        mapped=mapped,
+        num_given_back=_count_given_back(group),
+        owners=np.bincount(entries, minlength=group.num_blocks),
+    )
+
+
+def _count_given_back(group: BlockGroup) -> np.ndarray:
+    """Return how many columns each sequence has given back, i64[S].
+
+    A window has one array, which says it; one that sees everything has none.
+    """
+    for counts in jax.tree.leaves(group.window):
+        return np.asarray(counts, np.int64)
+    return np.zeros((group.max_sequences,), np.int64)

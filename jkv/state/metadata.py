@@ -1,0 +1,245 @@
+"""Metadata: small integers that say who owns which block, as pytrees.
+
+A sequence is one thing; what it has in each group of layers is another. So `Sequences`
+say who is open and how long, and each `BlockGroup` who owns what in its pool.
+
+Symbols in shape comments: G groups, L layers, N blocks in the pool of a group, K kv
+heads, T tokens per block, D (Dv) key (value) head dim, S sequences, M blocks per
+sequence, B requests in a call, R token rows in a batch.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+
+from jkv.config.layer_windows import find_leader
+from jkv.state.rings import Ring
+from jkv.state.windows import Window
+from jkv.status import Counter, Status
+
+NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    """Who is open, how long each sequence is, and what happened when.
+
+    A context length counts the tokens appended, the newest included.
+    """
+
+    context_lengths: jax.Array  # i32[S], tokens of each sequence
+    is_open: jax.Array  # bool[S], handed out by allocate or fork, not yet freed
+    free_rows: Ring  # [S], closed rows, oldest first
+    created: jax.Array  # u32[S], clock when each sequence was opened
+    last_used: jax.Array  # u32[S], clock when it was last appended to, forked, touched
+    num_uses: jax.Array  # u32[S], how often it was, since it was opened
+    counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
+    # Most tokens of a sequence; static, as it need not be a multiple of T.
+    max_context_length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open at one time, S."""
+        return self.is_open.shape[0]
+
+    @property
+    def now(self) -> jax.Array:
+        """The low word of the clock, u32[]: calls that served a request."""
+        return self.counters[int(Counter.CLOCK), 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockGroup:
+    """What the sequences have in one group of layers: blocks of a pool.
+
+    A table entry that maps no block holds N: too high to be an index, so scatters drop
+    it.
+    """
+
+    block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
+    # i32[S], blocks of each sequence, those reserved and those given back too
+    num_mapped_blocks: jax.Array
+    reference_counts: jax.Array  # i32[N], table entries that name each block
+    free_blocks: Ring  # [N], blocks with reference count 0, oldest first
+    window: Window  # how far back the layers see, and what was given back
+    # i32[N, T], token ids, if the configuration records them and the group leads.
+    tokens: jax.Array | None
+    # T, the same in all groups; static, as no shape tells it without tokens.
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, N."""
+        return self.reference_counts.shape[0]
+
+    @property
+    def max_sequences(self) -> int:
+        """Rows of the block tables, S."""
+        return self.block_tables.shape[0]
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables, M."""
+        return self.block_tables.shape[1]
+
+    @property
+    def num_kept_blocks(self) -> jax.Array:
+        """Blocks of each sequence without those given back, i32[S]."""
+        rows = jax.numpy.arange(self.max_sequences, dtype=jax.numpy.int32)
+        return self.num_mapped_blocks - self.window.gaps_of(rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Beside:
+    """Which blocks of a group stood beside those of the leading group, N_0 of them.
+
+    A block is found only where both agree: `partners[f] == w` and `beside[w] == f`. The
+    group forgets `beside[w]` when it hands w out, and the leader sets `partners[f]`
+    anew when f enters the index.
+    """
+
+    partners: jax.Array  # i32[N_0], the block beside each of the leader's, N for none
+    beside: jax.Array  # i32[N], the leader's block beside each one, N_0 for none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefixIndex:
+    """Which full blocks can be found by the tokens that lead up to their end.
+
+    The blocks of the *leading* group are indexed, N of them: the first group that sees
+    everything, or else the one that sees furthest. The blocks of the others are found
+    beside them. A block is indexed from the `commit` that made it visible until the
+    pool hands it out again, whether live or free (then it is a *cached* block). Its
+    parent is the block before it; the parents of a block lead back to the first block
+    of a prompt. A parent stays indexed as long as its children: every table row that
+    names a child names the parent one column before, and rows are released from their
+    end. (Not with a sliding window: see the fields at the end.)
+
+    Buckets and children are hash tables with 8 and 16 places to a row. What they name
+    need not be indexed any more: whoever reads them compares with the arrays below.
+    """
+
+    buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
+    children: jax.Array  # i32[N, 16], blocks by the hash of their parent, N where empty
+    hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
+    parents: jax.Array  # i32[N], the block before, N for the first of a prompt
+    salts: jax.Array  # i32[N], domain of the block
+    committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
+    sequence_salts: jax.Array  # i32[S], domain of each sequence
+    epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
+    # Where the leading group has a window, which gives parents back before their
+    # children: no block has a parent, and what came before it is known by more hashes.
+    wide_hashes: jax.Array | None  # u32[N, 2], of the prefix to the block's end
+    hashes_above: jax.Array | None  # u32[N], of the prefix to its beginning
+    # Of each group but the leading one, in their order.
+    followers: tuple[Beside, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Metadata:
+    """Who owns which block. All that the verbs decide on, without the K/V arrays.
+
+    Invariants, by the names `jkv.check` reports; with several groups those of a group
+    hold in each:
+
+    1. `reference_counts`: each block's count is the number of table entries naming it.
+    2. `partition`: a block is free (count 0) or live; together they are the pool.
+    3. `free_blocks`: each free block is in the ring exactly once, nothing else is.
+    4. `free_sequences`: each closed row is in its ring exactly once, nothing else is.
+    5. `private_tail`: a block its sequence may still write to has no second owner.
+    6. `mapped_blocks`: ceil(context length / T) <= mapped blocks <= M, those given back
+       counted; lengths lie in 0..max_context_length.
+    7. `block_tables`: mapped entries are block ids, all others and those given back are
+       N, none twice a row.
+    8. `closed_rows`: a closed row has length 0 and no blocks.
+    9. `shapes`: every array has the shape and dtype that the others imply.
+    10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
+       equal, and a parent that is indexed and is not handed out before it; with a
+       window it has none. A block may be written by nobody while another group finds
+       it beside an indexed one.
+    11. `committed`: what a sequence committed is a chain of indexed blocks but for what
+       was given back, the rest of what it maps is not indexed; 0 <= committed <=
+       context length, or -1.
+    12. `given_back`: all tokens that the next row of a sequence will see are kept; a
+       closed row has given nothing back.
+    """
+
+    sequences: Sequences  # who is open, and how long
+    groups: tuple[BlockGroup, ...]  # what they have in each group of layers
+    index: PrefixIndex | None  # if the configuration has prefix caching
+
+    def with_group(self, number: int, group: BlockGroup) -> Self:
+        """Return the metadata with another group in one place."""
+        if group is self.groups[number]:
+            return self
+        groups = (*self.groups[:number], group, *self.groups[number + 1 :])
+        return dataclasses.replace(self, groups=groups)
+
+    @property
+    def leader(self) -> int:
+        """The number of the group whose blocks the index knows and tokens are in.
+
+        The first that sees everything, or else the one that sees furthest.
+        """
+        return find_leader([group.window.length for group in self.groups])
+
+    @property
+    def leading(self) -> BlockGroup:
+        """The leading group."""
+        return self.groups[self.leader]
+
+    @property
+    def followers(self) -> tuple[int, ...]:
+        """The numbers of the other groups."""
+        return tuple(i for i in range(len(self.groups)) if i != self.leader)
+
+    @property
+    def tokens(self) -> jax.Array | None:
+        """Recorded token ids, i32[N, T] of the leading group, if they are recorded."""
+        return self.leading.tokens
+
+    @property
+    def context_lengths(self) -> jax.Array:
+        """Tokens of each sequence, i32[S]."""
+        return self.sequences.context_lengths
+
+    @property
+    def is_open(self) -> jax.Array:
+        """Whether each sequence is open, bool[S]."""
+        return self.sequences.is_open
+
+    @property
+    def now(self) -> jax.Array:
+        """The low word of the clock, u32[]: calls that served a request."""
+        return self.sequences.now
+
+    @property
+    def refusals(self) -> jax.Array:
+        """Refused requests by `Status`, u32[statuses, 2]: low word, high word."""
+        return self.sequences.counters[: len(Status)]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block in all groups, T."""
+        return self.groups[0].block_size
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open at one time, S."""
+        return self.sequences.max_sequences
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens one sequence can have."""
+        return self.sequences.max_context_length
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables, M."""
+        return self.groups[0].max_blocks_per_sequence

@@ -1,0 +1,102 @@
+"""The ring of free ids, as a pytree; `jkv.metadata.ring` takes from it and gives back.
+
+Symbols in shape comments as in `jkv.state.metadata`.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """FIFO of free ids: entry `i` from the head is `ids[(head + i) % len(ids)]`.
+
+    The ring has room for every id there is, so a push cannot overflow. What lies
+    outside the `span` entries from the head on is stale. Every entry in the span is a
+    free id, unless ids may leave the middle, as cached blocks do that are found again:
+    then `places` tells an entry from the hole that such an id leaves behind, and the
+    ring has room for as many holes as ids.
+
+    The ring also keeps account, in 64 bits, of what left it.
+    """
+
+    ids: jax.Array  # i32[C], the ids; C ids in all, twice as many with places
+    bounds: jax.Array  # i32[8], the numbers that `NUMBERS` names
+    # i32[N], where in `ids` each free id stands, -1 if it is not free; None: no holes.
+    places: jax.Array | None
+
+    @property
+    def head(self) -> jax.Array:
+        """Index of the entry that leaves next, i32[]."""
+        return self.bounds[0]
+
+    @property
+    def span(self) -> jax.Array:
+        """Entries from the head to the tail, holes included, i32[]."""
+        return self.bounds[1]
+
+    @property
+    def count(self) -> jax.Array:
+        """Ids in the ring, i32[]."""
+        return self.bounds[2]
+
+    @property
+    def fewest(self) -> jax.Array:
+        """Lowest count so far, i32[]."""
+        return self.bounds[3]
+
+    @property
+    def num_taken(self) -> jax.Array:
+        """Ids that ever left the ring, u32[2]: low word, high word."""
+        return jax.lax.bitcast_convert_type(self.bounds[4:6], jnp.uint32)
+
+    @property
+    def num_forgotten(self) -> jax.Array:
+        """Ids that ever lost what they were known by, u32[2]: low word, high word."""
+        return jax.lax.bitcast_convert_type(self.bounds[6:8], jnp.uint32)
+
+    def changed(
+        self,
+        *,
+        ids: jax.Array | None = None,
+        places: jax.Array | None = None,
+        taken: jax.Array | None = None,
+        forgotten: jax.Array | None = None,
+        **numbers: jax.Array,
+    ) -> Self:
+        """Return the ring with some of it changed.
+
+        Args:
+          ids: i32[C], None for those it has.
+          places: i32[N], likewise.
+          taken: i32[], how many more ids have left the ring.
+          forgotten: i32[], how many more lost what they were known by.
+          **numbers: i32[] each: `head`, `span`, `count`, `fewest`.
+        """
+        bounds = [numbers.get(name, self.bounds[i]) for i, name in enumerate(NUMBERS)]
+        for first, more in ((4, taken), (6, forgotten)):
+            low, high = self.bounds[first], self.bounds[first + 1]
+            if more is not None:
+                old, low = low, low + more
+                high = high + _is_below(low, old).astype(jnp.int32)
+            bounds += [low, high]
+        return dataclasses.replace(
+            self,
+            ids=self.ids if ids is None else ids,
+            bounds=jnp.stack(bounds),
+            places=self.places if places is None else places,
+        )
+
+
+# The first of the bounds; two words each for the ids taken and forgotten follow.
+NUMBERS = ("head", "span", "count", "fewest")
+
+
+def _is_below(low: jax.Array, old: jax.Array) -> jax.Array:
+    """Compare two words, i32[], as unsigned."""
+    bits = [jax.lax.bitcast_convert_type(word, jnp.uint32) for word in (low, old)]
+    return bits[0] < bits[1]

@@ -1,0 +1,98 @@
+"""The large arrays: keys and values of one group of layers.
+
+Symbols in shape comments as in `jkv.state.metadata`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from jkv.config.dtypes import STORAGE_NAMES
+from jkv.sharding.heads import copies_of
+from jkv.sharding.storage_sharding import StorageSharding
+
+
+class GroupSizes(NamedTuple):
+    """The sizes of a group's pools, in which a batch and its cache agree."""
+
+    num_layers: int  # L
+    num_blocks: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    value_head_dim: int  # Dv
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockStorage:
+    """The keys and values in the blocks of one group of layers."""
+
+    key_pool: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
+    # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
+    value_pool: jax.Array | None
+    # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None  # u16[L, N, K, T], likewise
+    # The dtype that the stored bits mean; static, as the arrays' own may be another.
+    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    # Dv of values that lie in the keys, else None; static, as no shape tells it.
+    latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
+    # How keys and values lie on a mesh, None where they do not; static, as a step is
+    # compiled for it. The arrays hold each head `sharding.copies` times, side by side.
+    sharding: StorageSharding | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+    @property
+    def pools(self) -> dict[str, jax.Array]:
+        """The arrays by field name, each [L, N, K, T, ...].
+
+        Whoever moves blocks moves them in all of these.
+        """
+        arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def with_pools(self, pools: dict[str, Any]) -> Self:
+        """Return the storage with other arrays, or what is in their place."""
+        return dataclasses.replace(self, **pools)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored, L; 0 without storage."""
+        return self.key_pool.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, N."""
+        return self.key_pool.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of the model, K; inside `shard_map` those of the device."""
+        return self.key_pool.shape[2] // copies_of(self.sharding)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one key, D."""
+        return self.key_pool.shape[4]
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of one value, Dv."""
+        if self.latent_value_dim is not None:
+            return self.latent_value_dim
+        assert self.value_pool is not None
+        return self.value_pool.shape[4]
+
+    @property
+    def sizes(self) -> GroupSizes:
+        """The sizes in which the group and the batches planned on it agree."""
+        return GroupSizes(
+            num_layers=self.num_layers,
+            num_blocks=self.num_blocks,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+        )

@@ -1,1 +1,0 @@
-"""Groups of layers: caches of different lives behind the verbs of one."""

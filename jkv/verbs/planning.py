@@ -1,0 +1,49 @@
+"""What attention finds out about a step once, for all layers: where there is a card."""
+
+import dataclasses
+
+from jkv.attention.kernel.planning import plan_work
+from jkv.attention.pools import Pools
+from jkv.sharding.heads import places_on_device
+from jkv.state import Batch, BlockGroup, BlockStorage, Cache
+
+
+def plan_attention(cache: Cache, batch: Batch) -> Batch:
+    """Return the step with what suits the card at hand, if anything does.
+
+    Args:
+      cache: after the step was planned.
+      batch: the step.
+    """
+    pairs = zip(cache.metadata.groups, cache.storage, strict=True)
+    plans = tuple(_plan_group(*pair, batch) for pair in pairs)
+    has_any = any(plan is not None for plan in plans)
+    return dataclasses.replace(batch, plan=plans if has_any else None)
+
+
+def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> object:
+    """Return what attention to one group's layers shares."""
+    sharding = storage.sharding
+    num_parts = 1 if sharding is None else sharding.num_parts
+    pools = Pools(
+        keys=storage.key_pool,
+        values=storage.value_pool,
+        key_scales=storage.key_scales,
+        value_scales=storage.value_scales,
+        value_dim=storage.value_head_dim,
+        kv_dtype=storage.dtype,
+    )
+    return plan_work(
+        pools,
+        group.block_tables,
+        batch.seq_ids,
+        batch.query_starts,
+        batch.query_lengths,
+        batch.context_lengths,
+        num_rows=batch.num_rows,
+        num_kv_heads=places_on_device(sharding, storage.key_pool.shape[2]),
+        is_decoding=batch.is_decoding,
+        window=group.window.length,
+        part_size=group.block_size // num_parts,
+        num_parts=num_parts,
+    )

@@ -1,0 +1,333 @@
+"""check, stats, memory_profile and debug mode of a cache with two groups of layers.
+
+Group 0 sees everything, group 1 the last 8 tokens; layer 0 is of group 1.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import with_metadata
+from windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+
+TEXT = list(range(1, 21))
+
+
+def run(cache, text, seq_id=0):
+    """A step of one sequence, as it should be; all its tokens known."""
+    tokens = np.array([*text, *[0] * (20 - len(text))], np.int32)
+    cache, batch = jkv.append(cache, [seq_id], len(text), capacity=20, tokens=tokens)
+    jkv.raise_for_status(batch)
+    _, cache = mixed_model(EMBEDDING, tokens, cache, batch)
+    return jkv.commit(cache, batch)
+
+
+@functools.cache
+def lived(prefix_caching=True):
+    """Sequence 0 of 26 tokens, which has given back blocks of group 1, and a fork."""
+    cache, opened = jkv.allocate(grouped_cache(prefix_caching=prefix_caching), [0])
+    jkv.raise_for_status(opened)
+    cache = run(run(cache, TEXT), [21, 22, 23, 24, 25, 26])
+    cache, forked = jkv.fork(cache, 0)
+    jkv.raise_for_status(forked)
+    return cache
+
+
+def changed(array, index, value):
+    copy = np.array(array)
+    copy[index] = value
+    return copy
+
+
+def assert_found(cache, message):
+    with pytest.raises(jkv.InvariantError, match=message):
+        jkv.check(cache)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_cache_as_it_should_be_passes(prefix_caching):
+    cache = lived(prefix_caching)
+    jkv.check(cache)
+    assert jkv.kept_from(cache).tolist()[:2] == [12, 12]
+    cache, _ = jkv.free(cache, [0, 1])
+    jkv.check(cache)
+
+
+@pytest.mark.parametrize(
+    "name, index, value, invariant",
+    [
+        ("reference_counts", 6, 5, "reference_counts"),
+        ("num_mapped_blocks", 0, 6, "block_tables"),  # one more is named
+        ("num_mapped_blocks", 7, 1, "block_tables"),
+        ("block_tables", (0, 0), 0, "block_tables"),  # of a column given back
+        ("block_tables", (0, 4), 19, "reference_counts"),
+    ],
+)
+def test_a_fault_names_its_group(name, index, value, invariant):
+    cache = lived()
+    wrong = changed(getattr(cache.metadata.groups[1], name), index, value)
+    cache = with_metadata(cache, group=1, **{name: wrong})
+    assert_found(cache, f"^{invariant}: group 1: ")
+
+
+def test_what_the_next_row_sees_is_there():
+    cache = lived()
+    group = cache.metadata.groups[1]
+    window = group.window
+    gone = changed(window.num_given_back, [0, 1], 5)
+    window = dataclasses.replace(window, num_given_back=jnp.asarray(gone))
+    blocks = np.array(group.block_tables)
+    missing = set(blocks[:2, 3:5].reshape(-1).tolist())
+    blocks[:2, 3:5] = group.num_blocks
+    counts = changed(group.reference_counts, sorted(missing), 0)
+    ring = group.free_blocks
+    # The blocks that are not named any more enter the ring, as if they had been freed.
+    head, span = ring.bounds[:2].tolist()
+    spots = (head + span + np.arange(len(missing))) % ring.ids.shape[0]
+    bounds = np.array(ring.bounds)
+    bounds[1:3] += len(missing)
+    ring = dataclasses.replace(
+        ring,
+        ids=jnp.asarray(changed(ring.ids, spots, sorted(missing))),
+        places=jnp.asarray(changed(ring.places, sorted(missing), spots)),
+        bounds=jnp.asarray(bounds),
+    )
+    cache = with_metadata(
+        cache,
+        group=1,
+        window=window,
+        block_tables=blocks,
+        reference_counts=counts,
+        free_blocks=ring,
+    )
+    assert_found(cache, "^given_back: group 1: row 0 keeps tokens from 20 on")
+
+
+def test_the_ring_of_a_group():
+    cache = lived()
+    ring = cache.metadata.groups[1].free_blocks
+    places = changed(ring.places, ring.ids[int(ring.head)], -1)
+    ring = dataclasses.replace(ring, places=jnp.asarray(places))
+    assert_found(
+        with_metadata(cache, group=1, free_blocks=ring), "free_blocks: group 1"
+    )
+
+
+class TestBeside:
+    """What stands beside the indexed blocks is what their sequences have there."""
+
+    def with_beside(self, cache, **changes):
+        (beside,) = cache.metadata.index.followers
+        changes = {name: jnp.asarray(array) for name, array in changes.items()}
+        beside = dataclasses.replace(beside, **changes)
+        index = dataclasses.replace(cache.metadata.index, followers=(beside,))
+        return with_metadata(cache, index=index)
+
+    def columns(self, cache, *columns):
+        """The blocks of sequence 0 in some columns, of each group."""
+        groups = cache.metadata.groups
+        return [[int(g.block_tables[0, c]) for c in columns] for g in groups]
+
+    @pytest.mark.parametrize("name", ["partners", "beside"])
+    @pytest.mark.parametrize("value", [-1, 99])
+    def test_names_blocks(self, name, value):
+        cache = lived()
+        (beside,) = cache.metadata.index.followers
+        wrong = changed(getattr(beside, name), 3, value)
+        cache = self.with_beside(cache, **{name: wrong})
+        assert_found(cache, "^prefix_index: group 1: .* no block")
+
+    def test_is_not_another_column(self):
+        cache = lived()
+        leading, own = self.columns(cache, 3, 4)
+        (beside,) = cache.metadata.index.followers
+        assert beside.partners[jnp.array(leading)].tolist() == own
+        cache = self.with_beside(
+            cache,
+            partners=changed(beside.partners, leading, own[::-1]),
+            beside=changed(beside.beside, own, leading[::-1]),
+        )
+        assert_found(cache, "group 1: row 0 has block .* others find it beside")
+
+    def test_one_side_alone_says_nothing(self):
+        cache = lived()
+        leading, own = self.columns(cache, 3, 4)
+        (beside,) = cache.metadata.index.followers
+        for changes in (
+            dict(partners=changed(beside.partners, leading, own[::-1])),
+            dict(beside=changed(beside.beside, own, leading[::-1])),
+        ):
+            jkv.check(self.with_beside(cache, **changes))
+
+    def test_is_not_written_any_more(self):
+        cache = lived()
+        (leading, _), (_, tail) = self.columns(cache, 4, 6)
+        (beside,) = cache.metadata.index.followers
+        cache = self.with_beside(
+            cache,
+            partners=changed(beside.partners, leading, tail),
+            beside=changed(beside.beside, tail, leading),
+        )
+        assert_found(cache, "group 1: row 0 may still write block .*, which is found")
+
+
+def test_the_shapes_of_a_group():
+    cache = lived()
+    pool = cache.storage[1].value_pool[:, :19]
+    wrong = dataclasses.replace(cache.storage[1], value_pool=pool)
+    message = r"^shapes: storage\.1\.value_pool is float32\[1, 19, 1, 4, 6\], expected"
+    assert_found(cache.with_group_storage(1, wrong), message)
+
+
+def recount(cache, number):
+    """What `stats` says of a group, counted entry by entry in plain Python."""
+    group = cache.metadata.groups[number]
+    entries = [
+        b for b in group.block_tables.reshape(-1).tolist() if b < group.num_blocks
+    ]
+    owners = [entries.count(block) for block in range(group.num_blocks)]
+    return dict(
+        total_blocks=group.num_blocks,
+        live_blocks=sum(n > 0 for n in owners),
+        free_blocks=sum(n == 0 for n in owners),
+        shared_blocks=sum(n > 1 for n in owners),
+    )
+
+
+def test_stats_of_groups_and_of_all():
+    cache, _ = jkv.free(lived(), 0)
+    stats = jkv.stats(cache)
+    for number, group in enumerate(stats.groups):
+        for name, value in recount(cache, number).items():
+            assert getattr(group, name) == value, name
+    for field in dataclasses.fields(jkv.stats(cache).groups[0]):
+        total = sum(getattr(group, field.name) for group in stats.groups)
+        assert getattr(stats, field.name) == total, field.name
+    full, windowed = stats.groups
+    # 26 tokens in 7 blocks, and a copy of the tail for the fork.
+    assert full.allocations == windowed.allocations == 8
+    assert (full.live_blocks, full.pinned_blocks, full.cached_blocks) == (7, 6, 0)
+    # Columns 0 to 2 were given back and are found still.
+    assert (windowed.live_blocks, windowed.pinned_blocks) == (4, 3)
+    assert windowed.cached_blocks == 3 and stats.tokens == 26
+
+
+def test_stats_said_in_a_few_lines():
+    lines = str(jkv.stats(lived())).splitlines()
+    assert lines[0].startswith("blocks      13 of 64 live")
+    assert lines[2] == "  group 0    8 of 44 live (18%), 0 cached, at the peak 8 live"
+    assert lines[3].startswith("  group 1    5 of 20 live (25%), 3 cached")
+    assert len(lines) < 14 and max(map(len, lines)) < 88
+
+
+def test_memory_is_that_of_all_groups():
+    cache = lived()
+    profile = jkv.memory_profile(cache)
+    leaves = jax.tree.leaves((cache.metadata, cache.storage))
+    assert profile.total_bytes == cache.nbytes == sum(leaf.nbytes for leaf in leaves)
+    # A token has 6 keys and 6 values in a layer of each group, a block 4 tokens.
+    assert profile.bytes_per_token == 2 * 12 * 4
+    assert profile.storage_bytes == (44 + 20) * 4 * 12 * 4
+    assert profile.used_bytes == (8 + 5) * 4 * 12 * 4
+    assert profile.used_bytes + profile.free_bytes == profile.storage_bytes
+    # Shared blocks count once: 26 tokens and the copied tail of 2; and 14 and 2.
+    assert (profile.tokens, profile.cells) == (28 + 16, 13 * 4)
+    assert "storage.1.key_pool" in profile.report()
+
+
+def test_fragmentation_is_of_all_groups_and_the_spread_of_the_worst():
+    cache, opened = jkv.allocate(grouped_cache(), [40, 4])
+    cache, _ = jkv.free(cache, 0)
+    found = jkv.fragmentation(cache)
+    full, windowed = (cache.metadata.groups[i].block_tables[1, 0] for i in (0, 1))
+    assert windowed < full and int(full) == 10
+    assert found.spread == pytest.approx(10 / 11) and found.sharing == 1.0
+    assert found.internal == 1.0  # both blocks are reserved
+    assert jkv.should_compact(cache)
+
+
+class TestDebugMode:
+    """What is found on one group is found on several."""
+
+    def watched(self, prefix_caching=False):
+        cache = jkv.debug(grouped_cache(prefix_caching=prefix_caching))
+        cache, opened = jkv.allocate(cache, [0, 0])
+        jkv.raise_for_status(opened)
+        return cache
+
+    def rows(self, batch):
+        return jnp.ones((batch.num_rows, 1, 6), jnp.float32)
+
+    def findings(self, cache):
+        """What `check` raises; eager steps copy the pools, which is no matter here."""
+        try:
+            jkv.check(cache)
+        except jkv.DebugError as error:
+            return [text for text in error.findings if "not donated" not in text]
+        return []
+
+    def test_a_program_as_it_should_be_is_left_alone(self):
+        cache = self.watched(prefix_caching=True)
+        cache = run(run(cache, TEXT), [3, 1])
+        cache, status = jkv.truncate(cache, 0, 21)
+        jkv.raise_for_status(status)
+        assert self.findings(cache) == []
+        assert jkv.debug(cache, enabled=False).watcher is None
+
+    def test_a_generation(self):
+        cache = jkv.debug(grouped_cache(prefix_caching=True))
+        params = jnp.asarray(EMBEDDING)
+        generate = jax.jit(
+            lambda cache: jkv.generate(
+                mixed_model, params, cache, PROMPTS, max_new_tokens=6, row_counts=(4,)
+            ),
+            donate_argnums=0,
+        )
+        cache, _ = generate(jax.tree.map(jnp.copy, cache))
+        assert self.findings(cache) == []
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_attending_before_writing(self, layer):
+        cache, batch = jkv.append(self.watched(), [0])
+        rows = self.rows(batch)
+        cache = jkv.write(cache, 1 - layer, batch, rows, rows)
+        jkv.attend(cache, layer, batch, rows, window=None if layer else 8)
+        (finding,) = self.findings(cache)
+        assert f"attend reads layer {layer} before this step" in finding
+
+    def test_a_traced_place_that_does_not_exist(self):
+        cache = self.watched()
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def wrong(cache, period):
+            cache, batch = jkv.append(cache, [0])
+            layer = cache.find_periodic(1, 2, period)
+            rows = self.rows(batch)
+            return jkv.write(cache, layer, batch, rows, rows), batch.status
+
+        cache, _ = wrong(cache, jnp.int32(0))
+        jkv.check(cache)
+        cache, _ = wrong(cache, jnp.int32(1))
+        (finding,) = self.findings(cache)
+        assert "a layer that does not exist: there are 1 in group 0" in finding
+
+    def test_a_commit_before_all_layers_are_written(self):
+        cache = self.watched(prefix_caching=True)
+        cache, batch = jkv.append(cache, [0], tokens=[5])
+        rows = self.rows(batch)
+        cache = jkv.commit(jkv.write(cache, 0, batch, rows, rows), batch)
+        (finding,) = self.findings(cache)
+        assert "not written to all layers" in finding
+
+    def test_a_pool_of_one_group_that_is_not_donated(self):
+        cache = self.watched()
+        storage = jax.tree.map(lambda pool: pool + 1, cache.storage[1])
+        with pytest.raises(jkv.DebugError, match="was not donated"):
+            jkv.check(cache.with_group_storage(1, storage))
