@@ -27,7 +27,7 @@ from jkv.inspection.debugging import debug
 from jkv.inspection.findings import DebugError
 from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
-from jkv.inspection.statistics import Stats, stats
+from jkv.inspection.statistics import GroupStats, Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
 from jkv.state import (
     NO_SEQUENCE,
@@ -118,6 +118,7 @@ __all__ = [
     "Fragmentation",
     "Generation",
     "GroupLayer",
+    "GroupStats",
     "GroupedConfig",
     "InvalidArgument",
     "InvalidSequence",

@@ -20,18 +20,18 @@ from jkv.status import NUM_COUNTERS, Counter, Status
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """The blocks of one group of layers in numbers; the words are those of `Stats`."""
+    """The blocks of one group of layers in numbers, as `Stats` has their sums."""
 
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    live_blocks: int
-    shared_blocks: int
-    pinned_blocks: int
-    allocations: int
-    frees: int
-    peak_blocks: int
-    evicted_blocks: int
+    total_blocks: int  # N
+    free_blocks: int  # cached ones included: what can be handed out
+    cached_blocks: int  # of the free ones, those that are still found
+    live_blocks: int  # named by an open sequence's table
+    shared_blocks: int  # of the live ones, those with several owners
+    pinned_blocks: int  # of the live ones, those that are found
+    allocations: int  # blocks that became live
+    frees: int  # live blocks that became free
+    peak_blocks: int  # most blocks live at one time
+    evicted_blocks: int  # cached blocks that lost their contents
 
     @property
     def utilisation(self) -> float:

@@ -24,7 +24,7 @@ PUBLIC = """
     can_allocate check commit fork free init num_free_blocks paged_attention
     raise_for_status read read_slot reorder slots tokens truncate write
     FinishReason Generation Model Sampling extend generate score
-    MemoryProfile Stats memory_profile stats
+    MemoryProfile Stats GroupStats memory_profile stats
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
     PrefixIndex clear_prefixes evict_cached invalidate match
