@@ -138,7 +138,7 @@ def _entries(
 def _reach(ring: Ring, places: jax.Array, num: jax.Array) -> jax.Array:
     """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
     return while_loop(
-        lambda state: state[1] < num,
+        lambda state: (state[1] < num) & (state[0] < ring.span),
         lambda state: _count_chunk(ring, places, *state),
         (jnp.int32(0), jnp.int32(0)),
     )[0]

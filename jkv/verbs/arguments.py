@@ -70,6 +70,12 @@ def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
 
 def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
     """Raise if sizes differ in what must agree."""
+    if len(planned.groups) != len(found.groups):
+        raise ValueError(
+            f"this batch was planned by append on another cache, of "
+            f"{len(planned.groups)} groups of layers, and this one has "
+            f"{len(found.groups)}; use each batch with its own"
+        )
     there, here = (_named_sizes(each) for each in (planned, found))
     # A rank inside shard_map sees its part of the storage, a plan without storage none.
     is_whole = not jax.sharding.get_abstract_mesh().manual_axes
