@@ -5,7 +5,7 @@ on the host `raise_for_status` turns the first refusal into the exception of its
 """
 
 import enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -142,16 +142,23 @@ class Occupied(Protocol):
         ...
 
 
-def raise_for_status(status: Any, cache: Occupied | None = None) -> None:
-    """Raise the exception of the first refused request; return if there is none.
+Answer = TypeVar("Answer")
 
-    Runs on the host: call it outside jit.
+
+def raise_for_status(status: Answer, cache: Occupied | None = None) -> Answer:
+    """Raise the exception of the first refused request; return what was given if none.
+
+    Runs on the host: call it outside jit. As it returns what it was given, it can stand
+    around a verb: `cache, opened = jkv.raise_for_status(jkv.allocate(cache, 5))`.
 
     Args:
       status: i32[B] of `Status` values, or a result that has a `status` of that shape
         (what `allocate`, `append` or `fork` returned), or a verb's whole answer, the
         pair of a cache and either of these.
       cache: the cache after the call; with it the message tells how full it is.
+
+    Returns:
+      What was given as `status`.
 
     Raises:
       CacheError: the subclass named like the status, with `index` and `num_refused`.
@@ -160,19 +167,20 @@ def raise_for_status(status: Any, cache: Occupied | None = None) -> None:
     Example:
       >>> import jkv
       >>> jkv.raise_for_status([0, 0])
+      [0, 0]
       >>> jkv.raise_for_status([0, 5, 1])
       Traceback (most recent call last):
       ...
       jkv.status.InvalidSequence: request 1 of 3 was refused, INVALID_SEQUENCE: The \
 sequence id is not open, or was already named in the same call. (2 refused in all)
     """
+    result: Any = status
     if isinstance(status, tuple) and status and hasattr(status[0], "occupancy"):
-        cache, status = status
-    result = status
-    codes = _codes(getattr(status, "status", status))
+        cache, result = status
+    codes = _codes(getattr(result, "status", result))
     refused = np.flatnonzero(codes != Status.OK)
     if refused.size == 0:
-        return
+        return status
     index = int(refused[0])
     error = EXCEPTIONS[Status(int(codes[index]))]
     assert error.status is not None

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.status import UsageError
+
 _MOST = int(jnp.iinfo(jnp.int32).max)
 
 _LEAST = float(jnp.finfo(jnp.float32).tiny)
@@ -27,6 +29,9 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 class Sampling:
     """How tokens are chosen from logits; the default is greedy.
 
+    With a temperature the same call draws the same tokens each time: give other
+    `seeds`, or a `key`, for others.
+
     Every field is one number for all sequences or an array with one for each, and
     may be traced: changing a value never retraces. Numbers and numpy arrays are
     checked when they are given; JAX's arrays, whose values may not exist yet, are not.
@@ -46,9 +51,11 @@ class Sampling:
         generated are divided by it when positive, multiplied when negative; 1 is off.
       seeds: i32 [] or [B]. A single number is the first of consecutive seeds:
         sequence i draws with `seeds + i`.
+      key: key [], of `jax.random.key`, instead of `seeds`, which it becomes: the first
+        of consecutive ones is drawn from it. It may be traced.
 
     Raises:
-      ValueError: for a number out of its field's range.
+      ValueError: for a number out of its field's range, or a key and seeds.
 
     Example:
       >>> import jkv
@@ -62,8 +69,13 @@ class Sampling:
     min_p: jax.Array | float = 0.0
     repetition_penalty: jax.Array | float = 1.0
     seeds: jax.Array | int = 0
+    key: dataclasses.InitVar[jax.Array | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, key: jax.Array | None) -> None:
+        if key is not None:
+            if not isinstance(self.seeds, int) or self.seeds != 0:
+                raise ValueError("Sampling takes seeds or a key, which becomes one")
+            object.__setattr__(self, "seeds", _draw_seed(key))
         for name, (low, high, words) in _RANGES.items():
             value = getattr(self, name)
             if not isinstance(value, int | float | np.ndarray | np.generic):
@@ -88,6 +100,17 @@ class Sampling:
         for field, value in zip(dataclasses.fields(cls), values, strict=True):
             object.__setattr__(sampling, field.name, value)
         return sampling
+
+
+def _draw_seed(key: jax.Array) -> jax.Array:
+    """Return a seed drawn from a key, i32[]."""
+    is_array = isinstance(key, jax.Array)
+    if not is_array or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise UsageError(
+            f"Sampling.key must be one of jax.random.key(...), got {key!r}; give a "
+            f"number as seeds"
+        )
+    return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
 
 
 GREEDY = Sampling()

@@ -56,7 +56,7 @@ def allocate(
         that is found, and nothing is reserved beyond it.
       tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
         for each, matched against the prefix index. Without prefix caching nothing can
-        match.
+        match, and they are ignored, so that a loop may always pass them.
       salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
         the weights); 0 unless given.
       keep_free: i32[] or int, blocks to leave free: requests that would need them are

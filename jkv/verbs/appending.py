@@ -49,7 +49,7 @@ def append(
       max_query_length: static Q, for the padded layout instead: R = B * Q and request i
         owns rows i * Q up to (i + 1) * Q. Give this or `capacity`.
       tokens: i32[R], token ids of the rows, kept if the cache records tokens; -1 is
-        kept for rows without.
+        kept for rows without. A cache that records none ignores them.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention.elements import STORED_AS
+from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.metadata.xla_cpu import unknown
@@ -106,6 +108,19 @@ def _named_sizes(sizes: StepSizes) -> dict[str, int]:
 
 def _has_layers(sizes: StepSizes) -> bool:
     return any(group.num_layers for group in sizes.groups)
+
+
+def check_pools(storage: BlockStorage) -> None:
+    """Reject keys and values that are not stored as their dtype is, as after a cast."""
+    for name, pool in storage.pools.items():
+        is_scale = name in SCALE_NAMES.values()
+        expected = STORED_AS[SCALE_DTYPE if is_scale else storage.dtype]
+        if pool.dtype != expected:
+            raise UsageError(
+                f"{name} has dtype {pool.dtype}, and {storage.dtype.name} is stored as "
+                f"{expected}: a cache cannot be cast array by array; make one of "
+                f"another dtype with CacheConfig(dtype=...)"
+            )
 
 
 def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:

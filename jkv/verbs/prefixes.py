@@ -69,18 +69,17 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
 def commit(cache: Cache, batch: Batch) -> Cache:
     """Make the blocks that this step filled visible to prefix matching.
 
-    Call it after the last layer's `write`, and before a `fork` of what was written. A
-    block equal to one that is visible already is given back, and its sequence goes on
+    Call it after the last layer's `write`, and before a `fork` of what was written:
+    what was not written is found like anything else, and is garbage (`debug` notices).
+    A block equal to one that is visible already is given back, and its sequence goes on
     with the other: equal prefixes are stored once. A full block that other sequences
     share before it is visible is not entered unless it has such an equal, from before
     or of an earlier request, as what comes before it may differ among them; its
     sequence then adds no more. Without a prefix index there is nothing to make visible,
-    and the cache is returned as it is.
-
-    With groups of layers the leading one decides: the first that sees everything, or
-    else the one that sees furthest. The blocks of the others are found beside its own,
-    and are exchanged for equal ones likewise; what a window has given back is not found
-    in its group.
+    and the cache is returned as it is. With groups of layers the leading one decides:
+    the first that sees everything, or else the one that sees furthest. The blocks of
+    the others are found beside its own, and are exchanged for equal ones likewise; what
+    a window has given back is not found in its group.
 
     Args:
       cache: the cache that was written.

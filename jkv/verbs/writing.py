@@ -16,7 +16,13 @@ from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS, WH
 from jkv.state import Batch, BlockStorage, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
-from jkv.verbs.arguments import any_layer, check_batch, check_rows, locate_layer
+from jkv.verbs.arguments import (
+    any_layer,
+    check_batch,
+    check_pools,
+    check_rows,
+    locate_layer,
+)
 
 
 @takes_cache()
@@ -59,6 +65,7 @@ def write(
     found = locate_layer(cache, layer, batch)
     check_batch(cache, batch)
     storage = cache.storage[found.group]
+    check_pools(storage)
     if (values is None) != (storage.value_pool is None):
         raise ValueError(
             "this cache's values lie in its keys (values_in_keys): leave values out"

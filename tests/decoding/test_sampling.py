@@ -269,6 +269,22 @@ def test_a_row_depends_on_its_seed_and_count_alone():
 
 
 @pytest.mark.one_end
+def test_a_key_becomes_a_seed():
+    """Keys of one's own draw as seeds do: the same each time, others with others."""
+    flat = np.zeros((6, VOCABULARY), np.float32)
+    keys = [jax.random.key(3), jax.random.key(3), jax.random.key(4)]
+    options = [Sampling(temperature=1.0, key=key) for key in keys]
+    first, again, other = (np.asarray(sample(flat, each)[0]) for each in options)
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    same = Sampling(temperature=1.0, seeds=options[0].seeds)
+    np.testing.assert_array_equal(sample(flat, same)[0], first)
+    with pytest.raises(ValueError, match="seeds or a key"):
+        Sampling(key=keys[0], seeds=3)
+    with pytest.raises(TypeError, match=r"jax\.random\.key"):
+        Sampling(key=3)
+
+
 def test_one_seed_means_consecutive_seeds():
     flat = np.zeros((6, VOCABULARY), np.float32)
     one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from caches import small_cache
 
 import jkv
 from jkv import Status
@@ -35,5 +36,7 @@ def test_raises_the_exception_of_the_same_name(status):
 
 
 def test_raises_nothing_when_all_is_well():
-    jkv.raise_for_status(i32(0, 0))
-    jkv.raise_for_status(i32())
+    assert jkv.raise_for_status(i32()).size == 0
+    answer = jkv.allocate(small_cache(), [0, 5])
+    assert jkv.raise_for_status(answer) is answer
+    assert jkv.raise_for_status(answer[1]) is answer[1]

@@ -88,6 +88,22 @@ def test_writes_nothing_but_its_slots():
     np.testing.assert_array_equal(np.asarray(cache.storage[0].key_pool), pool)
 
 
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    "dtype, cast", [("float32", "key_pool"), ("int8", "key_scales")]
+)
+def test_a_cache_that_was_cast_is_named(dtype, cast):
+    """Its bits would mean something else; `check` says so, too."""
+    cache, step = append(opened(5, dtype=dtype), 0)
+    (storage,) = cache.storage
+    pool = storage.pools[cast].astype(np.float16)
+    cache = cache.with_storage((storage.with_pools({cast: pool}),))
+    with pytest.raises(TypeError, match=f"{cast} has dtype float16, and {dtype} is"):
+        write_tokens(cache, step, [1])
+    with pytest.raises(jkv.InvariantError, match=f"storage.0.{cast} is float16"):
+        jkv.check(cache)
+
+
 def test_what_was_never_written_is_never_read():
     """The pool is NaN, also in the rest of the last block and in reserved blocks."""
     cache, _ = allocate(small_cache(), [14, 14])
