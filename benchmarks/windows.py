@@ -128,12 +128,18 @@ def make_cache(kind: str, workload: Workload) -> jkv.Cache:
 
 
 def fill(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
-    """Open the sequences and let them grow to the length where steps begin."""
+    """Open the sequences and let them grow to the length where steps begin.
+
+    The last token comes alone, so that what their chunks left is given back before.
+    """
     count = workload.num_sequences
     grow = jax.jit(functools.partial(jkv.append, capacity=count * CHUNK))
     cache, opened = jkv.allocate(cache, np.zeros(count, np.int32))
-    for first in range(0, int(workload.starts.max()), CHUNK):
-        num_tokens = np.clip(workload.starts - first, 0, CHUNK)
+    starts = workload.starts - 1
+    for first in [*range(0, int(starts.max()), CHUNK), None]:
+        num_tokens = np.ones(count, np.int32)
+        if first is not None:
+            num_tokens = np.clip(starts - first, 0, CHUNK)
         cache, batch = grow(cache, opened.seq_ids, num_tokens)
         jkv.raise_for_status(batch.status)
         if workload.with_storage:
