@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
 from jkv.serving.book import Book, Part
 from jkv.serving.deadlines import Deadlines

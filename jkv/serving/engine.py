@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.model import Model
-from jkv.decoding.options import GREEDY, Sampling, check_counts
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import CHUNK_SIZE, check_counts, spread_row_counts
+from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.windows import CHUNK_SIZE
+from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.consumers import await_events, read_events
 from jkv.serving.core import Core, HostOptions

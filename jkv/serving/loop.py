@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.model import Model
-from jkv.decoding.progress import count_free_blocks
+from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.serving.book import Part
 from jkv.serving.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.programs import (

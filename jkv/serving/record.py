@@ -5,7 +5,7 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.results import FinishReason
 from jkv.serving.submission import Request
 from jkv.serving.texts import TextStream
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.decoding.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import BlockSize
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.texts.blocks import BlockSize
+from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jkv.decoding.results import FinishReason, Statistics
+from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.record import RequestState
 
 # What `WindowReport.stages` counts.

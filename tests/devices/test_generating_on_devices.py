@@ -18,8 +18,8 @@ from sharded_model import (
 )
 
 import jkv
-from jkv.decoding.dealing import deal
-from jkv.decoding.prompts import Prompts
+from jkv.decoding.scheduler.data_parallel import deal
+from jkv.decoding.texts.prompts import Prompts
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [1], [], [7, 7]]
 NUM_ROWS, NUM_SEQUENCES = 5, len(PROMPTS)

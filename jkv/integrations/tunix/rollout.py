@@ -11,8 +11,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
-from jkv.decoding.results import Statistics
-from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params

@@ -1,35 +1,36 @@
-"""One step: a token or a piece of a prompt of each running sequence, then who is next.
+"""One step: a token or a piece of a prompt of each running sequence, then what is next.
 
 A step gives a row to every sequence in the cache, computes the rows, chooses a token
 for each text whose last token was among them, and leaves the places as the next step
-finds them: ended sequences freed, the youngest preempted where blocks lack, those that
-wait seated.
+finds them: ended sequences released, the youngest preempted where blocks lack, those
+that wait admitted.
 
 Symbols: N sequences, W places, R rows of a step, V tokens in the vocabulary.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.choosing import choose_tokens
-from jkv.decoding.closing import close_ended, make_room
-from jkv.decoding.conditions import when
-from jkv.decoding.model import Model, call_model
-from jkv.decoding.opening import fill_places
-from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState, count_used_blocks
-from jkv.decoding.prompts import find_tokens
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import Loads
-from jkv.decoding.scheduling.rows import choose_size, locate_rows, share_rows
+from jkv.decoding.model.prefill import Pending, run_chunk
+from jkv.decoding.model.rows import choose_size, share_rows
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.admission import admit
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.new_tokens import choose_tokens
+from jkv.decoding.scheduler.preemption import preempt_youngest
+from jkv.decoding.scheduler.release import release_ended
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import count_used_blocks
+from jkv.decoding.texts.prompts import find_tokens
+from jkv.decoding.texts.results import FinishReason
+from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
-from jkv.verbs.appending import append
-from jkv.verbs.prefixes import commit
 
 
 class Computed(NamedTuple):
@@ -51,8 +52,7 @@ class Computed(NamedTuple):
 
 
 def run_step(
-    model: Model,
-    params: Any,
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
@@ -61,23 +61,22 @@ def run_step(
     """Do one step.
 
     Args:
-      model, params: as for `generate`.
+      runner: the model.
       cache: the cache.
       state: the generation.
       sampling: of N sequences.
-      logits: f32[W, V], the last step's, whose place in memory is used again.
+      logits: f32[W, V], the last step's, whose memory is used again.
 
     Returns:
       The cache, the state, and the new logits, f32[W, V].
     """
-    cache, state, logits = advance(model, params, cache, state, sampling, logits)
-    cache, state = settle_places(cache, state)
+    cache, state, logits = advance(runner, cache, state, sampling, logits)
+    cache, state = schedule(cache, state)
     return cache, state, logits
 
 
 def advance(
-    model: Model,
-    params: Any,
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
@@ -94,7 +93,7 @@ def advance(
         lambda left: share_rows(left, places.ages, state.row_counts[-1]),
         left,
     )
-    cache, computed = compute_rows(model, params, cache, state, loads, counts, logits)
+    cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
@@ -108,18 +107,15 @@ def advance(
     return cache, state, computed.logits
 
 
-def settle_places(
-    cache: Cache, state: GenerationState
-) -> tuple[Cache, GenerationState]:
-    """Leave the places as the next step finds them."""
-    cache, state = close_ended(cache, state)
-    cache, state, slack = make_room(cache, state)
-    return fill_places(cache, state, slack)
+def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Decide what the next step runs: release, preempt, admit."""
+    cache, state = release_ended(cache, state)
+    cache, state, slack = preempt_youngest(cache, state)
+    return admit(cache, state, slack)
 
 
-def compute_rows(
-    model: Model,
-    params: Any,
+def _compute_rows(
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     loads: Loads,
@@ -129,87 +125,59 @@ def compute_rows(
     """Compute rows of the texts in the smallest step that holds them.
 
     Args:
-      model, params: as for `generate`.
+      runner: the model.
       cache: the cache.
       state: the generation.
       loads: what each place has.
       counts: i32[W], rows of each.
       logits: f32[W, V], memory for the new ones.
     """
+    places, num_places = state.places, counts.shape[0]
     Carry = tuple[Cache, Computed]
 
-    def program(num_rows: int | None) -> Callable[[Carry, jax.Array], Carry]:
+    def find(place: jax.Array, position: jax.Array) -> jax.Array:
+        sequences = places.sequences[place]
+        return find_tokens(state.prompts, state.result, sequences, position)
+
+    def decode(carry: Carry, counts: jax.Array) -> Carry:
+        seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
+        tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+        cache, batch, logits = runner.run(carry[0], seq_ids, tokens)
+        return cache, Computed(logits, batch.status, batch.query_lengths)
+
+    def mix(num_rows: int) -> Callable[[Carry, jax.Array], Carry]:
         def compute(carry: Carry, counts: jax.Array) -> Carry:
-            cache, computed = carry
-            cache, (tokens, batch) = _append_rows(cache, state, loads, counts, num_rows)
-            logits, cache = call_model(model, params, tokens, cache, batch)
-            logits = logits.astype(jnp.float32)
-            return commit(cache, batch), Computed(
-                logits, batch.status, batch.query_lengths
+            pending = Pending(places.seq_ids, find)
+            cache, batch, logits = run_chunk(
+                runner, carry[0], pending, loads.done, counts, num_rows
             )
+            return cache, Computed(logits, batch.status, batch.query_lengths)
 
         return compute
 
-    # Each on its own: `lax.switch` would copy the pool.
-    num_places, sizes = counts.shape[0], state.row_counts
-    work = jnp.sum(counts, dtype=jnp.int32)
-    size = choose_size(work, sizes)
-    is_decoding = jnp.zeros((), bool)
+    # Each program on its own: `lax.switch` would copy the pool.
+    sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
+    size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
     carry = cache, Computed.nothing(logits)
     if num_places in sizes:
-        # One row each: rows and requests are the same thing, which costs less.
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
-        carry = when(is_decoding & (work > 0), program(None), carry, counts)
+        carry = when(is_decoding & (work > 0), decode, carry, counts)
     for i, num_rows in enumerate(sizes):
         if num_rows == num_places == 1:
             continue  # its work is one row each
         is_chosen = (size == i) & ~is_decoding & (work > 0)
-        carry = when(is_chosen, program(num_rows), carry, counts)
+        carry = when(is_chosen, mix(num_rows), carry, counts)
     return carry
-
-
-def _append_rows(
-    cache: Cache,
-    state: GenerationState,
-    loads: Loads,
-    counts: jax.Array,
-    num_rows: int | None,
-) -> Any:
-    """Append the next tokens of the texts.
-
-    Args:
-      cache: the cache.
-      state: the generation.
-      loads: what each place has.
-      counts: i32[W], tokens of each.
-      num_rows: R, or None for one row each.
-
-    Returns:
-      The cache, and i32[R], the tokens, with the batch.
-    """
-    places = state.places
-    seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
-    if num_rows is None:
-        # Where there is no row any token does.
-        sequences = jnp.where(counts > 0, places.sequences, 0)
-        tokens = find_tokens(state.prompts, state.result, sequences, loads.done)
-        cache, batch = append(cache, seq_ids, tokens=tokens)
-        return cache, (tokens, batch)
-    owner, position = locate_rows(counts, loads.done, num_rows)
-    sequences = places.sequences[owner]
-    tokens = find_tokens(state.prompts, state.result, sequences, position)
-    cache, batch = append(cache, seq_ids, counts, capacity=num_rows, tokens=tokens)
-    return cache, (tokens, batch)
 
 
 def note_refusals(
     state: GenerationState,
     status: jax.Array,  # i32[W], what the cache answered
 ) -> GenerationState:
-    """End sequences that somebody else freed, or took the last blocks from."""
+    """End sequences that the caller freed, or whose last blocks it took."""
     result, places = state.result, state.places
     is_gone = status == Status.INVALID_SEQUENCE
-    # Others wait until the youngest is preempted.
+    # If others run, the youngest is preempted, and this one waits for its blocks.
     is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
     lacks_blocks = (status == Status.OUT_OF_BLOCKS) & is_alone
     refused = is_gone | lacks_blocks

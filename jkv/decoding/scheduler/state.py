@@ -1,21 +1,35 @@
-"""A generation under way: what was asked, what has come of it, and who runs.
+"""A generation under way: what was asked, what has come of it, and what runs.
 
 Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.ending import Bounds, Stops
-from jkv.decoding.prompts import Prompts, find_texts
-from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import Blocks, BlockSize, Loads, sum_groups
-from jkv.decoding.scheduling.groups import Holder
-from jkv.decoding.scheduling.places import Places
-from jkv.decoding.speculation.progress import SpeculationState
+from jkv.decoding.sampling.stopping import Bounds, Stops
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.places import Places
+from jkv.decoding.scheduler.samples import Holder
+from jkv.decoding.texts.blocks import Blocks, BlockSize, find_block_size
+from jkv.decoding.texts.prompts import Prompts, find_texts
+from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.state import NO_SEQUENCE, Cache, Ring
+
+
+class Companion(Protocol):
+    """What goes with the sequences of a generation, any pytree: see speculation."""
+
+    @property
+    def draft_cache(self) -> Cache | None:
+        """The cache of a draft model, None without one."""
+        ...
+
+    def forget(self, sequences: jax.Array) -> Self:
+        """Forget sequences whose numbers pass to other texts, i32[K]."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -29,15 +43,15 @@ class GenerationState:
     result: Generation  # what there is so far
     prompts: Prompts  # what is continued, and how far
     stops: Stops  # what ends a sequence
-    places: Places  # who runs
-    queue: Ring  # i32[N], who has never run, in order
+    places: Places  # what runs
+    queue: Ring  # i32[N], sequences that have never run, in order
     holder: Holder  # a prompt that is kept for samples that wait
     seen: jax.Array  # bool[W, V], tokens of the text in each place
     num_blocks: Blocks  # i32[], those that a sequence would find alone
     most_running: jax.Array  # i32[], sequences that run at one time, at most W
-    # i32[], unpromised blocks without which it is useless to seat the first that waits
+    # i32[], unpromised blocks that the first sequence that waits needs at least
     seating_needs: Blocks
-    speculation: SpeculationState | None  # None where nothing is guessed
+    speculation: Companion | None  # None where nothing is guessed
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
@@ -87,27 +101,6 @@ class GenerationState:
             mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.groups),
             kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.groups),
         )
-
-
-def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
-    """Return how many blocks a text takes in a cache, in steps of so many rows."""
-    size, windows = cache.block_size, [each.window for each in cache.metadata.groups]
-    return BlockSize(
-        size, tuple(each.most_blocks(size, row_counts[-1]) for each in windows)
-    )
-
-
-def count_free_blocks(cache: Cache) -> Blocks:
-    """Return the blocks that can be handed out, i32[] for each group."""
-    return tuple(group.free_blocks.count for group in cache.metadata.groups)
-
-
-def count_used_blocks(cache: Cache) -> jax.Array:
-    """Return the blocks in use, i32[], of all groups together."""
-    groups = cache.metadata.groups
-    return sum_groups(
-        tuple(jnp.int32(g.num_blocks) - g.free_blocks.count for g in groups)
-    )
 
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:

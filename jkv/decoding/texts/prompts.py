@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.results import Generation
+from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 
 

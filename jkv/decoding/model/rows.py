@@ -8,10 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.options import check_counts
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
+
+# Rows of a step with prompts when the caller does not say: enough to keep a processor
+# busy, few enough that the step's activations stay small.
+CHUNK_SIZE = 512
 
 # Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
 # the model each, so that one which would spare fewer rows than this is left out.
@@ -20,7 +23,9 @@ _LEAST_SPARED = 128
 _MULTIPLE = 16  # of the sizes in between, which matrix units like
 
 
-def spread_row_counts(max_running: int, chunk_size: int = 512) -> tuple[int, ...]:
+def spread_row_counts(
+    max_running: int, chunk_size: int = CHUNK_SIZE
+) -> tuple[int, ...]:
     """Return row counts for queues of prompts much shorter than a chunk.
 
     Where one sequence ends at a time, a step has the rows of one prompt beside those
@@ -99,3 +104,12 @@ def choose_size(work: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """Return the index of the smallest size, ascending, that holds the work, i32[]."""
     too_small = [(work > size).astype(jnp.int32) for size in sizes[:-1]]
     return sum(too_small, start=jnp.int32(0))
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse static numbers that are no positive ints, by name."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{name} must be a static int of at least 1, got {count!r}"
+            )

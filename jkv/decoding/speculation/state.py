@@ -26,6 +26,11 @@ class SpeculationState(NamedTuple):
     pace: Pace
     rows: DraftRows | None  # of a draft model
 
+    @property
+    def draft_cache(self) -> Cache | None:
+        """The cache of a draft model, None without one."""
+        return self.rows and self.rows.cache
+
     def forget(self, sequences: jax.Array) -> "SpeculationState":
         """Forget texts whose numbers pass to others, i32[K]."""
 

@@ -1,10 +1,10 @@
-"""Groups: the samples of a prompt, which share what was computed of it.
+"""Samples of a prompt share what was computed of it.
 
-The first of a group computes the prompt, the *leader*; the others have places, but wait
-until it is done and then fork. When the last one in the cache ends while others still
-want the prompt, what they want is handed over: to the oldest that has a place, else to
-the *holder*, one sequence of the cache that has no place. Those without a place are the
-first that wait, so all of them are of one prompt, and one holder is enough.
+The first sample, the *leader*, computes the prompt; the others have places, but wait
+until it is computed and then fork. When the last sample in the cache ends while others
+still need the prompt, its row is handed over: to the oldest sample that has a place,
+else to the *holder*, a sequence of the cache that has no place. Samples without a place
+are the first that wait, so all of them are of one prompt, and one holder is enough.
 
 Symbols: Q prompts, W places, K lanes.
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduling.places import Places
+from jkv.decoding.scheduler.places import Places
 from jkv.state import NO_SEQUENCE
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Holder:
-    """A prompt that is kept in the cache for those that wait."""
+    """A prompt that is kept in the cache for samples that wait."""
 
     seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
     prompt: jax.Array  # i32[], which prompt it has, any if there is none
@@ -40,7 +40,7 @@ class Holder:
 class Pending(NamedTuple):
     """What can be done for the sequences that run but are not in the cache, bool[W]."""
 
-    leads: jax.Array  # nobody of its group is in the cache or older: it computes
+    leads: jax.Array  # no sample of its prompt is in the cache or older: it computes
     forks: jax.Array  # its prompt is computed: it forks
 
 
@@ -78,7 +78,7 @@ def find_pending(
 
 
 class HandOver(NamedTuple):
-    """Who gives what it has of a prompt to whom."""
+    """Which sequences give their prompts to which places."""
 
     gives: jax.Array  # bool[W], ended sequences that are cut back, not freed
     receiver: jax.Array  # i32[W], the place that takes it, W: the holder does
@@ -91,7 +91,7 @@ def find_hand_over(
     is_whole: jax.Array,  # bool[W]
     unfinished: jax.Array,  # i32[Q]
 ) -> HandOver:
-    """Find the ended sequences whose group still wants the prompt that they have.
+    """Find the ended sequences whose prompt other samples still need.
 
     Args:
       places: W of them, the ended ones still in theirs.

@@ -1,65 +1,31 @@
-"""Windows: the loop of `generate` in pieces, for hosts that look in between.
+"""Stepping: the loop of `generate` in windows, for hosts that look in between.
 
 `begin` lets prompts wait, `prefill` goes on until those that run have a first token,
-`decode` does as many steps as it is told. In between a host may add prompts and cancel
-sequences (`jkv.decoding.interventions`).
+`decode` does as many steps as it is told. In between a host may add prompts
+(`add_prompts`) and end sequences (`cancel`).
 
 Symbols: Q prompts, N sequences, W places, P most prompt tokens, G most new tokens, V
 tokens in the vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.beginning import Concurrency, begin_generation
-from jkv.decoding.model import Model
-from jkv.decoding.options import GREEDY, Sampling
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.speculation.loop import begin_speculation, run_speculatively
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.sampling.stopping import Stops
+from jkv.decoding.scheduler.start import Sizes, begin_generation
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.step import run_step
+from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
-from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
-
-# Rows of a step with prompts when the caller does not say: enough to keep a processor
-# busy, few enough that the step's activations stay small.
-CHUNK_SIZE = 512
-
-
-def run_steps(
-    model: Model,
-    params: Any,
-    cache: Cache,
-    state: GenerationState,
-    sampling: Sampling,
-    goes_on: Callable[[GenerationState, jax.Array], jax.Array],
-    speculate: PromptLookup | DraftModel | None = None,
-) -> tuple[Cache, GenerationState]:
-    """Do steps for as long as `goes_on(state, steps so far)` is true."""
-    if speculate is not None:
-        return run_speculatively(
-            model, params, cache, state, sampling, speculate, goes_on
-        )
-    Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]
-
-    def step(carry: Carry) -> Carry:
-        num_steps, cache, state, logits = carry
-        cache, state, logits = run_step(model, params, cache, state, sampling, logits)
-        return num_steps + 1, cache, state, logits
-
-    logits = jnp.zeros(state.seen.shape, jnp.float32)
-    _, cache, state, _ = while_loop(
-        lambda carry: goes_on(carry[2], carry[0]),
-        step,
-        (jnp.zeros((), jnp.int32), cache, state, logits),
-    )
-    return cache, state
 
 
 @takes_cache(place=2)
@@ -123,16 +89,15 @@ def begin(
       >>> state.result.tokens.tolist()
       [[8, 9, 10, 11], [41, 42, 43, 44]]
     """
+    given = Prompts.of(
+        prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
+    )
     state = begin_generation(
-        model,
-        params,
+        Runner(model, params),
         cache,
-        Prompts.of(prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts),
-        max_new_tokens=max_new_tokens,
-        stop_tokens=stop_tokens,
-        stop_sequences=stop_sequences,
-        num_samples=num_samples,
-        sizes=Concurrency(max_running, chunk_size, row_counts),
+        given,
+        Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0]),
+        Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts),
     )
     return begin_speculation(state, speculate)
 
@@ -160,8 +125,8 @@ def prefill(
 
     The first half of `generate`, for callers that look at the tokens between steps.
     Sequences stay open until `decode` ends them. To end some before, `cancel` them.
-    Whoever frees the ids in `state.seq_ids` with `jkv.free` ends these, too: the next
-    `decode` finds them gone and calls them CANCELLED.
+    To free the ids in `state.seq_ids` with `jkv.free` ends their sequences, too: the
+    next `decode` finds them gone, and their reason is CANCELLED.
 
     Args:
       model: as for `generate`.
@@ -222,7 +187,7 @@ def prefill(
         is_first = (num_steps == 0) & jnp.any(state.is_running)
         return is_first | jnp.any(is_new)
 
-    return run_steps(model, params, cache, state, sampling, lacks_token)
+    return run_steps(Runner(model, params), cache, state, sampling, lacks_token)
 
 
 @takes_cache(place=2)
@@ -279,8 +244,7 @@ def decode(
         num_steps = jnp.iinfo(jnp.int32).max
     most = jnp.asarray(as_index(num_steps))
     return run_steps(
-        model,
-        params,
+        Runner(model, params),
         cache,
         state,
         sampling,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams.hypotheses import Beams, Hypotheses
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason
 from jkv.state import NO_SEQUENCE
 
 

@@ -1,4 +1,4 @@
-"""select_best: one of several samples of each prompt, by likelihood or by vote.
+"""Best of n: one of several samples of each prompt, by likelihood or by vote.
 
 Symbols: Q prompts of S samples, N = Q * S sequences, A numbers of an answer.
 """
@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.results import Generation
+from jkv.decoding.texts.results import Generation
 
 
 def select_best(
@@ -69,13 +69,11 @@ def select_best(
         is_most = votes == jnp.max(votes, axis=1, keepdims=True)
         means = jnp.where(is_most, means, -jnp.inf)
         # Where no likelihood is a number, the votes alone decide.
-        place = jnp.argmax(
-            is_most & (means == means.max(axis=1, keepdims=True)), axis=1
-        )
+        best = jnp.argmax(is_most & (means == means.max(axis=1, keepdims=True)), axis=1)
     else:
-        place = jnp.argmax(means, axis=1)
+        best = jnp.argmax(means, axis=1)
     first = jnp.arange(num_sequences // num_samples, dtype=jnp.int32) * num_samples
-    return first + place.astype(jnp.int32)
+    return first + best.astype(jnp.int32)
 
 
 def _count_votes(

@@ -1,4 +1,4 @@
-"""Between two windows of steps: a host adds prompts, and cancels sequences.
+"""Arrivals: a host adds prompts between two windows of steps.
 
 Symbols: N sequences, Q prompts, K prompts of a call, P most prompt tokens.
 """
@@ -8,12 +8,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.closing import close_ended
-from jkv.decoding.ending import Stops, judge_prompts
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.seating import drop_from_queue, order_queue
+from jkv.decoding.sampling.stopping import Stops, judge_prompts
+from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
@@ -21,58 +20,10 @@ from jkv.state.entry import takes_cache
 
 
 @takes_cache()
-def cancel(
-    cache: Cache, state: GenerationState, sequences: jax.Array
-) -> tuple[Cache, GenerationState]:
-    """End sequences where they are, running or waiting, and free their blocks.
-
-    Their tokens so far are kept. Others go on as if these had never been.
-
-    Args:
-      cache: from `prefill` or `decode`; jit may donate it.
-      state: what came with the cache; jit may donate it, too.
-      sequences: bool[N], which to end; those that have ended stay as they are.
-
-    Returns:
-      The cache and the state.
-
-    Raises:
-      ValueError: for anything but one bool for each sequence.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jkv
-      >>> from jkv.decoding import cancel, prefill
-      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
-      ...     logits = jax.nn.one_hot(tokens + 1, 100)
-      ...     return (logits if all_rows else logits[batch.last_rows]), cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
-      >>> cache, state = prefill(
-      ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
-      >>> cache, state = cancel(cache, state, jnp.array([True, False]))
-      >>> state.is_running.tolist(), int(jkv.num_free_blocks(cache))
-      ([False, True], 7)
-    """
-    expected = state.result.reasons.shape
-    if sequences.shape != expected or sequences.dtype != jnp.bool_:
-        raise ValueError(
-            f"sequences must be bool{list(expected)}, whether to end each one, got "
-            f"{sequences.dtype}{list(sequences.shape)}"
-        )
-    reasons = jnp.where(
-        state.is_running & sequences,
-        jnp.int32(FinishReason.CANCELLED),
-        state.result.reasons,
-    )
-    state = dataclasses.replace(state, result=state.result._replace(reasons=reasons))
-    return close_ended(cache, state)
-
-
-@takes_cache()
 def add_prompts(
     cache: Cache,
     state: GenerationState,
-    slots: Integers,
+    indices: Integers,
     prompts: Texts,
     *,
     limits: Integers | None = None,
@@ -82,17 +33,18 @@ def add_prompts(
     salts: Integers = 0,
     priorities: Integers = 0,
 ) -> GenerationState:
-    """Let more prompts wait, in the place of some that have ended.
+    """Let more prompts wait, instead of some that have ended.
 
     Their sequences begin with nothing, behind those that wait with the same priority;
-    what those before them had is forgotten. Whoever serves begins with empty prompts,
-    as many as there are slots, and fills these as requests come.
+    what those before them had is forgotten. A server begins with empty prompts, and
+    replaces them as requests come.
 
     Args:
       cache: the cache.
       state: from `prefill` or `decode`.
-      slots: i32[K], which prompts to take the place of, -1 for none. All sequences of
-        a slot must have ended, or it stays as it is; the first mention counts.
+      indices: i32[K], which prompts of the generation to replace, -1 for none. All
+        sequences of such a prompt must have ended, or it stays as it is; the first
+        mention counts.
       prompts: i32[K, P], -1 after each one's end, P as in the first call.
       limits: i32[K], most new tokens of each; None is as many as there is room for.
       stop_tokens: i32[K, E], those of each prompt, -1 for none, E as in the first call.
@@ -125,7 +77,7 @@ def add_prompts(
       [[-1, -1, -1, -1], [8, 9, 10, 11]]
     """
     num_prompts, width = state.prompts.tokens.shape
-    (slots,) = broadcast(slots=slots)
+    (indices,) = broadcast(indices=indices)
     added = Prompts.of(
         prompts,
         limits=limits,
@@ -133,34 +85,34 @@ def add_prompts(
         salts=salts,
         priorities=priorities,
     )
-    if added.tokens.shape != (len(slots), width):
+    if added.tokens.shape != (len(indices), width):
         raise ValueError(
-            f"prompts must be i32[{len(slots)}, {width}], one for each slot, as wide "
-            f"as the first ones; got i32{list(added.tokens.shape)}"
+            f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
+            f"wide as the first ones; got i32{list(added.tokens.shape)}"
         )
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
-    slot = jnp.where(slots < 0, num_prompts, slots)
-    is_free = ~is_busy.at[slot].get(mode="fill", fill_value=True)
-    is_free &= mentions.is_first(slot, num_prompts)
-    slot = jnp.where(is_free, slot, num_prompts)
+    index = jnp.where(indices < 0, num_prompts, indices)
+    is_free = ~is_busy.at[index].get(mode="fill", fill_value=True)
+    is_free &= mentions.is_first(index, num_prompts)
+    index = jnp.where(is_free, index, num_prompts)
     kept = jax.tree.map(
-        lambda old, new: old.at[slot].set(new, mode="drop"), state.prompts, added
+        lambda old, new: old.at[index].set(new, mode="drop"), state.prompts, added
     )
     stops = state.stops
     if stop_tokens is not None or stop_sequences is not None:
         none = () if stop_tokens is None else stop_tokens
-        added_stops = Stops.of(none, stop_sequences, len(slots))
-        stops = stops.replace(slot, added_stops, num_prompts)
+        added_stops = Stops.of(none, stop_sequences, len(indices))
+        stops = stops.replace(index, added_stops, num_prompts)
     state = dataclasses.replace(state, prompts=kept, stops=stops)
     most = state.num_samples if num_samples is None else num_samples
-    (wanted,) = broadcast(len(slots), num_samples=most)
-    return _queue_up(cache, state, slot, added, jnp.asarray(wanted))
+    (wanted,) = broadcast(len(indices), num_samples=most)
+    return _queue_up(cache, state, index, added, jnp.asarray(wanted))
 
 
 def _queue_up(
     cache: Cache,
     state: GenerationState,
-    slot: jax.Array,
+    index: jax.Array,
     added: Prompts,
     wanted: jax.Array,
 ) -> GenerationState:
@@ -169,19 +121,19 @@ def _queue_up(
     Args:
       cache: the cache.
       state: with the prompts.
-      slot: i32[K], their places; Q is none.
+      index: i32[K], which prompts they are; Q for none.
       added: K prompts.
       wanted: i32[K], how many sequences of each begin.
     """
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
-    sequences = (slot[:, None] * num_samples + sample_index).reshape(-1)
+    sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
     reasons = judge_prompts(added, state.bounds(cache))
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
     begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
-    # Sequences of a slot may have ended while they waited.
+    # Sequences of a prompt may have ended while they waited.
     queue = drop_from_queue(state.queue, ~state.is_running)
     fresh = Generation.empty(reasons, state.result.tokens.shape[1])
     old = state.result
@@ -212,8 +164,8 @@ def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
     Samples of a prompt that has begun come before all: only one prompt is ever held.
     """
     num_samples, is_running = state.num_samples, state.is_running
-    place = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
-    waiting = jnp.where(place < queue.count, ring.peek(queue, place), len(is_running))
+    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    waiting = jnp.where(rank < queue.count, ring.peek(queue, rank), len(is_running))
     has_begun = is_running.at[waiting].set(False, mode="drop")
     has_begun |= state.result.lengths > 0
     has_begun = jnp.any(has_begun.reshape(-1, num_samples), axis=1)

@@ -1,17 +1,11 @@
-"""From logits to tokens: penalty, temperature, top-k, top-p, min-p, and one draw.
+"""Which tokens a draw chooses from: penalty, temperature, top-k, top-p, min-p.
 
 Nothing is sorted. Top-k and top-p keep the same kind of set: token i stays while
 the tokens strictly above it weigh less than a limit, where a token weighs 1 for
 top-k and its probability for top-p. So each is one number, the smallest kept logit,
-found by bisection over the 32 bits of a float, a masked sum a bit. A draw inverts
-the cumulative distribution in two levels, a tile and a token in it, with two
-uniform numbers in place of one Gumbel number per token of the vocabulary.
+found by bisection over the 32 bits of a float, a masked sum a bit.
 
-A row's randomness depends on its own seed and on how many tokens it has generated,
-so a sequence's text does not depend on its neighbours or on the batch's size.
-
-    V  tokens in the vocabulary
-    B  sequences in a call
+Symbols: B sequences of a call, V tokens in the vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -20,51 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.sharding.loops import while_loop
-
-# A draw picks one of V / _TILE tiles, then one token of it: two short cumulative
-# sums in place of one of length V.
-_TILE = 128
 
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
-
-
-def sample(
-    logits: jax.Array,  # f32[B, V]
-    sampling: Sampling,
-    counts: jax.Array | int = 0,  # i32[B]
-    *,
-    seen: jax.Array | None = None,  # bool[B, V]
-) -> tuple[jax.Array, jax.Array]:
-    """Choose one token per row.
-
-    Args:
-      logits: f32[B, V], finite or -inf; a token at -inf is never chosen.
-      sampling: how to choose.
-      counts: i32[B], tokens each sequence has generated before this one. Together
-        with its seed it fixes the sequence's random numbers.
-      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
-
-    Returns:
-      tokens: i32[B].
-      logprobs: f32[B], log-probability of each under the logits as given, before
-        penalty, temperature and filters.
-
-    Raises:
-      ValueError: for a field of `sampling` that is neither one number nor B.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jkv.decoding import Sampling, sample
-      >>> tokens, logprobs = sample(jnp.log(jnp.array([[0.1, 0.7, 0.2]])), Sampling())
-      >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
-      ([1], 0.7)
-    """
-    rows = by_row(sampling, logits.shape[0])
-    counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
-    return _sample(logits.astype(jnp.float32), rows, counts, seen)
 
 
 def filter_logits(
@@ -96,7 +50,7 @@ def filter_logits(
       [[-inf, 0.0, -2.0]]
     """
     rows = by_row(sampling, logits.shape[0])
-    return _filter(logits.astype(jnp.float32), rows, seen)
+    return filter_rows(logits.astype(jnp.float32), rows, seen)
 
 
 class PerRow(NamedTuple):
@@ -128,46 +82,7 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     return rows._replace(seeds=rows.seeds + jnp.arange(num_rows, dtype=jnp.int32))
 
 
-@jax.jit
-def _sample(
-    logits: jax.Array, rows: PerRow, counts: jax.Array, seen: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    is_greedy = rows.temperature <= 0
-
-    def choose_best() -> jax.Array:
-        return find_best(_penalise(logits, rows, seen))
-
-    def draw_some() -> jax.Array:
-        drawn = draw(_filter(logits, rows, seen), rows.seeds, counts)
-        best = lax.cond(jnp.any(is_greedy), choose_best, lambda: drawn)
-        return jnp.where(is_greedy, best, drawn)
-
-    # A batch that is greedy throughout skips the filters and the draw.
-    tokens = lax.cond(jnp.all(is_greedy), choose_best, draw_some)
-    return tokens, pick_logprobs(logits, tokens)
-
-
-def pick_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the log-probability of one token of each row, f32[B]."""
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)
-    return logprobs[:, 0]
-
-
-def find_best(logits: jax.Array) -> jax.Array:
-    """Return the first of the most likely tokens of each row, i32[B].
-
-    `argmax` takes an index along with each value, one by one on a CPU: two passes over
-    all values at once are four times as fast.
-    """
-    vocabulary = logits.shape[1]
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    # Any token does where there are no numbers, but no other index.
-    is_best = (logits == largest) | jnp.isnan(logits)
-    token = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(is_best, token, vocabulary - 1), axis=-1)
-
-
-def _penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
+def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
     if seen is None:
         return logits
@@ -177,7 +92,7 @@ def _penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Ar
 
 
 @jax.jit
-def _filter(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
+def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Penalise, divide by the temperature, remove what the filters remove."""
     scaled = _scale(logits, rows, seen)
     is_on = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
@@ -187,7 +102,7 @@ def _filter(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Arra
 def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Penalise, and divide by the temperature; the maximum of each row is 0 then."""
     # Less the maximum first: then nothing overflows, however low the temperature.
-    logits = _penalise(logits, rows, seen)
+    logits = penalise(logits, rows, seen)
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     is_greedy = rows.temperature <= 0
     divisor = jnp.where(is_greedy, jnp.float32(1), rows.temperature)[:, None]
@@ -253,42 +168,3 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     values = jnp.where(values == 0, jnp.float32(0), values)  # -0 equals 0
     bits = lax.bitcast_convert_type(values, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def draw(
-    logits: jax.Array, seeds: jax.Array, counts: jax.Array, purpose: int = 0
-) -> jax.Array:
-    """Draw from softmax(logits), i32[B]; the maximum of each row is 0."""
-    num_rows, vocabulary = logits.shape
-    uniforms = draw_uniforms(seeds, counts, purpose)
-
-    weights = jnp.pad(jnp.exp(logits), ((0, 0), (0, -vocabulary % _TILE)))
-    tiles = weights.reshape(num_rows, -1, _TILE)
-    tile = _invert(jnp.sum(tiles, axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
-    return tile * _TILE + _invert(inside, uniforms[:, 1])
-
-
-def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.Array:
-    """Return two numbers in [0, 1) a row, f32[B, 2], that depend on nothing else.
-
-    Numbers for one purpose are independent of those for another.
-    """
-
-    def of_row(seed: jax.Array, count: jax.Array) -> jax.Array:
-        # The generator is named: others give a batch other numbers than its rows.
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
-        if purpose:
-            key = jax.random.fold_in(key, purpose)
-        return jax.random.uniform(key, (2,), jnp.float32)
-
-    return jax.vmap(of_row)(seeds, counts)
-
-
-def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Return the index where the cumulative weights pass `uniforms` of their total."""
-    # A parallel sum need not be monotone in its last bit: an index of weight 0 is
-    # excluded by its weight, never by the sum.
-    sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), jnp.float32(0))
-    target = uniforms * jnp.max(sums, axis=-1)
-    return jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)

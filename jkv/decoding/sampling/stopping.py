@@ -1,4 +1,4 @@
-"""How sequences of a generation end: one reason each, the first that applies.
+"""Stopping: why a text ends, the first reason that applies.
 
 Symbols: Q prompts, E stop tokens, F stop sequences of C tokens at most, K lanes. What
 stops all prompts alike has one row for all Q of them.
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import Blocks, BlockSize, blocks_for, reach
+from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason
 
 # Beside a token of a text there can be no such number.
 _ANY = -1
@@ -69,7 +69,7 @@ class Stops:
         return jax.tree.map(pick, self)
 
     def replace(self, prompts: jax.Array, stops: "Stops", num_prompts: int) -> "Stops":
-        """Return these with those of other prompts in the place of some, i32[K] of Q.
+        """Return these with those of other prompts instead of some, i32[K] of Q.
 
         Raises:
           ValueError: unless each prompt has its own, as many and as long.
@@ -197,8 +197,8 @@ def _ends_with_any(
     The stop sequences are i32[K or 1, F, C].
     """
     width = stops.shape[2]
-    place = jnp.arange(width, dtype=jnp.int32)[None]
-    column = lengths[:, None] - width + place
+    offset = jnp.arange(width, dtype=jnp.int32)[None]
+    column = lengths[:, None] - width + offset
     last = tokens[sequences[:, None], jnp.maximum(column, 0)]
     last = jnp.where(column < 0, _NO_TOKEN, last)
     agrees = (stops == _ANY) | (stops == last[:, None])

@@ -1,4 +1,6 @@
-"""Sequences that have a place are brought into the cache: opened, or forked.
+"""Admission: sequences that wait get places, and rows of the cache.
+
+A sequence that computes its prompt allocates a row; one that shares it forks.
 
 Symbols: K lanes, Q prompts, W places.
 """
@@ -9,14 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.admission import Attempt, admit, may_admit
-from jkv.decoding.ending import find_first
-from jkv.decoding.progress import GenerationState, note_texts
-from jkv.decoding.prompts import find_texts
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import Blocks, Loads
-from jkv.decoding.scheduling.groups import Holder, find_pending
-from jkv.decoding.scheduling.places import LANES, find_oldest
+from jkv.decoding.sampling.stopping import find_first
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.places import LANES, find_oldest
+from jkv.decoding.scheduler.samples import Holder, find_pending
+from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
+from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.texts.blocks import Blocks
+from jkv.decoding.texts.prompts import find_texts
+from jkv.decoding.texts.results import FinishReason
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -24,31 +27,31 @@ from jkv.verbs.allocation import allocate
 from jkv.verbs.forking import fork
 
 
-def fill_places(
+def admit(
     cache: Cache, state: GenerationState, slack: Blocks
 ) -> tuple[Cache, GenerationState]:
-    """Seat those that wait, as long as they fit, and bring them into the cache.
+    """Admit sequences that wait, as long as they fit.
 
     Args:
       cache: the cache.
       state: the generation.
-      slack: i32[], free blocks that were promised to nobody.
+      slack: i32[], free blocks that were promised to no sequence.
     """
     num_lanes = min(LANES, state.places.num_places)
     Carry = tuple[Cache, GenerationState, jax.Array]
 
     def trip(carry: Carry) -> Carry:
         cache, state, _ = carry
-        state, attempt = admit(cache, state, num_lanes)
-        return _bring_in(cache, state, attempt, num_lanes)
+        state, attempt = seat_waiting(cache, state, num_lanes)
+        return _open_seated(cache, state, attempt, num_lanes)
 
-    begins = may_admit(state, slack) | jnp.any(state.places.is_pending)
+    begins = may_seat(state, slack) | jnp.any(state.places.is_pending)
     cache, state, _ = while_loop(lambda carry: carry[2], trip, (cache, state, begins))
     return cache, state
 
 
 class _Lanes(NamedTuple):
-    """K places whose sequences can be brought into the cache, the oldest first."""
+    """K places whose sequences can be opened in the cache, the oldest first."""
 
     places: jax.Array  # i32[K], W where there are no more
     sequences: jax.Array  # i32[K]
@@ -57,10 +60,10 @@ class _Lanes(NamedTuple):
     forks: jax.Array  # bool[K], it shares its prompt
 
 
-def _bring_in(
+def _open_seated(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Bring sequences into the cache, at most K.
+    """Open rows of the cache for sequences that have places, at most K.
 
     Returns:
       The cache, the state, and bool[]: whether there may be more to do.
@@ -116,7 +119,7 @@ def _find_lanes(
 def _fork_prompts(
     cache: Cache, state: GenerationState, loads: Loads, lanes: _Lanes
 ) -> tuple[Cache, jax.Array, Holder]:
-    """Fork prompts from whoever has them; the first of a held one takes it over.
+    """Fork prompts from sequences that have them; the first takes over a held one.
 
     Returns:
       The cache; i32[K], the rows of those that fork, -1 where refused; and the holder.
@@ -164,7 +167,7 @@ def _give_up(
     status: jax.Array,
     seq_ids: jax.Array,
 ) -> GenerationState:
-    """Unseat one that was tried in vain; end one that cannot begin though it is alone.
+    """Unseat a sequence tried in vain; end one that cannot begin though it is alone.
 
     Args:
       state: before anything was opened.
@@ -186,8 +189,8 @@ def _give_up(
             (FinishReason.OUT_OF_BLOCKS, status[0] == Status.OUT_OF_BLOCKS),
         ],
     )
-    nobody = result.reasons.shape[0]
-    ended = jnp.where(refused[0] & is_alone, lanes.sequences[0], nobody)
+    num_sequences = result.reasons.shape[0]
+    ended = jnp.where(refused[0] & is_alone, lanes.sequences[0], num_sequences)
     return dataclasses.replace(
         state,
         places=dataclasses.replace(

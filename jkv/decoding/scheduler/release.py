@@ -1,46 +1,31 @@
-"""Places are emptied: sequences that ended are freed, and the youngest preempted.
+"""Release: sequences that ended are freed, and their places emptied.
 
 Symbols: K lanes, Q prompts, W places.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.conditions import when
-from jkv.decoding.progress import GenerationState, count_free_blocks, note_texts
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import (
-    Blocks,
-    find_demand,
-    reach,
-    subtract,
-    total,
-)
-from jkv.decoding.scheduling.groups import Holder, find_hand_over
-from jkv.decoding.scheduling.places import (
-    LANES,
-    Places,
-    find_chosen,
-    find_oldest,
-    find_youngest_running,
-    preempt_youngest,
-    vacate,
-)
-from jkv.sharding.loops import while_loop
-from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
+from jkv.decoding.scheduler.samples import Holder, find_hand_over
+from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.texts.results import FinishReason
+from jkv.sharding.loops import when, while_loop
+from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import free
 from jkv.verbs.truncation import truncate
 
 
-def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+def release_ended(
+    cache: Cache, state: GenerationState
+) -> tuple[Cache, GenerationState]:
     """Free the sequences that ended, and empty their places."""
     Carry = tuple[Cache, GenerationState]
 
-    def close(carry: Carry) -> Carry:
+    def release(carry: Carry) -> Carry:
         cache, state = carry
         gives = jnp.zeros_like(ended)
         if state.num_samples > 1:
@@ -57,11 +42,11 @@ def close_ended(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
             seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
-    # In most steps nobody ends.
+    # In most steps no sequence ends.
     places = state.places
     ended = places.is_started & ~state.is_running[places.sequences]
     is_unwanted = _is_holder_unwanted(state)
-    return when(jnp.any(ended) | is_unwanted, close, (cache, state))
+    return when(jnp.any(ended) | is_unwanted, release, (cache, state))
 
 
 def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
@@ -81,84 +66,13 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
     return cache
 
 
-def make_room(
-    cache: Cache, state: GenerationState
-) -> tuple[Cache, GenerationState, Blocks]:
-    """Preempt the youngest until the free blocks reach for what the others need.
-
-    A prompt that is held goes first. One sequence is left at least.
-
-    Returns:
-      The cache, the state, and i32[] for each group: free blocks that were promised to
-      nobody.
-    """
-    demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
-
-    def lacks_blocks(pool: _Pool) -> jax.Array:
-        can_give = (pool.holder.seq_id >= 0) | (pool.places.num_running > 1)
-        free = tuple(group.free_blocks.count for group in pool.metadata.groups)
-        return can_give & ~reach(free, pool.promised)
-
-    none = jnp.zeros((), jnp.int32)
-    pool = while_loop(
-        lacks_blocks,
-        lambda pool: _take_back(cache, pool, demand),
-        _Pool(cache.metadata, state.places, state.holder, total(demand), none),
-    )
-    cache = cache.with_metadata(pool.metadata)
-    is_same = pool.places.num_running == state.places.num_running
-    state = dataclasses.replace(
-        state,
-        places=pool.places,
-        holder=pool.holder,
-        seating_needs=tuple(jnp.where(is_same, n, 0) for n in state.seating_needs),
-        result=state.result.add_counts(preemptions=pool.num_preempted),
-    )
-    return cache, state, subtract(count_free_blocks(cache), pool.promised)
-
-
-class _Pool(NamedTuple):
-    """What `make_room` changes."""
-
-    metadata: Metadata
-    places: Places
-    holder: Holder
-    promised: Blocks  # i32[]
-    num_preempted: jax.Array  # i32[]
-
-
-def _take_back(cache: Cache, pool: _Pool, demand: Blocks) -> _Pool:
-    """Take the blocks of the holder, or else of the youngest; its demand, i32[W]."""
-    is_held = pool.holder.seq_id >= 0
-    youngest = find_youngest_running(pool.places)
-    seq_id = jnp.where(is_held, pool.holder.seq_id, pool.places.seq_ids[youngest])
-    cache, _ = free(cache.with_metadata(pool.metadata), seq_id[None])
-    places = jax.tree.map(
-        lambda kept, new: jnp.where(is_held, kept, new),
-        pool.places,
-        preempt_youngest(pool.places),
-    )
-    # One that waited for its prompt had computed nothing.
-    counts = ~is_held & (seq_id >= 0)
-    return _Pool(
-        metadata=cache.metadata,
-        places=places,
-        holder=dataclasses.replace(pool.holder, seq_id=jnp.int32(NO_SEQUENCE)),
-        promised=subtract(
-            pool.promised,
-            tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),
-        ),
-        num_preempted=pool.num_preempted + counts.astype(jnp.int32),
-    )
-
-
 def _hand_over(
     cache: Cache, state: GenerationState, ended: jax.Array
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Hand over the prompts of ended sequences, bool[W], that others still want.
+    """Hand over the prompts of ended sequences, bool[W], that other samples need.
 
     Returns:
-      The cache, the state, and bool[W]: whose sequence is not to be freed.
+      The cache, the state, and bool[W]: places whose sequence is not to be freed.
     """
     places, loads = state.places, state.loads(cache)
     wanted = find_hand_over(
@@ -175,7 +89,7 @@ def _hand_over(
         giver = find_oldest(places, left, 1)[0]
         seq_id, length = places.seq_ids[giver], loads.prompt_lengths[giver]
         cache, status = truncate(cache, seq_id[None], length[None])
-        # One that cannot be cut back is freed, and the prompt is computed again.
+        # A sequence that cannot be cut back is freed; the prompt is computed again.
         is_cut = status[0] == Status.OK
         receiver = jnp.where(is_cut, wanted.receiver[giver], -1)
         state = _receive(state, receiver, seq_id, loads.prompts[giver])

@@ -1,34 +1,30 @@
-"""A generation begins: arguments are checked, and everything is put in the queue.
+"""A generation begins: sizes are checked, and all sequences are put in the queue.
 
-Symbols: Q prompts, N sequences, W places, V tokens in the vocabulary.
+Symbols: N sequences, W places.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jkv.decoding.ending import Bounds, Stops, judge_prompts
-from jkv.decoding.model import Model, call_model
-from jkv.decoding.options import check_counts
-from jkv.decoding.progress import (
-    GenerationState,
-    count_free_blocks,
-    find_block_size,
-)
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.groups import Holder
-from jkv.decoding.scheduling.places import Places
-from jkv.decoding.scheduling.seating import make_queue
-from jkv.metadata.requests import Integers, Texts
-from jkv.state import NO_SEQUENCE, Cache
-from jkv.verbs.appending import append
+from jkv.decoding.model.rows import check_counts
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
+from jkv.decoding.scheduler.places import Places
+from jkv.decoding.scheduler.queue import make_queue
+from jkv.decoding.scheduler.samples import Holder
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.state import Cache
 
 
-class Concurrency(NamedTuple):
-    """How much runs at one time, as the caller says."""
+class Sizes(NamedTuple):
+    """Static numbers of a generation, as the caller says."""
 
+    max_new_tokens: int
+    num_samples: int
     max_running: int | None
     chunk_size: int
     row_counts: tuple[int, ...] | None
@@ -61,20 +57,15 @@ class Concurrency(NamedTuple):
 
 
 def begin_generation(
-    model: Model,
-    params: Any,
+    runner: Runner,
     cache: Cache,
     prompts: Prompts,
-    *,
-    max_new_tokens: int,
-    stop_tokens: Integers,
-    stop_sequences: Texts | None,
-    num_samples: int,
-    sizes: Concurrency,
+    stops: Stops,
+    sizes: Sizes,
 ) -> GenerationState:
     """Begin with everything in the queue."""
+    max_new_tokens, num_samples = sizes.max_new_tokens, sizes.num_samples
     check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
-    stops = Stops.of(stop_tokens, stop_sequences, prompts.lengths.shape[0])
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
     num_blocks = count_free_blocks(cache)
@@ -85,7 +76,7 @@ def begin_generation(
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
-    vocabulary = find_vocabulary(model, params, cache, num_places)
+    vocabulary = runner.count_vocabulary(cache, num_places)
     return GenerationState(
         result=Generation.empty(reasons, max_new_tokens),
         prompts=prompts,
@@ -100,19 +91,3 @@ def begin_generation(
         speculation=None,
         row_counts=row_counts,
     )
-
-
-def find_vocabulary(model: Model, params: Any, cache: Cache, num_places: int) -> int:
-    """Return the number of tokens there are; the model's own shapes tell it."""
-
-    def probe(cache: Cache) -> jax.Array:
-        nobody = jnp.full((num_places,), NO_SEQUENCE, jnp.int32)
-        # A row more than requests: logits of rows are not those of requests.
-        num_rows = num_places + 1
-        tokens = jnp.zeros((num_rows,), jnp.int32)
-        none = jnp.zeros_like(nobody)
-        cache, batch = append(cache, nobody, none, capacity=num_rows, tokens=tokens)
-        logits, _ = call_model(model, params, tokens, cache, batch)
-        return logits
-
-    return int(jax.eval_shape(probe, cache).shape[1])

@@ -120,12 +120,3 @@ SAMPLING_DTYPES: dict[str, type[np.generic]] = {
     field.name: np.int32 if field.name in ("top_k", "seeds") else np.float32
     for field in dataclasses.fields(Sampling)
 }
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse static numbers that are no positive ints, by name."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{name} must be a static int of at least 1, got {count!r}"
-            )

@@ -1,4 +1,4 @@
-"""Admission: the first that wait are seated, as far as places and blocks reach.
+"""Seating: the first that wait get places, as far as places and blocks reach.
 
 Symbols: K lanes, W places.
 """
@@ -9,31 +9,31 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.progress import GenerationState, count_free_blocks
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling import seating
-from jkv.decoding.scheduling.demand import (
+from jkv.decoding.scheduler import queue
+from jkv.decoding.scheduler.demand import Loads, find_demand
+from jkv.decoding.scheduler.queue import Candidates, Seated
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import (
     Blocks,
-    Loads,
     blocks_beside_prompt,
     blocks_for,
-    find_demand,
+    count_free_blocks,
     reach,
     subtract,
     total,
 )
-from jkv.decoding.scheduling.seating import Candidates, Seated
+from jkv.decoding.texts.results import FinishReason
 from jkv.state import Cache
 
 
 class Attempt(NamedTuple):
-    """What `admit` leaves to be found out by bringing sequences into the cache."""
+    """What seating leaves to be found out by admitting sequences to the cache."""
 
     # bool[], whether the youngest was seated only to see if the cache has room for it:
-    # the prefix index may have enough of its text, or nobody else runs.
+    # the prefix index may have enough of its text, or no other sequence runs.
     is_trial: jax.Array
     keep_free: Blocks  # i32[], promised to others, which a trial leaves alone
-    slack: Blocks  # i32[], free ones that were promised to nobody
+    slack: Blocks  # i32[], free ones that were promised to no sequence
     goes_on: jax.Array  # bool[], whether more may be seated
 
 
@@ -46,12 +46,12 @@ class _Offer(NamedTuple):
     may_cost_less: jax.Array  # bool[K], the prefix index may have some of them
 
 
-def may_admit(state: GenerationState, slack: Blocks) -> jax.Array:
-    """Return whether it is worth the while to look who waits, bool[].
+def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
+    """Return whether it is worth while to look at what waits, bool[].
 
     Args:
       state: the generation.
-      slack: i32[], free blocks that were promised to nobody.
+      slack: i32[], free blocks that were promised to no sequence.
     """
     places = state.places
     waits = (places.num_started > places.num_running) | (state.queue.count > 0)
@@ -60,7 +60,7 @@ def may_admit(state: GenerationState, slack: Blocks) -> jax.Array:
     return waits & has_place & (is_empty | reach(slack, state.seating_needs))
 
 
-def admit(
+def seat_waiting(
     cache: Cache, state: GenerationState, num_lanes: int
 ) -> tuple[GenerationState, Attempt]:
     """Seat the first that wait, at most K.
@@ -75,7 +75,7 @@ def admit(
     slack = subtract(count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
     offer = _find_offer(cache, state, loads, num_lanes)
-    result = seating.choose_seated(
+    result = queue.choose_seated(
         offer.candidates,
         offer.ended,
         offer.costs,
@@ -84,16 +84,16 @@ def admit(
     )
     num_passed = jnp.sum(result.passed, dtype=jnp.int32)
     is_refused = offer.candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
-    # Bringing it into the cache takes a lane.
+    # To admit it to the cache takes a lane.
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
     may_fit = offer.may_cost_less[0] & reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
     result = _with_first(result, is_trial)
-    places, queue = seating.seat(places, state.queue, offer.candidates, result)
+    places, waiting = queue.seat(places, state.queue, offer.candidates, result)
     state = dataclasses.replace(
         state,
         places=places,
-        queue=queue,
+        queue=waiting,
         seating_needs=_find_needs(offer, num_passed),
     )
     is_tried_next = offer.may_cost_less.at[num_passed].get(
@@ -107,7 +107,7 @@ def admit(
 def _find_offer(
     cache: Cache, state: GenerationState, loads: Loads, num_lanes: int
 ) -> _Offer:
-    candidates = seating.find_candidates(state.places, state.queue, num_lanes)
+    candidates = queue.find_candidates(state.places, state.queue, num_lanes)
     sequences, size = candidates.sequences, state.block_size(cache)
     ended = state.result.reasons[sequences] != FinishReason.RUNNING
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
@@ -115,8 +115,8 @@ def _find_offer(
     text_lengths = prompt_lengths + state.result.lengths[sequences]
     costs, leads = blocks_for(text_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
-        # The first of a group computes the prompt, unless it is held for it.
-        is_first = _is_first_of_group(state, loads, prompt, ended)
+        # The first sample computes the prompt, unless it is held for it.
+        is_first = _is_first_sample(state, loads, prompt, ended)
         is_held = state.holder.holds(prompt)
         beside = blocks_beside_prompt(prompt_lengths, text_lengths, size)
         held = subtract(costs, blocks_for(prompt_lengths, size))
@@ -129,10 +129,10 @@ def _find_offer(
     return _Offer(candidates, ended, costs, may_cost_less)
 
 
-def _is_first_of_group(
+def _is_first_sample(
     state: GenerationState, loads: Loads, prompt: jax.Array, ended: jax.Array
 ) -> jax.Array:
-    """Return which candidates find nobody of their prompt, i32[K], before them."""
+    """Return which candidates are the first of their prompts, i32[K], bool[K]."""
     lane = jnp.arange(prompt.shape[0], dtype=jnp.int32)
     is_before = (lane[None] < lane[:, None]) & ~ended[None]
     follows = jnp.any(is_before & (prompt[None] == prompt[:, None]), axis=1)

@@ -34,7 +34,7 @@ class Places:
 
     @classmethod
     def empty(cls, num_places: int) -> "Places":
-        """Make places that nobody has."""
+        """Make places that are empty."""
         return cls(
             sequences=jnp.zeros((num_places,), jnp.int32),
             seq_ids=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
@@ -116,7 +116,7 @@ def find_youngest_running(places: Places) -> jax.Array:
     return jnp.where(places.num_running > 0, youngest, places.num_places)
 
 
-def preempt_youngest(places: Places) -> Places:
+def unseat_youngest(places: Places) -> Places:
     """Let the youngest running sequence wait; its row of the cache is freed."""
     youngest = find_youngest_running(places)
     return dataclasses.replace(

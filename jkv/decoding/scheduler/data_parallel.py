@@ -1,7 +1,7 @@
-"""Prompts are dealt to pools: one generation over several ranks.
+"""Data parallel: one generation over several ranks, to which prompts are dealt.
 
 Each rank generates from all prompts, those of other ranks empty, so that prompts and
-results keep their places. Nothing crosses but how much is free, before, and the
+results keep their order. Nothing crosses but how much is free, before, and the
 results, after.
 
 Symbols: Q prompts, N sequences, P ranks.
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import Generation, Statistics
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import Generation, Statistics
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.pools import with_rank, without_rank
 from jkv.state import Cache

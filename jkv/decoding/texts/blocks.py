@@ -1,9 +1,9 @@
-"""Demand: what each place's sequence has, and the blocks that it was promised.
+"""The blocks that texts take, in each group of layers.
 
-A cache of groups of layers has a pool for each group, and a sequence needs blocks in
-all of them: numbers of blocks are tuples, with one array for each group.
+A sequence needs blocks in every group, each of which has a pool of its own: numbers of
+blocks are tuples, with one array for each group.
 
-Symbols: W places, T tokens per block.
+Symbols: T tokens per block.
 """
 
 import functools
@@ -13,32 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduling.places import Places
 from jkv.metadata.xla_cpu import divide
+from jkv.state import Cache
 
 # Numbers of blocks in each group, i32[...].
 Blocks = tuple[jax.Array, ...]
-
-
-class Loads(NamedTuple):
-    """What the sequence of each of W places has, anything where a place is empty."""
-
-    prompts: jax.Array  # i32[W], its prompt
-    prompt_lengths: jax.Array  # i32[W], tokens of that
-    text_lengths: jax.Array  # i32[W], those generated too
-    done: jax.Array  # i32[W], tokens in the cache, 0 where it is not there
-    # i32[W], its blocks, those given back too, 0 where it is not in the cache
-    mapped: Blocks
-    kept: Blocks  # i32[W], its blocks without those
-
-    def count_left(self, places: Places) -> jax.Array:
-        """Return the tokens of each yet to be computed, i32[W]; 0 out of the cache."""
-        return jnp.where(places.is_cached, self.text_lengths - self.done, 0)
-
-    @property
-    def has_prompt(self) -> jax.Array:
-        """Whether all of its prompt is in the cache, bool[W]."""
-        return self.done >= self.prompt_lengths
 
 
 class BlockSize(NamedTuple):
@@ -61,6 +40,27 @@ class BlockSize(NamedTuple):
         )
 
 
+def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
+    """Return how many blocks a text takes in a cache, in steps of so many rows."""
+    size, windows = cache.block_size, [each.window for each in cache.metadata.groups]
+    return BlockSize(
+        size, tuple(each.most_blocks(size, row_counts[-1]) for each in windows)
+    )
+
+
+def count_free_blocks(cache: Cache) -> Blocks:
+    """Return the blocks that can be handed out, i32[] for each group."""
+    return tuple(group.free_blocks.count for group in cache.metadata.groups)
+
+
+def count_used_blocks(cache: Cache) -> jax.Array:
+    """Return the blocks in use, i32[], of all groups together."""
+    groups = cache.metadata.groups
+    return sum_groups(
+        tuple(jnp.int32(g.num_blocks) - g.free_blocks.count for g in groups)
+    )
+
+
 def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:
     """Return the blocks for numbers of tokens, i32[...], none of them given back."""
     full, rest = divide(num_tokens, size.tokens)
@@ -75,24 +75,13 @@ def blocks_for(num_tokens: jax.Array, size: BlockSize) -> Blocks:
 def blocks_beside_prompt(
     prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
 ) -> Blocks:
-    """Return the blocks of a text, i32[...], that cannot be shared with its group.
+    """Return the blocks of a text, i32[...], that other samples cannot share.
 
     Its first new token has a slot, whether it has been drawn or not.
     """
     length = jnp.maximum(text_lengths, prompt_lengths + 1)
     shared, _ = divide(prompt_lengths, size.tokens)
     return size.at_most(count_columns(length, size) - shared)
-
-
-def find_demand(places: Places, loads: Loads, size: BlockSize) -> Blocks:
-    """Return the blocks that each running sequence needs for its text, i32[W].
-
-    Whoever waits for its prompt will share it.
-    """
-    own = blocks_beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-    more = blocks_to_take(loads.text_lengths, loads.mapped, loads.kept, size)
-    needs = [jnp.where(places.is_cached, *each) for each in zip(more, own, strict=True)]
-    return tuple(jnp.where(places.is_running, need, 0) for need in needs)
 
 
 def blocks_to_take(

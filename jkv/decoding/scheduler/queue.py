@@ -1,4 +1,4 @@
-"""Seating: who of those that wait gets a place, strictly in order.
+"""The queue: which of the sequences that wait get a place, strictly in order.
 
 Preempted sequences come before those that never ran, which wait in a ring: the queue.
 The first that does not fit shuts out all behind it.
@@ -12,21 +12,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduling.demand import Blocks, reach
-from jkv.decoding.scheduling.places import Places, sort_by_age
+from jkv.decoding.scheduler.places import Places, sort_by_age
+from jkv.decoding.texts.blocks import Blocks, reach
 from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Ring
 
 
 def make_queue(waiting: jax.Array) -> Ring:
-    """Let the chosen ones of N sequences wait, bool[N], in order."""
+    """Return a queue of the chosen ones of N sequences, bool[N], in order."""
     sequence = jnp.arange(waiting.shape[0], dtype=jnp.int32)
     return ring.push(_empty_queue(waiting.shape[0]), sequence, waiting)
 
 
 def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
-    """Let those of N sequences that ended, bool[N], wait no longer."""
+    """Return the queue without the sequences that ended, bool[N]."""
     rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
     sequences = ring.peek(queue, rank)
     stays = (rank < queue.count) & ~ended[sequences]
@@ -34,12 +34,12 @@ def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
 
 
 def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
-    """Order those that wait by the ranks of N sequences, i32[N]; equal ones stay."""
-    place = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
-    sequences, waits = ring.peek(queue, place), place < queue.count
+    """Order a queue by the ranks of N sequences, i32[N]; equal ones stay."""
+    index = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    sequences, waits = ring.peek(queue, index), index < queue.count
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(waits, ranks[sequences], last), stable=True)
-    return ring.push(_empty_queue(place.shape[0]), sequences[order], waits[order])
+    return ring.push(_empty_queue(index.shape[0]), sequences[order], waits[order])
 
 
 def _empty_queue(size: int) -> Ring:
@@ -91,13 +91,13 @@ def choose_seated(
     num_free_blocks: Blocks,
     num_free_places: jax.Array,
 ) -> Seated:
-    """Choose who gets a place: all up to the first that does not fit.
+    """Choose which get a place: all up to the first that does not fit.
 
     Args:
       candidates: K of them.
       ended: bool[K], those that have ended while they waited; they need nothing.
       costs: i32[K], blocks that each needs.
-      num_free_blocks: i32[], blocks that nobody was promised.
+      num_free_blocks: i32[], blocks that were promised to no sequence.
       num_free_places: i32[].
     """
     alive = candidates.exists & ~ended
