@@ -9,7 +9,7 @@ import tomllib
 import jax
 import numpy as np
 import pytest
-from places import ROOT
+from support.paths import ROOT
 
 import jkv
 from jkv import decoding, serving
