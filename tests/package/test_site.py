@@ -94,14 +94,6 @@ def test_every_page_is_in_the_navigation() -> None:
     assert settings["theme"]["font"] is False
 
 
-def test_the_site_is_built_in_strict_mode_by_make_test() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert "zensical build --strict" in makefile
-    (recipe,) = re.findall(r"^test:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    assert "$(OLDEST_GROUPS)" in recipe
-    assert recipe.rstrip().endswith(" docs types lint")
-
-
 def test_the_readme_is_short_and_stands_alone() -> None:
     """As a package index shows it: no link, and no picture, that only a clone has."""
     assert len(README.split()) <= MOST_WORDS
