@@ -9,10 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt, few
-from plain_attention import attend_loop
-from tolerances import assert_close, is_close
-from workloads import WORKLOADS, Workload, decode, make_operands, shrink
+from support.attention_workloads import (
+    WORKLOADS,
+    Workload,
+    decode,
+    make_operands,
+    shrink,
+)
+from support.jax_versions import dealt, few
+from support.plain_attention import attend_loop
+from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.call import make_requests

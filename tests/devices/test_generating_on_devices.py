@@ -6,9 +6,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from ends import IS_NEWEST, dealt
 from jax.sharding import AxisType
-from sharded_model import (
+from support.jax_versions import IS_NEWEST, dealt
+from support.sharded_model import (
     AUTO,
     WIDTH,
     collectives,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import with_metadata
-from windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
+from support.small_caches import with_metadata
+from support.windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
 
 import jkv
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix_models import EOS, options
+from support.tunix_models import EOS, options
 
 from jkv.integrations.tunix.padding import find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import Pages

@@ -7,10 +7,7 @@ import pytest
 import qwix
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.rl import common
-from tunix.rl import utils as rl_utils
-from tunix.rl.rollout import base_rollout
-from tunix_models import (
+from support.tunix_models import (
     EOS,
     MODELS,
     PAD,
@@ -20,6 +17,9 @@ from tunix_models import (
     options,
     shake,
 )
+from tunix.rl import common
+from tunix.rl import utils as rl_utils
+from tunix.rl.rollout import base_rollout
 
 from jkv.integrations.tunix import JkvRollout
 from jkv.integrations.tunix.weights import place_module, update

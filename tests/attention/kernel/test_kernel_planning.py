@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import small_config
-from ends import dealt
-from kernel_lowering import find_kernels, lower, shape
-from tolerances import assert_close
+from support.jax_versions import dealt
+from support.kernel_lowering import find_kernels, lower, shape
+from support.small_caches import small_config
+from support.tolerances import assert_close
 
 import jkv
 from jkv.attention.kernel import launches, planning, platforms

@@ -8,11 +8,20 @@ those of the oracle, which knows prefixes by their tokens and nothing of hashes.
 
 import jax
 import numpy as np
-from caches import without_refusals
-from games import BATCH_SIZE, CAPACITY, CHANGING, LOOKING, Game, i32, make_verbs, same
-from oracle.cache import OK, PADDING
 
 import jkv
+from support.oracle.cache import OK, PADDING
+from support.random_operations import (
+    BATCH_SIZE,
+    CAPACITY,
+    CHANGING,
+    LOOKING,
+    Game,
+    i32,
+    make_verbs,
+    same,
+)
+from support.small_caches import without_refusals
 
 NUM_TOKENS = 2  # different ones
 NUM_SALTS = 2

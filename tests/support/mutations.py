@@ -8,9 +8,9 @@ tests, the same faults must be caught as before.
 
 It is run by hand, from any checkout of the repository, and takes an hour or so:
 
-    python tests/mutations.py --check
-    python tests/mutations.py --first-tests likely.json --output results.json
-    python tests/mutations.py --only prefill-window-off-by-one --tests tests/attention
+    python tests/support/mutations.py --check
+    python tests/support/mutations.py --first-tests likely.json --output results.json
+    python tests/support/mutations.py --only NAME --tests tests/attention
 
 `--check` plays nothing and only says whether each snippet is still found, and once.
 `--first-tests` names a JSON file, `{name: [test files]}`: the tests that should notice,
@@ -40,7 +40,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "jkv"
 # A test that says nothing for so long hangs: a loop whose condition never fails.
 PATIENCE_SECONDS = 900.0
@@ -727,7 +727,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python tests/mutations.py", description=__doc__.splitlines()[0]
+        prog="python tests/support/mutations.py", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--check", action="store_true", help="play nothing")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")

@@ -4,8 +4,8 @@ A prefix is known by its tokens, all of them, and nothing of hashes. A block tha
 known and free is cached; it is forgotten when it is taken.
 """
 
-from oracle.cache import OK, OUT_OF_BLOCKS, PADDING, Cache
-from oracle.groups import held
+from support.oracle.cache import OK, OUT_OF_BLOCKS, PADDING, Cache
+from support.oracle.groups import held
 
 
 class PrefixCache(Cache):

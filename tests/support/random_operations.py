@@ -15,13 +15,18 @@ import chex
 import jax
 import numpy as np
 import pytest
-from caches import refusal_counts, ring_order, with_storage_filled, without_refusals
-from oracle.cache import BATCH_FULL, OK, PADDING
-from oracle.groups import held
-from oracle.moving import Oracle
 
 import jkv
 from jkv.storage import quantization
+from support.oracle.cache import BATCH_FULL, OK, PADDING
+from support.oracle.groups import held
+from support.oracle.moving import Oracle
+from support.small_caches import (
+    refusal_counts,
+    ring_order,
+    with_storage_filled,
+    without_refusals,
+)
 
 BATCH_SIZE = 5
 QUERY_LENGTH = 2  # rows per request of a padded append

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tolerances import TOLERANCE
 
 import jkv
+from support.tolerances import TOLERANCE
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 16, 16, 24, 32
 NUM_ROWS = 12

@@ -15,10 +15,11 @@ os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-"))
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as XLA has it
 
 import triton  # noqa: E402
-from instruction_walk import count_round_trips  # noqa: E402
 from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget, Language  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
+
+from support.amd_instruction_walk import count_round_trips  # noqa: E402
 
 # What a program may take of a compute unit's shared memory, in bytes.
 SHARED_LIMIT = {

@@ -1,6 +1,6 @@
 """Texts and scores that transformers' beam search finds, for `test_beam_parity.py`.
 
-    python tests/write_beam_fixtures.py
+    PYTHONPATH=tests python tests/support/beam_fixtures.py
 
 writes ``tests/fixtures/beams.json``. ``transformers`` is imported only when something
 is written; the parity test compares what is committed with what it finds on the spot
@@ -8,13 +8,14 @@ where it is installed.
 """
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import write_checkpoints as checkpoints
 
-FIXTURE = Path(__file__).parent / "fixtures" / "beams.json"
+from support import checkpoint_fixtures as checkpoints
+from support.paths import FIXTURES
+
+FIXTURE = FIXTURES / "beams.json"
 NEW_TOKENS = 16
 TEXTS = (
     "A class that",

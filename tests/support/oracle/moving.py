@@ -2,9 +2,15 @@
 
 import copy
 
-from oracle.cache import CONTEXT_FULL, OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, PADDING
-from oracle.groups import held
-from oracle.prefixes import PrefixCache
+from support.oracle.cache import (
+    CONTEXT_FULL,
+    OK,
+    OUT_OF_BLOCKS,
+    OUT_OF_SEQUENCES,
+    PADDING,
+)
+from support.oracle.groups import held
+from support.oracle.prefixes import PrefixCache
 
 
 class Oracle(PrefixCache):

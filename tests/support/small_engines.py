@@ -8,12 +8,12 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from caches import copied, small_cache
-from plain_queue import VOCABULARY, Call, PlainTexts, hash_model
 
 import jkv
 from jkv.decoding import FinishReason, Sampling
 from jkv.serving import Engine, StopSizes
+from support.plain_queue import VOCABULARY, Call, PlainTexts, hash_model
+from support.small_caches import copied, small_cache
 
 WIDTH, NEW_TOKENS, SAMPLES, MOST_SAMPLES = 10, 12, 2, 3
 CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 40, 10

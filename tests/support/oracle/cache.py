@@ -5,7 +5,7 @@ import dataclasses
 from collections import Counter
 from typing import Any, NamedTuple
 
-from oracle.groups import Group, held
+from support.oracle.groups import Group, held
 
 OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, CONTEXT_FULL = 0, 1, 2, 3
 BATCH_FULL, INVALID_SEQUENCE, INVALID_ARGUMENT = 4, 5, 6

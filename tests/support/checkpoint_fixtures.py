@@ -1,6 +1,6 @@
 """Tiny checkpoints of every architecture and what transformers computes from them.
 
-    python tests/write_checkpoints.py [NAME ...]
+    python tests/support/checkpoint_fixtures.py [NAME ...]
 
 writes ``tests/fixtures/checkpoints``: random checkpoints as ``transformers`` saves them
 and, beside each, ``expected.npz`` with the logits and greedy tokens that it
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
-PYDOC = Path(__file__).parents[1] / "examples" / "models" / "pydoc"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
+PYDOC = Path(__file__).parents[2] / "examples" / "models" / "pydoc"
 
 NUM_STEPS = 50
 VOCAB_SIZE = 128
