@@ -21,7 +21,7 @@ from jkv.metadata.requests import Integers
 from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 
 
 @takes_cache()
