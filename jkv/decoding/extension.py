@@ -34,7 +34,7 @@ from jkv.verbs.lookups import context_lengths
 from jkv.verbs.prefixes import commit
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def extend(
     model: Model,
     params: Any,

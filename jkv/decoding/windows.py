@@ -62,7 +62,7 @@ def run_steps(
     return cache, state
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def begin(
     model: Model,
     params: Any,
@@ -137,7 +137,7 @@ def begin(
     return begin_speculation(state, speculate)
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def prefill(
     model: Model,
     params: Any,
@@ -225,7 +225,7 @@ def prefill(
     return run_steps(model, params, cache, state, sampling, lacks_token)
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def decode(
     model: Model,
     params: Any,

@@ -150,7 +150,7 @@ def attend(
         queries=queries,
         pools=storage.pools,
         sinks=sinks,
-        layer=any_layer(found.place, batch),
+        layer=any_layer(found.layer, batch),
         requests=requests_of(group, batch),
         plan=None if batch.plan is None else batch.plan[found.group],
         scale=scale,

@@ -96,7 +96,7 @@ def write(
     operands = _Operands(
         pools=storage.pools,
         rows=rows,
-        layer=any_layer(found.place, batch),
+        layer=any_layer(found.layer, batch),
         slots=batch.slots_of(found.group),
         valid=batch.valid,
     )

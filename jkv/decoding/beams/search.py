@@ -71,7 +71,7 @@ class Searcher(NamedTuple):
     size: BlockSize  # how many blocks a prompt takes while it is computed
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def beam_search(
     model: Model,
     params: Any,
