@@ -35,7 +35,7 @@ from jkv.status import Status
 from jkv.verbs.lookups import context_lengths
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def extend(
     model: Model,
     params: Any,

@@ -29,7 +29,7 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
 
-@takes_cache(place=2, any_pools=True)
+@takes_cache(argument=2, any_pools=True)
 def generate(
     model: Model,
     params: Any,

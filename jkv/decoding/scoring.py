@@ -29,10 +29,10 @@ from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
+from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.forking import fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import context_lengths, slots
-from jkv.verbs.planning import plan_attention
 from jkv.verbs.writing import write
 
 

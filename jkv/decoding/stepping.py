@@ -28,7 +28,7 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def begin(
     model: Model,
     params: Any,
@@ -102,7 +102,7 @@ def begin(
     return begin_speculation(state, speculate)
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def prefill(
     model: Model,
     params: Any,
@@ -190,7 +190,7 @@ def prefill(
     return run_steps(Runner(model, params), cache, state, sampling, lacks_token)
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def decode(
     model: Model,
     params: Any,

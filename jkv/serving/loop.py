@@ -22,7 +22,7 @@ from jkv.serving.programs import (
 from jkv.serving.record import EngineError
 from jkv.serving.window_report import WindowReport
 from jkv.state import Cache
-from jkv.storage.placement import Placement, place
+from jkv.storage.placement import Placement, put
 from jkv.verbs.prefixes import clear_prefixes
 
 Progress = Callable[[str, int, int], object]
@@ -195,7 +195,7 @@ class _First(NamedTuple):
             )
             for group, where in zip(self.shapes.storage, self.pools, strict=True)
         )
-        metadata = place(self.shapes.metadata, self.metadata)
+        metadata = put(self.shapes.metadata, self.metadata)
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
         has_index = metadata.index is not None
         return clear_prefixes(cache) if has_index else cache

@@ -62,7 +62,7 @@ MUTATIONS = (
     Mutation(
         "ring-wrap-off-by-one",
         "metadata",
-        "The place right behind the end of a ring is not taken back to its beginning.",
+        "The index right behind the end of a ring is not taken back to its beginning.",
         "jnp.where(index >= capacity, index - capacity, index)",
         "jnp.where(index > capacity, index - capacity, index)",
     ),
@@ -282,7 +282,7 @@ MUTATIONS = (
         "write-to-a-negative-layer",
         "verbs",
         "A traced layer of -1 is written to, as the last one.",
-        "jnp.where(valid & (layer >= 0), slots.block_ids, past_end)",
+        "jnp.where(valid & (operands.layer >= 0), slots.block_ids, past_end)",
         "jnp.where(valid, slots.block_ids, past_end)",
     ),
     Mutation(
@@ -415,7 +415,7 @@ MUTATIONS = (
     Mutation(
         "largest-pool-without-the-holes",
         "config",
-        "A pool with a prefix index may be so large that sums of places in its ring "
+        "A pool with a prefix index may be so large that sums of indices of its ring "
         "overflow.",
         "if prefix_caching and num_blocks > MAX_COUNT // 2:",
         "if prefix_caching and num_blocks > MAX_COUNT:",

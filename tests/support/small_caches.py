@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.storage.placement import place
+from jkv.storage.placement import put
 
 WIDTH, ROWS, PROMPT = 4, 16, 16
 
@@ -66,7 +66,7 @@ def opened(*lengths, **changes):
 
 def copied(cache):
     """A cache with arrays of its own, to be donated."""
-    return place(jax.device_get(cache), None)
+    return put(jax.device_get(cache), None)
 
 
 def with_free_blocks(cache, count):
@@ -120,7 +120,7 @@ def _bits_of(name, pool, storage, value):
 def _filled(pool, bits, blocks):
     array = np.array(pool)
     array[:, slice(None) if blocks is None else blocks] = bits
-    return place(array, pool.sharding if pool.committed else None)
+    return put(array, pool.sharding if pool.committed else None)
 
 
 def with_metadata(cache, group=0, **changes):
@@ -309,8 +309,8 @@ def ring_order(cache, group=0):
     head, span = ring.bounds[:2].tolist()
     places = (head + np.arange(span)) % ring.ids.size
     blocks = ring.ids[places]
-    if ring.places is not None:  # holes left out
-        blocks = blocks[ring.places[blocks] == places]
+    if ring.indices is not None:  # holes left out
+        blocks = blocks[ring.indices[blocks] == places]
     return blocks.tolist()
 
 

@@ -24,7 +24,7 @@ from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def beam_search(
     model: Model,
     params: Any,

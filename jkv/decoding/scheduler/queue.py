@@ -44,7 +44,7 @@ def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
 
 def _empty_queue(size: int) -> Ring:
     ids, bounds = jnp.zeros((size,), jnp.int32), jnp.zeros((8,), jnp.int32)
-    return Ring(ids=ids, bounds=bounds, places=None)
+    return Ring(ids=ids, bounds=bounds, indices=None)
 
 
 class Candidates(NamedTuple):

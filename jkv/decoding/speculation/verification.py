@@ -30,7 +30,7 @@ from jkv.metadata.prefixes import sequences
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.prefixes import commit
 from jkv.verbs.truncation import truncate
 

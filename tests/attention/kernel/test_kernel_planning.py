@@ -14,7 +14,7 @@ from support.tolerances import assert_close
 import jkv
 from jkv.attention.kernel import launches, planning, platforms
 from jkv.attention.kernel.platforms import _INTERPRETED
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from jkv.attention.kernel.planning import plan_work
+from jkv.attention.call import Requests
+from jkv.attention.kernel.planning import DeviceShare, plan_work
 from jkv.attention.pools import Pools
-from jkv.sharding.heads import places_on_device
+from jkv.sharding.heads import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 
@@ -35,15 +36,24 @@ def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> objec
     )
     return plan_work(
         pools,
-        group.block_tables,
-        batch.seq_ids,
-        batch.query_starts,
-        batch.query_lengths,
-        batch.context_lengths,
+        requests_of(group, batch),
         num_rows=batch.num_rows,
-        num_kv_heads=places_on_device(sharding, storage.key_pool.shape[2]),
         is_decoding=batch.is_decoding,
-        window=group.window.length,
-        part_size=group.block_size // num_parts,
-        num_parts=num_parts,
+        share=DeviceShare(
+            num_kv_heads=heads_on_device(sharding, storage.key_pool.shape[2]),
+            part_size=group.block_size // num_parts,
+            num_parts=num_parts,
+            window=group.window.length,
+        ),
+    )
+
+
+def requests_of(group: BlockGroup, batch: Batch) -> Requests:
+    """Return the requests of a step as attention to one group's layers takes them."""
+    return Requests(
+        block_tables=group.block_tables,
+        seq_ids=batch.seq_ids,
+        query_starts=batch.query_starts,
+        query_lengths=batch.query_lengths,
+        context_lengths=batch.context_lengths,
     )
