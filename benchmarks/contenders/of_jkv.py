@@ -216,8 +216,8 @@ class Served(Jkv):
 
     def run(self) -> dict[str, Any]:
         """Continue all prompts; note each turn while requests wait."""
-        workload, core = self.workload, self.engine._core
-        core.loop = timed = Timed(core.loop)
+        workload, scheduler = self.workload, self.engine._scheduler
+        scheduler.loop = timed = Timed(scheduler.loop)
         before, turns = self.engine.stats(), []
         for prompt, limit in zip(workload.prompts, workload.limits, strict=True):
             self.engine.submit(
@@ -230,7 +230,8 @@ class Served(Jkv):
             inside, began = timed.seconds, time.perf_counter()
             self.engine.step()
             seconds = time.perf_counter() - began
-            turns.append((seconds, timed.seconds - inside, core.book.num_waiting))
+            waiting = scheduler.queue.num_waiting
+            turns.append((seconds, timed.seconds - inside, waiting))
         full = [turn for turn in turns if turn[2]] or turns
         whole = sum(seconds for seconds, *_ in full)
         stats = self.engine.stats()

@@ -1,10 +1,12 @@
 """An engine for requests that come and go: `Engine`, and what it takes and gives."""
 
+from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.engine import Engine
-from jkv.serving.kept_programs import KeptPrograms
-from jkv.serving.measures import EngineStats, Times
-from jkv.serving.record import Completion, EngineError, Event, QueueFull, RequestState
-from jkv.serving.submission import RequestRefused, StopSizes
+from jkv.serving.request.limits import RequestRefused, StopSizes
+from jkv.serving.request.request import EngineError, RequestState
+from jkv.serving.request.results import Completion, Event
+from jkv.serving.scheduler.measures import EngineStats, Times
+from jkv.serving.scheduler.scheduler import QueueFull
 
 __all__ = [
     "Completion",

@@ -1,17 +1,14 @@
 """Engine: a host around the jitted step, for requests that come and go.
 
-A turn of the engine starts the next window of steps and then reads the last one, so
-that the device computes while the host reads. Requests enter and leave between two
-windows; inside one nothing asks the host.
+A step of the engine starts the next window of the model's steps and then reads the last
+one, so that the device computes while the host reads. Requests enter and leave between
+two windows; inside one nothing asks the host.
 
-What happens is in `core`. What needs no device has modules of its own: what was asked
-(`submission`), what has come of it (`record`), who waits and who is where (`book`),
-what has ended (`store`), whose time is over (`deadlines`), text (`texts`) and numbers
-(`measures`). Threads are in `turns`, those who read along in `consumers`.
-
-The file is long by what each method says of itself.
+This file is the face. Which thread does the steps is in `threads`, what a step does in
+`scheduler`, what runs on the device in `device`, and a request's own data in `request`.
 """
 
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,61 +16,65 @@ from typing import Any
 
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE, check_counts, spread_row_counts
+from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import Integers, Texts
-from jkv.serving.consumers import await_events, read_events
-from jkv.serving.core import Core, HostOptions
-from jkv.serving.kept_programs import KeptPrograms
-from jkv.serving.loop import Loop, Progress
-from jkv.serving.measures import EngineStats
-from jkv.serving.programs import EngineSizes, find_guess_sizes
-from jkv.serving.record import Completion, Event, QueueFull, Record, RequestState
-from jkv.serving.submission import (
-    Limits,
-    Request,
-    RequestRefused,
-    StopSizes,
-    as_salt,
-    as_stop_sequences,
-    as_stop_strings,
-    as_token_ids,
-    check_request,
-    split_batch,
-    spread_sampling,
+from jkv.serving.device.kept_programs import KeptPrograms
+from jkv.serving.device.loop import Loop, Progress
+from jkv.serving.device.sizes import find_sizes
+from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
+from jkv.serving.request.limits import RequestRefused, StopSizes
+from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.results import (
+    Completion,
+    Event,
+    complete_refused,
+    read_completions,
 )
-from jkv.serving.texts import Detokenize
-from jkv.serving.turns import Turns
+from jkv.serving.request.texts import Detokenize
+from jkv.serving.scheduler.measures import EngineStats
+from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
+from jkv.serving.threads import Turns, await_events, read_events
 from jkv.state import Cache
-
-# Prompts that one call of `exchange` takes to the device.
-NUM_LANES = 16
 
 
 class Engine:
     """Continues requests on a cache: a queue without end around `jkv.generate`'s step.
 
     Tokens, logprobs and reasons are those that `jkv.generate` gives. The cache belongs
-    to the engine from now on (it is donated); what others have open in it stays.
+    to the engine from now on (it is donated); sequences that are open in it stay open.
 
-    Without a thread of its own the engine goes on while somebody waits for it:
+    Without a thread of its own the engine goes on while a call waits for a request:
     `generate`, `stream`, `events` and `results` do the steps. `start`, or the engine
     as a context manager, gives it a thread. All methods may be called by any thread.
 
     Example:
-      >>> import jax, jkv
+      >>> import asyncio, jax, jkv
       >>> from jkv.serving import Engine
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
       >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
-      >>> [r.tokens for r in engine.generate([[5, 6], [40]], max_new_tokens=3)]
-      [[7, 8, 9], [41, 42, 43]]
+      >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
+      begin 0/3
+      exchange 1/3
+      window 2/3
+      done 3/3
+      3
+      >>> [(r.tokens, r.reason.name) for r in engine.generate([[5], []], limits=2)]
+      [([6, 7], 'LENGTH'), ([], 'EMPTY_PROMPT')]
+      >>> number = engine.submit([5, 6], stop_tokens=[9], priority=-1)
+      >>> engine.results(number)[0].tokens
+      [7, 8, 9]
       >>> list(engine.stream(engine.submit([60], max_new_tokens=2)))
       [61, 62]
+      >>> async def read_along():
+      ...     return [token async for token in engine.astream([5], max_new_tokens=3)]
+      >>> with engine:
+      ...     asyncio.run(read_along())
+      [6, 7, 8]
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Engine:
         row_counts: tuple[int, ...] | None = None,
         speculate: PromptLookup | DraftModel | None = None,
         stop_tokens: Integers = (),
-        stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple: nobody changes it)
+        stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
         max_waiting: int | None = None,
         max_results: int = 1024,
@@ -112,8 +113,8 @@ class Engine:
           max_prompt_tokens: most tokens of a prompt; None is what the cache takes.
           max_samples: sequences of a request that share what was computed of its prompt
             without the help of a prefix cache; a request with more is cut into several.
-          num_ahead: prompts that wait on the device, so that no place stays empty until
-            the host hears of it; None is as many as run.
+          num_ahead: prompts that wait on the device, to run before the host hears that
+            others have ended; None is as many as run.
           num_steps: steps of a window. Fewer show tokens sooner.
           chunk_size: as for `jkv.generate`.
           row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
@@ -136,50 +137,32 @@ class Engine:
         Raises:
           ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
         """
-        ahead = max_running if num_ahead is None else num_ahead
-        prompt = cache.max_context_length
-        if max_prompt_tokens is not None:
-            prompt = max_prompt_tokens
-        if min(max_running, max_samples, num_steps, prompt) < 1 or ahead < 0:
-            raise ValueError(
-                f"max_running, max_samples, num_steps and max_prompt_tokens must be at "
-                f"least 1, and num_ahead at least 0; got {max_running}, {max_samples}, "
-                f"{num_steps}, {prompt} and {ahead}"
-            )
-        num_prompts = max_running + ahead
-        check_counts(chunk_size=chunk_size)
-        if row_counts is None:
-            most_rows = min(chunk_size, num_prompts * prompt)
-            row_counts = spread_row_counts(max_running, most_rows)
-        sizes = EngineSizes(
-            num_prompts=num_prompts,
-            num_samples=max_samples,
-            max_prompt_tokens=prompt,
-            max_new_tokens=max_new_tokens,
+        most_tokens = cache.max_context_length
+        sizes = find_sizes(
             max_running=max_running,
-            row_counts=row_counts,
+            num_ahead=num_ahead,
+            max_samples=max_samples,
+            max_prompt_tokens=(
+                most_tokens if max_prompt_tokens is None else max_prompt_tokens
+            ),
+            max_new_tokens=max_new_tokens,
             num_steps=num_steps,
-            num_lanes=min(NUM_LANES, num_prompts),
-            stops=stop_sizes,
-            guesses=find_guess_sizes(speculate),
+            chunk_size=chunk_size,
+            row_counts=row_counts,
+            stop_sizes=stop_sizes,
+            speculate=speculate,
         )
         loop = Loop(model, params, cache, sizes, kept_programs, speculate)
-        self._limits = Limits(
-            max_prompt_tokens=sizes.max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            max_context_length=cache.max_context_length,
-            num_blocks=loop.num_blocks,
-            block_size=loop.block_size,
-            vocabulary=loop.vocabulary,
-            stops=stop_sizes,
-            has_detokenizer=detokenize is not None,
+        self._limits = loop.find_limits(
+            as_token_ids("stop_tokens", stop_tokens), detokenize is not None
         )
-        self._stop_tokens = as_token_ids("stop_tokens", stop_tokens)
-        self._turns = Turns(lambda: self._core.step(), lambda: self._core.is_idle)
-        host = HostOptions(
+        self._turns = Turns(
+            lambda: self._scheduler.step(), lambda: self._scheduler.is_idle
+        )
+        options = HostOptions(
             detokenize, max_waiting, max_results, result_seconds, checks, clock
         )
-        self._core = Core(loop, sizes, host, self._turns.lock)
+        self._scheduler = Scheduler(loop, sizes, options, self._turns.lock)
 
     # Requests.
 
@@ -222,41 +205,27 @@ class Engine:
           RequestRefused: for what can never be served (a ValueError).
           QueueFull: if `max_waiting` requests wait.
           EngineError: if the engine has failed for good.
-
-        Example:
-          >>> import jax, jkv
-          >>> from jkv.serving import Engine
-          >>> def count_on(params, tokens, cache, batch):
-          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
-          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
-          >>> number = engine.submit([5, 6], stop_tokens=[9], priority=-1)
-          >>> engine.results(number)[0].tokens
-          [7, 8, 9]
         """
-        most = self._limits.max_new_tokens
-        stops = self._stop_tokens if stop_tokens is None else stop_tokens
         try:
-            request = Request(
-                tokens=as_token_ids("the prompt", tokens),
+            request = read_request(
+                self._limits,
+                tokens,
                 n=n,
-                max_new_tokens=most if max_new_tokens is None else max_new_tokens,
-                sampling=spread_sampling(sampling, n),
-                stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
-                stop_sequences=as_stop_sequences(stop_sequences),
-                stop_strings=as_stop_strings(stop_strings),
-                salt=as_salt(salt),
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop_tokens=stop_tokens,
+                stop_sequences=stop_sequences,
+                stop_strings=stop_strings,
+                salt=salt,
                 priority=priority,
                 timeout=timeout,
             )
-            check_request(request, self._limits)
         except RequestRefused:
-            self._core.count_refused()
+            self._scheduler.count_refused()
             raise
-        record = self._core.add(request)
+        self._scheduler.add(request)
         self._turns.tell()
-        return record.request_id
+        return request.request_id
 
     def generate(
         self,
@@ -287,43 +256,33 @@ class Engine:
         Raises:
           RequestRefused: for what this engine has no room for.
           EngineError: if a request failed.
-
-        Example:
-          >>> import jax, jkv
-          >>> from jkv.serving import Engine
-          >>> def count_on(params, tokens, cache, batch):
-          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
-          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
-          >>> [(r.tokens, r.reason.name) for r in engine.generate([[5], []], limits=2)]
-          [([6, 7], 'LENGTH'), ([], 'EMPTY_PROMPT')]
         """
-        most = self._limits.max_new_tokens
-        if max_new_tokens is not None:
-            most = max_new_tokens
-        found: list[Record | FinishReason] = []
+        most = self._limits.max_new_tokens if max_new_tokens is None else max_new_tokens
+        found: list[Request | list[Completion]] = []
         try:
             for asked in split_batch(prompts, n, sampling, limits, salts):
-                limit = min(asked.pop("limit"), most)
-                each = self._begin(n=n, max_new_tokens=limit, **asked, **options)
-                found.append(each)
+                tokens, chosen, limit, salt = asked
+                found.append(
+                    self._begin(
+                        tokens,
+                        n=n,
+                        max_new_tokens=min(limit, most),
+                        sampling=chosen,
+                        salt=salt,
+                        **options,
+                    )
+                )
             for each in found:
-                if isinstance(each, Record):
+                if isinstance(each, Request):
                     self._wait(each)
         finally:
             for each in found:
-                if isinstance(each, Record):
-                    self._core.cancel(each)
-        return [
-            completion
-            for each in found
-            for completion in (
-                each.completions()
-                if isinstance(each, Record)
-                else [Completion(-1, j, [], [], each, None) for j in range(n)]
-            )
-        ]
+                if isinstance(each, Request):
+                    self._scheduler.cancel(each)
+        completed = (
+            read_completions(e) if isinstance(e, Request) else e for e in found
+        )
+        return list(itertools.chain.from_iterable(completed))
 
     def cancel(self, request_id: int) -> bool:
         """End a request where it is; what it has is kept.
@@ -335,12 +294,12 @@ class Engine:
           Whether it went on until now; False if it had ended, or is unknown.
         """
         try:
-            record = self._core.find(request_id)
+            request = self._scheduler.find(request_id)
         except KeyError:
             return False
-        was_there = self._core.cancel(record)
+        went_on = self._scheduler.cancel(request)
         self._turns.tell()
-        return was_there
+        return went_on
 
     # What comes of them.
 
@@ -367,11 +326,11 @@ class Engine:
           KeyError: if it is unknown, or its results are forgotten.
           EngineError: if it failed, and `wait`.
         """
-        record = self._core.find(request_id)
+        request = self._scheduler.find(request_id)
         if wait:
-            self._wait(record)
+            self._wait(request)
         with self._turns.lock:
-            return record.completions()
+            return read_completions(request)
 
     def state(self, request_id: int) -> RequestState:
         """Return where a request is.
@@ -382,15 +341,15 @@ class Engine:
         Raises:
           KeyError: if it is unknown, or forgotten.
         """
-        record = self._core.find(request_id)
+        request = self._scheduler.find(request_id)
         with self._turns.lock:
-            return record.state
+            return request.state
 
     def events(self, request_id: int) -> Iterator[Event]:
         """Yield what is new of a request, until all of its sequences have ended.
 
-        Whoever closes the iterator before cancels the request. One that is slow misses
-        nothing, and nobody waits for it.
+        To close the iterator before that cancels the request. A slow reader misses
+        nothing, and holds nothing up.
 
         Args:
           request_id: from `submit`.
@@ -399,8 +358,8 @@ class Engine:
           KeyError: at once, if it is unknown.
           EngineError: at the end, if it failed.
         """
-        record = self._core.find(request_id)
-        return read_events(self._turns, record, self._core.cancel)
+        request = self._scheduler.find(request_id)
+        return read_events(self._turns, request, self._scheduler.cancel)
 
     def stream(self, request_id: int) -> Iterator[int]:
         """Yield the tokens of a request with one sequence; otherwise as `events`.
@@ -411,7 +370,7 @@ class Engine:
         Raises:
           ValueError: at once, for a request with several sequences.
         """
-        if len(self._core.find(request_id).samples) > 1:
+        if self._scheduler.find(request_id).n > 1:
             raise ValueError(
                 f"request {request_id} has several sequences: take events(), whose "
                 f"events say which one they are of"
@@ -425,8 +384,8 @@ class Engine:
         Args:
           request_id: from `submit`.
         """
-        record = self._core.find(request_id)
-        return await_events(self._turns, record, self._core.cancel)
+        request = self._scheduler.find(request_id)
+        return await_events(self._turns, request, self._scheduler.cancel)
 
     async def astream(
         self, tokens: Integers, **options: Any
@@ -438,21 +397,6 @@ class Engine:
         Args:
           tokens: the prompt.
           **options: of `submit`, but for n.
-
-        Example:
-          >>> import asyncio, jax, jkv
-          >>> from jkv.serving import Engine
-          >>> def count_on(params, tokens, cache, batch):
-          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
-          >>> async def main():
-          ...     with Engine(
-          ...         count_on, None, cache, max_running=2, max_new_tokens=8
-          ...     ) as engine:
-          ...         return [t async for t in engine.astream([5], max_new_tokens=3)]
-          >>> asyncio.run(main())
-          [6, 7, 8]
         """
         events = self.aevents(self.submit(tokens, **options))
         try:
@@ -467,17 +411,17 @@ class Engine:
     @property
     def cache(self) -> Cache:
         """The newest value of the cache, for looking; the next step donates it."""
-        return self._core.loop.cache
+        return self._scheduler.loop.cache
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing goes on, and everything was told: a step would do nothing."""
         with self._turns.lock:
-            return self._core.is_idle
+            return self._scheduler.is_idle
 
     def stats(self) -> EngineStats:
         """Return a snapshot: requests by state, tokens, times, blocks."""
-        return self._core.read_stats()
+        return self._scheduler.read_stats()
 
     def warm_up(
         self,
@@ -495,25 +439,10 @@ class Engine:
 
         Returns:
           How many programs there are.
-
-        Example:
-          >>> import jax, jkv
-          >>> from jkv.serving import Engine
-          >>> def count_on(params, tokens, cache, batch):
-          ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-          >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
-          >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
-          >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
-          begin 0/3
-          exchange 1/3
-          window 2/3
-          done 3/3
-          3
         """
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
-        return self._turns.with_turn(lambda: self._core.loop.warm_up(progress))
+        return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
 
     def start(self) -> None:
         """Give the engine a thread, which does the steps while there is work."""
@@ -525,8 +454,8 @@ class Engine:
         What ended can still be asked for, and the engine be used without a thread.
         """
         self._turns.stop()
-        self._core.cancel_all()
-        while not self._core.is_idle:
+        self._scheduler.cancel_all()
+        while not self._scheduler.is_idle:
             self._turns.take()
 
     def __enter__(self) -> "Engine":
@@ -536,20 +465,22 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, record: Record) -> None:
+    def _wait(self, request: Request) -> None:
         """Wait until a request has ended; raise what made it fail."""
-        self._turns.wait_for(lambda: record.has_ended)
-        record.raise_error()
+        self._turns.wait_for(lambda: request.has_ended)
+        request.raise_error()
 
-    def _begin(self, tokens: Integers, **options: Any) -> Record | FinishReason:
-        """Submit a prompt as soon as it may wait; return why it never will."""
+    def _begin(
+        self, tokens: Integers, *, n: int, **options: Any
+    ) -> Request | list[Completion]:
+        """Submit a prompt as soon as it may wait; return what it is if it never may."""
         while True:
-            self._turns.wait_for(lambda: self._core.has_room)
+            self._turns.wait_for(lambda: self._scheduler.has_room)
             try:
-                return self._core.find(self.submit(tokens, **options))
+                return self._scheduler.find(self.submit(tokens, n=n, **options))
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
-                return refused.reason
+                return complete_refused(n, refused.reason)
             except QueueFull:  # another thread was faster
                 continue

@@ -6,7 +6,7 @@ The numbers are read when somebody asks for them; nothing is counted twice.
 from collections.abc import Iterator
 from typing import Protocol
 
-from jkv.serving.measures import BUCKETS, EngineStats, Times
+from jkv.serving.scheduler.measures import BUCKETS, EngineStats, Times
 
 try:
     import prometheus_client
@@ -63,8 +63,8 @@ class EngineCollector:
 
     Example:
       >>> import prometheus_client
-      >>> from jkv.serving.measures import Measures
       >>> from jkv.serving.prometheus import EngineCollector
+      >>> from jkv.serving.scheduler.measures import Measures
       >>> class Idle:
       ...     def stats(self):
       ...         return Measures().read(8, 0.0, waiting=3, running=0, preempted=0)

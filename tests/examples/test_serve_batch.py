@@ -143,7 +143,7 @@ def test_the_picture_shows_how_far_how_fast_and_the_pool(monkeypatch):
     import io
 
     import jkv
-    from jkv.serving.measures import Measures
+    from jkv.serving.scheduler.measures import Measures
 
     class Engine:
         """What the picture looks at."""

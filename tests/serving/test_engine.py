@@ -197,7 +197,7 @@ def test_stop_strings_are_trimmed_exactly(seed):
 
 
 def test_nothing_is_compiled_after_warming_up():
-    from jkv.serving import programs
+    from jkv.serving.device import programs
 
     engine = make_engine()
     said = []

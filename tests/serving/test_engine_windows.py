@@ -51,7 +51,7 @@ def test_texts_are_those_of_the_model_in_scarce_pools():
 def test_all_pools_are_made_anew_when_a_step_failed():
     """A prompt that was found again before is computed once more."""
     engine = make_engine(grouped_cache(prefix_caching=True))
-    loop = engine._core.loop
+    loop = engine._scheduler.loop
     for num_found in (0, 11, 11 + 11):
         (found,) = engine.generate(PROMPTS[:1], max_new_tokens=4)
         assert found.tokens == expect(MIXED)[0][:4]

@@ -17,7 +17,8 @@ from support.small_engines import (
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import EngineError, QueueFull, RequestState, programs
+from jkv.serving import EngineError, QueueFull, RequestState
+from jkv.serving.device import programs
 
 
 class Boom(Exception):
@@ -64,7 +65,7 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
     engine = make_engine(free_rows=22)  # nobody else has a row
     engine.warm_up()
     num_compiled = programs.run_window._cache_size()
-    loop = engine._core.loop
+    loop = engine._scheduler.loop
     if place == "read":
         poisoned(loop, monkeypatch, after=after)
     else:
@@ -96,7 +97,7 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
 @pytest.mark.one_end
 def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
     engine = make_engine(free_rows=22)
-    loop = engine._core.loop
+    loop = engine._scheduler.loop
     number = engine.submit([1, 2])
     with monkeypatch.context() as patched:
         patched.setattr(loop, "run", failing_once(loop.run, KeyboardInterrupt, after=1))
@@ -109,7 +110,7 @@ def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
 
 def test_an_engine_ends_where_a_step_that_raises_loses_what_others_have(monkeypatch):
     engine = make_engine()
-    loop = engine._core.loop
+    loop = engine._scheduler.loop
     monkeypatch.setattr(loop, "run", failing_once(loop.run, after=0))
     with pytest.raises(EngineError, match="failed"):
         list(engine.stream(engine.submit([1, 2])))

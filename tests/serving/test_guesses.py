@@ -24,7 +24,8 @@ from support.small_engines import (
 
 import jkv
 from jkv.decoding import DraftModel, PromptLookup, Sampling
-from jkv.serving import Engine, StopSizes, programs
+from jkv.serving import Engine, StopSizes
+from jkv.serving.device import programs
 
 pytestmark = pytest.mark.one_end
 
@@ -168,7 +169,7 @@ def test_drafts_begin_anew_when_a_step_failed():
     prompts = [[1, 2], [3], [4, 5, 6]]
     before = [each.tokens for each in engine.generate(prompts)]
     guessed = engine.stats().draft_tokens
-    engine._core.loop.start_again()
+    engine._scheduler.loop.start_again()
     assert [each.tokens for each in engine.generate(prompts)] == before
     assert engine.stats().draft_tokens == 2 * guessed
     assert_given_back(engine, BLOCKS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jkv.decoding import Statistics
-from jkv.serving.measures import BUCKETS, Measures, Timer
+from jkv.serving.scheduler.measures import BUCKETS, Measures, Timer
 
 pytestmark = pytest.mark.one_end
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jkv.serving.texts import BROKEN, TextStream
+from jkv.serving.request.texts import BROKEN, TextStream
 
 pytestmark = pytest.mark.one_end
 

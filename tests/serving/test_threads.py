@@ -129,6 +129,6 @@ def test_those_who_wait_hear_of_a_failure():
     def run(*_):
         raise RuntimeError("no device")
 
-    engine._core.loop.run = run
+    engine._scheduler.loop.run = run
     with engine, pytest.raises(EngineError, match="no device"):
         engine.results(engine.submit([1]))

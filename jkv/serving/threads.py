@@ -1,22 +1,27 @@
-"""Whose turn it is: threads that wait take turns at the steps, or one does all of them.
+"""Threads: which one does the engine's steps, and how others wait for a request.
 
-Without a thread of its own an engine goes on while somebody waits for it. With one it
-goes on as long as there is work.
+Without a thread of its own an engine goes on while a thread waits for a result: the
+threads that wait take turns at the steps. With one it goes on as long as there is work.
+A consumer of events that leaves before the end cancels its request.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Generic, TypeVar
+
+from jkv.serving.request.request import Request
+from jkv.serving.request.results import Cursor, Event
 
 Found = TypeVar("Found")
 Brought = TypeVar("Brought")
 
 
 class Turns(Generic[Brought]):
-    """Steps, one at a time, and those who wait for what they bring.
+    """Steps, one at a time, and the threads that wait for what they bring.
 
     Attributes:
-      lock: held while the books are read or changed; not while the device computes.
+      lock: held while requests are read or changed; not while the device computes.
     """
 
     def __init__(self, step: Callable[[], Brought], is_idle: Callable[[], bool]):
@@ -34,18 +39,18 @@ class Turns(Generic[Brought]):
         return thread is not None and thread.is_alive()
 
     def take(self) -> Brought:
-        """Do a step as soon as nobody else does one; return what it brings."""
+        """Do a step as soon as no other thread does one; return what it brings."""
         return self.with_turn(self._step)
 
     def with_turn(self, function: Callable[[], Found]) -> Found:
-        """Do something else in the place of a step."""
+        """Do something else instead of a step."""
         with self._turn:
             result = function()
         self.tell()
         return result
 
     def tell(self) -> None:
-        """Wake those who wait: something has changed."""
+        """Wake the threads that wait: something has changed."""
         with self._news:
             self._news.notify_all()
 
@@ -89,3 +94,56 @@ class Turns(Generic[Brought]):
                 if self._is_closing:
                     return
             self.take()
+
+
+def read_events(
+    turns: Turns[list[Event]], request: Request, cancel: Callable[[Request], object]
+) -> Iterator[Event]:
+    """Yield what is new of a request until it has ended.
+
+    Args:
+      turns: waited for where nothing is new.
+      request: which.
+      cancel: called if the consumer leaves before the end.
+
+    Raises:
+      EngineError: if the request failed.
+    """
+    cursor = Cursor(request)
+    try:
+        while not cursor.is_over:
+            yield from turns.wait_for(cursor.read)
+    finally:
+        cancel(request)
+    request.raise_error()
+
+
+async def await_events(
+    turns: Turns[list[Event]], request: Request, cancel: Callable[[Request], object]
+) -> AsyncGenerator[Event, None]:
+    """Do the same in an event loop; the engine's thread does the steps."""
+    cursor, has_news = Cursor(request), asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def wake() -> None:
+        running.call_soon_threadsafe(has_news.set)
+
+    with turns.lock:
+        request.listeners.append(wake)
+    turns.start()
+    try:
+        while not cursor.is_over:
+            has_news.clear()
+            with turns.lock:
+                events = cursor.read()
+            for event in events:
+                yield event
+            if not events:
+                await has_news.wait()
+    finally:
+        with turns.lock:
+            if wake in request.listeners:
+                request.listeners.remove(wake)
+        cancel(request)
+        turns.tell()
+    request.raise_error()

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from jkv.decoding.texts.results import Statistics
-from jkv.serving.record import Record, Sample
+from jkv.serving.request.request import Request, RequestState, Sample
 
 # Upper ends of the buckets of times, in seconds.
 BUCKETS = (
@@ -40,8 +40,8 @@ class Times(NamedTuple):
 
     def quantile(self, share: float) -> float:
         """Return the end of the bucket that holds this share of them, from 0 to 1."""
-        place = bisect.bisect_left(self.counts, share * self.number)
-        return BUCKETS[place] if place < len(BUCKETS) else float("inf")
+        bucket = bisect.bisect_left(self.counts, share * self.number)
+        return BUCKETS[bucket] if bucket < len(BUCKETS) else float("inf")
 
 
 class EngineStats(NamedTuple):
@@ -132,16 +132,22 @@ class Measures:
         else:
             self._readings.append((now, num_tokens))
 
-    def add_times(self, record: Record, sample: Sample, count: int, now: float) -> None:
+    def add_times(
+        self, request: Request, sample: Sample, count: int, now: float
+    ) -> None:
         """Note when a sequence got so many tokens."""
         if not count:
             return
-        if record.first_token is None:
-            record.first_token = now
-            self.first_token.add(now - record.submitted)
+        if request.first_token is None:
+            request.first_token = now
+            self.first_token.add(now - request.submitted)
         if sample.newest is not None:
             self.next_token.add((now - sample.newest) / count, count)
         sample.newest = now
+
+    def add_end(self, state: RequestState) -> None:
+        """Note how a request ended: finished, cancelled or failed."""
+        setattr(self, state.value, getattr(self, state.value) + 1)
 
     def read(self, num_blocks: int, now: float, **states: int) -> EngineStats:
         """Return all of it, with the requests in each state of those that go on."""

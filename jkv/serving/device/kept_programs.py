@@ -48,8 +48,7 @@ class Program(Protocol):
 class KeptPrograms:
     """Where an engine keeps executables, and for which model.
 
-    Bytes in the folder are run as they are: it must be nobody's to write but the
-    user's own.
+    Bytes in the folder are run as they are: only the user may be able to write there.
 
     Attributes:
       version: says which model it is, and changes whenever its code or anything changes

@@ -93,8 +93,8 @@ class TextStream:
 
     def _find_stop(self) -> int | None:
         """Return where the first stop string begins, in what was not shown."""
-        places = [self._hidden.find(stop) for stop in self._stops]
-        return min((place for place in places if place >= 0), default=None)
+        starts = [self._hidden.find(stop) for stop in self._stops]
+        return min((start for start in starts if start >= 0), default=None)
 
     def _show(self, has_ended: bool) -> None:
         held = 0 if has_ended else self._count_held()

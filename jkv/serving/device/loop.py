@@ -1,4 +1,4 @@
-"""The generation on the device, and the windows of it that the host has not read."""
+"""The loop on the device: the cache and the generation, from call to call."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,17 +10,12 @@ import numpy as np
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.texts.blocks import count_free_blocks
-from jkv.serving.book import Part
-from jkv.serving.kept_programs import BoundProgram, KeptPrograms
-from jkv.serving.programs import (
-    Arrivals,
-    EngineSizes,
-    begin_empty,
-    exchange,
-    run_window,
-)
-from jkv.serving.record import EngineError
-from jkv.serving.window_report import WindowReport
+from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
+from jkv.serving.device.programs import begin_empty, exchange, run_window
+from jkv.serving.device.sizes import EngineSizes
+from jkv.serving.device.transfers import Arrivals, WindowReport
+from jkv.serving.request.limits import Limits
+from jkv.serving.request.request import EngineError, Request
 from jkv.state import Cache
 from jkv.storage.placement import Placement, put
 from jkv.verbs.prefixes import clear_prefixes
@@ -34,8 +29,6 @@ class Loop:
     Attributes:
       cache: the newest value; what is computed on it may not be done yet.
       num_blocks: blocks that one sequence can find in each group of layers.
-      block_size: how many of them a text takes.
-      vocabulary: tokens that the model knows.
     """
 
     def __init__(
@@ -57,8 +50,8 @@ class Loop:
         self._exchange = BoundProgram(exchange, kept, {})
         self._run_window = BoundProgram(run_window, kept, static)
         state, _ = self._begin.find_shapes(**self._beginning)
-        self.vocabulary = int(state.seen.shape[1])
-        self.block_size = state.block_size(cache)
+        self._vocabulary = int(state.seen.shape[1])
+        self._block_size = state.block_size(cache)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         # What a fresh start needs when the arrays are lost.
         self._first = _First.of(cache)
@@ -74,14 +67,39 @@ class Loop:
         rows = None if speculation is None else speculation.rows
         return [self.cache] if rows is None else [self.cache, rows.cache]
 
-    def exchange(self, parts: list[Part], cancelled: np.ndarray[Any, Any]) -> None:
-        """Cancel sequences, bool[N], and let parts of requests wait, at most K."""
+    def find_limits(
+        self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
+    ) -> Limits:
+        """Return what a request may ask for.
+
+        Args:
+          stop_tokens: i32[E], of requests that do not bring their own.
+          has_detokenizer: whether there is a text to look for stop strings in.
+        """
+        return Limits(
+            max_prompt_tokens=self._sizes.max_prompt_tokens,
+            max_new_tokens=self._sizes.max_new_tokens,
+            max_context_length=self.cache.max_context_length,
+            num_blocks=self.num_blocks,
+            block_size=self._block_size,
+            vocabulary=self._vocabulary,
+            stops=self._sizes.stops,
+            stop_tokens=stop_tokens,
+            has_detokenizer=has_detokenizer,
+        )
+
+    def exchange(
+        self,
+        dispatched: list[tuple[Request, int]],
+        cancelled: np.ndarray[Any, Any],  # bool[N]
+    ) -> None:
+        """End what was cancelled, and let at most K prompts wait (`Arrivals.of`)."""
         state, sampling = self._begun()
         self.cache, *self._generation = self._exchange(
             cache=self.cache,
             state=state,
             sampling=sampling,
-            arrivals=Arrivals.of(self._sizes, parts),
+            arrivals=Arrivals.of(self._sizes, dispatched),
             cancelled=np.asarray(cancelled),
         )
 
@@ -109,10 +127,10 @@ class Loop:
         Returns:
           How many there are.
         """
-        nobody = np.zeros((self._sizes.num_sequences,), bool)
+        none_cancelled = np.zeros((self._sizes.num_sequences,), bool)
         programs: dict[str, Callable[[], Any]] = {
             "begin": self._begun,
-            "exchange": lambda: self.exchange([], nobody),
+            "exchange": lambda: self.exchange([], none_cancelled),
             "window": lambda: self.run(0),
         }
         for i, (name, run) in enumerate(programs.items()):
@@ -124,10 +142,11 @@ class Loop:
         return len(programs)
 
     def start_again(self) -> None:
-        """Make an empty generation, and a cache in the place of one that is lost.
+        """Make an empty generation, and a new cache where the old one is lost.
 
         Raises:
-          EngineError: where others had sequences in the cache: theirs are lost, too.
+          EngineError: if the cache had sequences that are not the engine's: these are
+            lost, too.
         """
         first, first_draft = self._first, self._first_draft
         if first.is_shared or (first_draft is not None and first_draft.is_shared):
@@ -161,7 +180,7 @@ class Loop:
 class _First(NamedTuple):
     """A cache as it was at first, but for what was in its pools."""
 
-    shapes: Cache  # in the place of the pools; the metadata is on the host
+    shapes: Cache  # with shapes for pools; the metadata is on the host
     pools: list[dict[str, Placement]]  # of each group
     metadata: Placement
 
@@ -181,7 +200,7 @@ class _First(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether others had sequences in it."""
+        """Whether it had sequences that are not the engine's."""
         return bool(np.asarray(self.shapes.metadata.is_open).any())
 
     def make_anew(self) -> Cache:

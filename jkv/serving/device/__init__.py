@@ -1,0 +1,1 @@
+"""The device's side: three programs, what goes there, and what comes back."""

@@ -1,0 +1,132 @@
+"""What goes to the device between two windows, and what comes back after each.
+
+Symbols: Q prompts and N sequences of the generation, K lanes, P most prompt tokens, E
+stop tokens, F stop sequences of C tokens, U most new tokens of a sequence in a window.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jkv.decoding.sampling.options import SAMPLING_DTYPES
+from jkv.decoding.texts.results import FinishReason, Statistics
+from jkv.serving.device.sizes import EngineSizes
+from jkv.serving.request.limits import StopSizes
+from jkv.serving.request.request import Request, RequestState
+
+# What `WindowReport.stages` counts.
+STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
+
+_WAITING = STAGES.index(RequestState.WAITING)
+_REASONS = {int(reason): reason for reason in FinishReason}
+
+
+class Arrivals(NamedTuple):
+    """K prompts that enter the generation, in numpy."""
+
+    indices: np.ndarray[Any, Any]  # i32[K], of each prompt in it, -1 for none
+    tokens: np.ndarray[Any, Any]  # i32[K, P], -1 past the end
+    limits: np.ndarray[Any, Any]  # i32[K]
+    stop_tokens: np.ndarray[Any, Any]  # i32[K, E], -1 for none
+    stop_sequences: np.ndarray[Any, Any] | None  # i32[K, F, C], -1 past the end
+    num_samples: np.ndarray[Any, Any]  # i32[K]
+    salts: np.ndarray[Any, Any]  # i32[K]
+    priorities: np.ndarray[Any, Any]  # i32[K]
+    sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
+
+    @classmethod
+    def of(
+        cls, sizes: EngineSizes, dispatched: list[tuple[Request, int]]
+    ) -> "Arrivals":
+        """Take what requests ask for.
+
+        Args:
+          sizes: of the programs.
+          dispatched: at most K requests, each with the first of the samples that share
+            the prompt; these know their sequences.
+        """
+        count, samples, stops = sizes.num_lanes, sizes.num_samples, sizes.stops
+
+        def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
+            return np.full((count, *shape), value, np.int32)
+
+        arrivals = cls(
+            indices=filled(-1),
+            tokens=filled(-1, sizes.max_prompt_tokens),
+            limits=filled(0),
+            stop_tokens=filled(-1, stops.tokens),
+            stop_sequences=make_empty_sequences(count, stops),
+            num_samples=filled(0),
+            salts=filled(0),
+            priorities=filled(0),
+            sampling={
+                name: np.zeros((count, samples), dtype)
+                for name, dtype in SAMPLING_DTYPES.items()
+            },
+        )
+        for lane, (request, first) in enumerate(dispatched):
+            arrivals._put(lane, request, first, samples)
+        return arrivals
+
+    def _put(self, lane: int, request: Request, first: int, num_samples: int) -> None:
+        count = min(num_samples, request.n - first)
+        self.indices[lane] = request.samples[first].sequence // num_samples
+        self.tokens[lane, : len(request.tokens)] = request.tokens
+        self.limits[lane] = request.max_new_tokens
+        self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens
+        if self.stop_sequences is not None:
+            for i, sequence in enumerate(request.stop_sequences):
+                self.stop_sequences[lane, i, : len(sequence)] = sequence
+        self.num_samples[lane] = count
+        self.salts[lane] = request.salt
+        self.priorities[lane] = request.priority
+        for name, values in request.sampling.items():
+            self.sampling[name][lane, :count] = values[first : first + count]
+
+
+def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | None:
+    """Return stop sequences without a token, i32[count, F, C]; None without any."""
+    if not stops.sequences or not stops.length:
+        return None
+    return np.full((count, stops.sequences, stops.length), -1, np.int32)
+
+
+class WindowReport(NamedTuple):
+    """What a window brought, for all N sequences of the generation."""
+
+    tokens: jax.Array  # i32[N, U], new ones
+    logprobs: jax.Array  # f32[N, U], theirs
+    counts: jax.Array  # i32[N], how many
+    reasons: jax.Array  # i32[N], `FinishReason`
+    stages: jax.Array  # i32[N], index in STAGES
+    statistics: Statistics  # of the window
+    num_free_blocks: jax.Array  # i32[], of all groups of layers together
+
+    def read_news(
+        self,
+    ) -> Iterator[tuple[int, list[int], list[float], FinishReason, RequestState]]:
+        """Return what is new, row by row; the arrays are in numpy.
+
+        Most sequences that wait have nothing new, and there may be many: they are left
+        out.
+
+        Returns:
+          The sequence, its new tokens, their logprobs, why it ended if it did, and its
+          stage.
+        """
+        is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
+        rows = np.flatnonzero(is_new | (self.stages != _WAITING))
+        arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages
+        tokens, logprobs, counts, reasons, stages = (
+            np.asarray(array)[rows].tolist() for array in arrays
+        )
+        return zip(
+            rows.tolist(),
+            [row[:count] for row, count in zip(tokens, counts, strict=True)],
+            [row[:count] for row, count in zip(logprobs, counts, strict=True)],
+            [_REASONS[reason] for reason in reasons],
+            [STAGES[stage] for stage in stages],
+            strict=True,
+        )

@@ -1,0 +1,1 @@
+"""A request: what was asked, what came of it, and what its reader gets."""

@@ -1,0 +1,137 @@
+"""From the arguments of `Engine.submit` and `Engine.generate` to requests, in numpy.
+
+Symbols: n sequences of a request, B prompts of a batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.metadata.requests import I32, Integers, Texts, as_domains
+from jkv.serving.request.limits import Limits, RequestRefused
+from jkv.serving.request.request import Request
+
+
+def read_request(
+    limits: Limits,
+    tokens: Integers,
+    *,
+    n: int,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    stop_tokens: Integers | None,
+    stop_sequences: Sequence[Integers],
+    stop_strings: Sequence[str] | str,
+    salt: int,
+    priority: int,
+    timeout: float | None,
+) -> Request:
+    """Return the request that was asked for; the arguments are those of `submit`.
+
+    Raises:
+      RequestRefused: for what is no request, or what the limits do not allow.
+    """
+    most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
+    stops = limits.stop_tokens if stop_tokens is None else stop_tokens
+    if isinstance(stop_strings, str):
+        stop_strings = (stop_strings,)
+    request = Request(
+        tokens=as_token_ids("the prompt", tokens),
+        n=n,
+        max_new_tokens=most,
+        sampling=_spread_sampling(sampling, n),
+        stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
+        stop_sequences=tuple(
+            tuple(as_token_ids("a stop sequence", sequence).tolist())
+            for sequence in stop_sequences
+        ),
+        stop_strings=tuple(stop_strings),
+        salt=int(np.asarray(as_domains("salt", salt))),
+        priority=priority,
+        timeout=timeout,
+    )
+    limits.check(request)
+    return request
+
+
+def split_batch(
+    prompts: Texts,
+    n: int,
+    sampling: Sampling,
+    limits: Integers | None,
+    salts: Integers,
+) -> Iterator[tuple[np.ndarray[Any, Any], Sampling, int, int]]:
+    """Return the arguments of `submit` for each prompt of a batch.
+
+    Args:
+      prompts: i32[B, P], -1 after each one's end, or a list of lists.
+      n: sequences of each prompt.
+      sampling: each field one number or B * n.
+      limits: i32[B], None is no limit.
+      salts: i32[B] or int.
+
+    Returns:
+      The tokens, sampling, limit and salt of each prompt.
+
+    Raises:
+      RequestRefused: for a field of `sampling` of another length.
+    """
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
+    rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
+    tokens = [row[: np.argmax(np.append(row, -1) < 0)] for row in rows]
+    fields = _spread_sampling(sampling, len(rows) * n)
+    of_prompts = [
+        Sampling(**{k: v[i * n : (i + 1) * n] for k, v in fields.items()})
+        for i in range(len(rows))
+    ]
+    most = np.broadcast_to(I32.max if limits is None else np.asarray(limits), len(rows))
+    domains = np.broadcast_to(np.asarray(as_domains("salts", salts)), len(rows))
+    return zip(tokens, of_prompts, map(int, most), map(int, domains), strict=True)
+
+
+def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
+    """Return token ids as i32[...]; a list of them, or an array.
+
+    Raises:
+      RequestRefused: for anything else.
+    """
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return np.zeros((0,), np.int32)
+    is_integer = np.issubdtype(ids.dtype, np.integer)
+    if ids.ndim != 1 or not is_integer or ids.min() < 0 or ids.max() > I32.max:
+        raise RequestRefused(
+            f"{name} must be a list of token ids, integers of 0 or more, got "
+            f"{str(tokens)[:60]}"
+        )
+    return ids.astype(np.int32)
+
+
+def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
+    """Return the fields of `Sampling` with a value for each sequence.
+
+    Args:
+      sampling: each field one number or `count`; one seed is the first of consecutive
+        ones.
+      count: how many sequences there are.
+
+    Raises:
+      RequestRefused: for a field of another length.
+    """
+    fields = {}
+    for name, dtype in SAMPLING_DTYPES.items():
+        value = np.asarray(getattr(sampling, name))
+        if value.shape not in ((), (count,)):
+            raise RequestRefused(
+                f"Sampling.{name} is one number or one for each of {count} sequences, "
+                f"got shape {value.shape}"
+            )
+        if name == "seeds" and value.ndim == 0:
+            # Past 32 bits they begin again, as in the jit.
+            value = value.astype(np.int64) + np.arange(count)
+        fields[name] = np.broadcast_to(value.astype(dtype), (count,))
+    return fields

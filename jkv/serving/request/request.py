@@ -1,0 +1,155 @@
+"""A request: what was asked, and what has come of each of its sequences.
+
+Symbols: P tokens of the prompt, n sequences of the request.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jkv.decoding.texts.results import FinishReason
+from jkv.serving.request.texts import Detokenize, TextStream
+
+
+class RequestState(enum.Enum):
+    """Where a request is. It ends in one of the last three.
+
+    Example:
+      >>> from jkv.serving import RequestState
+      >>> RequestState("preempted").name
+      'PREEMPTED'
+    """
+
+    WAITING = "waiting"  # none of its sequences has begun, or the others have ended
+    RUNNING = "running"  # one of them runs
+    PREEMPTED = "preempted"  # they gave their blocks back, and go on later
+    FINISHED = "finished"  # each one came to its end
+    CANCELLED = "cancelled"  # by the user, a consumer that left, or its deadline
+    FAILED = "failed"  # an exception
+
+
+class EngineError(RuntimeError):
+    """A request failed, or the engine cannot go on; the cause is attached."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sample:
+    """One sequence of a request.
+
+    It knows its request by number: a reference would be a circle, and what has ended
+    would stay in memory until the garbage collector finds it.
+    """
+
+    request_id: int
+    index: int  # which of the request's n sequences
+    stream: TextStream | None  # None without a detokenizer
+    sequence: int = -1  # in the device's generation; -1 until it is there
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    reason: FinishReason = FinishReason.RUNNING
+    stage: RequestState = RequestState.WAITING  # one of the first three
+    newest: float | None = None  # when its newest tokens were read
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.reason != FinishReason.RUNNING
+
+    @property
+    def text(self) -> str | None:
+        """What can be shown so far; None without a detokenizer."""
+        return None if self.stream is None else self.stream.text
+
+    def extend(
+        self, tokens: list[int], logprobs: list[float], reason: FinishReason
+    ) -> FinishReason:
+        """Take what the device computed, up to a stop string.
+
+        Args:
+          tokens: new ones.
+          logprobs: theirs.
+          reason: why it ended there, RUNNING if it did not.
+
+        Returns:
+          Why it ends now; the caller sets it.
+        """
+        self.tokens += tokens
+        self.logprobs += logprobs
+        if self.stream is None:
+            return reason
+        has_ended = reason != FinishReason.RUNNING
+        kept = self.stream.advance(tokens, has_ended=has_ended)
+        if kept is None:
+            return reason
+        del self.tokens[kept:], self.logprobs[kept:]
+        return FinishReason.STOP
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """What was asked, which does not change, and what has come of it.
+
+    Times are seconds of the engine's clock.
+    """
+
+    # What was asked: the arguments of `Engine.submit`.
+    tokens: np.ndarray[Any, Any]  # i32[P], the prompt
+    n: int
+    max_new_tokens: int
+    sampling: dict[str, np.ndarray[Any, Any]]  # fields of `Sampling`, [n]
+    stop_tokens: tuple[int, ...]
+    stop_sequences: tuple[tuple[int, ...], ...]
+    stop_strings: tuple[str, ...]
+    salt: int
+    priority: int
+    timeout: float | None  # seconds
+
+    # What has come of it, since `begin`.
+    request_id: int = -1  # the number that `submit` returns
+    samples: list[Sample] = dataclasses.field(default_factory=list)  # n
+    submitted: float = 0.0
+    first_token: float | None = None  # when its first token was read
+    error: BaseException | None = None  # what made it fail
+    # Called when there is something new; each from the thread that does the steps.
+    listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    def begin(self, request_id: int, now: float, detokenize: Detokenize | None) -> None:
+        """Take a number, and a sample for each of the n sequences."""
+        self.request_id, self.submitted = request_id, now
+        for index in range(self.n):
+            stream = None
+            if detokenize is not None:
+                prompt = self.tokens.tolist()
+                stream = TextStream(detokenize, prompt, self.stop_strings)
+            self.samples.append(Sample(request_id, index, stream))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its sequences have."""
+        return all(sample.has_ended for sample in self.samples)
+
+    @property
+    def state(self) -> RequestState:
+        """Where it is."""
+        if not self.has_ended:
+            stages = {s.stage for s in self.samples if not s.has_ended}
+            for stage in (RequestState.RUNNING, RequestState.PREEMPTED):
+                if stage in stages:
+                    return stage
+            return RequestState.WAITING
+        reasons = {sample.reason for sample in self.samples}
+        if FinishReason.FAILED in reasons:
+            return RequestState.FAILED
+        if reasons & {FinishReason.CANCELLED, FinishReason.DEADLINE}:
+            return RequestState.CANCELLED
+        return RequestState.FINISHED
+
+    def raise_error(self) -> None:
+        """Raise what made the request fail, if it did."""
+        if self.error is not None:
+            raise EngineError(
+                f"request {self.request_id} failed: {self.error!r}"
+            ) from self.error

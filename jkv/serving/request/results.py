@@ -1,0 +1,132 @@
+"""What a reader gets of a request: the whole at the end, or events on the way."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jkv.decoding.texts.results import FinishReason
+from jkv.serving.request.request import Request
+
+
+class Completion(NamedTuple):
+    """What came of one sequence of a request."""
+
+    request_id: int  # from `submit`
+    sample: int  # which of the request's n sequences
+    tokens: list[int]  # new ones, those of a stop token or stop string included
+    logprobs: list[float]  # of each token under the model
+    reason: FinishReason  # RUNNING until it ends
+    text: str | None  # of the tokens, without a stop string; None without detokenize
+
+
+class Event(NamedTuple):
+    """What is new of one sequence since the last event."""
+
+    request_id: int  # from `submit`
+    sample: int  # which of the request's n sequences
+    tokens: list[int]  # new ones
+    logprobs: list[float]  # theirs
+    text: str  # what can be shown by now; empty without detokenize
+    reason: FinishReason  # RUNNING unless this is the last event
+
+
+def read_completions(request: Request) -> list[Completion]:
+    """Return what there is of each sequence."""
+    return [
+        Completion(
+            request.request_id,
+            sample.index,
+            list(sample.tokens),
+            list(sample.logprobs),
+            sample.reason,
+            sample.text,
+        )
+        for sample in request.samples
+    ]
+
+
+def complete_refused(n: int, reason: FinishReason) -> list[Completion]:
+    """Return n sequences of a prompt that never began, without a request's number."""
+    return [Completion(-1, j, [], [], reason, None) for j in range(n)]
+
+
+class Cursor:
+    """How far one consumer has read a request: what it missed is given at once."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._tokens = [0] * len(request.samples)
+        self._shown = [0] * len(request.samples)
+        self._is_over = [False] * len(request.samples)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was read to the end."""
+        return all(self._is_over)
+
+    def read(self) -> list[Event]:
+        """Return what is new, an event for each sequence that has something."""
+        events = []
+        for i, sample in enumerate(self._request.samples):
+            if self._is_over[i]:
+                continue
+            text, start = sample.text or "", self._tokens[i]
+            if len(sample.tokens) == start and not sample.has_ended:
+                continue
+            self._tokens[i], self._is_over[i] = len(sample.tokens), sample.has_ended
+            fresh, self._shown[i] = text[self._shown[i] :], len(text)
+            events.append(
+                Event(
+                    self._request.request_id,
+                    i,
+                    sample.tokens[start:],
+                    sample.logprobs[start:],
+                    fresh,
+                    sample.reason,
+                )
+            )
+        return events
+
+
+class News:
+    """Requests that have changed since the last step told of them."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, Request] = {}
+        self._cursors: dict[int, Cursor] = {}  # what was told of each that goes on
+
+    def __bool__(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._changed)
+
+    def follow(self, request: Request) -> None:
+        """Begin to tell of a request."""
+        self._cursors[request.request_id] = Cursor(request)
+
+    def note(self, request: Request) -> None:
+        """Note that a request has changed."""
+        self._changed[request.request_id] = request
+
+    def tell(self, left: Callable[[Request], None]) -> list[Event]:
+        """Return what is new, and wake the consumers of each request.
+
+        Args:
+          left: called with the requests whose consumers are found to be gone.
+        """
+        events = []
+        changed, self._changed = self._changed, {}
+        for request in changed.values():
+            events += self._cursors[request.request_id].read()
+            if request.has_ended:
+                del self._cursors[request.request_id]
+            wake(request, left)
+        return events
+
+
+def wake(request: Request, left: Callable[[Request], None]) -> None:
+    """Wake the consumers of a request; `left` is called if one of them is gone."""
+    for listener in list(request.listeners):
+        try:
+            listener()
+        except RuntimeError:  # its event loop is closed
+            request.listeners.remove(listener)
+            left(request)
