@@ -55,6 +55,34 @@ def test_the_design_page_names_every_module() -> None:
         assert (ROOT / "jkv" / name).is_file(), name
 
 
+def test_the_rooms_of_the_design_page_import_down() -> None:
+    """A row uses the rows below it; `attention` and `metadata` are one room each."""
+    rows = re.findall(r"^\| `([\w/]+)` \|.*\|$", DESIGN, re.MULTILINE)
+    ranks = {room: rank for rank, room in enumerate(rows)}
+    for path in (ROOT / "jkv").rglob("*.py"):
+        room = path.parent.relative_to(ROOT / "jkv").as_posix()
+        if room == "." or path.stem == "__init__":
+            continue
+        for used in re.findall(r"^from jkv\.([\w.]+) import", path.read_text(), re.M):
+            below = used.replace(".", "/")
+            while below not in ranks:
+                assert below, (path, used)
+                below = below.rpartition("/")[0]
+            tops = {room.split("/")[0], below.split("/")[0]}
+            if tops not in ({"attention"}, {"metadata"}):
+                assert ranks[room] <= ranks[below], (path, used)
+
+
+def test_the_files_named_by_the_design_pages_exist() -> None:
+    """Each as `room/file.py`, or `file.py` of a room that the page is about."""
+    for page in (ROOT / "docs" / "design.md", *(ROOT / "docs" / "design").glob("*.md")):
+        for name in re.findall(r"(?<![\w./])([\w/]+\.py)\b", page.read_text()):
+            folders = ROOT, ROOT / "jkv"
+            found = any((folder / name).is_file() for folder in folders)
+            alone = "/" not in name and any((ROOT / "jkv").rglob(name))
+            assert found or alone, (page.name, name)
+
+
 def test_the_linter_looks_for_unused_parameters() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     assert "ARG" in settings["lint"]["select"] and "ignore" not in settings["lint"]
