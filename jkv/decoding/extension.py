@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Chunk, Pending, prefill
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
@@ -186,10 +186,9 @@ class _Extension(NamedTuple):
             cache,
             Pending(self.seq_ids, find_tokens),
             progress,
+            Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each),
             count_left=count_left,
             note=note,
-            num_rows=prompts.lengths.shape[0] * most_each,
-            most_each=most_each,
         )
 
     def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:

@@ -26,7 +26,7 @@ class FinishReason(enum.IntEnum):
     OUT_OF_BLOCKS = 4  # it would not fit into the pool if it were alone
     OUT_OF_SEQUENCES = 5  # the cache had no row for it: it never began
     EMPTY_PROMPT = 6  # there was nothing to continue: it never began
-    CANCELLED = 7  # it was cancelled, or its row was freed by somebody else
+    CANCELLED = 7  # it was cancelled, or its row was freed outside of the loop
     NAN_LOGITS = 8  # the model's logits for its next token were not numbers
     DEADLINE = 9  # its time was over (`jkv.serving`)
     FAILED = 10  # an exception in the loop that computed it (`jkv.serving`)
