@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jkv.sharding.pools import PoolSharding
 from jkv.state.cache import Cache
@@ -117,6 +118,13 @@ def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> No
             f"{function.__name__}: this cache was donated to an earlier call, which "
             f"took its arrays; go on with the cache that the call returned, as in "
             f"`cache, ... = step(cache, ...)`"
+        ) from error
+    shape = jnp.shape(cache.metadata.sequences.context_lengths)
+    if cache.pools is None and len(shape) != 1:
+        raise UsageError(
+            f"{function.__name__}: the arrays of this cache have leading axes "
+            f"{list(shape[:-1])}, as those of several caches that were stacked: call "
+            f"it under jax.vmap, or make one cache with init(..., pools=)"
         ) from error
 
 

@@ -13,6 +13,7 @@ from jkv.config.layout import ArrayLayout, Sizes, lay_out, lay_out_storage
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.storage import fields
 from jkv.storage.placement import Placement, Placements, choose_placements, put
 
@@ -70,6 +71,11 @@ def init(
       >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
       ([512, 18], GroupLayer(group=1, layer=2))
     """
+    if not isinstance(config, CacheConfig | GroupedConfig):
+        raise UsageError(
+            f"init takes a jkv.CacheConfig or a jkv.GroupedConfig, got "
+            f"{type(config).__name__}; jkv.CacheConfig(num_layers=..., ...) makes one"
+        )
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(groups, device, mesh, **axes)

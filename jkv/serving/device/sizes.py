@@ -6,8 +6,9 @@ U new tokens of a sequence in one.
 
 from typing import NamedTuple
 
-from jkv.decoding.model.rows import check_counts, spread_row_counts
+from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.metadata.requests import check_counts
 from jkv.serving.request.limits import StopSizes
 
 # Prompts that one call of `exchange` takes to the device.
