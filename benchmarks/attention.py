@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "attention.json"
 SUM_BYTES = 2**28
 
 sys.path.insert(0, str(ROOT / "tests"))
-from workloads import (  # noqa: E402, the one list of shapes is the tests'
+from support.attention_workloads import (  # noqa: E402, the one list of shapes is the tests'
     WORKLOADS,
     Operands,
     Workload,

@@ -98,7 +98,7 @@ def compile_step(kind: str, num_devices: int) -> Step:
     option = {"cp": "context", "dp": "pools", "tp": "heads"}[axis]
     where: dict[str, Any] = {"mesh": mesh, option: axis}
     shapes = jax.eval_shape(lambda: jkv.init(sizes, **where))
-    cache = place_shapes(mesh, shapes, jkv.partition_specs(sizes, **where))
+    cache = spread_shapes(mesh, shapes, jkv.partition_specs(sizes, **where))
 
     params = jax.eval_shape(
         lambda: pretrained.random_params(config, jax.random.key(0), jnp.float32)
@@ -106,19 +106,19 @@ def compile_step(kind: str, num_devices: int) -> Step:
 
     def choose_spec(path: Any, leaf: Any) -> PartitionSpec:
         parts: list[str | None] = [None] * leaf.ndim
-        place = pretrained.find_divided_axis(
+        divided = pretrained.find_divided_axis(
             config, path[-1].key, leaf.shape, num_devices
         )
-        if axis == "tp" and place is not None:
-            parts[place] = axis
+        if axis == "tp" and divided is not None:
+            parts[divided] = axis
         return PartitionSpec(*parts)
 
     specs = jax.tree_util.tree_map_with_path(choose_spec, params)
-    params = place_shapes(mesh, params, specs)
+    params = spread_shapes(mesh, params, specs)
     ranks = (num_devices,) if axis == "dp" else ()
     spec = PartitionSpec(*ranks and (axis,))
     tokens = jax.ShapeDtypeStruct((*ranks, NUM_ROWS), jnp.int32)
-    tokens = place_shapes(mesh, tokens, spec)
+    tokens = spread_shapes(mesh, tokens, spec)
 
     def take_step(
         params: Any, cache: jkv.Cache, tokens: jax.Array
@@ -135,7 +135,7 @@ def compile_step(kind: str, num_devices: int) -> Step:
     return Step(lowered.compile(), raw, sizes)
 
 
-def place_shapes(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
+def spread_shapes(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
     """Return shapes of arrays that lie on a mesh as specs say."""
     return jax.tree.map(
         lambda shape, spec: jax.ShapeDtypeStruct(

@@ -3,9 +3,9 @@
     python benchmarks/kernel_model.py
 
 No card is needed, and none was asked: the decode kernel is compiled for gfx942, a walk
-over its loop (`tests/instruction_walk.py`) gives the cycles of a step, and the lists of
-work are those that the kernel would be given. Three bounds are taken, and the largest
-is the estimate:
+over its loop (`tests/support/amd_instruction_walk.py`) gives the cycles of a step, and
+the lists of work are those that the kernel would be given. Three bounds are taken, and
+the largest is the estimate:
 
 * memory: the bytes of the contexts over the card's bandwidth;
 * latency: the steps that one program does after another, each as long as the walk says,
@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from instruction_walk import walk  # noqa: E402, what the tests assert, too
-from kernel_lowering import find_kernels, lower_kernels, make_shapes  # noqa: E402
-from machine_code import attention_loop, compile_kernel  # noqa: E402
+from support.amd_instruction_walk import walk  # noqa: E402, what the tests assert, too
+from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # noqa: E402
+from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
-from jkv.attention.call import make_requests  # noqa: E402
+from jkv.attention.call import Requests, make_requests  # noqa: E402
 from jkv.attention.kernel.table import Tuning  # noqa: E402
 from jkv.attention.kernel.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.variant import (  # noqa: E402
@@ -127,12 +127,15 @@ def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
     wanted = count_pieces(compiled.tuning.programs, compiled.head_tiles)
     sizes = size_decode_work(batch, batch, context, wanted)
+    row = jnp.arange(batch, dtype=jnp.int32)
     requests = make_requests(
-        jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
-        None,
-        jnp.arange(batch, dtype=jnp.int32),
-        jnp.ones(batch, jnp.int32),
-        jnp.full(batch, context, jnp.int32),
+        Requests(
+            block_tables=jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
+            seq_ids=row,
+            query_starts=row,
+            query_lengths=jnp.ones(batch, jnp.int32),
+            context_lengths=jnp.full(batch, context, jnp.int32),
+        ),
         num_rows=batch,
         block_size=BLOCK_SIZE,
         max_query_length=1,

@@ -73,7 +73,7 @@ class Step:
     def num_cards(self) -> int:
         return self.heads * self.context
 
-    def place(self, devices: list[jax.Device]) -> tuple[Any, Any, Any]:
+    def spread(self, devices: list[jax.Device]) -> tuple[Any, Any, Any]:
         """Return how the cache, what all cards have, and rows by heads lie on cards."""
         shape = self.heads, self.context
         mesh = jax.sharding.Mesh(
@@ -82,9 +82,9 @@ class Step:
             (jax.sharding.AxisType.Auto,) * 2,
         )
         specs = jkv.partition_specs(self.config(), mesh=mesh, heads="tp", context="cp")
-        spread = functools.partial(jax.sharding.NamedSharding, mesh)
+        lie_on = functools.partial(jax.sharding.NamedSharding, mesh)
         spec = jax.sharding.PartitionSpec
-        return jax.tree.map(spread, specs), spread(spec()), spread(spec(None, "tp"))
+        return jax.tree.map(lie_on, specs), lie_on(spec()), lie_on(spec(None, "tp"))
 
     def config(self) -> jkv.CacheConfig:
         return jkv.CacheConfig(
@@ -210,7 +210,7 @@ COLLECTIVE = re.compile(
 
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
-    of_cache, everywhere, by_heads = step.place(devices)
+    of_cache, everywhere, by_heads = step.spread(devices)
     cache = jax.eval_shape(lambda: jkv.init(step.config()))
     (storage,), (of_storage,) = cache.storage, of_cache.storage
     storage = dataclasses.replace(storage, sharding=of_storage.sharding)
@@ -222,7 +222,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     )
     seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
     operands = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         (cache, seq_ids, seq_ids, rows, keys),
         (of_cache, everywhere, everywhere, by_heads, by_heads),
     )

@@ -6,7 +6,7 @@ The bare loop is what one writes by hand for a batch that never changes: `append
 model, `commit`, `sample`, the token put in an array; a `lax.scan` inside one jit. The
 other is a window of `jkv.decoding.decode` over as many running sequences, while others
 wait or none does. Where sequences end, 1 in 256 does in a step, and one that waited
-takes its place: freeing, admission and the first row of the new one are in the time.
+replaces it: freeing, admission and the first row of the new one are in the time.
 
 One model has 8 layers and computes; the other returns the logits of the next number,
 so that nothing but bookkeeping is left. Both loops start from the same lengths.

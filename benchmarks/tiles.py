@@ -38,7 +38,7 @@ from gpu_calls import (  # noqa: E402
     shape_operands,
 )
 
-from jkv.attention.call import Call, make_requests  # noqa: E402
+from jkv.attention.call import Call, Requests, make_requests  # noqa: E402
 from jkv.attention.kernel.launches import attend_kernel  # noqa: E402
 from jkv.attention.kernel.planning import find_card_tuning  # noqa: E402
 from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
@@ -106,10 +106,12 @@ def attend_with(
     pools, lengths = pools_of(workload, operands.storage), operands.lengths
     limit = None if workload.is_prefill else 1
     requests = make_requests(
-        operands.tables,
-        None,
-        *cut_rows(workload, lengths),
-        lengths,
+        Requests(
+            operands.tables,
+            jnp.arange(len(lengths), dtype=jnp.int32),
+            *cut_rows(workload, lengths),
+            lengths,
+        ),
         num_rows=len(queries),
         block_size=pools.block_size,
         max_query_length=limit,

@@ -7,7 +7,7 @@ document, and so is a module: its docstring, then each documented class and func
 much as `help` shows them. Whole modules make documents long enough to fill a context
 of thousands of tokens.
 
-The same text appears in many places (the topic "compound" contains the topic "with",
+The same text appears many times (the topic "compound" contains the topic "with",
 `_pydecimal` repeats `decimal`), and a held-out document must not have been trained on
 under another name. So a paragraph of `MIN_REPEATED` characters or more is kept where it
 first occurs and nowhere else: topics from the longest to the shortest, then modules.

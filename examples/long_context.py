@@ -71,9 +71,9 @@ def main() -> None:
     print(f"\n{length} tokens in blocks of {config.block_size} on {mesh.size} devices:")
     keys = cache.storage[0].key_pool
     for rank, shard in enumerate(keys.addressable_shards):
-        place = np.arange(length) % config.block_size // BLOCK_SIZE
+        device = np.arange(length) % config.block_size // BLOCK_SIZE
         print(
-            f"  device {shard.device.id}: {np.count_nonzero(place == rank)} tokens, "
+            f"  device {shard.device.id}: {np.count_nonzero(device == rank)} tokens, "
             f"keys of {shard.data.nbytes / 2**10:,.0f} KiB "
             f"of {keys.nbytes / 2**10:,.0f}"
         )

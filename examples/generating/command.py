@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.windows import CHUNK_SIZE
+from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts

@@ -79,5 +79,5 @@ def load(
         ValueError: when the checkpoint is damaged or of a kind not supported here.
     """
     config = dataclasses.replace(read_config(folder), scan_layers=scan_layers)
-    place = put_whole if mesh is None else spread_over(mesh, config)
-    return Decoder(config), read_params(folder, config, dtype, place)
+    put = put_whole if mesh is None else spread_over(mesh, config)
+    return Decoder(config), read_params(folder, config, dtype, put)

@@ -19,7 +19,7 @@ import numpy as np
 
 from .config import DecoderConfig
 from .files import SUFFIXES, Tensors, find_tensors
-from .spreading import Place, put_whole
+from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
 Params = dict[str, Any]  # arrays, and under "layers" a dict of arrays for each run
@@ -32,7 +32,7 @@ def read_params(
     folder: str | Path,
     config: DecoderConfig,
     dtype: jnp.dtype | None = None,
-    place: Place = put_whole,
+    put: Put = put_whole,
 ) -> Params:
     """Read the weights of a checkpoint folder.
 
@@ -41,7 +41,7 @@ def read_params(
         config: what ``read_config`` made of the folder's config.json.
         dtype: floating type to cast to; float32 on a CPU and the checkpoint's own
             elsewhere when it is None.
-        place: puts each parameter on its devices, as it is read.
+        put: puts each parameter on its devices, as it is read.
 
     Raises:
         FileNotFoundError: when a file is missing.
@@ -52,7 +52,7 @@ def read_params(
     tensors = Tensors(find_tensors(Path(folder)), config.quantisation)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
-        name: place(name, _read_stack(tensors, source, (source.name,), dtype)[0])
+        name: put(name, _read_stack(tensors, source, (source.name,), dtype)[0])
         for name, source in model_tensors(config).items()
     }
     if config.tied and "lm_head.weight" in tensors.paths:
@@ -65,7 +65,7 @@ def read_params(
             )
     params["layers"] = [
         {
-            name: place(name, _read_stack(tensors, source, names, dtype))
+            name: put(name, _read_stack(tensors, source, names, dtype))
             for name, source in layer_tensors(config, run.has_experts).items()
             for names in [_layer_names(source.name, range(run.start, run.stop))]
         }
@@ -123,16 +123,16 @@ def _read_stack(
     """Return a parameter of some layers, [layers, *shape]."""
     stack = _aligned((len(names), *source.shape), dtype)
     for whole, name in zip(stack, names, strict=True):
-        for place, read in _list_pieces(tensors, source, name):
+        for index, read in _list_pieces(tensors, source, name):
             # Not kept in a variable: the next one would be read beside it.
-            whole[place] = source.take(read())
+            whole[index] = source.take(read())
     return stack
 
 
 def _list_pieces(
     tensors: Tensors, source: Source, name: str
 ) -> Iterator[tuple[Any, Callable[[], np.ndarray]]]:
-    """Yield the places in a parameter, and what reads the tensor for each."""
+    """Yield the indices in a parameter, and what reads the tensor for each."""
     if not source.num_experts:
         yield ..., partial(tensors.read, name, source.stored)
     for expert in range(source.num_experts):

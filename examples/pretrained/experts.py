@@ -65,7 +65,7 @@ def apply_experts(
     Args:
         config: the model's settings.
         weights: of the experts in all layers of a run, stacked: [layers, N, ...].
-        layer: i32[], the layer's place in the run.
+        layer: i32[], the layer's number in the run.
         x: [R, E].
         chosen: i32[R, C], each row's experts.
         gates: f32[R, C], their weights.
@@ -84,10 +84,10 @@ def apply_experts(
     def run_tile(tile: jax.Array, total: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32)
         done = (tile - tile_ends[expert] + num_tiles[expert]) * TILE
-        places = done + jnp.arange(TILE, dtype=jnp.int32)
-        pair = jnp.take(pairs, starts[expert] + places, mode="clip")
+        pair_numbers = done + jnp.arange(TILE, dtype=jnp.int32)
+        pair = jnp.take(pairs, starts[expert] + pair_numbers, mode="clip")
         # Past the expert's last pair: a row that does not exist.
-        row = jnp.where(places < sizes[expert], pair // per_token, num_rows)
+        row = jnp.where(pair_numbers < sizes[expert], pair // per_token, num_rows)
         inputs = jnp.take(x, row, axis=0, mode="fill", fill_value=0)
         outputs = _run_expert(config, weights, layer, expert, inputs)
         gate = jnp.take(gates.reshape(-1), pair)[:, None].astype(outputs.dtype)

@@ -141,5 +141,5 @@ def _open(path: Path) -> Any:
     except SafetensorError as error:
         raise ValueError(
             f"{path} is not a readable safetensors file ({error}); a clone without Git "
-            "LFS leaves a short text in its place"
+            "LFS leaves a short text instead of it"
         ) from error

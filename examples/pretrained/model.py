@@ -7,7 +7,7 @@ Each layer has arrays of its own, for a step of few rows takes as long as readin
 does. With ``DecoderConfig.scan_layers`` those alike run in one ``lax.scan`` instead: it
 compiles as fast for many layers as for one, but copies each layer's weights out of a
 stack, which doubles the time of such a step. The carry of the scan holds the cache: as
-a carry its arrays are written in place, while as scanned inputs and outputs the whole
+a carry its arrays are written in index, while as scanned inputs and outputs the whole
 pool would be copied on every call.
 """
 
@@ -115,7 +115,7 @@ def _run_layers(
     experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
     others = {n: w for n, w in weights.items() if n not in experts}
 
-    def run_layer(carry, place, number, weights, window, kind):
+    def run_layer(carry, index, number, weights, window, kind):
         hidden, cache = carry
         normed = norm(config, hidden, weights, "attention_norm")
         turns = tuple(array[kind] for array in all_turns)
@@ -127,7 +127,7 @@ def _run_layers(
         normed = norm(config, hidden, weights, "mlp_norm")
         if run.has_experts:
             chosen = route(config.experts, weights, normed)
-            fed = apply_experts(config, experts, place, normed, *chosen, batch.valid)
+            fed = apply_experts(config, experts, index, normed, *chosen, batch.valid)
             if config.experts.shared_inner:
                 fed = fed + perceptron(config, normed, weights, "shared_")
         else:
@@ -142,21 +142,21 @@ def _run_layers(
     return scan(config, run, run_layer, carry, others)
 
 
-def _run_alone(config, run, place, run_layer, carry, weights):
+def _run_alone(config, run, index, run_layer, carry, weights):
     """Run one layer of a run, outside of any scan."""
-    number, layer = run.start + place, {n: array[place] for n, array in weights.items()}
+    number, layer = run.start + index, {n: array[index] for n, array in weights.items()}
     window, kind = config.windows[number], config.turn_kinds[number]
-    return run_layer(carry, place, number, layer, window, kind)
+    return run_layer(carry, index, number, layer, window, kind)
 
 
 def _scan_layers(config, run, run_layer, carry, weights):
     """Run layers one by one; windows and turns are scanned over where they differ."""
 
     def step(carry, layer):
-        place, weights, window, kind = layer
+        index, weights, window, kind = layer
         window = config.windows[run.start] if window is None else window
         kind = config.turn_kinds[run.start] if kind is None else kind
-        return run_layer(carry, place, place + run.start, weights, window, kind), None
+        return run_layer(carry, index, index + run.start, weights, window, kind), None
 
     windows = [NO_WINDOW if window is None else window for window in config.windows]
     layers = (
@@ -186,17 +186,17 @@ def _scan_periods(config, run, run_layer, carry, weights):
 
     def step(carry, step_number):
         for i in range(period):
-            place, window = step_number * period + i, windows[run.start + i]
-            layer = {name: array[place] for name, array in weights.items()}
+            index, window = step_number * period + i, windows[run.start + i]
+            layer = {name: array[index] for name, array in weights.items()}
             periods = run.start // period + step_number
             number = carry[1].find_periodic(i, period, periods)
-            kind = kinds[run.start + place]
-            carry = run_layer(carry, place, number, layer, window, kind)
+            kind = kinds[run.start + index]
+            carry = run_layer(carry, index, number, layer, window, kind)
         return carry, None
 
     carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
-    for place in range(num_steps * period, num_layers):
-        carry = _run_alone(config, run, place, run_layer, carry, weights)
+    for index in range(num_steps * period, num_layers):
+        carry = _run_alone(config, run, index, run_layer, carry, weights)
     return carry
 
 

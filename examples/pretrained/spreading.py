@@ -14,7 +14,7 @@ import numpy as np
 from .config import DecoderConfig
 
 # Puts a parameter, by name, on its devices.
-Place = Callable[[str, np.ndarray], jax.Array]
+Put = Callable[[str, np.ndarray], jax.Array]
 
 # The axis of each parameter, from the end, that is divided; [layers, ...] all of them.
 DIVIDED = {
@@ -49,7 +49,7 @@ def make_mesh(num_devices: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(jax.devices()[:num_devices], ("tp",), automatic)
 
 
-def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
+def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
     """Return what puts each parameter on the mesh, no device getting it whole.
 
     Args:
@@ -65,7 +65,7 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
             f"{config.num_heads} query heads cannot be shared by {num_devices} devices"
         )
 
-    def place(name: str, array: np.ndarray) -> jax.Array:
+    def put(name: str, array: np.ndarray) -> jax.Array:
         spec: list[str | None] = [None] * array.ndim
         axis = find_divided_axis(config, name, array.shape, num_devices)
         if axis is not None:
@@ -76,7 +76,7 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Place:
             array.shape, where, lambda part: array[part]
         )
 
-    return place
+    return put
 
 
 def find_divided_axis(

@@ -18,7 +18,7 @@ from .parts import Experts, Latent
 Shape = tuple[int, ...]
 
 # Llama's names, and those of parts that it has not: rows of `ARCHITECTURES` change
-# some. In place of {} stands the number of the expert.
+# some. {} stands for the number of the expert.
 NAMES = {
     "attention_norm": "input_layernorm.weight",
     "attention_post_norm": "post_attention_layernorm.weight",

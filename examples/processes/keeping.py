@@ -23,17 +23,17 @@ def save_state(
     folder: pathlib.Path, cache: jkv.Cache, texts: Texts, num_steps: int
 ) -> None:
     """Save what there is after so many steps; all processes call this."""
-    place = folder / f"step-{num_steps:06}"
+    newest = folder / f"step-{num_steps:06}"
     if jax.process_index() == 0:
-        place.mkdir(parents=True, exist_ok=True)
+        newest.mkdir(parents=True, exist_ok=True)
     # One process writes, the others bring it their part, and wait until it is done.
-    jkv.save(place / CACHE, cache)
+    jkv.save(newest / CACHE, cache)
     if jax.process_index() == 0:
-        with (place / "unfinished").open("wb") as file:
+        with (newest / "unfinished").open("wb") as file:
             np.savez(file, **{k: np.asarray(v) for k, v in texts._asdict().items()})
-        os.replace(place / "unfinished", place / TEXTS)
+        os.replace(newest / "unfinished", newest / TEXTS)
         for older in folder.glob("step-*"):
-            if older != place:
+            if older != newest:
                 shutil.rmtree(older)
 
 

@@ -53,10 +53,10 @@ def start(options: argparse.Namespace) -> list[Child]:
     children = []
     for number in range(options.num_processes):
         log = pathlib.Path(options.state, f"process-{number}.log")
-        place = ["--coordinator", coordinator, "--process", str(number)]
+        membership = ["--coordinator", coordinator, "--process", str(number)]
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, *sys.argv, *place],
+                [sys.executable, *sys.argv, *membership],
                 stdout=subprocess.PIPE if number == 0 else file,
                 stderr=file,
             )

@@ -24,24 +24,24 @@ class Texts(NamedTuple):
     def deal(
         cls, prompts: Sequence[Sequence[int]], num_ranks: int, max_new_tokens: int
     ) -> "Texts":
-        """Deal prompts to ranks in turn; places that are left over get no text."""
+        """Deal prompts to ranks in turn; rows that are left over get no text."""
         each = -(-len(prompts) // num_ranks)
         longest = max(map(len, prompts)) + max_new_tokens
         tokens = np.full((num_ranks, each, longest), -1, np.int32)
         lengths = np.zeros((num_ranks, each), np.int32)
         for number, prompt in enumerate(prompts):
-            place, rank = divmod(number, num_ranks)
-            tokens[rank, place, : len(prompt)] = prompt
-            lengths[rank, place] = len(prompt)
+            row, rank = divmod(number, num_ranks)
+            tokens[rank, row, : len(prompt)] = prompt
+            lengths[rank, row] = len(prompt)
         limits = np.where(lengths > 0, lengths + max_new_tokens, 0).astype(np.int32)
         return cls(tokens, lengths, limits)
 
     def collect(self, num_texts: int) -> list[list[int]]:
         """Return the tokens of each text in the order of the prompts."""
-        places = (divmod(number, len(self.tokens)) for number in range(num_texts))
+        dealt = (divmod(number, len(self.tokens)) for number in range(num_texts))
         return [
-            self.tokens[rank, place, : self.lengths[rank, place]].tolist()
-            for place, rank in places
+            self.tokens[rank, row, : self.lengths[rank, row]].tolist()
+            for row, rank in dealt
         ]
 
 
@@ -71,8 +71,8 @@ def take_steps(
         # Texts that are now in the cache as a whole get their next token.
         chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         is_next = (counts > 0) & (done + counts == lengths)
-        place = jnp.where(is_next, lengths, tokens.shape[1])
-        tokens = tokens.at[numbers, place].set(chosen, mode="drop")
+        position = jnp.where(is_next, lengths, tokens.shape[1])
+        tokens = tokens.at[numbers, position].set(chosen, mode="drop")
         lengths += is_next.astype(jnp.int32)
         limits = jnp.where(is_next & (chosen == stop_token), lengths, limits)
         return cache, Texts(tokens, lengths, limits)

@@ -168,10 +168,10 @@ async def stream(
     """Yield the pieces of a reply as they come, each with its number of tokens."""
     queue: asyncio.Queue[tuple[int, Event] | None | EngineError] = asyncio.Queue()
 
-    async def read(place: int, number: int) -> None:
+    async def read(choice: int, number: int) -> None:
         try:
             async for event in served.engine.aevents(number):
-                await queue.put((place * n + event.sample, event))
+                await queue.put((choice * n + event.sample, event))
         except EngineError as error:
             await queue.put(error)
         await queue.put(None)

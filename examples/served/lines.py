@@ -51,8 +51,8 @@ class ResultLines:
         written = 0
         try:
             while written < len(line):
-                place = self._size + written
-                written += os.pwrite(self._file, line[written:], place)
+                offset = self._size + written
+                written += os.pwrite(self._file, line[written:], offset)
             os.fsync(self._file)
         except BaseException:
             os.ftruncate(self._file, self._size)

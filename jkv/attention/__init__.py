@@ -10,7 +10,7 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Call, empty_results, make_requests
+from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.choice import choose
 from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.pools import make_pools
@@ -217,8 +217,10 @@ def paged_attention(
         value_head_dim=value_head_dim,
     )
     require_queries(queries, pools.keys, pools.values, sinks)
-    arrays = seq_ids, query_starts, query_lengths, context_lengths
-    require_requests(block_tables, *arrays)
+    lengths = query_starts, query_lengths, context_lengths
+    require_requests(block_tables, seq_ids, *lengths)
+    if seq_ids is None:
+        seq_ids = jnp.arange(query_starts.shape[0], dtype=jnp.int32)
     require_options(window, soft_cap, max_query_length)
     part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
@@ -227,8 +229,7 @@ def paged_attention(
         pools=pools,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         requests=make_requests(
-            block_tables,
-            *arrays,
+            Requests(block_tables, seq_ids, *lengths),
             num_rows=queries.shape[0],
             block_size=num_parts * pools.block_size,
             max_query_length=max_query_length,

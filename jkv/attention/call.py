@@ -154,25 +154,20 @@ def check_call(call: Call) -> None:
 
 
 def make_requests(
-    block_tables: jax.Array,  # int[S, M]
-    seq_ids: jax.Array | None,  # int[B]
-    query_starts: jax.Array,  # int[B]
-    query_lengths: jax.Array,  # int[B]
-    context_lengths: jax.Array,  # int[B]
-    *,
-    num_rows: int,
-    block_size: int,
-    max_query_length: int | None,
+    asked: Requests, *, num_rows: int, block_size: int, max_query_length: int | None
 ) -> Requests:
-    """Bring the arrays to i32 and everything out of range to padding."""
-    block_tables, query_starts, query_lengths, context_lengths = (
-        jnp.asarray(array).astype(jnp.int32)
-        for array in (block_tables, query_starts, query_lengths, context_lengths)
+    """Bring what a caller asked to i32, and everything out of range to padding.
+
+    Args:
+      asked: arrays of any integer type, whose padding is anything out of range.
+      num_rows: of the call, R.
+      block_size: tokens of a whole block.
+      max_query_length: most rows of a request, None for R.
+    """
+    block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
+        jnp.asarray(array).astype(jnp.int32) for array in asked
     )
     num_sequences, max_blocks = block_tables.shape
-    if seq_ids is None:
-        seq_ids = jnp.arange(query_starts.shape[0], dtype=jnp.int32)
-    seq_ids = jnp.asarray(seq_ids).astype(jnp.int32)
 
     is_live = (seq_ids >= 0) & (seq_ids < num_sequences)
     is_live &= (query_starts >= 0) & (query_starts < num_rows)

@@ -1,7 +1,7 @@
 """What the elements of keys and values mean, and the bits that they are kept as.
 
 One table, read both ways. It depends on nothing else here, so that whoever makes the
-pools can take it from the place where they are read.
+pools can take it from where they are read.
 """
 
 from typing import Any

@@ -12,7 +12,7 @@ from jkv.commands.report import Report
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
-# Largest error against the reference, by dtype: a few units of the last place of
+# Largest error against the reference, by dtype: a few units of the last digit of
 # values around 1.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 

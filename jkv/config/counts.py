@@ -28,7 +28,7 @@ def checked_count(name: str, value: Any) -> int:
 def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
     """Return the size of a pool, or raise a `ValueError` that says what to change."""
     num_blocks = checked_count("num_blocks", num_blocks)
-    # With a prefix index the ring is twice as long, and so are sums of its places.
+    # With a prefix index the ring is twice as long, and so are sums of its indices.
     if prefix_caching and num_blocks > MAX_COUNT // 2:
         raise ValueError(
             f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "

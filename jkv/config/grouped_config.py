@@ -21,7 +21,7 @@ from jkv.config.layer_windows import order_windows
 from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
 from jkv.config.units import parse_bytes
 
-# The groups of a layer by their places: one, or a tuple of none or one.
+# The groups of a layer by their numbers: one, or a tuple of none or one.
 LayerGroups: TypeAlias = int | tuple[int, ...]
 
 # In what the groups of a model agree.
@@ -35,8 +35,8 @@ class GroupedConfig:
     Args:
       groups: a `CacheConfig` for each group of layers, in any order. All have the same
         `max_sequences`, `max_context_length`, `block_size`.
-      layer_groups: the group of each layer of the model, by its place in `groups`; `()`
-        for a layer that keeps no keys and values. A tuple of one means its number.
+      layer_groups: the group of each layer of the model, by its number in `groups`;
+        `()` for a layer that keeps no keys and values. A tuple of one means its number.
       prefix_caching: index full blocks by their tokens, as in a `CacheConfig`, so that
         a prompt goes on from what all groups have of an earlier one. Takes 4 bytes a
         token and 116 a block (128 with a sliding window) of the first group that sees
@@ -96,7 +96,7 @@ class GroupedConfig:
         if not self.groups or not set(named) <= {*range(len(self.groups))}:
             raise ValueError(
                 f"layer_groups must name one of {len(self.groups)} groups for each "
-                f"layer, by its place, or () for none, got {self.layer_groups}"
+                f"layer, by its number, or () for none, got {self.layer_groups}"
             )
         for layer, groups in enumerate(self.groups_of_layers):
             if len(groups) > 1:

@@ -73,7 +73,7 @@ def order_windows(layers: Sequence[int | None]) -> list[int | None]:
 
 
 def find_leader(windows: Sequence[int | None]) -> int:
-    """Return the place of the window that sees furthest, the first of equal ones.
+    """Return the index of the window that sees furthest, the first of equal ones.
 
     Args:
       windows: of each group of layers, None for all tokens.

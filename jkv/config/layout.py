@@ -25,7 +25,7 @@ from jkv.status import NUM_COUNTERS
 # One number for all elements, the numbers of a short array, or those of a long one.
 Fill: TypeAlias = int | tuple[int, ...] | range
 
-# Places in a row of the prefix index's hash tables.
+# Entries in a row of the prefix index's hash tables.
 BUCKET_SIZE, CHILDREN_SIZE = 8, 16
 
 _I32, _U32, _BOOL = (np.dtype(dtype) for dtype in (jnp.int32, jnp.uint32, jnp.bool_))
@@ -87,7 +87,7 @@ def lay_out(groups: tuple[Sizes, ...], prefix_caching: bool) -> Arrays:
       prefix_caching: whether the cache has a prefix index.
 
     Returns:
-      The arrays by the fields and places that lead to them in a `Cache`, such as
+      The arrays by the fields and numbers that lead to them in a `Cache`, such as
       `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
     """
     leader = find_leader([sizes.sliding_window for sizes in groups])
@@ -172,7 +172,7 @@ def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
         "bounds": ArrayLayout((len(bounds),), _I32, fill=bounds),
     }
     if has_holes:
-        arrays["places"] = ArrayLayout((count,), _I32, fill=range(count))
+        arrays["indices"] = ArrayLayout((count,), _I32, fill=range(count))
     return arrays
 
 

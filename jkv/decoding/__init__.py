@@ -1,20 +1,22 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
-from jkv.decoding.beams.progress import BeamSearch, BeamStatistics
 from jkv.decoding.beams.search import beam_search
+from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
-from jkv.decoding.interventions import add_prompts, cancel
-from jkv.decoding.model import Model
-from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.results import FinishReason, Generation, Statistics
-from jkv.decoding.sampling import filter_logits, sample
-from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.sampling.best_of import select_best
+from jkv.decoding.sampling.draws import sample
+from jkv.decoding.sampling.filters import filter_logits
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.arrivals import add_prompts
+from jkv.decoding.scheduler.cancellation import cancel
+from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scoring import score
-from jkv.decoding.selection import select_best
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.windows import begin, decode, prefill
+from jkv.decoding.stepping import begin, decode, prefill
+from jkv.decoding.texts.results import FinishReason, Generation, Statistics
 
 __all__ = [
     "BeamSearch",

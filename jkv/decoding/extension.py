@@ -1,4 +1,4 @@
-"""extend: open sequences go on, and stay open.
+"""Extension: open sequences go on, and stay open.
 
 `generate` opens its sequences and frees them. Here they are the caller's: a chat whose
 turns keep what was computed, an agent that reads the answer of a tool, the branches of
@@ -11,30 +11,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jkv.decoding.choosing import Texts, choose_next
-from jkv.decoding.conditions import when
-from jkv.decoding.ending import Bounds, Stops, judge_prompts
-from jkv.decoding.model import Model, call_model
-from jkv.decoding.options import GREEDY, Sampling
-from jkv.decoding.progress import count_used_blocks, find_block_size
-from jkv.decoding.prompts import Prompts, find_texts
-from jkv.decoding.results import FinishReason, Generation
-from jkv.decoding.scheduling.demand import blocks_to_take
-from jkv.decoding.windows import CHUNK_SIZE
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.next_token import Progress, choose_next
+from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
+from jkv.decoding.texts.blocks import (
+    blocks_to_take,
+    count_used_blocks,
+    find_block_size,
+)
+from jkv.decoding.texts.prompts import Prompts, find_texts
+from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
-from jkv.sharding.loops import while_loop
+from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.verbs.appending import append
 from jkv.verbs.lookups import context_lengths
-from jkv.verbs.prefixes import commit
 
 
-@takes_cache(place=2)
+@takes_cache(argument=2)
 def extend(
     model: Model,
     params: Any,
@@ -119,11 +120,11 @@ def extend(
     reasons = _judge(cache, ids, before, given, bounds)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
-    extension = _Extension(model, params, ids, sampling)
-    texts = Texts(given, stops, bounds, result)
-    cache, texts = _feed(extension, cache, texts, size)
-    cache, texts = _decode(extension, cache, texts)
-    return cache, texts.result
+    extension = _Extension(Runner(model, params), ids, before, sampling)
+    progress = Progress(given, stops, bounds, result)
+    cache, progress = extension.feed(cache, progress, size)
+    cache, progress = extension.decode(cache, progress)
+    return cache, progress.result
 
 
 def _judge(
@@ -135,7 +136,7 @@ def _judge(
 ) -> jax.Array:
     """Return why sequences are not continued, RUNNING where they are, i32[B].
 
-    Whose tokens find room is judged before any is fed, in order, as `append` would.
+    Which tokens find room is judged before any is fed, in order, as `append` would.
     """
     groups, running = cache.metadata.groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
@@ -157,102 +158,86 @@ def _judge(
 class _Extension(NamedTuple):
     """What stays the same from step to step."""
 
-    model: Model
-    params: Any
+    runner: Runner
     seq_ids: jax.Array  # i32[B]
+    before: jax.Array  # i32[B], tokens that the sequences had
     sampling: Sampling
 
-    def run(
-        self,
-        cache: Cache,
-        texts: Texts,
-        tokens: jax.Array,  # i32[B, C]
-        counts: jax.Array,  # i32[B], 0 to C
-        is_prompt: bool,
-    ) -> tuple[Cache, Texts, jax.Array]:
-        """Compute tokens of each text.
+    def feed(
+        self, cache: Cache, progress: Progress, most_each: int
+    ) -> tuple[Cache, Progress]:
+        """Feed what was given, at most so many tokens of each text at a time."""
+        prompts = progress.prompts
 
-        Returns:
-          The cache, the texts, some ended with OUT_OF_BLOCKS, and float[B, V], logits.
-        """
-        seq_ids = jnp.where(counts > 0, self.seq_ids, NO_SEQUENCE)
-        cache, batch = append(
+        def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
+            column = position - self.before[text]
+            return jnp.maximum(prompts.tokens.at[text, column].get(mode="clip"), 0)
+
+        def count_left(progress: Progress, done: jax.Array) -> jax.Array:
+            left = self.before + prompts.lengths - done
+            return jnp.where(progress.is_running, left, 0)
+
+        def note(cache: Cache, progress: Progress, chunk: Chunk) -> Progress:
+            progress = _note_step(cache, progress, chunk.batch, is_prompt=True)
+            return self.choose(progress, chunk.logits, chunk.is_whole)
+
+        return prefill(
+            self.runner,
             cache,
-            seq_ids,
-            counts,
-            max_query_length=tokens.shape[1],
-            tokens=tokens.reshape(-1),
+            Pending(self.seq_ids, find_tokens),
+            progress,
+            Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each),
+            count_left=count_left,
+            note=note,
         )
-        fed = jnp.maximum(tokens, 0).reshape(-1)
-        logits, cache = call_model(self.model, self.params, fed, cache, batch)
-        result = _count_step(cache, texts.result, batch, is_prompt)
-        refused = batch.status != Status.OK
-        reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
-        result = result._replace(reasons=jnp.where(refused, reason, result.reasons))
-        return commit(cache, batch), texts._replace(result=result), logits
 
-    def choose(self, texts: Texts, logits: jax.Array, is_ready: jax.Array) -> Texts:
+    def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:
+        """Feed the newest token of each text until all have ended."""
+        Carry = tuple[Cache, Progress]
+
+        def step(carry: Carry) -> Carry:
+            cache, progress = carry
+            result, is_running = progress.result, progress.is_running
+            newest = jnp.maximum(result.lengths - 1, 0)[:, None]
+            tokens = jnp.take_along_axis(result.tokens, newest, axis=1)[:, 0]
+            seq_ids = jnp.where(is_running, self.seq_ids, NO_SEQUENCE)
+            tokens = jnp.maximum(tokens, 0)
+            cache, batch, logits = self.runner.run(cache, seq_ids, tokens)
+            progress = _note_step(cache, progress, batch, is_prompt=False)
+            return cache, self.choose(progress, logits, is_running)
+
+        return while_loop(
+            lambda carry: jnp.any(carry[1].is_running), step, (cache, progress)
+        )
+
+    def choose(
+        self, progress: Progress, logits: jax.Array, is_ready: jax.Array
+    ) -> Progress:
         """Choose the next token of the texts that are in the cache whole, bool[B]."""
-        is_ready &= texts.is_running
-        nobody = is_ready.shape[0]
-        sequences = jnp.arange(nobody, dtype=jnp.int32)
-        logits = logits.astype(jnp.float32)
-        seen = _find_seen(texts, logits.shape[1], self.sampling)
-        sequences = jnp.where(is_ready, sequences, nobody)
-        result, _ = choose_next(texts, logits, sequences, seen, self.sampling)
-        return texts._replace(result=result)
+        is_ready &= progress.is_running
+        num_sequences = is_ready.shape[0]
+        sequences = jnp.arange(num_sequences, dtype=jnp.int32)
+        seen = _find_seen(progress, logits.shape[1], self.sampling)
+        sequences = jnp.where(is_ready, sequences, num_sequences)
+        result, _ = choose_next(progress, logits, sequences, seen, self.sampling)
+        return progress._replace(result=result)
 
 
-def _feed(
-    extension: _Extension, cache: Cache, texts: Texts, size: int
-) -> tuple[Cache, Texts]:
-    """Feed what was given, a chunk of `size` tokens of each text at a time."""
-    lengths, width = texts.prompts.lengths, texts.prompts.tokens.shape[1]
-    tokens = jnp.pad(
-        texts.prompts.tokens, ((0, 0), (0, -width % size)), constant_values=-1
-    )
-    Carry = tuple[jax.Array, Cache, Texts]
-
-    def count_left(done: jax.Array, texts: Texts) -> jax.Array:
-        return jnp.where(texts.is_running, lengths - done, 0)
-
-    def feed(carry: Carry) -> Carry:
-        done, cache, texts = carry
-        left = count_left(done, texts)
-        chunk = lax.dynamic_slice_in_dim(tokens, done, size, axis=1)
-        counts = jnp.clip(left, 0, size)
-        cache, texts, logits = extension.run(cache, texts, chunk, counts, True)
-        is_whole = (left > 0) & (left <= size)
-        return done + size, cache, extension.choose(texts, logits, is_whole)
-
-    _, cache, texts = while_loop(
-        lambda carry: jnp.any(count_left(carry[0], carry[2]) > 0),
-        feed,
-        (jnp.zeros((), jnp.int32), cache, texts),
-    )
-    return cache, texts
-
-
-def _decode(extension: _Extension, cache: Cache, texts: Texts) -> tuple[Cache, Texts]:
-    """Feed the newest token of each text until all have ended."""
-    Carry = tuple[Cache, Texts]
-
-    def step(carry: Carry) -> Carry:
-        cache, texts = carry
-        result = texts.result
-        newest = jnp.maximum(result.lengths - 1, 0)[:, None]
-        tokens = jnp.take_along_axis(result.tokens, newest, axis=1)
-        counts = texts.is_running.astype(jnp.int32)
-        cache, texts, logits = extension.run(cache, texts, tokens, counts, False)
-        return cache, extension.choose(texts, logits, counts > 0)
-
-    return while_loop(lambda carry: jnp.any(carry[1].is_running), step, (cache, texts))
+def _note_step(
+    cache: Cache, progress: Progress, batch: Batch, *, is_prompt: bool
+) -> Progress:
+    """Count a step, and end the texts that found no block."""
+    result = _count_step(cache, progress.result, batch, is_prompt)
+    refused = batch.status != Status.OK
+    reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
+    result = result._replace(reasons=jnp.where(refused, reason, result.reasons))
+    return progress._replace(result=result)
 
 
 def _count_step(
     cache: Cache, result: Generation, batch: Batch, is_prompt: bool
 ) -> Generation:
-    """Count a step that has appended."""
+    """Count a step."""
     rows = jnp.sum(batch.query_lengths, dtype=jnp.int32)
     served = jnp.sum(batch.query_lengths > 0, dtype=jnp.int32)
     result = result.add_counts(
@@ -265,12 +250,12 @@ def _count_step(
     return result._replace(statistics=result.statistics._replace(peak_blocks=peak))
 
 
-def _find_seen(texts: Texts, vocabulary: int, sampling: Sampling) -> jax.Array:
+def _find_seen(progress: Progress, vocabulary: int, sampling: Sampling) -> jax.Array:
     """Return the tokens of each text of this call, bool[B, V]; none without penalty."""
-    sequences = jnp.arange(texts.result.lengths.shape[0], dtype=jnp.int32)
+    sequences = jnp.arange(progress.result.lengths.shape[0], dtype=jnp.int32)
 
     def note(seen: jax.Array) -> jax.Array:
-        tokens, _ = find_texts(texts.prompts, texts.result, sequences)
+        tokens, _ = find_texts(progress.prompts, progress.result, sequences)
         tokens = jnp.where(tokens < 0, vocabulary, tokens)
         return seen.at[sequences[:, None], tokens].set(True, mode="drop")
 

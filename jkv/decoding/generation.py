@@ -1,34 +1,35 @@
 """Whole generations inside one jit: a queue of prompts around one step.
 
-One `lax.while_loop` runs the step of `jkv.decoding.step` until every sequence has
-ended. Some sequences run, the others wait in order: the allocator is inside the jit, so
-a sequence that ends makes room for the next one without a word from the host. Prompts
-and single tokens share a step.
+One loop does steps (`jkv.decoding.scheduler.step`) until every sequence has ended. Some
+sequences run, the others wait in order: the allocator is inside the jit, so a sequence
+that ends makes room for the next one without the host. Prompts and single tokens share
+a step.
 
 Symbols: Q prompts, N sequences, W places, P most prompt tokens, G most new tokens, V
 tokens in the vocabulary.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 
-from jkv.decoding.beginning import Concurrency, begin_generation
-from jkv.decoding.dealing import generate_on_pools
-from jkv.decoding.model import Model
-from jkv.decoding.options import GREEDY, Sampling
-from jkv.decoding.prompts import Prompts
-from jkv.decoding.results import Generation
-from jkv.decoding.speculation.loop import begin_speculation
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.sampling.stopping import Stops
+from jkv.decoding.scheduler.data_parallel import generate_on_pools
+from jkv.decoding.scheduler.start import Sizes, begin_generation
+from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.windows import CHUNK_SIZE, run_steps
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
 
-@takes_cache(place=2, any_pools=True)
+@takes_cache(argument=2, any_pools=True)
 def generate(
     model: Model,
     params: Any,
@@ -124,40 +125,25 @@ def generate(
     given = Prompts.of(
         prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
-    run = functools.partial(
-        _generate,
-        model,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        stop_tokens=stop_tokens,
-        stop_sequences=stop_sequences,
-        num_samples=num_samples,
-        sizes=Concurrency(max_running, chunk_size, row_counts),
-    )
+    stops = Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0])
+    sizes = Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts)
+
+    def run(
+        params: Any, cache: Cache, prompts: Prompts, speculate: Speculation | None
+    ) -> tuple[Cache, Generation]:
+        """Do steps on one pool until nothing runs."""
+        runner = Runner(model, params)
+        state = begin_generation(runner, cache, prompts, stops, sizes)
+        cache, state = run_steps(
+            runner,
+            cache,
+            begin_speculation(state, speculate),
+            sampling,
+            lambda state, _: jnp.any(state.is_running),
+            speculate,
+        )
+        return cache, state.result
+
     if cache.pools is not None:
         return generate_on_pools(run, params, cache, given, speculate, num_samples)
     return run(params, cache, given, speculate)
-
-
-def _generate(
-    model: Model,
-    params: Any,
-    cache: Cache,
-    prompts: Prompts,
-    speculate: PromptLookup | DraftModel | None,
-    *,
-    sampling: Sampling,
-    **options: Any,
-) -> tuple[Cache, Generation]:
-    """Do steps on one pool until nothing runs; options as `begin_generation` has."""
-    state = begin_generation(model, params, cache, prompts, **options)
-    cache, state = run_steps(
-        model,
-        params,
-        cache,
-        begin_speculation(state, speculate),
-        sampling,
-        lambda state, _: jnp.any(state.is_running),
-        speculate,
-    )
-    return cache, state.result

@@ -1,4 +1,4 @@
-"""score: log-probabilities of continuations whose prompt is computed once.
+"""Scoring: log-probabilities of continuations whose prompt is computed once.
 
 All rows go through the model in one step: those of the prompts, then those of the
 continuations, which are forks of them. No cache outlives the step, and a layer's keys
@@ -21,18 +21,18 @@ import jax.numpy as jnp
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.decoding.model import Model, call_model
-from jkv.decoding.prompts import count_tokens
+from jkv.decoding.model.protocol import Model, call_model
+from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
+from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.forking import fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import context_lengths, slots
-from jkv.verbs.planning import plan_attention
 from jkv.verbs.writing import write
 
 

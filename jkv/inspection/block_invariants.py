@@ -105,9 +105,9 @@ def check_free_blocks(found: Recount) -> Iterator[str]:
     """Yield the blocks that are in the ring and live, or neither."""
     ring, live = found.group.free_blocks, found.owners > 0
     yield from _compare_ring("block", ring, np.flatnonzero(~live))
-    if ring.places is not None:
-        for block in np.flatnonzero(live & (np.asarray(ring.places) != -1)):
-            yield f"block {block} is live but has a place in the ring"
+    if ring.indices is not None:
+        for block in np.flatnonzero(live & (np.asarray(ring.indices) != -1)):
+            yield f"block {block} is live but has an index in the ring"
 
 
 def check_private_tails(found: Recount) -> Iterator[str]:
@@ -133,10 +133,10 @@ def _compare_ring(unit: str, ring: Ring, expected: np.ndarray) -> Iterator[str]:
         return
     spots = (head + np.arange(span)) % capacity
     ids = np.asarray(ring.ids)[spots]
-    if ring.places is not None:  # an entry whose id is elsewhere is a hole
-        places = np.asarray(ring.places)
-        is_id = (ids >= 0) & (ids < len(places))
-        ids = ids[~is_id | (places[np.where(is_id, ids, 0)] == spots)]
+    if ring.indices is not None:  # an entry whose id is elsewhere is a hole
+        indices = np.asarray(ring.indices)
+        is_id = (ids >= 0) & (ids < len(indices))
+        ids = ids[~is_id | (indices[np.where(is_id, ids, 0)] == spots)]
     if len(ids) != count:
         yield f"{len(ids)} entries of the ring hold an id, its count is {count}"
     for entry in ids[~np.isin(ids, expected)]:

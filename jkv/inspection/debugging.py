@@ -138,7 +138,7 @@ class StepWatcher:
 def debug(cache: Cache, enabled: bool = True) -> Cache:
     """Return the cache in debug mode, in which `check` also raises what was done wrong.
 
-    Use it in place of the other cache, eagerly or under jit, in loops, in `generate`.
+    Use it instead of the other cache, eagerly or under jit, in loops, in `generate`.
     What is found is logged at once and raised by the next `jkv.check(cache)`:
 
     * `write` or `attend` with a traced layer that does not exist;
@@ -223,12 +223,12 @@ class _Step:
     def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
         """Return where a layer is, and whether it is there, bool[].
 
-        The place of one that is not there is past the end of its group.
+        The number of one that is not there is past the end of its group.
         """
         group, given = self.cache.find_layer(layer)
         num_layers = self.watcher.written[group].shape[0]
-        place = jnp.asarray(given).astype(jnp.int32)
-        is_there = (place >= 0) & (place < num_layers)
+        number = jnp.asarray(given).astype(jnp.int32)
+        is_there = (number >= 0) & (number < num_layers)
         among = f" in group {group}" if len(self.cache.storage) > 1 else ""
         self.note(
             f"{self.name} with a layer that does not exist: there are "
@@ -236,23 +236,23 @@ class _Step:
             ~is_there,
         )
         # Negative indices would wrap around.
-        return GroupLayer(group, jnp.where(is_there, place, num_layers)), is_there
+        return GroupLayer(group, jnp.where(is_there, number, num_layers)), is_there
 
 
 def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
     """Note that a step was written to a layer."""
-    (group, place), _ = step.find_layer(layer)
+    (group, number), _ = step.find_layer(layer)
     written = list(step.watcher.written)
     written[group] = (
-        written[group].at[place, step.row].set(step.batch.stamp, mode="drop")
+        written[group].at[number, step.row].set(step.batch.stamp, mode="drop")
     )
     return dataclasses.replace(step.watcher, written=tuple(written))
 
 
 def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
     """Look whether the step is written to a layer that is read."""
-    (group, place), is_there = step.find_layer(layer)
-    found = step.watcher.written[group].at[place, step.row]
+    (group, number), is_there = step.find_layer(layer)
+    found = step.watcher.written[group].at[number, step.row]
     is_old = _is_before(found.get(mode="fill", fill_value=0), step.batch.stamp)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
     step.note(

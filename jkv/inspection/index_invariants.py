@@ -53,7 +53,7 @@ def _check_order(
     """A parent is handed out after its children: it is live, or behind them."""
     ring, live = found.group.free_blocks, found.owners > 0
     parents = np.asarray(index.parents)
-    turn = (np.asarray(ring.places) - int(ring.head)) % ring.ids.shape[0]
+    turn = (np.asarray(ring.indices) - int(ring.head)) % ring.ids.shape[0]
     children = indexed[parents[indexed] != found.group.num_blocks]
     for block in children[~live[parents[children]]]:
         if live[block] or turn[block] > turn[parents[block]]:

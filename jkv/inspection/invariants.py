@@ -112,7 +112,7 @@ def _shapes(cache: Cache) -> Iterator[str]:
         if name not in found:
             yield f"{name} is missing"
         elif name not in expected:
-            yield f"{name} has no place in this cache"
+            yield f"{name} does not belong to this cache"
         elif (kind := _kind(found[name])) != (wanted := _kind(expected[name])):
             yield f"{name} is {kind}, expected {wanted}"
 

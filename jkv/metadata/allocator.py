@@ -89,10 +89,10 @@ def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     metadata, num_forgotten = prefix_index.forget_taken(metadata, number, block)
     group = metadata.groups[number]
     free = group.free_blocks
-    if free.places is None:
+    if free.indices is None:
         return metadata
     free = free.changed(
-        places=free.places.at[block].set(-1, mode="drop"), forgotten=num_forgotten
+        indices=free.indices.at[block].set(-1, mode="drop"), forgotten=num_forgotten
     )
     return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
 

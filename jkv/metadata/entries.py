@@ -23,20 +23,20 @@ ENTRIES_PER_TRIP = 512
 
 
 def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Array:
-    """Return the last of B ranges that starts at or before each place, i32[P].
+    """Return the last of B ranges that starts at or before each index, i32[P].
 
     Args:
       starts: i32[B], ascending from 0 on.
-      first: i32[], the first of the places, which follow each other.
+      first: i32[], the first of the indices, which follow each other.
       width: P, static.
     """
     if starts.shape[0] <= MOST_COMPARED:
-        place = first + jnp.arange(width, dtype=jnp.int32)
-        begun = starts[None] <= place[:, None]
+        index = first + jnp.arange(width, dtype=jnp.int32)
+        begun = starts[None] <= index[:, None]
         return jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
-    # As many ranges begin up to a place as there are up to its owner.
-    place = jnp.maximum(starts - first, 0)
-    begun = jnp.zeros((width,), jnp.int32).at[place].add(1, mode="drop")
+    # As many ranges begin up to an index as there are up to its owner.
+    index = jnp.maximum(starts - first, 0)
+    begun = jnp.zeros((width,), jnp.int32).at[index].add(1, mode="drop")
     return running_sum(begun) - 1
 
 
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     """The first P entries of all requests."""
 
     owner: jax.Array  # i32[P], the request of each
-    rank: jax.Array  # i32[P], the entry's place within its request
+    rank: jax.Array  # i32[P], the entry's number within its request
     valid: jax.Array  # bool[P]
     num_done: jax.Array  # i32[B], entries of each request among them
 

@@ -25,8 +25,8 @@ def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
     is_first = mentions.is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
     blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
-    place = jnp.arange(group.free_blocks.ids.shape[0], dtype=jnp.int32)
-    ids, is_free = ring.entries(group.free_blocks, place)
+    index = jnp.arange(group.free_blocks.ids.shape[0], dtype=jnp.int32)
+    ids, is_free = ring.entries(group.free_blocks, index)
     return _extend(blocks, num_live, ids, is_free)[0], num_live
 
 
@@ -61,9 +61,9 @@ def renumber(
     """
     group = metadata.groups[number]
     num_old, num_new = group.num_blocks, source.shape[0]
-    place = jnp.arange(num_new, dtype=jnp.int32)
+    new_id = jnp.arange(num_new, dtype=jnp.int32)
     target = jnp.full((num_old,), num_new, jnp.int32)
-    target = target.at[source].set(place, mode="drop", unique_indices=True)
+    target = target.at[source].set(new_id, mode="drop", unique_indices=True)
 
     def renamed(ids: jax.Array) -> jax.Array:
         return target.at[ids].get(mode="fill", fill_value=num_new)
@@ -84,17 +84,17 @@ def renumber(
 
 
 def _refill(ring: Ring, free: FreeBlocks, num_old: int, num_new: int) -> Ring:
-    """Return a ring with other blocks, from its first place on, and the old account."""
+    """Return a ring with other blocks, from its first index on, and the old account."""
     # It keeps its room for as many ids, and holes, for each block.
     room = ring.ids.shape[0] // num_old * num_new
-    places = None
-    if ring.places is not None:
-        place = jnp.arange(num_new, dtype=jnp.int32)
-        places = jnp.full((num_new,), -1, jnp.int32)
-        places = places.at[free.ids].set(place, mode="drop")
+    indices = None
+    if ring.indices is not None:
+        index = jnp.arange(num_new, dtype=jnp.int32)
+        indices = jnp.full((num_new,), -1, jnp.int32)
+        indices = indices.at[free.ids].set(index, mode="drop")
     return ring.changed(
         ids=jnp.pad(free.ids, (0, room - num_new), constant_values=num_new),
-        places=places,
+        indices=indices,
         head=jnp.int32(0),
         span=free.num,
         count=free.num,

@@ -5,9 +5,9 @@ get from a `running_sum`; one gather or one scatter then moves the whole batch. 
 depends on the batch, never on the length of the ring.
 
 A free block that the prefix index finds leaves the middle of the ring, where a hole
-remains; `Ring.places` tells an entry from a hole. Before ids are taken, the entries in
+remains; `Ring.indices` tells an entry from a hole. Before ids are taken, the entries in
 front are moved together (`expose`). Each hole is moved past once, so the work stays
-constant per id in the long run. A ring without places has no holes, and nothing of this
+constant per id in the long run. A ring without them has no holes, and nothing of this
 is traced for it.
 """
 
@@ -59,13 +59,13 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     past_end = ring.ids.shape[0] + jnp.arange(size, dtype=jnp.int32)
     tail = wrap(ring, ring.head + ring.span)
     index = jnp.where(entering, wrap(ring, tail + ranks - 1), past_end)
-    places = None
-    if ring.places is not None:
-        row = jnp.where(entering, ids, ring.places.shape[0])
-        places = ring.places.at[row].set(index, mode="drop")
+    indices = None
+    if ring.indices is not None:
+        row = jnp.where(entering, ids, ring.indices.shape[0])
+        indices = ring.indices.at[row].set(index, mode="drop")
     return ring.changed(
         ids=ring.ids.at[index].set(ids, mode="drop", unique_indices=True),
-        places=places,
+        indices=indices,
         span=ring.span + num,
         count=ring.count + num,
     )
@@ -79,36 +79,38 @@ def wrap(ring: Ring, index: jax.Array) -> jax.Array:
 
 def expose(ring: Ring, num: jax.Array) -> Ring:
     """Rid the first `num` ids, i32[], of holes between them."""
-    if ring.places is None:
+    if ring.indices is None:
         return ring
     # No hole in the whole ring: nothing to look for.
     num = jnp.where(ring.span == ring.count, 0, num)
-    return _squeeze(ring, ring.places, _reach(ring, ring.places, num))
+    return _squeeze(ring, ring.indices, _reach(ring, ring.indices, num))
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     """Let ids leave from wherever they stand; holes remain.
 
     Args:
-      ring: with places.
+      ring: with indices.
       ids: i32[P], ids in the ring where they leave, all different.
       leaving: bool[P].
     """
-    assert ring.places is not None, "ids leave the middle of rings with places only"
-    num_ids = ring.places.shape[0]
+    assert ring.indices is not None, "ids leave the middle of rings with indices only"
+    num_ids = ring.indices.shape[0]
     num = jnp.sum(leaving, dtype=jnp.int32)
     count = ring.count - num
     gone = jnp.where(leaving, ids, num_ids)
-    places = ring.places.at[gone].set(-1, mode="drop")
+    indices = ring.indices.at[gone].set(-1, mode="drop")
     ring = ring.changed(
-        places=places,
+        indices=indices,
         count=count,
         fewest=jnp.minimum(ring.fewest, count),
         taken=num,
     )
     # The ring has room for as many holes as ids; more than that are squeezed out.
     full = ring.span - ring.count > num_ids
-    return _squeeze(ring, places, _reach(ring, places, jnp.where(full, ring.count, 0)))
+    return _squeeze(
+        ring, indices, _reach(ring, indices, jnp.where(full, ring.count, 0))
+    )
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,50 +123,50 @@ def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       i32[P], and bool[P]: which of them are entries, not holes and not past the tail.
     """
-    if ring.places is None:
+    if ring.indices is None:
         return peek(ring, index), index < ring.span
-    return _entries(ring, ring.places, index)
+    return _entries(ring, ring.indices, index)
 
 
 def _entries(
-    ring: Ring, places: jax.Array, index: jax.Array
+    ring: Ring, indices: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    place = wrap(ring, ring.head + index)
-    ids = ring.ids.at[place].get(mode="clip")
+    stored_at = wrap(ring, ring.head + index)
+    ids = ring.ids.at[stored_at].get(mode="clip")
     inside = (index >= 0) & (index < ring.span)
-    return ids, inside & (places.at[ids].get(mode="clip") == place)
+    return ids, inside & (indices.at[ids].get(mode="clip") == stored_at)
 
 
-def _reach(ring: Ring, places: jax.Array, num: jax.Array) -> jax.Array:
+def _reach(ring: Ring, indices: jax.Array, num: jax.Array) -> jax.Array:
     """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
     return while_loop(
         lambda state: (state[1] < num) & (state[0] < ring.span),
-        lambda state: _count_chunk(ring, places, *state),
+        lambda state: _count_chunk(ring, indices, *state),
         (jnp.int32(0), jnp.int32(0)),
     )[0]
 
 
 @stage
 def _count_chunk(
-    ring: Ring, places: jax.Array, end: jax.Array, found: jax.Array
+    ring: Ring, indices: jax.Array, end: jax.Array, found: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Count the entries of one chunk; return where it ends, and how many there are."""
     lanes = jnp.arange(_CHUNK, dtype=jnp.int32)
-    more = jnp.sum(_entries(ring, places, end + lanes)[1], dtype=jnp.int32)
+    more = jnp.sum(_entries(ring, indices, end + lanes)[1], dtype=jnp.int32)
     return jnp.minimum(end + _CHUNK, ring.span), found + more
 
 
-def _squeeze(ring: Ring, places: jax.Array, end: jax.Array) -> Ring:
+def _squeeze(ring: Ring, indices: jax.Array, end: jax.Array) -> Ring:
     """Move the entries before `end` together, up to `end`; the head follows."""
-    # From the end towards the head: an entry only moves to places already read.
-    ids, places, _, start = while_loop(
+    # From the end towards the head: an entry only moves to indices already read.
+    ids, indices, _, start = while_loop(
         lambda state: state[2] > 0,
         lambda state: _squeeze_chunk(ring.bounds, *state),
-        (ring.ids, places, end, end),
+        (ring.ids, indices, end, end),
     )
     return ring.changed(
         ids=ids,
-        places=places,
+        indices=indices,
         head=wrap(ring, ring.head + start),
         span=ring.span - start,
     )
@@ -174,20 +176,20 @@ def _squeeze(ring: Ring, places: jax.Array, end: jax.Array) -> Ring:
 def _squeeze_chunk(
     bounds: jax.Array,
     ids: jax.Array,
-    places: jax.Array,
+    indices: jax.Array,
     read_to: jax.Array,
     write_to: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Move the entries of the chunk that ends at `read_to`, up to `write_to`."""
-    ring = Ring(ids=ids, bounds=bounds, places=places)
+    ring = Ring(ids=ids, bounds=bounds, indices=indices)
     index = read_to - _CHUNK + jnp.arange(_CHUNK, dtype=jnp.int32)
-    found, entry = _entries(ring, places, index)
+    found, entry = _entries(ring, indices, index)
     rank = running_sum(entry.astype(jnp.int32))
     target = wrap(ring, ring.head + write_to - rank[-1] + rank - 1)
-    moved = jnp.where(entry, found, places.shape[0])
+    moved = jnp.where(entry, found, indices.shape[0])
     return (
         ids.at[jnp.where(entry, target, ids.shape[0])].set(found, mode="drop"),
-        places.at[moved].set(target, mode="drop"),
+        indices.at[moved].set(target, mode="drop"),
         read_to - _CHUNK,
         write_to - rank[-1],
     )

@@ -55,11 +55,11 @@ def stage(function: Callable[P, T]) -> Callable[P, T]:
 
         def compute(*leaves: jax.Array) -> list[jax.Array]:
             nonlocal result, origins
-            place = {id(leaf): i for i, leaf in enumerate(leaves)}
+            index = {id(leaf): i for i, leaf in enumerate(leaves)}
             answer = function(*jax.tree.unflatten(structure, leaves), **static)
             outputs, result = jax.tree.flatten(answer)
-            origins = [place.get(id(output)) for output in outputs]
-            return [output for output in outputs if id(output) not in place]
+            origins = [index.get(id(output)) for output in outputs]
+            return [output for output in outputs if id(output) not in index]
 
         def inlined(*leaves: jax.Array) -> list[jax.Array]:
             with set_xla_metadata(inlineable=None):

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.model import Model
-from jkv.decoding.options import GREEDY, Sampling
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.windows import CHUNK_SIZE
 from jkv.metadata.requests import Integers, Texts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress

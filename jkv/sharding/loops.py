@@ -1,9 +1,10 @@
-"""`lax.while_loop` and `lax.fori_loop` that also work inside `jax.shard_map`.
+"""Loops that also work inside `jax.shard_map`, and work that is done at most once.
 
 A carry has one type from the first trip to the last. Inside `shard_map` the type says
 over which axes of the mesh a value varies, and what a loop begins with, zeros mostly,
 varies over fewer than what its trips make of it. So the beginning is made to vary until
-the types agree. Elsewhere these are the loops of `lax`, and nothing is added.
+the types agree. Elsewhere `while_loop` and `fori_loop` are those of `lax`,
+and nothing is added.
 """
 
 from collections.abc import Callable
@@ -58,6 +59,36 @@ def fori_loop(
     # Where the end varies the count of trips does, and the index with it.
     (start,) = vary_alike([start], [end])
     return while_loop(lambda state: state[0] < end, next_trip, (start, carry))[1]
+
+
+def when(
+    condition: jax.Array,
+    function: Callable[..., Carry],
+    carry: Carry,
+    *given: jax.Array,
+) -> Carry:
+    """Return `function(carry, *given)` if the condition holds, else the carry.
+
+    For work that most steps have no need of: a loop of no or one trip. A conditional
+    would copy what it hands on; a loop updates it in place, the pool too. XLA moves
+    what does not change inside a loop in front of it, where it is computed even if no
+    trip is made. So the arrays that the work begins with are a part of what changes:
+    they are `given`, and a trip leaves zeros of them.
+
+    Args:
+      condition: bool[].
+      function: what to do.
+      carry: what it changes.
+      given: arrays that its work begins with.
+    """
+
+    def trip(_: jax.Array, old: Any) -> Any:
+        carry, given = old
+        return function(carry, *given), [jnp.zeros_like(array) for array in given]
+
+    trips = condition.astype(jnp.int32)
+    carry, _ = fori_loop(jnp.int32(0), trips, trip, (carry, list(given)))
+    return carry
 
 
 def _settle(

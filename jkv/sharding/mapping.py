@@ -6,6 +6,7 @@ not see that in all cases, and a kernel it cannot cut at all. So such functions 
 inside a `jax.shard_map` over the axes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,25 +15,31 @@ import jax
 import jax.numpy as jnp
 
 from jkv.sharding.resharding import spread
-from jkv.sharding.storage_sharding import DividedAxes, StorageSharding
+from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding
 from jkv.sharding.varying import vary_over
+
+
+def divided(axes: DividedAxes) -> dict[str, DividedAxes]:
+    """Return the metadata of a dataclass's field whose arrays are divided like that."""
+    return {"divided": axes}
 
 
 def over_devices(
     sharding: StorageSharding | None,
     function: Callable[..., Any],
-    places: tuple[DividedAxes, ...],
+    kind: Any,
     result: DividedAxes,
     **static: Any,
-) -> Callable[..., Any]:
+) -> Callable[[Any], Any]:
     """Return a function that does its work on each device for what is held there.
 
     Args:
       sharding: of the storage; with None, and inside a `shard_map` over its axes, the
         function is returned as it is.
-      function: takes pytrees of arrays, and static arguments by keyword; a function of
-        a module, so that what is made of it can be kept.
-      places: for each argument, which axes of its arrays are divided.
+      function: takes operands, and static arguments by keyword; a function of a module,
+        so that what is made of it can be kept.
+      kind: the dataclass of the operands. Its fields are pytrees of arrays, and each
+        field's `divided` says which of their axes are divided; without it none is.
       result: which axes are of the arrays that it returns.
       **static: hashable.
     """
@@ -48,7 +55,7 @@ def over_devices(
                 f"{mesh.axis_names}; use the mesh that was given to init"
             )
     return _map_over_devices(
-        sharding, axes, mesh, function, places, result, tuple(sorted(static.items()))
+        sharding, axes, mesh, function, kind, result, tuple(sorted(static.items()))
     )
 
 
@@ -58,41 +65,51 @@ def _map_over_devices(
     axes: frozenset[str],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     function: Callable[..., Any],
-    places: tuple[DividedAxes, ...],
+    kind: Any,
     result: DividedAxes,
     static: tuple[tuple[str, Any], ...],
 ) -> Callable[..., Any]:
     """Make the function; kept, so that calls outside of jit find it compiled."""
+    fields = {
+        field.name: field.metadata.get("divided", WHOLE)
+        for field in dataclasses.fields(kind)
+    }
+
+    def compute(*arrays: Any) -> Any:
+        operands = kind(**dict(zip(fields, arrays, strict=True)))
+        return function(operands, **dict(static))
+
     mapped = jax.shard_map(
-        functools.partial(function, **dict(static)),
+        compute,
         mesh=mesh,
-        in_specs=tuple(sharding.spec(each, axes) for each in places),
+        in_specs=tuple(sharding.spec(each, axes) for each in fields.values()),
         out_specs=sharding.spec(result, axes),
         axis_names=axes,
     )
 
-    def move(arrays: Any, places: DividedAxes) -> Any:
-        for axis, place in zip((sharding.heads, sharding.context), places, strict=True):
+    def move(arrays: Any, array_axes: DividedAxes) -> Any:
+        by_mesh_axis = zip((sharding.heads, sharding.context), array_axes, strict=True)
+        for axis, array_axis in by_mesh_axis:
             if axis in axes:
-                arrays = spread(arrays, sharding.mesh, axis, place)
+                arrays = spread(arrays, sharding.mesh, axis, array_axis)
         return arrays
 
-    def call(*arguments: Any) -> Any:
-        return mapped(*map(move, arguments, places))
+    def call(operands: Any) -> Any:
+        return mapped(*(move(getattr(operands, name), fields[name]) for name in fields))
 
     call.__name__ = function.__name__
     return jax.jit(call)
 
 
 def with_whole_blocks(
-    sharding: StorageSharding | None, blocks: jax.Array, place: int
+    sharding: StorageSharding | None, blocks: jax.Array, array_axis: int
 ) -> jax.Array:
     """Return blocks with the tokens of all devices, the same on each of them.
 
     Args:
       sharding: of the storage.
       blocks: out of a pool.
-      place: which axis has the tokens.
+      array_axis: of the blocks, the one that has the tokens.
     """
     if sharding is None or sharding.context is None:
         return blocks
@@ -100,10 +117,10 @@ def with_whole_blocks(
     if axis in sharding.open_axes:
         return spread(blocks, sharding.mesh, axis, None)
     # A sum, not a gathering: types say of a sum that all devices have the same.
-    size = blocks.shape[place]
+    size = blocks.shape[array_axis]
     shape = list(blocks.shape)
-    shape[place] = size * sharding.num_parts
+    shape[array_axis] = size * sharding.num_parts
     parts = vary_over(jnp.zeros(shape, blocks.dtype), frozenset({axis}))
     start = jax.lax.axis_index(axis) * size
-    parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, place)
+    parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, array_axis)
     return jax.lax.psum(parts, axis)  # type: ignore[no-any-return]

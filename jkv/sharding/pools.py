@@ -36,10 +36,10 @@ class PoolSharding:
         """Pools."""
         return int(self.mesh.shape[self.axis])
 
-    def place(self, within: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
-        """Return where arrays go that lie in their rank as a spec says."""
+    def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
+        """Return where arrays go that a spec partitions within their rank."""
         return jax.sharding.NamedSharding(
-            self.mesh, jax.sharding.PartitionSpec(self.axis, *within)
+            self.mesh, jax.sharding.PartitionSpec(self.axis, *spec)
         )
 
     def map(

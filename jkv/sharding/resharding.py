@@ -15,7 +15,7 @@ def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
 
 
 def spread(
-    arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, place: int | None
+    arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, array_axis: int | None
 ) -> Arrays:
     """Divide arrays by a mesh axis at one of their axes, None for none.
 
@@ -24,7 +24,7 @@ def spread(
     """
     if not is_explicit(mesh, axis):
         return arrays
-    reshard = functools.partial(_reshard, mesh=mesh, axis=axis, place=place)
+    reshard = functools.partial(_reshard, mesh=mesh, axis=axis, array_axis=array_axis)
     return jax.tree.map(reshard, arrays)
 
 
@@ -47,11 +47,13 @@ def as_auto(array: jax.Array) -> jax.Array:
 
 
 def _reshard(
-    array: Any, *, mesh: jax.sharding.Mesh, axis: str, place: int | None
+    array: Any, *, mesh: jax.sharding.Mesh, axis: str, array_axis: int | None
 ) -> Any:
     kind: Any = jax.typeof(array)
     old = [*kind.sharding.spec, *[None] * (kind.ndim - len(kind.sharding.spec))]
-    new = [_change(part, axis, is_divided=place == i) for i, part in enumerate(old)]
+    new = [
+        _change(part, axis, is_divided=array_axis == i) for i, part in enumerate(old)
+    ]
     if new == old:
         return array
     spec = jax.sharding.PartitionSpec(*new)

@@ -31,7 +31,7 @@ class StorageSharding:
       heads: the mesh axis over which the kv heads are spread, None for no axis.
       context: the mesh axis over which the tokens of each block are spread: of a block
         of T tokens the first device has the first T / n, and so on. None for no axis.
-      copies: places in the pool that hold each head of the model: more than 1 where the
+      copies: how often the pool has each head of the model: more than once where the
         axis has more devices than the model has kv heads. Each device then holds one.
     """
 
@@ -102,24 +102,24 @@ class StorageSharding:
         return 1 if self.context is None else int(self.mesh.shape[self.context])
 
     def spec(
-        self, places: DividedAxes, axes: frozenset[str] | None = None
+        self, array: DividedAxes, axes: frozenset[str] | None = None
     ) -> jax.sharding.PartitionSpec:
         """Return the partition of an array, by some of the axes or by all."""
         heads, context = (
             axis if axes is None or axis in axes else None
             for axis in (self.heads, self.context)
         )
-        return find_spec(places, heads, context)
+        return find_spec(array, heads, context)
 
 
 def find_spec(
-    places: DividedAxes, heads: str | None, context: str | None
+    array: DividedAxes, heads: str | None, context: str | None
 ) -> jax.sharding.PartitionSpec:
     """Return the partition of an array by these mesh axes, None for none."""
     parts = {
-        place: axis
-        for place, axis in zip(places, (heads, context), strict=True)
-        if axis is not None and place is not None
+        array_axis: axis
+        for array_axis, axis in zip(array, (heads, context), strict=True)
+        if axis is not None and array_axis is not None
     }
     last = max(parts, default=-1)
     return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))

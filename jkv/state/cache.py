@@ -40,10 +40,10 @@ class Device(Protocol):
 
 
 class GroupLayer(NamedTuple):
-    """A layer by its group, and its place in it: where verbs take a layer."""
+    """A layer by its group, and its number in it: where verbs take a layer."""
 
     group: int  # static
-    place: int | jax.Array  # i32[] or int, which may be traced
+    layer: int | jax.Array  # i32[] or int, which may be traced
 
 
 class Watcher(Protocol):
@@ -61,7 +61,7 @@ class Watcher(Protocol):
         Args:
           function: the function, as it is for a cache that is not watched.
           cache: the cache, with the watcher beside it.
-          given: all its arguments, by place and by name.
+          given: all its arguments, by position and by name.
         """
         ...
 
@@ -167,7 +167,7 @@ class Cache:
             )
         first = self.find_layer(layer)
         each = sum(of_layer.count(first.group) for of_layer in pattern)
-        return GroupLayer(first.group, first.place + step * each)
+        return GroupLayer(first.group, first.layer + step * each)
 
     @property
     def num_layers(self) -> int:
@@ -255,7 +255,7 @@ class Cache:
     def __repr__(self) -> str:
         """Fit one screen at any size; a traced or deleted cache shows no counts.
 
-        JAX puts anything in the place of arrays: shapes, specs, `None`, arrays with an
+        JAX puts anything where arrays were: shapes, specs, `None`, arrays with an
         axis more. What then makes no sense as a cache is shown array by array.
         """
         with contextlib.suppress(Exception):
@@ -278,7 +278,7 @@ class Cache:
             )
 
     def _list_arrays(self) -> str:
-        """Say of each array or what is in its place what it is, a line each."""
+        """Say of each leaf, an array or not, what it is, a line each."""
         leaves = jax.tree_util.tree_leaves_with_path(self)
         lines = [
             f"  {jax.tree_util.keystr(path, simple=True, separator='.')}: "

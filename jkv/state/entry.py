@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def takes_cache(
-    *, place: int = 0, on_host: bool = False, any_pools: bool = False
+    *, argument: int = 0, on_host: bool = False, any_pools: bool = False
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Make a public function with a parameter `cache` answer mistakes with it.
 
@@ -29,7 +29,7 @@ def takes_cache(
     itself.
 
     Args:
-      place: of the parameter `cache` among the function's.
+      argument: position of the parameter `cache` among the function's.
       on_host: whether the function looks at values, and refuses a traced cache.
       any_pools: whether it takes a cache with several pools, too.
     """
@@ -37,7 +37,7 @@ def takes_cache(
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
         @functools.wraps(function)
         def entered(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-            cache = args[place] if len(args) > place else kwargs.get("cache")
+            cache = args[argument] if len(args) > argument else kwargs.get("cache")
             if type(cache) is not Cache:
                 return _enter_without(function, cache, args, kwargs)
             if on_host:
@@ -93,7 +93,7 @@ def _refuse_pools(function: Callable[..., Any], pools: PoolSharding) -> NoReturn
 def _refuse_cache(
     function: Callable[..., Any], signature: inspect.Signature, cache: object
 ) -> NoReturn:
-    """Say what was given in the place of a cache."""
+    """Say what was given instead of a cache."""
     name = function.__name__
     if isinstance(cache, tuple) and cache and isinstance(cache[0], Cache):
         raise UsageError(

@@ -120,8 +120,8 @@ class PrefixIndex:
     names a child names the parent one column before, and rows are released from their
     end. (Not with a sliding window: see the fields at the end.)
 
-    Buckets and children are hash tables with 8 and 16 places to a row. What they name
-    need not be indexed any more: whoever reads them compares with the arrays below.
+    Buckets and children are hash tables with 8 and 16 entries to a row. What they name
+    need not be indexed any more: a reader compares with the arrays below.
     """
 
     buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
@@ -175,7 +175,7 @@ class Metadata:
     index: PrefixIndex | None  # if the configuration has prefix caching
 
     def with_group(self, number: int, group: BlockGroup) -> Self:
-        """Return the metadata with another group in one place."""
+        """Return the metadata with another group under one number."""
         if group is self.groups[number]:
             return self
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])

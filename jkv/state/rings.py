@@ -18,16 +18,16 @@ class Ring:
     The ring has room for every id there is, so a push cannot overflow. What lies
     outside the `span` entries from the head on is stale. Every entry in the span is a
     free id, unless ids may leave the middle, as cached blocks do that are found again:
-    then `places` tells an entry from the hole that such an id leaves behind, and the
+    then `indices` tells an entry from the hole that such an id leaves behind, and the
     ring has room for as many holes as ids.
 
     The ring also keeps account, in 64 bits, of what left it.
     """
 
-    ids: jax.Array  # i32[C], the ids; C ids in all, twice as many with places
+    ids: jax.Array  # i32[C], the ids; C ids in all, twice as many with `indices`
     bounds: jax.Array  # i32[8], the numbers that `NUMBERS` names
     # i32[N], where in `ids` each free id stands, -1 if it is not free; None: no holes.
-    places: jax.Array | None
+    indices: jax.Array | None
 
     @property
     def head(self) -> jax.Array:
@@ -63,7 +63,7 @@ class Ring:
         self,
         *,
         ids: jax.Array | None = None,
-        places: jax.Array | None = None,
+        indices: jax.Array | None = None,
         taken: jax.Array | None = None,
         forgotten: jax.Array | None = None,
         **numbers: jax.Array,
@@ -72,7 +72,7 @@ class Ring:
 
         Args:
           ids: i32[C], None for those it has.
-          places: i32[N], likewise.
+          indices: i32[N], likewise.
           taken: i32[], how many more ids have left the ring.
           forgotten: i32[], how many more lost what they were known by.
           **numbers: i32[] each: `head`, `span`, `count`, `fewest`.
@@ -88,7 +88,7 @@ class Ring:
             self,
             ids=self.ids if ids is None else ids,
             bounds=jnp.stack(bounds),
-            places=self.places if places is None else places,
+            indices=self.indices if indices is None else indices,
         )
 
 

@@ -55,7 +55,7 @@ class BlockStorage:
         return {name: array for name, array in arrays.items() if array is not None}
 
     def with_pools(self, pools: dict[str, Any]) -> Self:
-        """Return the storage with other arrays, or what is in their place."""
+        """Return the storage with other arrays, or with what stands for arrays."""
         return dataclasses.replace(self, **pools)
 
     @property

@@ -99,9 +99,9 @@ def put(
     rows = contents.tokens
     if rows is None:
         rows = np.full((len(blocks), cache.block_size), -1, np.int32)
-    for place, piece in enumerate(in_pieces(len(blocks))):
+    for part, piece in enumerate(in_pieces(len(blocks))):
         crossed = {
-            name: _placed(pieces[place], pools[name], sharding)
+            name: _brought(pieces[part], pools[name], sharding)
             for name, pieces in contents.storage.items()
         }
         pools, tokens = _scatter(
@@ -159,14 +159,14 @@ def _has_pinned_memory(array: jax.Array) -> bool:
     )
 
 
-def _placed(
+def _brought(
     piece: HostArray, pool: jax.Array, sharding: StorageSharding | None
 ) -> HostArray:
     """Bring a piece to the devices of the pool it goes to.
 
-    jit does so itself for numpy arrays. What `device_put` places is committed to its
-    device, and so would be the result: a pool that was not stays so where it can, as
-    every program that takes it would be compiled again.
+    jit does so itself for numpy arrays. `device_put` commits its result to a device,
+    and what is computed with it: a pool that was not committed stays so where it can,
+    as every program that takes it would be compiled again.
     """
     if isinstance(piece, np.ndarray) and not pool.committed:
         return piece

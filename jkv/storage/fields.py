@@ -1,7 +1,7 @@
 """A value as named leaves, and back: what files and a fresh cache are made of.
 
 A leaf is an array, an int, a dtype or a tuple of such, named by the fields and the
-places in tuples that lead to it: `storage.0.key_pool`,
+numbers in tuples that lead to it: `storage.0.key_pool`,
 `metadata.groups.0.free_blocks.ids`. The names are walked, not listed, so that a field
 added to the state needs no change here.
 """
@@ -46,7 +46,7 @@ def build(kind: type[Value], leaves: dict[str, Any], name: str = "") -> Value:
     Args:
       kind: the dataclass to make.
       leaves: by the names that `list_leaves` gives them, dtypes and tuples as JSON has
-        them too. They are taken out: what remains has no place in the value.
+        them too. They are taken out: what remains does not belong to the value.
       name: of the value itself.
 
     Raises:
@@ -74,8 +74,8 @@ def _build_field(hint: Any, leaves: dict[str, Any], path: str) -> Any:
                 return build(option, leaves, path)
         elif origin is tuple and _is_dataclass(inner[0]):
             numbers = {leaf.removeprefix(prefix).split(".")[0] for leaf in within}
-            places = [f"{prefix}{number}" for number in range(len(numbers))]
-            return tuple(build(inner[0], leaves, place) for place in places)
+            paths = [f"{prefix}{number}" for number in range(len(numbers))]
+            return tuple(build(inner[0], leaves, path) for path in paths)
         elif origin is dict:
             return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
     if type(None) in options:

@@ -192,7 +192,7 @@ class _Entry(NamedTuple):
         start, stop = map(int, entry["data_offsets"])
         nbytes = Tensor(dtype, shape, ()).nbytes
         if min(shape, default=0) < 0 or start < 0 or stop - start != nbytes:
-            raise ValueError("an array's shape and its place do not agree")
+            raise ValueError("an array's shape and its bytes do not agree")
         return cls(dtype, shape, start, stop)
 
 
@@ -239,7 +239,7 @@ def _read_header(
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that takes the place of `path` if the block succeeds."""
+    """Open a new file that replaces `path` if the block succeeds."""
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")

@@ -93,17 +93,19 @@ def choose_placements(
         )
     ranks = None if pools is None else PoolSharding(mesh, pools)
 
-    def put(spec: jax.sharding.PartitionSpec) -> Placement:
+    def placement_of(spec: jax.sharding.PartitionSpec) -> Placement:
         if ranks is None:
             return jax.sharding.NamedSharding(mesh, spec)
-        return ranks.place(spec)
+        return ranks.within(spec)
 
     whole = jax.sharding.PartitionSpec()
     specs = [whole if each is None else each.spec(POOL) for each in shardings]
-    return Placements(shardings, tuple(map(put, specs)), ranks, put(whole))
+    return Placements(
+        shardings, tuple(map(placement_of, specs)), ranks, placement_of(whole)
+    )
 
 
-def place(arrays: Arrays, device: Placement) -> Arrays:
+def put(arrays: Arrays, device: Placement) -> Arrays:
     """Put a pytree of numpy arrays on a device, all in one call.
 
     Args:
@@ -117,16 +119,16 @@ def place(arrays: Arrays, device: Placement) -> Arrays:
     if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
         return jax.device_put(jax.tree.map(_unaligned, arrays), device)
 
-    def place_parts(array: np.ndarray) -> jax.Array:
+    def put_parts(array: np.ndarray) -> jax.Array:
         # `device_put` would compare what the processes have, array by array.
         return jax.make_array_from_callback(
             array.shape, device, lambda part: _unaligned(array[part])
         )
 
-    return jax.tree.map(place_parts, arrays)
+    return jax.tree.map(put_parts, arrays)
 
 
-def place_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array:
+def put_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array:
     """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
     One mapped from a file is then never in the host's memory as a whole. Of an array
@@ -147,7 +149,7 @@ def place_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Arr
     for number in range(shape[axis]):
         layer: Any = array[(slice(None),) * axis + (number,)]
         if where_layer is not None:
-            layer = place(layer, where_layer)
+            layer = put(layer, where_layer)
         # Waiting keeps copies of layers from piling up on their way.
         pool = jax.block_until_ready(
             _set_layer(pool, np.int32(number), layer, axis, sharding)

@@ -51,7 +51,7 @@ def quantise(
     rows = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(rows), axis=-1)
     scales = round_up(jnp.maximum(largest / largest_number(dtype), _SMALLEST_SCALE))
-    # Infinity over infinity is NaN, which has no place among int8.
+    # Infinity over infinity is NaN, which int8 cannot say.
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.asarray(jnp.nan, SCALE_DTYPE))
     rows = rows / scales.astype(jnp.float32)[..., None]
     rows = jnp.where(jnp.isnan(rows), 0.0, rows)

@@ -141,10 +141,10 @@ def _by_layers(
       number: of its group.
     """
     sharding = cache.storage[number].sharding
-    place = POOL_HEADS if cache.pools is None else POOL_HEADS + 1
+    head_axis = POOL_HEADS if cache.pools is None else POOL_HEADS + 1
     shape = list(leaf.shape)
-    shape[place] //= copies_of(sharding)
-    numbers = itertools.product(*map(range, shape[: place - 1]))  # ranks, layers
+    shape[head_axis] //= copies_of(sharding)
+    numbers = itertools.product(*map(range, shape[: head_axis - 1]))  # ranks, layers
     leaf = as_auto(leaf)  # whose ranks may be an Explicit axis
     layers = (bring_whole(leaf[layer]) for layer in numbers)
     heads = (without_copies_of_heads(sharding, layer, 1) for layer in layers)

@@ -91,7 +91,7 @@ def _rename_of_cache(name: str) -> str:
     name = name.removeprefix("metadata.")
     first, _, rest = name.partition(".")
     if name == "prefix.positions":
-        return "metadata.groups.0.free_blocks.places"
+        return "metadata.groups.0.free_blocks.indices"
     if first == "prefix":
         return f"metadata.index.{rest}"
     if first == "free_sequences":

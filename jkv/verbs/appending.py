@@ -21,7 +21,7 @@ from jkv.metadata.requests import Integers
 from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 
 
 @takes_cache()
@@ -139,14 +139,14 @@ class _Rows(NamedTuple):
 
     starts: jax.Array  # i32[B], the first row
     room: jax.Array | int  # i32[B], rows from there on
-    place: jax.Array  # i32[R], the row's place within its request
+    rank: jax.Array  # i32[R], the row's number within its request
     owner: jax.Array | None  # i32[R]; None: all requests own as many rows
 
     def spread(self, values: jax.Array) -> jax.Array:
         """Give each row the value of the request that owns it: [B] to [R]."""
         if self.owner is not None:
             return values[self.owner]
-        num_requests, num_rows = values.shape[0], self.place.shape[0]
+        num_requests, num_rows = values.shape[0], self.rank.shape[0]
         each = num_rows // max(num_requests, 1)
         return jnp.broadcast_to(values[:, None], (num_requests, each)).reshape(-1)
 
@@ -239,8 +239,8 @@ def _find_cells(
     metadata: Metadata, seq_ids: jax.Array, rows: _Rows, growth: _Growth
 ) -> _Cells:
     """Give the new tokens of each served request the positions behind its old ones."""
-    valid = (rows.place >= 0) & (rows.place < rows.spread(growth.query_lengths))
-    position = jnp.where(valid, rows.spread(growth.length) + rows.place, 0)
+    valid = (rows.rank >= 0) & (rows.rank < rows.spread(growth.query_lengths))
+    position = jnp.where(valid, rows.spread(growth.length) + rows.rank, 0)
     column, offset = tables.locate(position, metadata.block_size)
     table_row = jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences)
     return _Cells(valid, position, table_row, column, offset)

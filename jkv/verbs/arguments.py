@@ -26,11 +26,11 @@ def locate_layer(
     """Return where a layer's keys and values are.
 
     Reject a layer that is known not to exist; a traced one cannot be checked. A step
-    that fills a pool of one layer at a time has all layers in one place.
+    that fills a pool of one layer at a time stores all layers as the first.
 
     Args:
       cache: the cache.
-      layer: of the model; or its place in a group.
+      layer: of the model; or its number in a group.
       batch: the step, if there is one.
     """
     if cache.num_layers == 0:
@@ -38,11 +38,11 @@ def locate_layer(
             "this cache has no storage (init(..., storage=False)); make one with "
             "storage to write, read or attend"
         )
-    has_one_place = isinstance(batch, Batch) and batch.slot_rows is not None
-    number = layer.place if isinstance(layer, GroupLayer) else layer
+    stores_one_layer = isinstance(batch, Batch) and batch.slot_rows is not None
+    number = layer.layer if isinstance(layer, GroupLayer) else layer
     if isinstance(number, int | np.integer):
         known = len(cache.layer_groups)
-        if isinstance(layer, GroupLayer) and not has_one_place:
+        if isinstance(layer, GroupLayer) and not stores_one_layer:
             known = cache.storage[layer.group].num_layers
         if not 0 <= number < known:
             raise UsageError(f"layer must be in 0..{known - 1}, got {int(number)}")
@@ -51,7 +51,7 @@ def locate_layer(
         if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
             raise UsageError(f"layer must be an int or i32[], got {name_kind(number)}")
     found = cache.find_layer(layer)
-    return GroupLayer(found.group, 0) if has_one_place else found
+    return GroupLayer(found.group, 0) if stores_one_layer else found
 
 
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:

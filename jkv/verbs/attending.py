@@ -1,7 +1,8 @@
 """attend: the queries of one layer over the cached tokens of their sequences."""
 
+import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 
@@ -9,8 +10,8 @@ from jkv.attention import paged_attention
 from jkv.attention.call import Requests
 from jkv.attention.parts import join_parts
 from jkv.metadata.requests import Integer
-from jkv.sharding.mapping import over_devices
-from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS, WHOLE
+from jkv.sharding.mapping import divided, over_devices
+from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS
 from jkv.state import Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
@@ -20,6 +21,7 @@ from jkv.verbs.arguments import (
     checked_window,
     locate_layer,
 )
+from jkv.verbs.attention_plan import requests_of
 
 
 @overload
@@ -133,7 +135,7 @@ def attend(
     attend_on_device = over_devices(
         sharding,
         _attend_on_device,
-        (ROWS, POOL, PER_HEAD, WHOLE),
+        _Operands,
         ROWS,
         context=None if sharding is None else sharding.context,
         num_parts=1 if sharding is None else sharding.num_parts,
@@ -144,29 +146,30 @@ def attend(
         max_query_length=1 if batch.is_decoding else None,
         implementation=implementation,
     )
-    requests = Requests(
-        group.block_tables,
-        batch.seq_ids,
-        batch.query_starts,
-        batch.query_lengths,
-        batch.context_lengths,
-    )
-    call = _Call(
-        layer=any_layer(found.place, batch),
-        requests=requests,
+    operands = _Operands(
+        queries=queries,
+        pools=storage.pools,
+        sinks=sinks,
+        layer=any_layer(found.layer, batch),
+        requests=requests_of(group, batch),
         plan=None if batch.plan is None else batch.plan[found.group],
         scale=scale,
         window=checked_window(group, window),
     )
-    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(
-        queries, storage.pools, sinks, call
-    )
+    answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(operands)
     return answer
 
 
-class _Call(NamedTuple):
-    """What every device has of a call."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Operands:
+    """The arrays of a call, and how devices divide them: each field says it."""
 
+    queries: jax.Array = dataclasses.field(metadata=divided(ROWS))  # [R, H, D]
+    # The arrays of a group by name, [L, N, K, T, ...].
+    pools: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
+    sinks: jax.Array | None = dataclasses.field(metadata=divided(PER_HEAD))  # f32[H]
+    # Every device has the others whole.
     layer: jax.Array  # i32[]
     requests: Requests
     plan: Any  # what attention planned for the step, or None
@@ -175,10 +178,7 @@ class _Call(NamedTuple):
 
 
 def _attend_on_device(
-    queries: jax.Array,
-    pools: dict[str, jax.Array],
-    sinks: jax.Array | None,
-    call: _Call,
+    operands: _Operands,
     *,
     context: str | None,
     num_parts: int,
@@ -190,26 +190,27 @@ def _attend_on_device(
     Where `context` is the mesh axis over which the tokens of a block are spread, to
     those that are here, and join what all find.
     """
+    pools = operands.pools
     attend_here = functools.partial(
         paged_attention,
-        queries,
+        operands.queries,
         pools["key_pool"],
         pools.get("value_pool"),
-        call.layer,
-        *call.requests,
-        work_lists=call.plan,
-        scale=call.scale,
-        window=call.window,
+        operands.layer,
+        *operands.requests,
+        work_lists=operands.plan,
+        scale=operands.scale,
+        window=operands.window,
         key_scales=pools.get("key_scales"),
         value_scales=pools.get("value_scales"),
         **static,
     )
     answer: jax.Array | tuple[jax.Array, jax.Array]
     if context is None:
-        answer = attend_here(sinks=sinks, return_lse=return_lse)
+        answer = attend_here(sinks=operands.sinks, return_lse=return_lse)
         return answer
     part = jax.lax.axis_index(context), num_parts
     output, lse = attend_here(block_part=part, return_lse=True)
-    output, lse = join_parts(output, lse, sinks, context)
-    output = output.astype(queries.dtype)
+    output, lse = join_parts(output, lse, operands.sinks, context)
+    output = output.astype(operands.queries.dtype)
     return (output, lse) if return_lse else output

@@ -66,9 +66,9 @@ def _compact(metadata: Metadata) -> tuple[Metadata, tuple[jax.Array, ...]]:
 
 def _list_free(group: BlockGroup, num_live: jax.Array) -> FreeBlocks:
     """Return the free blocks of a compacted group: those behind the live ones."""
-    place = jnp.arange(group.num_blocks, dtype=jnp.int32)
+    rank = jnp.arange(group.num_blocks, dtype=jnp.int32)
     count = group.free_blocks.count
-    ids = jnp.where(place < count, place + num_live, group.num_blocks)
+    ids = jnp.where(rank < count, rank + num_live, group.num_blocks)
     return FreeBlocks(ids, count, group.free_blocks.fewest)
 
 
@@ -87,7 +87,7 @@ def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
     def permute_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
         return array.at[layer].set(array.at[layer, source].get(mode="clip"))
 
-    # No trip where every block is in its place.
+    # No trip where every block stays where it is.
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))
     trips = jnp.where(in_order, jnp.int32(0), jnp.int32(array.shape[0]))
     return fori_loop(jnp.int32(0), trips, permute_layer, array)

@@ -14,7 +14,7 @@ from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
 from jkv.storage import fields
-from jkv.storage.placement import Placement, Placements, choose_placements, place
+from jkv.storage.placement import Placement, Placements, choose_placements, put
 
 
 def init(
@@ -68,7 +68,7 @@ def init(
       ...     head_dim=8, step_tokens=32)
       >>> cache = jkv.init(config)
       >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
-      ([512, 18], GroupLayer(group=1, place=2))
+      ([512, 18], GroupLayer(group=1, layer=2))
     """
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
@@ -112,8 +112,8 @@ def _make_arrays(
         for path, array in lay_out(stored, prefix_caching).items()
         if path not in pools
     }
-    put = jax.device_put if traced else place
-    return put(metadata, where.metadata) | pools
+    put_all = jax.device_put if traced else put
+    return put_all(metadata, where.metadata) | pools
 
 
 def _list_constants(

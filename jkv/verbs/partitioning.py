@@ -35,7 +35,7 @@ def partition_specs(
       pools: only with a configuration: the mesh axis of which each rank has a pool.
 
     Returns:
-      A `Cache` with a `PartitionSpec` in the place of each array.
+      A `Cache` with a `PartitionSpec` instead of each array.
 
     Raises:
       ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
@@ -71,7 +71,7 @@ def partition_specs(
 def _divide(
     storage: BlockStorage, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
 ) -> BlockStorage:
-    """Return the partition of a group's pools, in their place.
+    """Return a group's storage with the partition of each array instead of the array.
 
     Args:
       storage: of the group.

@@ -12,7 +12,7 @@ from jkv.sharding.processes import bring_whole
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import BlockStorage, Cache
 from jkv.status import UsageError
-from jkv.storage.placement import place
+from jkv.storage.placement import put
 
 
 def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def split_pools(cache: Cache) -> list[Cache]:
     arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
     arrays = arrays.with_storage(tuple(map(_without_mesh, arrays.storage)))
     return [
-        place(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
+        put(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks
     ]
 

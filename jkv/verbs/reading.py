@@ -77,13 +77,13 @@ def read(
       >>> keys.shape, int(length)
       ((20, 2, 8), 0)
     """
-    number, place = locate_layer(cache, layer)
+    group, layer_in_group = locate_layer(cache, layer)
     *found, start = _read(
         cache.metadata,
-        cache.storage[number],
-        requests.as_index(place),
+        cache.storage[group],
+        requests.as_index(layer_in_group),
         requests.as_index(seq_id),
-        number=number,
+        number=group,
     )
     keys, values, length = found
     return (keys, values, length, start) if return_start else (keys, values, length)
@@ -121,16 +121,16 @@ def read_slot(
       >>> key.shape
       (2, 8)
     """
-    number, place = locate_layer(cache, layer)
-    index = map(requests.as_index, (place, block_id, offset))
-    return _read_slot(cache.storage[number], *index)
+    group, layer_in_group = locate_layer(cache, layer)
+    index = map(requests.as_index, (layer_in_group, block_id, offset))
+    return _read_slot(cache.storage[group], *index)
 
 
 @functools.partial(jax.jit, static_argnames="number")
 def _read(
     metadata: Metadata,
     storage: BlockStorage,
-    place: jax.Array,
+    layer: jax.Array,
     seq_id: jax.Array,
     *,
     number: int,
@@ -154,43 +154,43 @@ def _read(
     keys, values = _restored(
         storage,
         1,
-        lambda pool: _whole(storage, pool.at[place, row].get(mode="clip"), 2),
+        lambda pool: _whole(storage, pool.at[layer, row].get(mode="clip"), 2),
     )
     return in_order(keys), in_order(values), length, start
 
 
 @jax.jit
 def _read_slot(
-    storage: BlockStorage, place: jax.Array, block_id: jax.Array, offset: jax.Array
+    storage: BlockStorage, layer: jax.Array, block_id: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Negative indices would wrap around.
-    known = (place >= 0) & (block_id >= 0) & (offset >= 0)
+    known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
     block_id = jnp.where(known, block_id, storage.num_blocks)
 
     def gather(pool: jax.Array) -> jax.Array:
-        block = pool.at[place, block_id].get(mode="fill", fill_value=0)
+        block = pool.at[layer, block_id].get(mode="fill", fill_value=0)
         return _whole(storage, block, 1).at[:, offset].get(mode="fill", fill_value=0)
 
     return _restored(storage, 0, gather)
 
 
-def _whole(storage: BlockStorage, blocks: jax.Array, place: int) -> jax.Array:
-    """Return blocks with all their tokens, which stand on this axis."""
-    return with_whole_blocks(storage.sharding, blocks, place)
+def _whole(storage: BlockStorage, blocks: jax.Array, token_axis: int) -> jax.Array:
+    """Return blocks with all their tokens, which are on this axis."""
+    return with_whole_blocks(storage.sharding, blocks, token_axis)
 
 
 def _restored(
-    storage: BlockStorage, place: int, gather: Callable[[jax.Array], jax.Array]
+    storage: BlockStorage, head_axis: int, gather: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of what a function gathers from each array.
 
     Args:
       storage: of the layer's group.
-      place: the axis of what is gathered that has the heads.
+      head_axis: of what is gathered, the axis that has the heads.
       gather: the function.
     """
     found = {
-        name: without_copies_of_heads(storage.sharding, gather(pool), place)
+        name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)
         for name, pool in storage.pools.items()
     }
     keys, values = (

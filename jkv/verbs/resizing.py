@@ -158,7 +158,7 @@ def _plan_resize(
       free: i32[...], free blocks in ring order.
       num_blocks: N' of the new pool, no less than the live blocks.
     """
-    num_old, place = len(known), np.arange(num_blocks, dtype=np.int32)
+    num_old, new_ids = len(known), np.arange(num_blocks, dtype=np.int32)
     # First to go is what is not cached, then the oldest: a stable sort keeps the ring's
     # order among either kind.
     leaving = np.argsort(known[free], kind="stable")[: max(num_old - num_blocks, 0)]
@@ -167,10 +167,10 @@ def _plan_resize(
     compacts = bool(np.any(needed >= num_blocks))
     if compacts:
         source = np.concatenate([live, kept])
-        ring_order = place[len(live) :]
+        ring_order = new_ids[len(live) :]
     else:
-        source = place
-        ring_order = np.concatenate([place[num_old:], free[free < num_blocks]])
+        source = new_ids
+        ring_order = np.concatenate([new_ids[num_old:], free[free < num_blocks]])
     free_ids = np.full(num_blocks, num_blocks, np.int32)
     free_ids[: len(ring_order)] = ring_order
     return Resizing(

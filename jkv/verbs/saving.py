@@ -22,14 +22,14 @@ from jkv.storage.placement import (
     Placement,
     Placements,
     choose_placements,
-    place,
-    place_by_layers,
+    put,
+    put_by_layers,
 )
 from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.swapping import SwapIn, swap_in
 
 
-@takes_cache(place=1, on_host=True, any_pools=True)
+@takes_cache(argument=1, on_host=True, any_pools=True)
 def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     """Write a cache, or some of its sequences, to one file. For the host, outside jit.
 
@@ -158,23 +158,20 @@ def load(
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(_first_pool(value), device, mesh, **axes)
     storage = tuple(
-        _place_storage(group, where, number)
-        for number, group in enumerate(value.storage)
+        _put_storage(group, where, number) for number, group in enumerate(value.storage)
     )
     loaded = dataclasses.replace(
         value.with_storage(storage),
-        metadata=place(value.metadata, where.metadata),
+        metadata=put(value.metadata, where.metadata),
         pools=where.pools,
     )
     return jax.block_until_ready(loaded)
 
 
-def _place_storage(
-    storage: BlockStorage, where: Placements, number: int
-) -> BlockStorage:
+def _put_storage(storage: BlockStorage, where: Placements, number: int) -> BlockStorage:
     """Put the storage of a group, of numpy arrays, on its devices."""
     pools = {
-        name: place_by_layers(np.asarray(pool), where, number)
+        name: put_by_layers(np.asarray(pool), where, number)
         for name, pool in storage.pools.items()
     }
     return dataclasses.replace(

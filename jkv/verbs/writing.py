@@ -1,5 +1,6 @@
 """write: the keys and values of one layer go to the slots of the batch."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,8 +12,8 @@ from jkv.attention import lazy_chex as chex
 from jkv.config.dtypes import SCALE_NAMES
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
-from jkv.sharding.mapping import over_devices
-from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS, WHOLE
+from jkv.sharding.mapping import divided, over_devices
+from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS
 from jkv.state import Batch, BlockStorage, Cache, Slots
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -87,18 +88,19 @@ def write(
     store = over_devices(
         storage.sharding,
         _write,
-        (POOL, WHOLE, WHOLE, WHOLE, ROWS),
+        _Operands,
         POOL,
         dtype=storage.dtype,
         context=context,
     )
-    pools = store(
-        storage.pools,
-        any_layer(found.place, batch),
-        batch.slots_of(found.group),
-        batch.valid,
-        rows,
+    operands = _Operands(
+        pools=storage.pools,
+        rows=rows,
+        layer=any_layer(found.layer, batch),
+        slots=batch.slots_of(found.group),
+        valid=batch.valid,
     )
+    pools = store(operands)
     return cache.with_group_storage(found.group, storage.with_pools(pools))
 
 
@@ -119,25 +121,34 @@ def _gather_rows(
     return storage.with_pools({name: gather(name, each) for name, each in rows.items()})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Operands:
+    """The arrays of a call, and how devices divide them: each field says it."""
+
+    # The arrays of a group by name, [L, N, K, T, ...].
+    pools: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
+    # What goes to those of keys and values, [R, K, D].
+    rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
+    # Every device has the others whole.
+    layer: jax.Array  # i32[]
+    slots: Slots  # of each row
+    valid: jax.Array  # bool[R]
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "context"))
 def _write(
-    pools: dict[str, jax.Array],
-    layer: jax.Array,
-    slots: Slots,
-    valid: jax.Array,
-    rows: dict[str, jax.Array],
-    *,
-    dtype: np.dtype[Any],
-    context: str | None,
+    operands: _Operands, *, dtype: np.dtype[Any], context: str | None
 ) -> dict[str, jax.Array]:
     """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
 
     Of those whose tokens lie here, where `context` is the mesh axis over which the
     tokens of a block are spread.
     """
+    pools, slots, valid = operands.pools, operands.slots, operands.valid
     chex.assert_equal_shape([slots.block_ids, slots.offsets, valid])
     stored: dict[str, jax.Array | None] = {}
-    for name, given in rows.items():
+    for name, given in operands.rows.items():
         stored[name], stored[SCALE_NAMES[name]] = quantization.quantise(given, dtype)
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
@@ -149,9 +160,9 @@ def _write(
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
     past_end = num_blocks + jnp.arange(num_rows, dtype=jnp.int32)
-    block_ids = jnp.where(valid & (layer >= 0), slots.block_ids, past_end)
+    block_ids = jnp.where(valid & (operands.layer >= 0), slots.block_ids, past_end)
     return {
-        name: pool.at[layer, block_ids, :, offsets].set(
+        name: pool.at[operands.layer, block_ids, :, offsets].set(
             stored[name], mode="drop", unique_indices=True
         )
         for name, pool in pools.items()

@@ -9,13 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt, few
-from plain_attention import attend_loop
-from tolerances import assert_close, is_close
-from workloads import WORKLOADS, Workload, decode, make_operands, shrink
+from support.attention_workloads import (
+    WORKLOADS,
+    Workload,
+    decode,
+    make_operands,
+    shrink,
+)
+from support.jax_versions import dealt, few
+from support.plain_attention import attend_loop
+from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.call import make_requests
+from jkv.attention.call import Requests, make_requests
 from jkv.attention.xla.pieces import list_work
 from jkv.storage import quantization
 
@@ -543,12 +549,15 @@ def test_work_is_the_sum_of_the_context_lengths():
     plan = functools.partial(
         make_requests, num_rows=99, block_size=4, max_query_length=None
     )
+    row = np.arange(7, dtype=np.int32)
     requests = jax.jit(plan)(
-        np.zeros((7, 300), np.int32),
-        None,
-        np.arange(7, dtype=np.int32),
-        np.array(lengths, np.int32),
-        np.array(contexts, np.int32),
+        Requests(
+            block_tables=np.zeros((7, 300), np.int32),
+            seq_ids=row,
+            query_starts=row,
+            query_lengths=np.array(lengths, np.int32),
+            context_lengths=np.array(contexts, np.int32),
+        )
     )
 
     @jax.jit

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import few
-from tolerances import assert_close, is_close
-from workloads import Workload, make_operands
+from support.attention_workloads import Workload, make_operands
+from support.jax_versions import few
+from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 

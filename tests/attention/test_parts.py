@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from ends import dealt
-from plain_attention import attend_loop
+from support.attention_workloads import make_operands
+from support.jax_versions import dealt
+from support.plain_attention import attend_loop
+from support.tolerances import assert_close, is_close
 from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, case
-from tolerances import assert_close, is_close
-from workloads import make_operands
 
 from jkv.attention import paged_attention
 

@@ -12,8 +12,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from ends import IS_NEWEST
-from tolerances import assert_close, is_close
+from support.jax_versions import IS_NEWEST
+from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from places import EXAMPLES, ROOT
-from settings import LLAMA, folder
+from support.config_json import LLAMA, folder
+from support.paths import EXAMPLES, ROOT
 
 import jkv
 from jkv.commands.capacity import main, make_plan

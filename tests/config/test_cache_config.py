@@ -6,7 +6,14 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from caches import append, free_count, names, opened, small_config, stored_tokens
+from support.small_caches import (
+    append,
+    free_count,
+    names,
+    opened,
+    small_config,
+    stored_tokens,
+)
 
 import jkv
 

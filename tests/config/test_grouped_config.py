@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import pytest
-from caches import small_config
-from settings import LLAMA, folder
+from support.config_json import LLAMA, folder
+from support.small_caches import small_config
 
 import jkv
 from jkv.inspection.arrays import named_arrays

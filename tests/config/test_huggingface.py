@@ -4,8 +4,8 @@ import logging
 
 import jax.numpy as jnp
 import pytest
-from places import EXAMPLES
-from settings import LLAMA, folder
+from support.config_json import LLAMA, folder
+from support.paths import EXAMPLES
 
 import jkv
 from jkv.config.huggingface import read_sizes

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from caches import small_config
-from places import EXAMPLES
+from support.paths import EXAMPLES
+from support.small_caches import small_config
 
 import jkv
 from jkv.config.units import human_bytes, parse_bytes

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from places import ROOT
+from support.paths import ROOT
 
 import jkv
 

@@ -9,9 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_beams
 import pytest
-from ends import few
+from support import plain_beam_search
+from support.jax_versions import few
 from test_generation import (
     CONTEXT,
     VOCABULARY,
@@ -89,7 +89,7 @@ def logprobs_after(tokens):
 
 
 def expected(prompt, penalty=1.0, stops=STOPS, **options):
-    return plain_beams.search(
+    return plain_beam_search.search(
         lambda tokens: logprobs_after(tuple(tokens)),
         prompt,
         num_beams=NUM_BEAMS,

@@ -5,8 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from caches import copied, small_cache
-from small_model import (
+from support.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
@@ -15,6 +14,7 @@ from small_model import (
     attention_params,
     dense_rows,
 )
+from support.small_caches import copied, small_cache
 
 import jkv
 from jkv import FinishReason

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import small_cache
-from small_model import (
+from support.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
@@ -21,6 +20,7 @@ from small_model import (
     attention_params,
     dense_rows,
 )
+from support.small_caches import small_cache
 
 import jkv
 from jkv import decoding

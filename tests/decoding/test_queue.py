@@ -11,10 +11,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from caches import copied, small_cache
-from compiled_modules import in_the_steps_of_a_loop, pool_sized_operations
-from ends import dealt
-from plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
+from support.compiled_hlo import in_the_steps_of_a_loop, pool_sized_operations
+from support.jax_versions import dealt
+from support.plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
+from support.small_caches import copied, small_cache
 
 import jkv
 from jkv import decoding

@@ -8,9 +8,9 @@ import chex
 import jax
 import numpy as np
 import pytest
-from ends import few
 from scipy import stats
 from scipy.special import log_softmax, softmax
+from support.jax_versions import few
 
 from jkv import decoding
 from jkv.decoding import Sampling

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.decoding.scheduling.places import (
+from jkv.decoding.model.rows import choose_size, share_rows
+from jkv.decoding.scheduler.places import (
     Places,
     find_oldest,
     find_youngest_running,
-    preempt_youngest,
+    unseat_youngest,
     vacate,
 )
-from jkv.decoding.scheduling.rows import choose_size, share_rows
-from jkv.decoding.scheduling.seating import (
+from jkv.decoding.scheduler.queue import (
     choose_seated,
     drop_from_queue,
     find_candidates,
@@ -41,7 +41,7 @@ def seat_next(places, queue, ended, costs, num_free_blocks, num_free_places):
     return seat(places, queue, candidates, result)
 
 
-preempt, leave = jax.jit(preempt_youngest), jax.jit(vacate)
+preempt, leave = jax.jit(unseat_youngest), jax.jit(vacate)
 oldest = jax.jit(find_oldest, static_argnums=2)
 drop, order = jax.jit(drop_from_queue), jax.jit(order_queue)
 

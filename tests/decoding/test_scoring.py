@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import windowed_model
-from small_model import (
+from support import windowed_model
+from support.small_attention_model import (
     DIM,
     HEADS,
     KV_HEADS,

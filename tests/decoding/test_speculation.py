@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plain_queue import Call, PlainQueue, PlainTexts
+from support.plain_queue import Call, PlainQueue, PlainTexts
 from test_beam_search import checked_model, found_wrong
 from test_generation import (
     CONTEXT,

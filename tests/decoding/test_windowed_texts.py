@@ -6,7 +6,7 @@ A window of a cache does not change a text whose layers see no further.
 import jax
 import numpy as np
 import pytest
-from windowed_model import (
+from support.windowed_model import (
     EMBEDDING,
     MIXED,
     NEW_TOKENS,

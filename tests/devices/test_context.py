@@ -7,11 +7,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from ends import dealt
 from jax.sharding import PartitionSpec
-from places import ROOT
-from sharded_model import NUM_ROWS, TOKENS, TWO_AXES, arrays_joined, joined
-from tolerances import assert_close, is_close
+from support.jax_versions import dealt
+from support.paths import ROOT
+from support.sharded_model import NUM_ROWS, TOKENS, TWO_AXES, arrays_joined, joined
+from support.tolerances import assert_close, is_close
 
 import jkv
 

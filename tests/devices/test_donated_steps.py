@@ -9,10 +9,10 @@ import math
 import jax
 import numpy as np
 import pytest
-from compiled_modules import OPERATION, pool_sized_operations
-from ends import dealt
 from jax.sharding import AxisType
-from sharded_model import (
+from support.compiled_hlo import OPERATION, pool_sized_operations
+from support.jax_versions import dealt
+from support.sharded_model import (
     AUTO,
     NUM_HEADS,
     NUM_LAYERS,

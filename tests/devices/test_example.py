@@ -7,7 +7,7 @@ import numpy as np
 import pretrained
 import pytest
 from generating.options import BUNDLED
-from sharded_model import collectives
+from support.sharded_model import collectives
 
 import jkv
 

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from games import SHAPES, Game, make_verbs
 from jax.sharding import AxisType
+from support.random_operations import SHAPES, Game, make_verbs
 
 
 @pytest.mark.one_end

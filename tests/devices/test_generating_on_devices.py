@@ -6,9 +6,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from ends import IS_NEWEST, dealt
 from jax.sharding import AxisType
-from sharded_model import (
+from support.jax_versions import IS_NEWEST, dealt
+from support.sharded_model import (
     AUTO,
     WIDTH,
     collectives,
@@ -18,8 +18,8 @@ from sharded_model import (
 )
 
 import jkv
-from jkv.decoding.dealing import deal
-from jkv.decoding.prompts import Prompts
+from jkv.decoding.scheduler.data_parallel import deal
+from jkv.decoding.texts.prompts import Prompts
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [1], [], [7, 7]]
 NUM_ROWS, NUM_SEQUENCES = 5, len(PROMPTS)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
 from jax.sharding import PartitionSpec
-from sharded_model import AUTO
-from tolerances import assert_close, is_close
+from support.jax_versions import dealt
+from support.sharded_model import AUTO
+from support.tolerances import assert_close, is_close
 
 import jkv
 

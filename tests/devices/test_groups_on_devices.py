@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from sharded_model import Layout
+from support.sharded_model import Layout
 
 import jkv
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
 from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
-from kernel_lowering import find_kernels, mesh_of_cards, shape
-from sharded_model import AUTO, REPEATED, collectives
-from tolerances import assert_close, is_close
+from support.jax_versions import dealt
+from support.kernel_lowering import find_kernels, mesh_of_cards, shape
+from support.sharded_model import AUTO, REPEATED, collectives
+from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.sharding.storage_sharding import StorageSharding

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from caches import without_refusals
 from jax.sharding import AxisType
-from sharded_model import AUTO, REPEATED, Layout
+from support.sharded_model import AUTO, REPEATED, Layout
+from support.small_caches import without_refusals
 
 import jkv
 

@@ -17,13 +17,13 @@ import threading
 import jax
 import numpy as np
 import pytest
-from caches import without_refusals
-from ends import dealt
 from generating.options import BUNDLED
 from jax.sharding import AxisType
 from processes.generation import continue_texts
 from processes.options import PROMPTS
-from sharded_model import Layout
+from support.jax_versions import dealt
+from support.sharded_model import Layout
+from support.small_caches import without_refusals
 from test_moving import filled, small
 
 import jkv

@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from places import ROOT
+from support.paths import ROOT
 
 import jkv
 

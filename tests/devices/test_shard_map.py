@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
 from jax.sharding import AxisType, PartitionSpec
-from sharded_model import (
+from support.jax_versions import dealt
+from support.sharded_model import (
     AUTO,
     HEAD_DIM,
     NUM_HEADS,
@@ -18,7 +18,7 @@ from sharded_model import (
     play_alone,
     run_model,
 )
-from tolerances import assert_close
+from support.tolerances import assert_close
 
 import jkv
 

@@ -7,11 +7,17 @@ import functools
 
 import jax
 import numpy as np
-import plain_beams
 import pytest
-from sharded_model import AUTO
-from small_model import DIM, KV_HEADS, LAYERS, attention_model, dense_rows
-from small_model import attention_params as make_params
+from support import plain_beam_search
+from support.sharded_model import AUTO
+from support.small_attention_model import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    attention_model,
+    dense_rows,
+)
+from support.small_attention_model import attention_params as make_params
 
 import jkv
 from jkv.serving import Engine
@@ -50,7 +56,7 @@ def logprobs_after(tokens):
 
 def search(prompt, num_beams):
     """The best texts; with one beam the greedy one."""
-    return plain_beams.search(
+    return plain_beam_search.search(
         lambda tokens: logprobs_after(tuple(tokens)),
         prompt,
         num_beams=num_beams,

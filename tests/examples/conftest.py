@@ -6,7 +6,7 @@ import runpy
 import sys
 
 import pytest
-from places import EXAMPLES
+from support.paths import EXAMPLES
 
 
 @pytest.fixture

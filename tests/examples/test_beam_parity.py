@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-import write_beam_fixtures as fixtures
-import write_checkpoints as checkpoints
-from ends import dealt
+from support import beam_fixtures as fixtures
+from support import checkpoint_fixtures as checkpoints
+from support.jax_versions import dealt
 
 import jkv
 

@@ -20,8 +20,8 @@ import numpy as np
 import pretrained
 import pydoc_model
 import pytest
-from places import EXAMPLES
 from safetensors.numpy import load_file
+from support.paths import EXAMPLES
 
 FOLDER = pydoc_model.FOLDER
 HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))

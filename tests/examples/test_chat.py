@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-from places import EXAMPLES
+from support.paths import EXAMPLES
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")

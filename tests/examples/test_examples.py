@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from places import EXAMPLES, ROOT
+from support.paths import EXAMPLES, ROOT
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")

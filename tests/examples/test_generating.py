@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 import pytest
-from places import EXAMPLES, FIXTURES
+from support.paths import EXAMPLES, FIXTURES
 
 import jkv
 from jkv.serving import Completion

@@ -16,8 +16,8 @@ import pretrained
 import pretrained.rope as rope
 import pytest
 import tokenizers
-from places import FIXTURES
 from safetensors.numpy import load_file, save_file
+from support.paths import FIXTURES
 
 import jkv
 from jkv.config.huggingface import read_sizes

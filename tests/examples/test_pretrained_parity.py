@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-import write_checkpoints as fixtures
-from caches import with_storage_filled
-from ends import ALL_CASES, dealt
+from support import checkpoint_fixtures as fixtures
+from support.jax_versions import ALL_CASES, dealt
+from support.small_caches import with_storage_filled
 
 import jkv
 

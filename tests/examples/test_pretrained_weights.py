@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pretrained
 import pytest
-from places import FIXTURES, ROOT
 from pretrained import checkpoint, experts, files, quantised
 from safetensors.numpy import load_file, save_file
+from support.paths import FIXTURES, ROOT
 
 import jkv
 
@@ -130,7 +130,7 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
 
 def test_the_page_shows_the_code_that_runs():
     page = (ROOT / "docs/how-to/architectures.md").read_text()
-    places = ("architectures", "readings", "../../tests/write_checkpoints")
+    places = ("architectures", "readings", "../../tests/support/checkpoint_fixtures")
     files = [(ROOT / f"examples/pretrained/{name}.py").read_text() for name in places]
     shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert [code in file for code, file in zip(shown, files, strict=True)] == [True] * 3

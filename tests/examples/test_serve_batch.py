@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from places import EXAMPLES
+from support.paths import EXAMPLES
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")

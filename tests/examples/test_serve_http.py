@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from places import EXAMPLES
+from support.paths import EXAMPLES
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")

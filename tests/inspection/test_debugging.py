@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import copied, small_cache, small_config
+from support.small_caches import copied, small_cache, small_config
 
 import jkv
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import with_metadata
-from windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
+from support.small_caches import with_metadata
+from support.windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
 
 import jkv
 
@@ -96,7 +96,7 @@ def test_what_the_next_row_sees_is_there():
     ring = dataclasses.replace(
         ring,
         ids=jnp.asarray(changed(ring.ids, spots, sorted(missing))),
-        places=jnp.asarray(changed(ring.places, sorted(missing), spots)),
+        indices=jnp.asarray(changed(ring.indices, sorted(missing), spots)),
         bounds=jnp.asarray(bounds),
     )
     cache = with_metadata(
@@ -113,8 +113,8 @@ def test_what_the_next_row_sees_is_there():
 def test_the_ring_of_a_group():
     cache = lived()
     ring = cache.metadata.groups[1].free_blocks
-    places = changed(ring.places, ring.ids[int(ring.head)], -1)
-    ring = dataclasses.replace(ring, places=jnp.asarray(places))
+    places = changed(ring.indices, ring.ids[int(ring.head)], -1)
+    ring = dataclasses.replace(ring, indices=jnp.asarray(places))
     assert_found(
         with_metadata(cache, group=1, free_blocks=ring), "free_blocks: group 1"
     )

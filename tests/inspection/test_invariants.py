@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     fork,
@@ -143,10 +143,10 @@ def test_an_indexed_block_is_of_the_domain_of_its_parent():
 def test_a_cached_block_is_taken_before_its_parent():
     cache, parent, child = reusable()
     ring = find_array(cache, "free_blocks")
-    ids, places = np.array(ring.ids), np.array(ring.places)
+    ids, places = np.array(ring.ids), np.array(ring.indices)
     spots = places[[parent, child]]
     ids[spots], places[[parent, child]] = [child, parent], spots[::-1]
-    ring = dataclasses.replace(ring, ids=jnp.asarray(ids), places=jnp.asarray(places))
+    ring = dataclasses.replace(ring, ids=jnp.asarray(ids), indices=jnp.asarray(places))
     with pytest.raises(jkv.InvariantError, match="outlives its parent"):
         jkv.check(with_metadata(cache, free_blocks=ring))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     fork,
     free,

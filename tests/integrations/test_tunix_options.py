@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix_models import EOS, options
+from support.tunix_models import EOS, options
 
 from jkv.integrations.tunix.padding import find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import Pages
@@ -87,13 +87,13 @@ def test_equal_prompts_are_found_wherever_they_stand():
     together = find_repeats([[5, 6]] * 4 + [[7]] * 4)
     assert together.first == [0, 4] and together.num_samples == 4
     mixed = find_repeats([[7], [5, 6], [7], [5, 6]])
-    assert mixed.first == [0, 1] and mixed.places.tolist() == [0, 2, 1, 3]
+    assert mixed.first == [0, 1] and mixed.prompts.tolist() == [0, 2, 1, 3]
 
 
 def test_a_group_that_a_micro_batch_cut_shares_what_divides_all_counts():
     cut = find_repeats([[5]] * 8 + [[6]] * 4)
     assert cut.num_samples == 4 and cut.first == [0, 4, 8]
-    assert sorted(cut.places.tolist()) == list(range(12))
+    assert sorted(cut.prompts.tolist()) == list(range(12))
     assert find_repeats([[5], [5], [6]]).num_samples == 1
 
 

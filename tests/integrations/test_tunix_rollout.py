@@ -7,10 +7,7 @@ import pytest
 import qwix
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.rl import common
-from tunix.rl import utils as rl_utils
-from tunix.rl.rollout import base_rollout
-from tunix_models import (
+from support.tunix_models import (
     EOS,
     MODELS,
     PAD,
@@ -20,9 +17,12 @@ from tunix_models import (
     options,
     shake,
 )
+from tunix.rl import common
+from tunix.rl import utils as rl_utils
+from tunix.rl.rollout import base_rollout
 
 from jkv.integrations.tunix import JkvRollout
-from jkv.integrations.tunix.weights import place_module, update
+from jkv.integrations.tunix.weights import put_module, update
 
 # Nine tokens with the one that begins a text.
 PROMPTS = ["to be or", "not to b", "that is ", "to be or"]
@@ -256,8 +256,8 @@ def test_a_model_that_it_does_not_know_is_refused_by_name():
 
 def test_a_copy_in_another_dtype_follows_the_trainer():
     theirs = make_model("qwen3")
-    ours = place_module(theirs, None, jnp.bfloat16)
-    assert ours is not theirs and place_module(theirs, None, jnp.float32) is theirs
+    ours = put_module(theirs, None, jnp.bfloat16)
+    assert ours is not theirs and put_module(theirs, None, jnp.float32) is theirs
     new = other_weights()
     update(ours, new, (nnx.Param,))
     for our_leaf, leaf in zip(

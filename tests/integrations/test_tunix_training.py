@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import train_with_tunix
 from flax import nnx
-from places import ROOT
+from support.paths import ROOT
 from tunix.rl import rl_cluster
 from tunix.rl import utils as rl_utils
 

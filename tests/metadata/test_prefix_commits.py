@@ -6,7 +6,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import allocate, append, fork, match, small_cache, table, write_tokens
+from support.small_caches import (
+    allocate,
+    append,
+    fork,
+    match,
+    small_cache,
+    table,
+    write_tokens,
+)
 
 import jkv
 from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals

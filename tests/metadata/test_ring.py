@@ -30,7 +30,7 @@ def test_a_ring_is_a_deque():
     state = Ring(
         ids=jnp.arange(capacity, dtype=jnp.int32),
         bounds=jnp.array([0, *[capacity] * 3, *[0] * 4], jnp.int32),
-        places=None,
+        indices=None,
     )
     fewest, num_taken = capacity, 0
     outside: list[int] = []

@@ -60,6 +60,21 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"commands"},
     "plan": {"commands"},
 }
+# The doors of rooms that have many, from the ground up: each may use those before it.
+DOORS: dict[str, tuple[str, ...]] = {
+    "decoding": (
+        "texts",
+        "model",
+        "sampling",
+        "scheduler",
+        "speculation",
+        "beams",
+        "scoring",
+        "extension",
+        "stepping",
+        "generation",
+    ),
+}
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
 EXTRAS = {"prometheus_client": "serving/prometheus.py"}
@@ -103,6 +118,23 @@ def test_the_list_is_in_order() -> None:
     for room, imports in ALLOWED.items():
         assert imports <= below, f"{room} imports what stands below it in the list"
         below.add(room)
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_imports_point_down_inside_rooms(room: str) -> None:
+    order = {f"jkv.{room}.{door}": rank for rank, door in enumerate(DOORS[room])}
+    paths = sorted((PACKAGE / room).rglob("*.py"))
+    doors = [
+        path.relative_to(PACKAGE / room).with_suffix("").parts[0] for path in paths
+    ]
+    assert set(doors) - {"__init__"} == set(DOORS[room])
+    for path, door in zip(paths, doors, strict=True):
+        if door == "__init__":
+            continue
+        rank = order[f"jkv.{room}.{door}"]
+        used = {".".join(name.split(".")[:3]) for name in imported_modules(path)}
+        above = {name for name in used if order.get(name, -1) > rank}
+        assert not above, f"{door} may not import {sorted(above)} ({path.name})"
 
 
 def test_what_check_recounts_shares_no_code_with_the_verbs() -> None:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.jax_versions import few
+from support.small_caches import (
     ROWS,
     WIDTH,
     append,
@@ -17,8 +18,7 @@ from caches import (
     small_cache,
     small_config,
 )
-from caches import prompts as padded
-from ends import few
+from support.small_caches import prompts as padded
 
 import jkv
 from jkv.decoding import begin, decode, prefill

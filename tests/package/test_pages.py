@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
-from places import ROOT
+from support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()

@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from ends import few
-from engines import (
+from support.jax_versions import few
+from support.plain_queue import VOCABULARY
+from support.small_engines import (
     CONTEXT,
     MOST_SAMPLES,
     NEW_TOKENS,
@@ -18,7 +19,6 @@ from engines import (
     make_engine,
     run_all,
 )
-from plain_queue import VOCABULARY
 
 from jkv.decoding import FinishReason, Sampling
 from jkv.serving import RequestRefused, RequestState

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from windowed_model import (
+from support.windowed_model import (
     EMBEDDING,
     MIXED,
     NEW_TOKENS,

@@ -6,7 +6,7 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-from engines import (
+from support.small_engines import (
     assert_alone,
     assert_given_back,
     draw_request,

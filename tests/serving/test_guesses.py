@@ -10,8 +10,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import copied, small_cache
-from engines import (
+from support.plain_queue import hash_model
+from support.small_caches import copied, small_cache
+from support.small_engines import (
     BLOCK_SIZE,
     CONTEXT,
     NEW_TOKENS,
@@ -20,7 +21,6 @@ from engines import (
     come_and_go,
     draw_request,
 )
-from plain_queue import hash_model
 
 import jkv
 from jkv.decoding import DraftModel, PromptLookup, Sampling

@@ -5,7 +5,12 @@ import threading
 
 import numpy as np
 import pytest
-from engines import assert_alone, assert_given_back, draw_request, make_engine
+from support.small_engines import (
+    assert_alone,
+    assert_given_back,
+    draw_request,
+    make_engine,
+)
 
 from jkv.decoding import FinishReason
 from jkv.serving import EngineError, RequestState

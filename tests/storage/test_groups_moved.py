@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-from caches import assert_unchanged, with_storage_filled
+from support.small_caches import assert_unchanged, with_storage_filled
 
 import jkv
 from jkv.metadata.prefixes.prefix_index import find_known

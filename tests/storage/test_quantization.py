@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.jax_versions import dealt, few
+from support.small_caches import (
     allocate,
     append,
     fork,
@@ -12,7 +13,6 @@ from caches import (
     reorder,
     small_config,
 )
-from ends import dealt, few
 
 import jkv
 from jkv.config.dtypes import largest_number

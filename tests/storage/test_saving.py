@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     copied,

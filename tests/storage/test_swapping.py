@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.jax_versions import few
+from support.small_caches import (
     WIDTH,
     allocate,
     append,
@@ -29,7 +30,6 @@ from caches import (
     without_refusals,
     write_tokens,
 )
-from ends import few
 
 import jkv
 from jkv.storage import contents

@@ -16,7 +16,7 @@ import sys
 
 import numpy as np
 import pytest
-from places import FIXTURES
+from support.paths import FIXTURES
 
 import jkv
 

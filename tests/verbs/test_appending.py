@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     free_count,

@@ -5,12 +5,13 @@ import logging
 import math
 
 import chex
-import games
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support import random_operations
+from support.random_reuse import ReuseGame, make_reuse_verbs
+from support.small_caches import (
     allocate,
     append,
     copied,
@@ -29,7 +30,6 @@ from caches import (
     with_metadata,
     write_tokens,
 )
-from reuse_games import ReuseGame, make_reuse_verbs
 
 import jkv
 from jkv.metadata.prefixes import hash_tables
@@ -588,7 +588,7 @@ def test_random_operations_between_resizes(seed):
     """Contents and order after each are the oracle's, at whatever size."""
     verbs = make_reuse_verbs("eager")
     # One trace for each size, not for all.
-    verbs["read_all"] = jax.jit(games.read_all)
+    verbs["read_all"] = jax.jit(random_operations.read_all)
     game = ResizingGame((15, 2, 5, 9), verbs, seed)
     game.play(num_operations=35)
     assert game.num_resizes > 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     fork,
@@ -12,7 +12,7 @@ from caches import (
     stored_tokens,
     touch,
 )
-from windowed_model import count_free, grouped_cache
+from support.windowed_model import count_free, grouped_cache
 
 import jkv
 

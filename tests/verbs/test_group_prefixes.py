@@ -9,7 +9,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     fork,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import free_count
+from support.small_caches import free_count
 
 import jkv
 from jkv.status import UsageError

@@ -13,9 +13,9 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from caches import small_cache, small_config, with_metadata
-from compiled_modules import pool_sized_operations
-from ends import dealt, few
+from support.compiled_hlo import pool_sized_operations
+from support.jax_versions import dealt, few
+from support.small_caches import small_cache, small_config, with_metadata
 
 import jkv
 from jkv.config.dtypes import needs_scales

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.jax_versions import few
+from support.small_caches import (
     copied,
     fork,
     grow,
@@ -17,7 +18,6 @@ from caches import (
     truncate,
     write_tokens,
 )
-from ends import few
 
 import jkv
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     fork,
@@ -16,7 +16,7 @@ from caches import (
     small_cache,
     truncate,
 )
-from windowed_model import EMBEDDING, grouped_cache, mixed_model
+from support.windowed_model import EMBEDDING, grouped_cache, mixed_model
 
 import jkv
 

@@ -10,10 +10,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from caches import with_metadata, with_storage_filled
-from ends import dealt
-from games import DTYPES, GROUPED, SHAPES, WINDOWED, Game, make_verbs
-from oracle.cache import INVALID_ARGUMENT, OK
+from support.jax_versions import dealt
+from support.oracle.cache import INVALID_ARGUMENT, OK
+from support.random_operations import (
+    DTYPES,
+    GROUPED,
+    SHAPES,
+    WINDOWED,
+    Game,
+    make_verbs,
+)
+from support.small_caches import with_metadata, with_storage_filled
 
 import jkv
 

@@ -6,7 +6,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import (
+from support.jax_versions import dealt
+from support.random_operations import DTYPES, GROUPED, SHAPES
+from support.random_reuse import ReuseGame, make_reuse_verbs
+from support.small_caches import (
     allocate,
     append,
     free,
@@ -15,9 +18,6 @@ from caches import (
     stored_tokens,
     write_tokens,
 )
-from ends import dealt
-from games import DTYPES, GROUPED, SHAPES
-from reuse_games import ReuseGame, make_reuse_verbs
 from test_random_operations import EFFORT
 
 import jkv

@@ -1,7 +1,7 @@
 """fork, truncate, reorder: sequences that share blocks, and part ways."""
 
 import pytest
-from caches import (
+from support.small_caches import (
     allocate,
     append,
     assert_refused,

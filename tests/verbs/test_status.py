@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from caches import small_cache
+from support.small_caches import small_cache
 
 import jkv
 from jkv import Status

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from caches import small_cache, write_tokens
+from support.small_caches import small_cache, write_tokens
 
 import jkv
 

@@ -2,7 +2,7 @@
 
 The only file that imports it. The kernels (`body.py`, `join.py`) are written with what
 is offered here, `jax.numpy` and loads by index; another backend with the same few
-functions takes its place.
+functions could replace it.
 """
 
 import functools
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def is_installed() -> bool:
 
 
 def program_id(axis: int) -> jax.Array:
-    """Return the place of this program on an axis of the grid, i32[]."""
+    """Return the index of this program on an axis of the grid, i32[]."""
     index: jax.Array = _pallas()[0].program_id(axis)
     return index
 
@@ -90,17 +90,22 @@ def store_masked(
     triton.store(ref.at[where], value, mask=mask)
 
 
+class Compilation(NamedTuple):
+    """How a kernel is compiled."""
+
+    num_warps: int  # of a program
+    num_stages: int  # of the pipeline that the compiler makes of its loop
+    interpret: bool  # whether it runs operation by operation, on any platform
+
+
 def launch(
     name: str,
     kernel: Callable[..., None],
     operands: tuple[Any, ...],
+    result: jax.ShapeDtypeStruct,
     *,
     grid: tuple[int, int],
-    shape: tuple[int, int, int],
-    dtype: jax.typing.DTypeLike,
-    num_warps: int,
-    num_stages: int,
-    interpret: bool,
+    compilation: Compilation,
     in_place: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Run a kernel that writes an array of a shape and an f32 for each of its rows.
@@ -109,12 +114,9 @@ def launch(
       name: what profilers show.
       kernel: takes the operands as refs, and the refs of the two results.
       operands: a pytree of arrays, passed whole.
+      result: the array of three axes that it writes.
       grid: how many programs there are on each axis.
-      shape: of the array that it writes.
-      dtype: of the array that it writes.
-      num_warps: of a program.
-      num_stages: of the pipeline that the compiler makes of its loop.
-      interpret: whether to run it operation by operation, on any platform.
+      compilation: how it is compiled.
       in_place: whether the last two operands are the arrays that it changes.
     """
     pl, triton = _pallas()
@@ -133,8 +135,8 @@ def launch(
         "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
     )
     results: Any = (
-        jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
+        result,
+        jax.ShapeDtypeStruct(result.shape[:2], jnp.float32),
     )
     if is_manual():
         results = tuple(map(unvarying, results))
@@ -146,9 +148,9 @@ def launch(
         out_shape=results,
         input_output_aliases={last - 1: 0, last: 1} if in_place else {},
         compiler_params=triton.CompilerParams(
-            num_warps=num_warps, num_stages=num_stages
+            num_warps=compilation.num_warps, num_stages=compilation.num_stages
         ),
-        interpret=interpret,
+        interpret=compilation.interpret,
     )(*leaves)
     return output, sums
 

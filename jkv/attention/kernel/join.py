@@ -43,12 +43,9 @@ def join_pieces(
         "jkv_join",
         functools.partial(_join_kernel, num_pieces=num_pieces),
         (pieces, sinks, partial, partial_lse),
+        jax.ShapeDtypeStruct((num_rows, num_heads, value_dim), dtype),
         grid=(num_rows, num_heads),
-        shape=(num_rows, num_heads, value_dim),
-        dtype=dtype,
-        num_warps=num_warps,
-        num_stages=1,
-        interpret=interpret,
+        compilation=backend.Compilation(num_warps, 1, interpret),
     )
 
 

@@ -145,12 +145,9 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
         "jkv_decode",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
+        jax.ShapeDtypeStruct((num_entries, num_heads, variant.value_dim), jnp.float32),
         grid=(num_entries * variant.head_tiles, 1),
-        shape=(num_entries, num_heads, variant.value_dim),
-        dtype=jnp.float32,
-        num_warps=variant.tile.num_warps,
-        num_stages=variant.tile.num_stages,
-        interpret=variant.interpret,
+        compilation=_find_compilation(variant),
     )
 
 
@@ -161,16 +158,18 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    num_rows, num_heads, value_dim = output.shape
     return backend.launch(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
         (operands, output, lse),
+        jax.ShapeDtypeStruct(output.shape, output.dtype),
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
-        shape=(num_rows, num_heads, value_dim),
-        dtype=output.dtype,
-        num_warps=variant.tile.num_warps,
-        num_stages=variant.tile.num_stages,
-        interpret=variant.interpret,
+        compilation=_find_compilation(variant),
         in_place=True,
     )
+
+
+def _find_compilation(variant: Variant) -> backend.Compilation:
+    """Return how the kernel is compiled for a variant."""
+    tile = variant.tile
+    return backend.Compilation(tile.num_warps, tile.num_stages, variant.interpret)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import make_requests
+from jkv.attention.call import Requests, make_requests
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.kernel.lists import DecodeSizes, PrefillSizes, WorkLists
 from jkv.attention.kernel.table import Tuning
@@ -44,41 +44,36 @@ class _Sizes(NamedTuple):
     prefill: tuple[PrefillSizes, ...]
 
 
+class DeviceShare(NamedTuple):
+    """What one device has of a group of layers. Static."""
+
+    num_kv_heads: int  # K
+    part_size: int  # tokens of a block
+    num_parts: int  # of a block, each on another device
+    window: int | None  # tokens that a row sees in any call at most, None for all
+
+
 def plan_work(
     pools: Pools,
-    block_tables: jax.Array,  # i32[S, M]
-    seq_ids: jax.Array,  # i32[B]
-    query_starts: jax.Array,  # i32[B]
-    query_lengths: jax.Array,  # i32[B]
-    context_lengths: jax.Array,  # i32[B]
+    requests: Requests,
     *,
     num_rows: int,
-    num_kv_heads: int,
     is_decoding: bool,
-    window: int | None,
-    part_size: int,
-    num_parts: int,
+    share: DeviceShare,
 ) -> WorkLists | None:
     """List what the programs of a step read, for the card at hand.
 
     Args:
       pools: of which only head dims and dtypes matter.
-      block_tables: as for `paged_attention`, like the other arrays.
-      seq_ids: as there.
-      query_starts: as there.
-      query_lengths: as there.
-      context_lengths: as there.
+      requests: as `paged_attention` takes their arrays.
       num_rows: of the step, R.
-      num_kv_heads: that a device has, K.
       is_decoding: whether each request has one row at most.
-      window: tokens that a row sees in any call at most, None for all.
-      part_size: tokens of a block that a device has.
-      num_parts: of a block, each on another device.
+      share: what the device has that the lists are for.
 
     Returns:
-      None where there is no card with a kernel, or nobody asks.
+      None where there is no card with a kernel, or there are no requests.
     """
-    num_requests, max_blocks = len(seq_ids), block_tables.shape[1]
+    num_requests, max_blocks = len(requests.seq_ids), requests.block_tables.shape[1]
     tuning = find_card_tuning(pools)
     if tuning is None or not num_rows or not num_requests:
         return None
@@ -86,49 +81,46 @@ def plan_work(
     decode, prefill = set(), set()
     for group in groups:
         row_heads = count_decode_heads(group, tuning)
-        head_tiles = count_head_tiles(num_kv_heads, group, row_heads)
+        head_tiles = count_head_tiles(share.num_kv_heads, group, row_heads)
         wanted = count_pieces(tuning.programs, head_tiles)
-        max_tokens = max_blocks * part_size
+        max_tokens = max_blocks * share.part_size
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
         if num_rows > 1 and not is_decoding:
             tile_rows = cut_prefill_rows(group, tuning)[1]
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
-        block_tables,
-        seq_ids,
-        query_starts,
-        query_lengths,
-        context_lengths,
+        requests,
         sizes=_Sizes(tuple(sorted(decode)), tuple(sorted(prefill))),
         num_rows=num_rows,
-        part_size=part_size,
-        num_parts=num_parts,
-        window=window,
+        share=share,
         max_query_length=1 if is_decoding else None,
     )
 
 
-_STATIC = "sizes", "num_rows", "part_size", "num_parts", "window", "max_query_length"
+_STATIC = "sizes", "num_rows", "share", "max_query_length"
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _list_work(
-    *arrays: jax.Array,
+    asked: Requests,
+    *,
     sizes: _Sizes,
     num_rows: int,
-    part_size: int,
-    num_parts: int,
-    window: int | None,
+    share: DeviceShare,
     max_query_length: int | None,
 ) -> WorkLists:
     requests = make_requests(
-        *arrays,
+        asked,
         num_rows=num_rows,
-        block_size=num_parts * part_size,
+        block_size=share.num_parts * share.part_size,
         max_query_length=max_query_length,
     )
     list_decode = functools.partial(
-        list_decode_work, requests, window, num_parts=num_parts, part_size=part_size
+        list_decode_work,
+        requests,
+        share.window,
+        num_parts=share.num_parts,
+        part_size=share.part_size,
     )
     return WorkLists(
         decode=tuple(map(list_decode, sizes.decode)),

@@ -209,8 +209,8 @@ def list_prefill_work(requests: Requests, sizes: PrefillSizes) -> PrefillWork:
 # search is several.
 def _running_sum(counts: jax.Array) -> jax.Array:
     """Return the sums up to and with each entry, i32[B]."""
-    place = jnp.arange(counts.shape[0], dtype=jnp.int32)
-    before = place[None, :] <= place[:, None]
+    index = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    before = index[None, :] <= index[:, None]
     return jnp.sum(jnp.where(before, counts[None, :], 0), 1, jnp.int32)
 
 

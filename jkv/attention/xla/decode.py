@@ -159,7 +159,7 @@ def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
 def _find_pieces(
     walk: Walk, rank: jax.Array, index: jax.Array, never: jax.Array
 ) -> Lanes:
-    """Return pieces between edges, by their ranks and places in the list of all."""
+    """Return pieces between edges, by their ranks and indices in the list of all."""
     work = walk.work
     before = jnp.where(rank > 0, gather(work.ends, rank - 1), 0)
     start = gather(work.first, rank) + (index - before) * walk.piece_blocks

@@ -82,14 +82,14 @@ class _Owners(NamedTuple):
     """Whose token each row is."""
 
     owns: jax.Array  # bool[R, B]
-    place: jax.Array  # i32[R, B], among the request's rows if it owns this one
+    rank: jax.Array  # i32[R, B], number within the request if it owns the row
 
     @classmethod
     def of(cls, call: Call) -> "_Owners":
         """Find the request of each row."""
         requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
-        place = row[:, None] - requests.query_starts[None]
-        return cls((place >= 0) & (place < requests.query_lengths[None]), place)
+        rank = row[:, None] - requests.query_starts[None]
+        return cls((rank >= 0) & (rank < requests.query_lengths[None]), rank)
 
     def pick(self, values: jax.Array) -> jax.Array:
         """Return what the owner of each row has, i32[R or 1, B] to i32[R], else 0."""
@@ -101,7 +101,7 @@ def _locate_rows(call: Call) -> Readers:
     """Find the request of each row, and what it sees."""
     requests, owners = call.requests, _Owners.of(call)
     first = requests.context_lengths - requests.query_lengths
-    position = owners.pick(first[None] + owners.place + 1) - 1
+    position = owners.pick(first[None] + owners.rank + 1) - 1
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
     before = None
     if call.window is not None:
@@ -208,9 +208,9 @@ def _to_rows(
     found: tuple[jax.Array, jax.Array],  # by tile
     first_tiles: jax.Array,  # i32[B]
 ) -> tuple[jax.Array, jax.Array]:
-    """Bring results from tiles to rows; a row of nobody sees nothing."""
+    """Bring results from tiles to rows; a row without a request sees nothing."""
     owners = _Owners.of(call)
-    index = owners.pick(first_tiles[None] * _TILE_ROWS + owners.place)
+    index = owners.pick(first_tiles[None] * _TILE_ROWS + owners.rank)
     is_owned = owners.owns.any(axis=1)[:, None, None]
 
     def by_row(array: jax.Array) -> jax.Array:

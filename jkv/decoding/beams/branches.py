@@ -15,25 +15,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.beams.progress import SearchState
-from jkv.decoding.conditions import when
-from jkv.decoding.progress import (
-    count_free_blocks,
-    count_used_blocks,
-    find_block_size,
-)
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import (
+from jkv.decoding.beams.state import SearchState
+from jkv.decoding.texts.blocks import (
     Blocks,
     BlockSize,
     blocks_for,
     blocks_to_take,
+    count_free_blocks,
+    count_used_blocks,
+    find_block_size,
     reach,
     sum_groups,
     total,
 )
+from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
-from jkv.sharding.loops import while_loop
+from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate, free
@@ -64,7 +61,7 @@ def open_prompts(
     is_running = opened.seq_ids >= 0
     state = dataclasses.replace(state, seq_ids=seq_ids, is_running=is_running)
 
-    # Nobody else is there: what the first that waits cannot have it never will.
+    # No other search runs: what the first that waits cannot have it never will.
     first = jnp.arange(is_running.shape[0]) == jnp.argmax(state.is_open)
     lacks_rows = opened.status == Status.OUT_OF_SEQUENCES
     state = state.end(

@@ -1,4 +1,4 @@
-"""Whether a drafted token is accepted, and what is drawn in its stead.
+"""Whether a drafted token is accepted, and what is drawn instead of it.
 
 With p the model's distribution after all filters, and q the one that the draft was
 drawn from, a draft x is accepted with probability min(1, p(x) / q(x)); else a token is
@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.options import Sampling
-from jkv.decoding.sampling import (
-    by_row,
+from jkv.decoding.sampling.draws import (
     draw,
     draw_uniforms,
-    filter_logits,
     find_best,
     pick_logprobs,
     sample,
 )
+from jkv.decoding.sampling.filters import by_row, filter_logits
+from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.guesses import Guesses, Rows
 from jkv.decoding.speculation.verification import Sampler
 

@@ -13,23 +13,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.beginning import find_vocabulary
-from jkv.decoding.choosing import sampling_of
-from jkv.decoding.model import call_model
-from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.prompts import find_tokens
-from jkv.decoding.sampling import PerRow, by_row, draw, filter_logits
-from jkv.decoding.scheduling.rows import locate_rows, share_rows
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill, run_chunk
+from jkv.decoding.sampling.draws import draw
+from jkv.decoding.sampling.filters import PerRow, by_row, filter_logits
+from jkv.decoding.sampling.next_token import sampling_of
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.speculation.progress import DraftRows
-from jkv.sharding.loops import fori_loop, while_loop
+from jkv.decoding.speculation.state import DraftRows
+from jkv.decoding.texts.prompts import find_tokens
+from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
 from jkv.verbs.allocation import allocate
-from jkv.verbs.appending import append
 from jkv.verbs.truncation import truncate
 
 # Rows of a step that computes what the draft lacks of texts, prompts too.
@@ -57,18 +55,18 @@ class Drafts(NamedTuple):
 def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
     """Open a row of the draft's cache for each place."""
     num_places, vocabulary = state.seen.shape
-    drawn = find_vocabulary(options.model, options.params, options.cache, num_places)
+    drawn = options.runner.count_vocabulary(options.cache, num_places)
     if drawn != vocabulary:
         raise UsageError(
             f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
             f"its logits are for {drawn}"
         )
     cache, opened = allocate(options.cache, jnp.zeros((num_places,), jnp.int32))
-    nobody = jnp.full((num_places,), NO_SEQUENCE, jnp.int32)
-    return DraftRows(cache=cache, seq_ids=opened.seq_ids, owners=nobody)
+    none = jnp.full((num_places,), NO_SEQUENCE, jnp.int32)
+    return DraftRows(cache=cache, seq_ids=opened.seq_ids, owners=none)
 
 
-class _Texts(NamedTuple):
+class _Targets(NamedTuple):
     """The texts that are drafted for."""
 
     state: GenerationState
@@ -105,7 +103,9 @@ def draft(
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]
-    texts = _Texts(state, lengths, chosen, by_row(chosen, num_places), made[sequences])
+    texts = _Targets(
+        state, lengths, chosen, by_row(chosen, num_places), made[sequences]
+    )
     rows = _take_over(drafts.rows, texts, is_ready)
     is_ready = is_ready & (rows.seq_ids >= 0)
     rows, is_ready = _catch_up(options, rows, texts, is_ready)
@@ -140,7 +140,7 @@ def _cut_rows(rows: DraftRows, lengths: jax.Array) -> DraftRows:
     return rows._replace(cache=cache)
 
 
-def _take_over(rows: DraftRows, texts: _Texts, is_ready: jax.Array) -> DraftRows:
+def _take_over(rows: DraftRows, texts: _Targets, is_ready: jax.Array) -> DraftRows:
     """Forget the texts that have left their places."""
     owners = jnp.where(is_ready, texts.state.places.sequences, NO_SEQUENCE)
     stays = is_ready & (owners == rows.owners)
@@ -149,75 +149,69 @@ def _take_over(rows: DraftRows, texts: _Texts, is_ready: jax.Array) -> DraftRows
 
 
 def _catch_up(
-    options: DraftModel, rows: DraftRows, texts: _Texts, is_ready: jax.Array
+    options: DraftModel, rows: DraftRows, texts: _Targets, is_ready: jax.Array
 ) -> tuple[DraftRows, jax.Array]:
     """Compute what the draft lacks of each text, but for its last token or two.
 
     Returns:
-      The rows, and bool[W]: who is still ready. The others have no room.
+      The rows, and bool[W]: which texts are still ready. Others have no room.
     """
-    num_places = is_ready.shape[0]
-    num_rows = max(_ROWS, num_places)
-    Carry = tuple[DraftRows, jax.Array]
 
-    def find_missing(carry: Carry) -> jax.Array:
-        rows, is_ready = carry
-        return jnp.where(is_ready, texts.lengths - _lengths(rows), 0)
+    def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:
+        missing = texts.lengths - done
+        return jnp.where(is_ready & (missing > 2), missing - 1, 0)
 
-    def trip(carry: Carry) -> Carry:
-        rows, is_ready = carry
-        left = jnp.maximum(find_missing(carry) - 1, 0)
-        counts = share_rows(left, texts.state.places.ages, num_rows)
-        tokens = texts.tokens(*locate_rows(counts, _lengths(rows), num_rows))
-        seq_ids = jnp.where(counts > 0, rows.seq_ids, NO_SEQUENCE)
-        cache, batch = append(rows.cache, seq_ids, counts, capacity=num_rows)
-        _, cache = call_model(options.model, options.params, tokens, cache, batch)
-        return rows._replace(cache=cache), is_ready & (batch.status == Status.OK)
+    def note(_: Cache, is_ready: jax.Array, chunk: Chunk) -> jax.Array:
+        return is_ready & (chunk.batch.status == Status.OK)
 
-    return while_loop(
-        lambda carry: jnp.any(find_missing(carry) > 2), trip, (rows, is_ready)
+    cache, is_ready = prefill(
+        options.runner,
+        rows.cache,
+        Pending(rows.seq_ids, texts.tokens, commits=False),
+        is_ready,
+        Sizes(max(_ROWS, is_ready.shape[0]), texts.state.places.ages),
+        count_left=count_left,
+        note=note,
     )
+    return rows._replace(cache=cache), is_ready
 
 
 def _run_ahead(
-    options: DraftModel, drafts: Drafts, texts: _Texts, is_ready: jax.Array
+    options: DraftModel, drafts: Drafts, texts: _Targets, is_ready: jax.Array
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    rows, place = drafts.rows, jnp.arange(is_ready.shape[0], dtype=jnp.int32)
+    rows, runner = drafts.rows, options.runner
     Carry = tuple[Cache, Guesses, jax.Array]
 
     def note(
-        i: jax.Array, cache: Cache, batch: Batch, carry: Carry, tokens: jax.Array
-    ) -> Carry:
-        _, guesses, kept = carry
-        logits, cache = call_model(options.model, options.params, tokens, cache, batch)
-        filtered = filter_logits(logits.astype(jnp.float32), texts.chosen)
+        i: jax.Array, batch: Batch, logits: jax.Array, guesses: Guesses, kept: jax.Array
+    ) -> tuple[Guesses, jax.Array]:
+        filtered = filter_logits(logits, texts.chosen)
         drawn = draw(filtered, texts.rows.seeds, texts.made + i, DRAFT)
         is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
         guesses = Guesses(
             guesses.tokens.at[:, i].set(drawn),
             guesses.counts + is_drafted.astype(jnp.int32),
         )
-        return cache, guesses, kept.at[:, i].set(filtered)
+        return guesses, kept.at[:, i].set(filtered)
 
     # The last token or two of each text.
     done = _lengths(rows)
     missing = jnp.where(is_ready, texts.lengths - done, 0)
-    column = jnp.arange(2, dtype=jnp.int32)[None]
-    tokens = texts.tokens(place[:, None], done[:, None] + column).reshape(-1)
-    seq_ids = jnp.where(is_ready, rows.seq_ids, NO_SEQUENCE)
-    cache, batch = append(rows.cache, seq_ids, missing, max_query_length=2)
+    pending = Pending(rows.seq_ids, texts.tokens, commits=False)
+    size = 2 * is_ready.shape[0]
+    cache, batch, logits = run_chunk(runner, rows.cache, pending, done, missing, size)
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
-    carry = note(jnp.int32(0), cache, batch, (cache, nothing, drafts.logits), tokens)
+    guesses, kept = note(jnp.int32(0), batch, logits, nothing, drafts.logits)
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
-        cache, guesses, _ = carry
-        goes_on = guesses.counts == i
+        cache, guesses, kept = carry
+        seq_ids = jnp.where(guesses.counts == i, rows.seq_ids, NO_SEQUENCE)
         tokens = guesses.tokens[:, i - 1]
-        cache, batch = append(cache, jnp.where(goes_on, seq_ids, NO_SEQUENCE))
-        return note(i, cache, batch, carry, tokens)
+        cache, batch, logits = runner.run(cache, seq_ids, tokens, commits=False)
+        return cache, *note(i, batch, logits, guesses, kept)
 
     cache, guesses, kept = fori_loop(
-        jnp.int32(1), jnp.int32(options.num_tokens), trip, carry
+        jnp.int32(1), jnp.int32(options.num_tokens), trip, (cache, guesses, kept)
     )
     return Drafts(rows._replace(cache=cache), guesses, kept)

@@ -9,16 +9,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.progress import GenerationState, count_free_blocks
-from jkv.decoding.scheduling.demand import (
+from jkv.decoding.model.rows import locate_rows
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import (
     BlockSize,
-    Loads,
     count_columns,
+    count_free_blocks,
     reach,
     subtract,
     total,
 )
-from jkv.decoding.scheduling.rows import locate_rows
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache
 

@@ -9,16 +9,15 @@ Symbols: W places, V tokens in the vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.conditions import when
-from jkv.decoding.model import Model
-from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.prompts import find_texts
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.step import advance, run_step, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
 from jkv.decoding.speculation.drafting import (
     Drafts,
@@ -30,10 +29,10 @@ from jkv.decoding.speculation.guesses import Guesses, limit_guesses
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.progress import SpeculationState
+from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
-from jkv.decoding.step import advance, settle_places
-from jkv.sharding.loops import while_loop
+from jkv.decoding.texts.prompts import find_texts
+from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
 from jkv.status import UsageError
 
@@ -53,8 +52,7 @@ class _Loop(NamedTuple):
 class _Fixed(NamedTuple):
     """What stays the same from step to step."""
 
-    model: Model
-    params: Any
+    runner: Runner
     sampling: Sampling
     options: Speculation
 
@@ -70,27 +68,52 @@ def begin_speculation(
     return dataclasses.replace(state, speculation=SpeculationState(pace, rows))
 
 
-def run_speculatively(
-    model: Model,
-    params: Any,
+def run_steps(
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
-    options: Speculation,
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
+    options: Speculation | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Do steps for as long as `goes_on(state, steps so far)` is true.
 
     Args:
-      model, params: as for `generate`.
+      runner: the model.
       cache: the cache.
       state: of `begin_speculation` with options of this kind.
       sampling: of N sequences.
-      options: how to guess.
       goes_on: when to do a further step.
+      options: how to guess; None does plain steps.
     """
+    if options is not None:
+        return _run_speculatively(runner, cache, state, sampling, goes_on, options)
+    Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]
+
+    def step(carry: Carry) -> Carry:
+        num_steps, cache, state, logits = carry
+        return num_steps + 1, *run_step(runner, cache, state, sampling, logits)
+
+    logits = jnp.zeros(state.seen.shape, jnp.float32)
+    _, cache, state, _ = while_loop(
+        lambda carry: goes_on(carry[2], carry[0]),
+        step,
+        (jnp.zeros((), jnp.int32), cache, state, logits),
+    )
+    return cache, state
+
+
+def _run_speculatively(
+    runner: Runner,
+    cache: Cache,
+    state: GenerationState,
+    sampling: Sampling,
+    goes_on: Callable[[GenerationState, jax.Array], jax.Array],
+    options: Speculation,
+) -> tuple[Cache, GenerationState]:
+    """Do steps with guesses; arguments as for `run_steps`."""
     pace, drafts = _resume(state, options)
-    fixed = _Fixed(model, params, sampling, options)
+    fixed = _Fixed(runner, sampling, options)
     Carry = tuple[jax.Array, _Loop]
 
     def step(carry: Carry) -> Carry:
@@ -111,7 +134,7 @@ def run_speculatively(
 def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts | None]:
     """Return the pace, and what a draft model has, as the last window left them."""
     old, drafts = state.speculation, isinstance(options, DraftModel)
-    if old is None or drafts != (old.rows is not None):
+    if not isinstance(old, SpeculationState) or drafts != (old.rows is not None):
         raise UsageError(
             f"this generation was not begun for guesses of a "
             f"{type(options).__name__}: give `begin` or `prefill` speculate=, too"
@@ -129,14 +152,14 @@ def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
     is_worth_it = jnp.any(guesses.counts > 0)
     loop = when(is_worth_it, functools.partial(_check, fixed), loop, *guesses)
     loop = when(~is_worth_it, functools.partial(_advance, fixed), loop)
-    cache, state = settle_places(loop.cache, loop.state)
+    cache, state = schedule(loop.cache, loop.state)
     return loop._replace(cache=cache, state=state)
 
 
 def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Do a step as without speculation."""
     cache, state, logits = advance(
-        fixed.model, fixed.params, loop.cache, loop.state, fixed.sampling, loop.logits
+        fixed.runner, loop.cache, loop.state, fixed.sampling, loop.logits
     )
     pace = loop.pace.after_step()
     return loop._replace(cache=cache, state=state, logits=logits, pace=pace)
@@ -148,8 +171,7 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     before = loop.state.loads(loop.cache).text_lengths
     running = loop.state.places.num_running
     cache, state, accepted = check_guesses(
-        fixed.model,
-        fixed.params,
+        fixed.runner,
         loop.cache,
         loop.state,
         fixed.sampling,
@@ -198,7 +220,7 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
         counts = limit_guesses(cache, state, loads, counts)
         counts = jnp.where(choose(counts), counts, 0)
         if drafts is not None:
-            # What is not checked may be wrong, and nobody would know.
+            # What is not checked may be wrong, and would stay.
             drafts = keep_accepted(drafts, loads.text_lengths, counts)
         return Guesses(tokens, counts), drafts
 

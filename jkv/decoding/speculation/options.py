@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from jkv.decoding.model import Model
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.runner import Runner
 from jkv.state import Cache
 
 # Guesses for each sequence: with the token before them they make eight rows.
@@ -106,6 +107,11 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         check_sizes(self.num_tokens, self.cost)
+
+    @property
+    def runner(self) -> Runner:
+        """The model with its weights."""
+        return Runner(self.model, self.params)
 
 
 def check_sizes(num_tokens: int, cost: float) -> None:

@@ -1,4 +1,4 @@
-"""When to guess, and for whom: where it pays, and after a failure again only later.
+"""When to guess, and for which texts: where it pays; after a failure only later.
 
 What a step costs cannot be measured inside a jit, so the caller says how much longer
 one with guesses takes. What it brings is the share of each text's guesses that were
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def begin(cls, num_places: int, num_tokens: int, cost: float) -> "Pace":
-        """Begin with hope, which one failure disappoints.
+        """Begin with a rate at which guesses pay; one failure lowers it.
 
         Args:
           num_places: W.
@@ -115,7 +115,7 @@ class Pace(NamedTuple):
 def _find_worthy(
     rates: jax.Array, guesses: jax.Array, running: jax.Array, cost: float
 ) -> jax.Array:
-    """Tell whose guesses are worth a step, bool[W], if all of them together are."""
+    """Tell which guesses are worth a step, bool[W], if all of them together are."""
     expected = rates * guesses.astype(jnp.float32)
     is_worthy = (guesses > 0) & (1 + expected >= cost)
     brought = jnp.sum(jnp.where(is_worthy, expected, 0.0))

@@ -11,25 +11,26 @@ Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabula
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.choosing import sampling_of, take_tokens
-from jkv.decoding.conditions import when
-from jkv.decoding.model import Model, call_model_for_rows
-from jkv.decoding.options import Sampling
-from jkv.decoding.progress import GenerationState
-from jkv.decoding.prompts import find_tokens
-from jkv.decoding.scheduling.demand import Loads
-from jkv.decoding.scheduling.rows import choose_size
+from jkv.decoding.model.rows import choose_size
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.next_token import sampling_of
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.new_tokens import take_tokens
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
-from jkv.decoding.step import count_step, note_refusals
+from jkv.decoding.texts.prompts import find_tokens
 from jkv.metadata.prefixes import sequences
+from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.prefixes import commit
 from jkv.verbs.truncation import truncate
 
@@ -65,8 +66,7 @@ class _Chosen(NamedTuple):
 
 
 def check_guesses(
-    model: Model,
-    params: Any,
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
@@ -76,7 +76,7 @@ def check_guesses(
     """Do a step with guesses, in which each text that runs lacks one token.
 
     Args:
-      model, params: as for `generate`.
+      runner: the model.
       cache: the cache.
       state: the generation.
       sampling: of N sequences.
@@ -87,10 +87,9 @@ def check_guesses(
       The cache, the state, and i32[W], how many guesses of each were right.
     """
     loads, places = state.loads(cache), state.places
-    is_ready = places.is_cached & places.is_running
     choose = functools.partial(_choose_rows, state, sampling, guesses, sampler)
     cache, batch, chosen = _compute_guesses(
-        model, params, cache, state, loads, is_ready, guesses, choose
+        runner, cache, state, loads, guesses, choose
     )
     num_rows = batch.query_lengths
     state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
@@ -110,12 +109,10 @@ def check_guesses(
 
 
 def _compute_guesses(
-    model: Model,
-    params: Any,
+    runner: Runner,
     cache: Cache,
     state: GenerationState,
     loads: Loads,
-    is_ready: jax.Array,
     guesses: Guesses,
     choose: Callable[[jax.Array, Rows], _Chosen],
 ) -> tuple[Cache, Batch, _Chosen]:
@@ -127,33 +124,25 @@ def _compute_guesses(
     Returns:
       The cache, the batch of the most rows R, and what is chosen after each row.
     """
-    sizes = row_sizes(*guesses.tokens.shape)
+    sizes, places = row_sizes(*guesses.tokens.shape), state.places
+    is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
     rows = Rows.of(counts, sizes[-1])
     tokens = _tokens_of_rows(state, loads, guesses, rows)
-    seq_ids = jnp.where(is_ready, state.places.seq_ids, NO_SEQUENCE)
+    seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
     cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
     # Each size has a plan of its own.
     batch = dataclasses.replace(batch, plan=None)
-    leaves, structure = jax.tree.flatten(batch)
+    leaves, structure = jax.tree.flatten((tokens, rows, batch))
     Carry = tuple[Cache, _Chosen]
 
     def program(size: int) -> Callable[..., Carry]:
-        def compute(
-            carry: Carry,
-            tokens: jax.Array,
-            places: jax.Array,
-            before: jax.Array,
-            *leaves: jax.Array,
-        ) -> Carry:
+        def compute(carry: Carry, *leaves: jax.Array) -> Carry:
             cache, chosen = carry
-            first = jax.tree.unflatten(structure, leaves).first_rows(size)
-            first = plan_attention(cache, first)
-            logits, cache = call_model_for_rows(
-                model, params, tokens[:size], cache, first
-            )
-            rows = Rows(places[:size], before[:size])
-            found = choose(logits.astype(jnp.float32), rows)
+            tokens, rows, batch = jax.tree.unflatten(structure, leaves)
+            first = plan_attention(cache, batch.first_rows(size))
+            cache, logits = runner.run_planned(cache, first, tokens[:size])
+            found = choose(logits, Rows(*(each[:size] for each in rows)))
             put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
             return cache, put
 
@@ -162,7 +151,7 @@ def _compute_guesses(
     nothing = _Chosen(tokens, jnp.zeros(tokens.shape, jnp.float32))
     carry, size = (cache, nothing), choose_size(jnp.sum(counts), sizes)
     for i, num_rows in enumerate(sizes):
-        carry = when(size == i, program(num_rows), carry, tokens, *rows, *leaves)
+        carry = when(size == i, program(num_rows), carry, *leaves)
     return carry[0], batch, carry[1]
 
 

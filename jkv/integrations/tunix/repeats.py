@@ -12,15 +12,16 @@ class Repeats(NamedTuple):
 
     first: list[int]  # of each of the P, the first of the B that it stands for
     num_samples: int  # B / P
-    places: np.ndarray  # i64[B], which of the B each sample is, samples of one together
+    # i64[B], of which of the B prompts each sample is, samples of one together
+    prompts: np.ndarray
 
 
 def find_repeats(prompts: Sequence[Sequence[int]]) -> Repeats:
     """Find equal prompts, wherever they stand.
 
     A trainer repeats each prompt as often as the others. Where a batch has one more
-    often, by chance, or a micro-batch cuts a group, the number of samples is the
-    greatest that divides all counts.
+    often, by chance, or a micro-batch cuts its samples apart, the number of samples is
+    the greatest that divides all counts.
 
     Args:
       prompts: token ids of each.
@@ -30,17 +31,17 @@ def find_repeats(prompts: Sequence[Sequence[int]]) -> Repeats:
 
     Example:
       >>> found = find_repeats([[5], [7], [5], [7], [7], [7]])
-      >>> found.first, found.num_samples, found.places.tolist()
+      >>> found.first, found.num_samples, found.prompts.tolist()
       ([0, 1, 4], 2, [0, 2, 1, 3, 4, 5])
     """
     mentions: dict[tuple[int, ...], list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        mentions.setdefault(tuple(prompt), []).append(place)
-    num_samples = math.gcd(*(len(places) for places in mentions.values()))
-    groups = [
-        places[start : start + num_samples]
-        for places in mentions.values()
-        for start in range(0, len(places), num_samples)
+    for number, prompt in enumerate(prompts):
+        mentions.setdefault(tuple(prompt), []).append(number)
+    num_samples = math.gcd(*(len(numbers) for numbers in mentions.values()))
+    samples = [
+        numbers[start : start + num_samples]
+        for numbers in mentions.values()
+        for start in range(0, len(numbers), num_samples)
     ]
-    first = [group[0] for group in groups]
-    return Repeats(first, num_samples, np.concatenate(groups))
+    first = [each[0] for each in samples]
+    return Repeats(first, num_samples, np.concatenate(samples))

@@ -11,8 +11,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
-from jkv.decoding.results import Statistics
-from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
@@ -81,7 +81,7 @@ class JkvRollout(BaseRollout):
             tokenizer = TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         dtype = None if rollout_config is None else rollout_config.data_type
-        self._module = weights.place_module(rollout_actor, mesh, dtype)
+        self._module = weights.put_module(rollout_actor, mesh, dtype)
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
@@ -202,7 +202,7 @@ class JkvRollout(BaseRollout):
     ) -> jkv.Generation:
         """Run the queue and return what came of it, on the host."""
         width = find_width(texts, request.max_prompt_length)
-        prompts = pad_right([texts[place] for place in repeats.first], width)
+        prompts = pad_right([texts[prompt] for prompt in repeats.first], width)
         running = len(texts)
         if self._max_running is not None:
             running = min(self._max_running, running)
@@ -267,13 +267,13 @@ def _cut(
     has_nan = result.reasons == jkv.FinishReason.NAN_LOGITS
     if has_nan.any():
         raise FloatingPointError(
-            f"the logits of prompt {repeats.places[has_nan][0]} are not numbers: look "
+            f"the logits of prompt {repeats.prompts[has_nan][0]} are not numbers: look "
             f"at the weights, such as a learning rate too large"
         )
     lengths = result.lengths - (result.reasons == jkv.FinishReason.STOP)
-    tokens: list[Any] = [None] * len(repeats.places)
-    logprobs: list[Any] = [None] * len(repeats.places)
-    for sequence, place in enumerate(repeats.places):
-        tokens[place] = result.tokens[sequence, : lengths[sequence]]
-        logprobs[place] = result.logprobs[sequence, : lengths[sequence]]
+    tokens: list[Any] = [None] * len(repeats.prompts)
+    logprobs: list[Any] = [None] * len(repeats.prompts)
+    for sequence, prompt in enumerate(repeats.prompts):
+        tokens[prompt] = result.tokens[sequence, : lengths[sequence]]
+        logprobs[prompt] = result.logprobs[sequence, : lengths[sequence]]
     return tokens, logprobs

@@ -47,8 +47,8 @@ def score_completions(
     texts = [row[row != pad_id].tolist() for row in given]
     check_texts(texts)
     repeats = find_repeats(texts)
-    prompts = pad_right([texts[place] for place in repeats.first], given.shape[1])
-    completions = np.asarray(completion_tokens, np.int32)[repeats.places]
+    prompts = pad_right([texts[prompt] for prompt in repeats.first], given.shape[1])
+    completions = np.asarray(completion_tokens, np.int32)[repeats.prompts]
     is_padding = completions == pad_id
     is_past = np.cumsum(is_padding, axis=1) - is_padding > 0
     scores = _score(
@@ -58,7 +58,7 @@ def score_completions(
         np.where(is_past, np.int32(-1), completions),
         config=_configure(pages, block_size),
     )
-    return jnp.zeros_like(scores).at[repeats.places].set(scores)
+    return jnp.zeros_like(scores).at[repeats.prompts].set(scores)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tunix.rl import reshard
 from tunix.rl import utils as rl_utils
 
 
-def place_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
+def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
     """Return the model itself if it stands where it should, else a copy.
 
     Args:
@@ -22,7 +22,7 @@ def place_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx
       dtype: of the weights; None is the dtype they have.
 
     Returns:
-      `model`, or one with its own arrays, placed as their annotations say.
+      `model`, or one with its own arrays, put where their annotations say.
     """
     graph, state = nnx.split(model)
     if mesh is None or mesh.empty or rl_utils.get_pytree_mesh_info(state) == mesh:
@@ -41,7 +41,7 @@ def place_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx
 def update(
     model: nnx.Module, params: Any, filter_types: tuple[Any, ...] | None
 ) -> None:
-    """Give a model new weights, in the dtypes and the places of its own.
+    """Give a model new weights, in the dtypes of its own, and where these are.
 
     Args:
       model: changed in place.

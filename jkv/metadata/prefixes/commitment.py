@@ -108,28 +108,28 @@ def _commit_lanes(
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
-    placed = hash_tables.place(
+    resolved = hash_tables.resolve(
         metadata,
         jnp.where(asks, columns.block, nothing),
         columns.prefixes,
         columns.owners == 1,
     )
-    stands, parent = placed.stands, columns.before
+    stands, parent = resolved.stands, columns.before
     if not lanes.is_alone:
         parent = jnp.where(columns.is_first, parent, jnp.roll(stands, 1))
     index = hash_tables.enter(
-        index_of(metadata), placed, columns.prefixes, parent, columns.hashes_above
+        index_of(metadata), resolved, columns.prefixes, parent, columns.hashes_above
     )
-    index, lengths = _prove(index, lanes, lengths, placed, parent)
+    index, lengths = _prove(index, lanes, lengths, resolved, parent)
     is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
-    listed = jnp.where(is_visible, placed.enters, nothing)
+    listed = jnp.where(is_visible, resolved.enters, nothing)
     index = hash_tables.insert_children(index, listed, columns.hashes_above)
     metadata = dataclasses.replace(metadata, index=index)
 
     group, own = metadata.leading, columns.block
     group = partners.exchange(group, columns, own, stands, is_visible & (stands != own))
     metadata = metadata.with_group(metadata.leader, group)
-    visible, is_new = jnp.where(is_visible, stands, nothing), placed.enters < nothing
+    visible, is_new = jnp.where(is_visible, stands, nothing), resolved.enters < nothing
     for number in metadata.followers:
         metadata = partners.pair_blocks(metadata, number, columns, visible, is_new)
     return metadata, lengths
@@ -177,7 +177,7 @@ def _prove(
     index: PrefixIndex,
     lanes: CommitLanes,
     lengths: jax.Array,
-    placed: hash_tables.Placed,
+    resolved: hash_tables.Resolved,
     parent: jax.Array,
 ) -> tuple[PrefixIndex, jax.Array]:
     """Cut each chain where a block's parent is not the block before it.
@@ -190,7 +190,7 @@ def _prove(
     """
     nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
-    stands, entered = placed.stands, placed.enters < nothing
+    stands, entered = resolved.stands, resolved.enters < nothing
     if lanes.is_alone:  # its parent was compared, and nothing relies on it
         num = (stands < nothing).astype(jnp.int32)
         return index, num if request is None else lengths.at[request].max(num)

@@ -1,8 +1,8 @@
 """The hash tables of the prefix index: blocks by their prefix, and by their parent.
 
-A row has 8 places for blocks with the same hash of the row, 16 for children. What a
-place names need not be indexed any more, so entries are never removed: whoever reads
-them compares with the arrays by block, and whoever needs a place takes a stale one.
+A row has 8 entries for blocks with the same hash of the row, 16 for children. The block
+of an entry need not be indexed any more, so no entry is ever removed: what is read is
+compared with the arrays by block, and a new entry overwrites a stale one.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Prefixes(NamedTuple):
     parents: jax.Array | None = None
 
 
-class Placed(NamedTuple):
+class Resolved(NamedTuple):
     """What becomes of P blocks that are to enter the index."""
 
     stands: jax.Array  # i32[P], the indexed block that stands for each, N for none
@@ -38,10 +38,10 @@ class Placed(NamedTuple):
     column: jax.Array  # i32[P]
 
 
-def place(
+def resolve(
     metadata: Metadata, block: jax.Array, prefixes: Prefixes, may_enter: jax.Array
-) -> Placed:
-    """Find each block's equal in the index, or else a place for the block itself.
+) -> Resolved:
+    """Find each block's equal in the index, or else an entry for the block itself.
 
     Of several equal blocks in one call the first that may enter does, and stands for
     those after it. A block stays out if its bucket is full, or if its hash is taken by
@@ -65,34 +65,34 @@ def place(
 
     row = row_of(index.buckets, prefixes.hashes)
     width = index.buckets.shape[1]
-    free = _as_bits(_is_free_place(index, index.buckets[row], row))
-    column = _find_places(free, width, row, wants & (first == lane))
+    free = _as_bits(_is_free_entry(index, index.buckets[row], row))
+    column = _find_entries(free, width, row, wants & (first == lane))
     enters = jnp.where(column < width, block, nothing)
     follows = (block < nothing) & (first < lane) & _is_same_lane(prefixes, first)
     new = enters[jnp.where(follows, first, lane)]
-    return Placed(jnp.where(is_equal, equal, new), enters, row, column)
+    return Resolved(jnp.where(is_equal, equal, new), enters, row, column)
 
 
 def enter(
     index: PrefixIndex,
-    placed: Placed,
+    resolved: Resolved,
     prefixes: Prefixes,
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> PrefixIndex:
-    """Enter the blocks that were placed.
+    """Enter the blocks that have no equal in the index.
 
     Args:
       index: the index.
-      placed: the blocks, [P].
+      resolved: the blocks, [P].
       prefixes: [P], what they hold.
       parents: i32[P], the blocks before them, N for none.
       hashes_above: u32[P], of the prefixes up to where they begin.
     """
-    block = placed.enters
+    block = resolved.enters
     index = dataclasses.replace(
         index,
-        buckets=_put(index.buckets, placed.row, placed.column, block),
+        buckets=_put(index.buckets, resolved.row, resolved.column, block),
         hashes=index.hashes.at[block].set(prefixes.hashes, mode="drop"),
         salts=index.salts.at[block].set(prefixes.salts, mode="drop"),
     )
@@ -111,14 +111,14 @@ def insert_children(
 ) -> PrefixIndex:
     """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
 
-    A row that is full gives up one of its places. A child without a place is not found
-    in parts.
+    A row that is full gives up one of its entries. A child without an entry is not
+    found in parts.
     """
     table, lists = index.children, block < index.hashes.shape[0]
     row, width = row_of(table, ~parent_hash), table.shape[1]
     free = _as_bits(_is_free_child(index, table[row], row))
     free = jnp.where(free == 0, 1 << (block % width), free)
-    column = _find_places(free, width, row, lists)
+    column = _find_entries(free, width, row, lists)
     return dataclasses.replace(index, children=_put(table, row, column, block))
 
 
@@ -172,51 +172,51 @@ def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
     return jnp.where(parent < index.hashes.shape[0], above, root)
 
 
-def _find_places(
+def _find_entries(
     free: jax.Array, width: int, row: jax.Array, claims: jax.Array
 ) -> jax.Array:
-    """Return a free place in its row for each lane that claims one, i32[P].
+    """Return a free entry of its row for each lane that claims one, i32[P].
 
-    Lanes of one row take its places in turn. Where there are no more it is W, past the
+    Lanes of one row take its entries in turn. Where there are no more it is W, past the
     row's end.
 
     Args:
-      free: i32[P], free places of each lane's row, as bits.
+      free: i32[P], free entries of each lane's row, as bits.
       width: W.
       row: i32[P].
       claims: bool[P].
     """
     rank, free = find_equals(row, claims).rank[:, None], free[:, None]
-    place = np.arange(width, dtype=np.int32)[None]
-    free_before = jax.lax.population_count(free & ((1 << place) - 1))
-    is_free = (free >> place) & 1 == 1
+    entry = np.arange(width, dtype=np.int32)[None]
+    free_before = jax.lax.population_count(free & ((1 << entry) - 1))
+    is_free = (free >> entry) & 1 == 1
     is_mine = is_free & (free_before == rank) & claims[:, None]
-    return jnp.min(jnp.where(is_mine, place, width), axis=1)
+    return jnp.min(jnp.where(is_mine, entry, width), axis=1)
 
 
-def _as_bits(places: jax.Array) -> jax.Array:
-    """Return places of rows, bool[P, W], as the bits of integers, i32[P]."""
-    bits = np.left_shift(1, np.arange(places.shape[1]), dtype=np.int32)[None]
-    return jnp.sum(jnp.where(places, bits, 0), axis=1, dtype=jnp.int32)
+def _as_bits(entries: jax.Array) -> jax.Array:
+    """Return entries of rows, bool[P, W], as the bits of integers, i32[P]."""
+    bits = np.left_shift(1, np.arange(entries.shape[1]), dtype=np.int32)[None]
+    return jnp.sum(jnp.where(entries, bits, 0), axis=1, dtype=jnp.int32)
 
 
 def _put(
     table: jax.Array, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """Name blocks, i32[P], in different places of a table; N is dropped."""
+    """Name blocks, i32[P], in different entries of a table; N is dropped."""
     row = jnp.where(block < table.shape[0], row, table.shape[0])
     return table.at[row, column].set(block, mode="drop")
 
 
-def _is_free_place(index: PrefixIndex, bucket: jax.Array, row: jax.Array) -> jax.Array:
-    """Return which places of buckets, i32[P, W], name nothing that is indexed there."""
+def _is_free_entry(index: PrefixIndex, bucket: jax.Array, row: jax.Array) -> jax.Array:
+    """Return which entries of buckets, i32[P, W], name no block indexed there."""
     hashes = index.hashes.at[bucket].get(mode="fill", fill_value=0)
     is_stale = (hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])
     return is_stale | _is_repeated(bucket)
 
 
 def _is_free_child(index: PrefixIndex, listed: jax.Array, row: jax.Array) -> jax.Array:
-    """Return which places, i32[P, W], name nothing that is a child listed there."""
+    """Return which entries, i32[P, W], name no child listed there."""
     hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
     above = hash_above(index, listed)
     is_stale = (hashes == 0) | (row_of(index.children, ~above) != row[:, None])

@@ -1,4 +1,4 @@
-"""Hashes of prefixes: a sum over the blocks, each mixed with its place."""
+"""Hashes of prefixes: a sum over the blocks, each mixed with its column."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
 
     Args:
       tokens: i32[..., T].
-      column: i32[...], the block's place in its sequence.
+      column: i32[...], the block's number in its sequence.
     """
     size = tokens.shape[-1]
     weights = np.arange(1, size + 1, dtype=np.uint32) * _GOLDEN
@@ -43,14 +43,14 @@ def wide_salt_hash(salts: jax.Array) -> jax.Array:
 def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
     """Return what a block adds to the two other hashes of its prefix, u32[..., 2].
 
-    Arguments are those of `column_hash`; tokens and places are mixed differently.
+    Arguments are those of `column_hash`; tokens and columns are mixed differently.
     """
-    place = as_bits(column + 1)
+    number = as_bits(column + 1)
     words = []
     for seed in _SEEDS:
         scrambled = mixed(as_bits(tokens) + seed)
         terms = column_hash(jax.lax.bitcast_convert_type(scrambled, jnp.int32), column)
-        words.append(mixed(terms + mixed(place ^ seed)))
+        words.append(mixed(terms + mixed(number ^ seed)))
     return jnp.stack(words, axis=-1)
 
 

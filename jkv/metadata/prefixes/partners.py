@@ -31,7 +31,7 @@ def pair_blocks(
 ) -> Metadata:
     """Make a group's blocks found beside those that became visible.
 
-    A block that was found before takes the place of a sequence's own, as equal blocks
+    A block that was found before replaces a sequence's own, as equal blocks
     of the leading group do. Of several that were not the first counts.
 
     Args:
@@ -83,7 +83,7 @@ def exchange(
     other: jax.Array,
     replaced: jax.Array,
 ) -> BlockGroup:
-    """Put known blocks in the place of equal ones, which go back to the pool.
+    """Replace blocks by known equal ones; the replaced ones go back to the pool.
 
     Args:
       group: the group.

@@ -59,7 +59,7 @@ def hash_lanes(
       index: None is returned where it knows parents.
       salts: i32[P].
       tokens: i32[P, T], of the blocks.
-      column: i32[P], their places.
+      column: i32[P], their columns.
       before: i32[P], the block before each, which counts for first lanes.
       first_lane: i32[P], where the request of each lane begins; None: all are alone.
     """
@@ -102,7 +102,7 @@ def follows_tip(
     Args:
       metadata: with an index.
       child: i32[B, K], blocks.
-      column: i32[B], their place.
+      column: i32[B], their column.
       tip: the prefixes.
     """
     index = index_of(metadata)

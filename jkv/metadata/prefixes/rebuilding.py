@@ -91,7 +91,7 @@ def reenter(metadata: Metadata) -> Metadata:
         metadata, hashes=hashes, committed=_still_committed(metadata, hashes)
     )
 
-    # Only what was listed: a parent may have more children than a row has places.
+    # Only what was listed: a parent may have more children than a row has entries.
     listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
     listed &= hashes != 0
 
@@ -140,9 +140,9 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         parents = before.parents.at[block].get(mode="clip")
         above = hash_above(before, block)
         now = dataclasses.replace(metadata, index=index)
-        placed = hash_tables.place(now, block, prefixes, prefixes.hashes != 0)
-        index = hash_tables.enter(index, placed, prefixes, parents, above)
-        return index, stays.at[placed.enters].set(True, mode="drop")
+        resolved = hash_tables.resolve(now, block, prefixes, prefixes.hashes != 0)
+        index = hash_tables.enter(index, resolved, prefixes, parents, above)
+        return index, stays.at[resolved.enters].set(True, mode="drop")
 
     start = empty, jnp.zeros((num_blocks,), bool)
     index, stays = _for_all_blocks(num_blocks, enter_some, start)
@@ -151,7 +151,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         parent = hashes.at[before.parents].get(mode="fill", fill_value=1)
         return (hashes != 0) & (parent == 0)
 
-    # Hardly ever a trip: a row has eight places for one block on average.
+    # Hardly ever a trip: a row has eight entries for one block on average.
     hashes = while_loop(
         lambda hashes: jnp.any(is_cut_off(hashes)),
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
@@ -176,7 +176,7 @@ def _for_all_blocks(
 
 
 def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
-    """Return a hash table of so many rows, which names nothing, i32[rows, places]."""
+    """Return a hash table of so many rows, which names nothing, i32[rows, entries]."""
     return jnp.full((num_rows, table.shape[1]), num_rows, jnp.int32)
 
 

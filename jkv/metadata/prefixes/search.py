@@ -80,8 +80,8 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     """
     if metadata.index is None or tokens is None:
         return _find_nothing(metadata, salts.shape)
-    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    ends = jnp.where(tokens < 0, place, tokens.shape[1])
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    ends = jnp.where(tokens < 0, position, tokens.shape[1])
     length = jnp.min(ends, axis=1, initial=tokens.shape[1])
     usable = jnp.clip(length - 1, 0, metadata.max_context_length)
     prompts = _Prompts(tokens, salts, usable)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.model import Model
-from jkv.decoding.progress import count_free_blocks
+from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import begin_empty, exchange, run_window
 from jkv.serving.device.sizes import EngineSizes
@@ -17,7 +17,7 @@ from jkv.serving.device.transfers import Arrivals, WindowReport
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError, Request
 from jkv.state import Cache
-from jkv.storage.placement import Placement, place
+from jkv.storage.placement import Placement, put
 from jkv.verbs.prefixes import clear_prefixes
 
 Progress = Callable[[str, int, int], object]
@@ -214,7 +214,7 @@ class _First(NamedTuple):
             )
             for group, where in zip(self.shapes.storage, self.pools, strict=True)
         )
-        metadata = place(self.shapes.metadata, self.metadata)
+        metadata = put(self.shapes.metadata, self.metadata)
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
         has_index = metadata.index is not None
         return clear_prefixes(cache) if has_index else cache

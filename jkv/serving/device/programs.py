@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv import decoding
-from jkv.decoding.model import Model
-from jkv.decoding.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.progress import GenerationState, count_free_blocks
-from jkv.decoding.results import Statistics
-from jkv.decoding.scheduling.demand import sum_groups
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
+from jkv.decoding.texts.results import Statistics
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
 from jkv.serving.device.transfers import Arrivals, WindowReport, make_empty_sequences
 from jkv.state import Cache
@@ -113,8 +113,9 @@ def run_window(
     # Counted from nothing each time, no number grows past 32 bits.
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
-    rows = state.speculation and state.speculation.rows
-    speculate = _restore_guessing(sizes, draft_model, draft_params, rows and rows.cache)
+    guessing = state.speculation
+    draft_cache = None if guessing is None else guessing.draft_cache
+    speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
     cache, state = decoding.decode(
         model,
         params,

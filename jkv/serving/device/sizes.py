@@ -6,8 +6,7 @@ U new tokens of a sequence in one.
 
 from typing import NamedTuple
 
-from jkv.decoding.options import check_counts
-from jkv.decoding.scheduling.rows import spread_row_counts
+from jkv.decoding.model.rows import check_counts, spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.serving.request.limits import StopSizes
 

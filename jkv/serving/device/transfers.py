@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.decoding.options import SAMPLING_DTYPES
-from jkv.decoding.results import FinishReason, Statistics
+from jkv.decoding.sampling.options import SAMPLING_DTYPES
+from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.limits import StopSizes
 from jkv.serving.request.request import Request, RequestState

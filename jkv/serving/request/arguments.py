@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.decoding.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.limits import Limits, RequestRefused
 from jkv.serving.request.request import Request

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.decoding.results import FinishReason
-from jkv.decoding.scheduling.demand import BlockSize
+from jkv.decoding.texts.blocks import BlockSize
+from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32
 from jkv.serving.request.request import Request
 

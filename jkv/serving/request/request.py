@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.results import FinishReason
 from jkv.serving.request.texts import Detokenize, TextStream
 
 

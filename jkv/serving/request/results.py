@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.results import FinishReason
 from jkv.serving.request.request import Request
 
 

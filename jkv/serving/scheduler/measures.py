@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-from jkv.decoding.results import Statistics
+from jkv.decoding.texts.results import Statistics
 from jkv.serving.request.request import Request, RequestState, Sample
 
 # Upper ends of the buckets of times, in seconds.

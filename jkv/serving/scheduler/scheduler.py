@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jkv.decoding.results import FinishReason
+from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.sizes import EngineSizes

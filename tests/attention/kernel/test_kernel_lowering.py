@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt, few
-from kernel_lowering import (
+from support.jax_versions import dealt, few
+from support.kernel_lowering import (
     find_kernels,
     lower,
     lower_kernels,
@@ -17,7 +17,7 @@ from kernel_lowering import (
     pretend,
     shape,
 )
-from tolerances import assert_close, is_close
+from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention

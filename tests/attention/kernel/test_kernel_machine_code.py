@@ -14,8 +14,8 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
-from places import ROOT
+from support.kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
+from support.paths import ROOT
 
 from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_tuning
@@ -24,7 +24,7 @@ triton = pytest.importorskip(
     "triton", reason="machine code needs the extra: pip install jkv[amd-compile]"
 )
 
-from machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402
+from support.triton_machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402
 
 KEEP = bool(os.environ.get("JKV_KEEP_RESULTS"))
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_code.json"

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import small_config
-from ends import dealt
-from kernel_lowering import find_kernels, lower, shape
-from tolerances import assert_close
+from support.jax_versions import dealt
+from support.kernel_lowering import find_kernels, lower, shape
+from support.small_caches import small_config
+from support.tolerances import assert_close
 
 import jkv
 from jkv.attention.kernel import launches, planning, platforms
 from jkv.attention.kernel.platforms import _INTERPRETED
-from jkv.verbs.planning import plan_attention
+from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)

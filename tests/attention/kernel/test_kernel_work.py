@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.attention.call import make_requests
+from jkv.attention.call import Requests, make_requests
 from jkv.attention.kernel.work import (
     list_decode_work,
     list_prefill_work,
@@ -34,9 +34,10 @@ def random_requests(rng, num_requests, num_rows, decode_share):
         contexts, np.array(lengths) - rng.integers(0, 2, num_requests)
     )
     seq_ids = rng.permutation(num_requests + 3)[:num_requests]
+    tables = np.zeros((num_requests + 2, MAX_TOKENS // 16), np.int32)
+    arrays = (np.asarray(a, np.int32) for a in (seq_ids, starts, lengths, contexts))
     return plan(
-        np.zeros((num_requests + 2, MAX_TOKENS // 16), np.int32),
-        *(np.asarray(a, np.int32) for a in (seq_ids, starts, lengths, contexts)),
+        Requests(tables, *arrays),
         num_rows=num_rows,
         block_size=16,
         max_query_length=None,
@@ -163,11 +164,13 @@ def test_sizes_by_hand():
 def list_alike(contexts, rows, target):
     """Pieces of requests of one row each, which may name the same one."""
     requests = plan(
-        np.zeros((len(contexts), MAX_TOKENS // 16), np.int32),
-        None,
-        np.asarray(rows, np.int32),
-        np.ones(len(rows), np.int32),
-        np.asarray(contexts, np.int32),
+        Requests(
+            block_tables=np.zeros((len(contexts), MAX_TOKENS // 16), np.int32),
+            seq_ids=np.arange(len(rows), dtype=np.int32),
+            query_starts=np.asarray(rows, np.int32),
+            query_lengths=np.ones(len(rows), np.int32),
+            context_lengths=np.asarray(contexts, np.int32),
+        ),
         num_rows=len(rows),
         block_size=16,
         max_query_length=None,

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ends import dealt
-from plain_attention import attend_loop
-from tolerances import assert_close, is_close
-from workloads import Workload, make_operands
+from support.attention_workloads import Workload, make_operands
+from support.jax_versions import dealt
+from support.plain_attention import attend_loop
+from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import body, loads, platforms

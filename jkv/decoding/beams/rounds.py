@@ -1,0 +1,265 @@
+"""Rounds of beam search: prompts are computed once, beams branch and end.
+
+Searches run in step, each beam with as many new tokens as the others. Where the cache
+has no room for all of them the last ones wait and begin when the others have ended: a
+round runs the searches that find room, one loop over prompts and one over steps.
+
+Symbols: Q prompts, K beams of each, V tokens in the vocabulary.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.beams.branches import (
+    count_blocks,
+    follow_parents,
+    fork_prompts,
+    free_beams,
+    let_last_wait,
+    make_room_for_beams,
+    make_room_for_forks,
+    open_prompts,
+)
+from jkv.decoding.beams.hypotheses import (
+    NO_SCORE,
+    Beams,
+    Hypotheses,
+    Rules,
+    choose_running,
+    keep_ended,
+    may_improve,
+    rank_continuations,
+)
+from jkv.decoding.beams.state import SearchState
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.stopping import find_first
+from jkv.decoding.texts.blocks import BlockSize
+from jkv.decoding.texts.results import FinishReason
+from jkv.metadata.xla_cpu import divide
+from jkv.sharding.loops import when, while_loop
+from jkv.state import Cache
+
+Carry = tuple[Cache, SearchState, jax.Array]
+
+
+class Searcher(NamedTuple):
+    """What does not change during a call."""
+
+    runner: Runner
+    rules: Rules
+    num_rows: int  # of a step that computes prompts
+    vocabulary: int
+    size: BlockSize  # how many blocks a prompt takes while it is computed
+
+
+def run_round(
+    searcher: Searcher, cache: Cache, state: SearchState
+) -> tuple[Cache, SearchState]:
+    """Run the searches that find room, from their prompts to their end."""
+    cache, state = open_prompts(cache, _begin_anew(state), searcher.size)
+    shape = *state.reasons.shape, searcher.vocabulary
+    carry = cache, state, jnp.zeros(shape, jnp.float32)
+    if searcher.size.is_reserved:
+        cache, state, logits = _compute_prompts(searcher, *carry)
+    else:
+        cache, state, logits = _compute_prompts_that_fit(searcher, *carry)
+    cache, state = fork_prompts(cache, state)
+    state = count_blocks(cache, state)
+    # Beams that have no token yet agree: the first one alone counts.
+    logits = jnp.repeat(logits, state.num_beams, axis=0)
+    cache, state, _ = while_loop(
+        lambda carry: jnp.any(carry[1].is_running),
+        lambda carry: _run_step(searcher, *carry),
+        (cache, state, logits),
+    )
+    return cache, state
+
+
+def _compute_prompts(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Compute the prompts of searches, as far as blocks reach; f32[Q, V], logits."""
+    prompts = state.prompts
+    Kept = tuple[SearchState, jax.Array]
+
+    def find_tokens(prompt: jax.Array, position: jax.Array) -> jax.Array:
+        return jnp.maximum(prompts.tokens.at[prompt, position].get(mode="clip"), 0)
+
+    def note(_: Cache, kept: Kept, chunk: Chunk) -> Kept:
+        state, logits = kept
+        logits = jnp.where(chunk.is_whole[:, None], chunk.logits, logits)
+        return state.count(num_steps=jnp.int32(1)), logits
+
+    cache, (state, logits) = prefill(
+        searcher.runner,
+        cache,
+        Pending(state.first_seq_ids, find_tokens),
+        (state, logits),
+        Sizes(searcher.num_rows),
+        count_left=lambda _, done: prompts.lengths - done,
+        note=note,
+    )
+    return cache, state, logits
+
+
+def _compute_prompts_that_fit(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Compute prompts of which not all is reserved; let the last wait if blocks lack.
+
+    Blocks that a window gives back are counted on, and others may still share them.
+    """
+
+    def lacks(cache: Cache, state: SearchState) -> jax.Array:
+        seq_ids = state.first_seq_ids
+        row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+        lengths = cache.metadata.context_lengths
+        done = lengths.at[row].get(mode="fill", fill_value=0)
+        return jnp.any((seq_ids >= 0) & (done < state.prompts.lengths))
+
+    def let_wait(carry: tuple[Cache, SearchState]) -> tuple[Cache, SearchState]:
+        cache, state, lacking = let_last_wait(*carry, jnp.zeros((), bool))
+        return cache, state.end(lacking != FinishReason.RUNNING, lacking)
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, logits = _compute_prompts(searcher, *carry)
+        cache, state = when(lacks(cache, state), let_wait, (cache, state))
+        return cache, state, logits
+
+    cache, state, logits = while_loop(
+        lambda carry: lacks(*carry[:2]), trip, (cache, state, logits)
+    )
+    none = tuple(jnp.zeros_like(state.reasons) for _ in cache.metadata.groups)
+    return *make_room_for_forks(cache, state, none), logits
+
+
+def _begin_anew(state: SearchState) -> SearchState:
+    """Let searches that have waited begin with nothing."""
+    sizes = state.beams.tokens.shape
+    return dataclasses.replace(
+        state,
+        beams=Beams.fresh(*sizes),
+        hypotheses=_where(state.is_open, Hypotheses.none(*sizes), state.hypotheses),
+        length=jnp.zeros((), jnp.int32),
+    )
+
+
+def _run_step(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Give each beam one more token, and compute it.
+
+    Args:
+      searcher: what does not change.
+      cache: the cache.
+      state: the searches.
+      logits: f32[Q * K, V], after each beam's last token.
+    """
+    before = state
+    state, parents, reasons = _choose_beams(searcher.rules, cache, state, logits)
+    ends = reasons != FinishReason.RUNNING
+    cache = free_beams(cache, before, ends & before.is_running)
+    state = state.end(ends, reasons)
+    cache, state = follow_parents(cache, state, parents)
+
+    # All beams of a prompt have the same length, so all or none need a block.
+    _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
+    needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
+    cache, state, lacking = make_room_for_beams(
+        cache, state, (needs,) * len(cache.metadata.groups), jnp.zeros_like(needs)
+    )
+    lacks = lacking != FinishReason.RUNNING
+    state = _count_beams_as_they_are(searcher.rules, state, lacks).end(lacks, lacking)
+    return when(
+        jnp.any(state.is_running),
+        lambda carry: _compute_beams(searcher, *carry),
+        (cache, state, logits),
+    )
+
+
+def _choose_beams(
+    rules: Rules, cache: Cache, state: SearchState, logits: jax.Array
+) -> tuple[SearchState, jax.Array, jax.Array]:
+    """Choose the next tokens, and what has ended with them.
+
+    Returns:
+      The state, with one more token in each beam; i32[Q, K], the parents of its beams;
+      and i32[Q], why searches end, RUNNING where they go on.
+    """
+    shape = *state.seq_ids.shape, logits.shape[1]
+    logprobs = jax.nn.log_softmax(logits).reshape(shape)
+    # Without numbers there is no token: the search ends with the beams that it had.
+    is_nan = jnp.any(jnp.isnan(logprobs), axis=(1, 2)) & state.is_running
+    state = _count_beams_as_they_are(rules, state, is_nan)
+    found = rank_continuations(
+        jnp.where(is_nan[:, None, None], jnp.float32(NO_SCORE), logprobs),
+        state.beams.scores,
+        rules.num_candidates,
+    )
+
+    length = state.length + 1
+    is_past_context = state.prompts.lengths + length > cache.max_context_length
+    is_last = is_past_context | (length >= rules.max_new_tokens)
+    is_stop = jnp.any(found.tokens[:, :, None] == rules.stop_tokens[None, None], axis=2)
+    is_final = is_stop | is_last[:, None]
+
+    ended = keep_ended(state.hypotheses, state.beams, found, is_final, length, rules)
+    hypotheses = _where(state.is_running & ~is_nan, ended, state.hypotheses)
+    running = choose_running(found, is_final, state.num_beams)
+    improves = may_improve(hypotheses, running.scores[:, 0], length, rules)
+    reasons = find_first(
+        is_nan.shape,
+        [
+            (FinishReason.NAN_LOGITS, is_nan),
+            (FinishReason.STOP, ~improves & ~is_last),
+            (FinishReason.LENGTH, is_last & ~is_past_context),
+            (FinishReason.CONTEXT_FULL, is_last),
+        ],
+    )
+    state = dataclasses.replace(
+        state,
+        beams=state.beams.choose(running, length),
+        hypotheses=hypotheses,
+        length=length,
+    )
+    reasons = jnp.where(state.is_running, reasons, jnp.int32(FinishReason.RUNNING))
+    return state, running.parents, reasons
+
+
+def _compute_beams(
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
+) -> Carry:
+    """Compute the newest token of each beam; the old logits are f32[Q * K, V]."""
+    tokens = state.beams.tokens[:, :, state.length - 1].reshape(-1)
+    tokens = jnp.maximum(tokens, 0)
+    cache, _, logits = searcher.runner.run(cache, state.flat_seq_ids, tokens)
+    state = count_blocks(cache, state.count(num_steps=jnp.int32(1)))
+    return cache, state, logits
+
+
+def _count_beams_as_they_are(
+    rules: Rules, state: SearchState, ends: jax.Array
+) -> SearchState:
+    """Let beams of searches that end, bool[Q], count as texts that have ended."""
+    length = state.length
+    scores = rules.penalise(state.beams.scores, jnp.maximum(length, 1))
+    counts = ends[:, None] & (length > 0)
+    hypotheses = state.hypotheses.add(
+        state.beams.tokens, jnp.where(counts, scores, jnp.float32(NO_SCORE)), length
+    )
+    return dataclasses.replace(
+        state, hypotheses=_where(ends, hypotheses, state.hypotheses)
+    )
+
+
+def _where(mask: jax.Array, new: Hypotheses, old: Hypotheses) -> Hypotheses:
+    """Return the new ones of prompts in the mask, bool[Q], the old ones of others."""
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, new, old)

@@ -1,0 +1,132 @@
+"""Prefill: what texts lack in the cache is computed, in chunks, the oldest first.
+
+Symbols: B texts, R rows of a chunk, V tokens in the vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.model.rows import locate_rows, share_rows
+from jkv.decoding.model.runner import Runner
+from jkv.sharding.loops import while_loop
+from jkv.state import NO_SEQUENCE, Batch, Cache
+
+Carry = TypeVar("Carry")
+
+
+class Pending(NamedTuple):
+    """Texts that lack something in the cache."""
+
+    seq_ids: jax.Array  # i32[B], their sequences, -1 for none
+    # Returns the tokens, i32[R], of texts i32[R] at positions i32[R].
+    find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
+    commits: bool = True  # whether full blocks can be found afterwards
+
+    def count_done(self, cache: Cache) -> jax.Array:
+        """Return the tokens of each that are in the cache, i32[B]; 0 for none."""
+        row = jnp.where(self.seq_ids >= 0, self.seq_ids, cache.max_sequences)
+        return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+
+
+def run_chunk(
+    runner: Runner,
+    cache: Cache,
+    texts: Pending,
+    done: jax.Array,
+    counts: jax.Array,
+    num_rows: int,
+) -> tuple[Cache, Batch, jax.Array]:
+    """Compute the next tokens of texts in one step.
+
+    Args:
+      runner: the model.
+      cache: the cache.
+      texts: B of them.
+      done: i32[B], tokens of each that are in the cache.
+      counts: i32[B], tokens to compute of each, together at most R.
+      num_rows: R.
+
+    Returns:
+      As `Runner.run`.
+    """
+    seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
+    tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
+    return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
+
+
+class Sizes(NamedTuple):
+    """How a chunk is divided among texts."""
+
+    num_rows: int  # R, at least B
+    # i32[B], a permutation: texts with the smallest have rows first. None: their order.
+    ages: jax.Array | None = None
+    most_each: int | None = None  # tokens of a text in a chunk; None: as many as rows
+
+    def share(self, left: jax.Array) -> jax.Array:
+        """Return the rows of each text, i32[B], of which so much is left, i32[B]."""
+        ages = self.ages
+        if ages is None:
+            ages = jnp.arange(left.shape[0], dtype=jnp.int32)
+        if self.most_each is not None:
+            left = jnp.minimum(left, self.most_each)
+        return share_rows(left, ages, self.num_rows)
+
+
+class Chunk(NamedTuple):
+    """What a chunk brought, for each text."""
+
+    logits: jax.Array  # f32[B, V], after the text's last row, any without one
+    batch: Batch  # what the cache answered, and the rows that were computed
+    is_whole: jax.Array  # bool[B], whether it brought all that was left
+
+
+def prefill(
+    runner: Runner,
+    cache: Cache,
+    texts: Pending,
+    carry: Carry,
+    sizes: Sizes,
+    *,
+    count_left: Callable[[Carry, jax.Array], jax.Array],
+    note: Callable[[Cache, Carry, Chunk], Carry],
+) -> tuple[Cache, Carry]:
+    """Compute texts in chunks, until nothing is left or no text finds a block.
+
+    Args:
+      runner: the model.
+      cache: the cache.
+      texts: B of them.
+      carry: what `note` changes.
+      sizes: how a chunk is divided.
+      count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
+        how many more are to be computed.
+      note: returns what becomes of the carry after a chunk.
+    """
+
+    def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
+        done = texts.count_done(cache)
+        left = count_left(carry, done)
+        return done, jnp.where(texts.seq_ids >= 0, left, 0)
+
+    def trip(
+        loop: tuple[Cache, Carry, jax.Array],
+    ) -> tuple[Cache, Carry, jax.Array]:
+        cache, carry, _ = loop
+        done, left = find_left(cache, carry)
+        counts = sizes.share(left)
+        cache, batch, logits = run_chunk(
+            runner, cache, texts, done, counts, sizes.num_rows
+        )
+        is_served = batch.query_lengths > 0
+        carry = note(cache, carry, Chunk(logits, batch, is_served & (counts == left)))
+        return cache, carry, jnp.any(is_served)
+
+    def goes_on(loop: tuple[Cache, Carry, jax.Array]) -> jax.Array:
+        _, left = find_left(*loop[:2])
+        return jnp.any(left > 0) & loop[2]
+
+    cache, carry, _ = while_loop(goes_on, trip, (cache, carry, jnp.ones((), bool)))
+    return cache, carry

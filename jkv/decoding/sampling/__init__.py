@@ -1,0 +1,1 @@
+"""From logits to tokens: options, filters, draws, and what ends a text."""

@@ -1,0 +1,122 @@
+"""How tokens are chosen: the options of a generation, checked when they are given."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.status import UsageError
+
+_MOST = int(jnp.iinfo(jnp.int32).max)
+
+_LEAST = float(jnp.finfo(jnp.float32).tiny)
+
+# What each field of `Sampling` may be: from, up to, and in words.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, float("inf"), "0 (greedy) or more"),
+    "top_k": (0, _MOST, "an integer of 0 (off) or more"),
+    "top_p": (0.0, 1.0, "from 0 to 1 (off)"),
+    "min_p": (0.0, 1.0, "from 0 (off) to 1"),
+    "repetition_penalty": (_LEAST, float("inf"), "above 0; 1 is off"),
+    "seeds": (-_MOST - 1, _MOST, "an integer of 32 bits"),
+}
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampling:
+    """How tokens are chosen from logits; the default is greedy.
+
+    With a temperature the same call draws the same tokens each time: give other
+    `seeds`, or a `key`, for others.
+
+    Every field is one number for all sequences or an array with one for each, and
+    may be traced: changing a value never retraces. Numbers and numpy arrays are
+    checked when they are given; JAX's arrays, whose values may not exist yet, are not.
+    The filters have the meaning and the order of Hugging Face's logits processors:
+    repetition penalty, temperature, top-k, top-p, min-p. One difference: tokens with
+    exactly equal logits are kept or removed together, by top-p too. The most likely
+    token is always kept.
+
+    Attributes:
+      temperature: f32 [] or [B]. Logits are divided by it; 0 is greedy.
+      top_k: i32 [] or [B]. Keep the `top_k` most likely tokens; 0 keeps all.
+      top_p: f32 [] or [B]. Keep the most likely tokens up to this much probability,
+        the one that crosses it included; 1 keeps all.
+      min_p: f32 [] or [B]. Keep tokens at least `min_p` times as likely as the most
+        likely one; 0 keeps all.
+      repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or
+        generated are divided by it when positive, multiplied when negative; 1 is off.
+      seeds: i32 [] or [B]. A single number is the first of consecutive seeds:
+        sequence i draws with `seeds + i`.
+      key: key [], of `jax.random.key`, instead of `seeds`, which it becomes: the first
+        of consecutive ones is drawn from it. It may be traced.
+
+    Raises:
+      ValueError: for a number out of its field's range, or a key and seeds.
+
+    Example:
+      >>> import jkv
+      >>> jkv.Sampling(temperature=0.8, top_p=0.95, seeds=7).top_p
+      0.95
+    """
+
+    temperature: jax.Array | float = 0.0
+    top_k: jax.Array | int = 0
+    top_p: jax.Array | float = 1.0
+    min_p: jax.Array | float = 0.0
+    repetition_penalty: jax.Array | float = 1.0
+    seeds: jax.Array | int = 0
+    key: dataclasses.InitVar[jax.Array | None] = None
+
+    def __post_init__(self, key: jax.Array | None) -> None:
+        if key is not None:
+            if not isinstance(self.seeds, int) or self.seeds != 0:
+                raise ValueError("Sampling takes seeds or a key, which becomes one")
+            object.__setattr__(self, "seeds", _draw_seed(key))
+        for name, (low, high, words) in _RANGES.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float | np.ndarray | np.generic):
+                continue
+            given = np.asarray(value)
+            is_right = (given >= low) & (given <= high) & np.isfinite(given)
+            if not np.all(is_right) or (
+                isinstance(low, int) and not np.issubdtype(given.dtype, np.integer)
+            ):
+                raise ValueError(f"Sampling.{name} must be {words}, got {value}")
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """Return the fields by name, for JAX."""
+        names = [field.name for field in dataclasses.fields(self)]
+        key = jax.tree_util.GetAttrKey
+        return [(key(name), getattr(self, name)) for name in names], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, values: Any) -> "Sampling":
+        """Put fields together again, unchecked: JAX fills them with what it likes."""
+        sampling = object.__new__(cls)
+        for field, value in zip(dataclasses.fields(cls), values, strict=True):
+            object.__setattr__(sampling, field.name, value)
+        return sampling
+
+
+def _draw_seed(key: jax.Array) -> jax.Array:
+    """Return a seed drawn from a key, i32[]."""
+    is_array = isinstance(key, jax.Array)
+    if not is_array or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise UsageError(
+            f"Sampling.key must be one of jax.random.key(...), got {key!r}; give a "
+            f"number as seeds"
+        )
+    return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
+
+
+GREEDY = Sampling()
+
+# What the fields are computed in.
+SAMPLING_DTYPES: dict[str, type[np.generic]] = {
+    field.name: np.int32 if field.name in ("top_k", "seeds") else np.float32
+    for field in dataclasses.fields(Sampling)
+}

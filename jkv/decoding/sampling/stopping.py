@@ -1,0 +1,206 @@
+"""Stopping: why a text ends, the first reason that applies.
+
+Symbols: Q prompts, E stop tokens, F stop sequences of C tokens at most, K lanes. What
+stops all prompts alike has one row for all Q of them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason
+
+# Beside a token of a text there can be no such number.
+_ANY = -1
+_NO_TOKEN = -2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Stops:
+    """What ends a text when its new tokens end with it."""
+
+    tokens: jax.Array  # i32[Q or 1, E], -1 stops nothing
+    # i32[Q or 1, F, C], -1 before each one, to the right
+    sequences: jax.Array | None
+
+    @classmethod
+    def of(cls, tokens: Any, sequences: Any | None, num_prompts: int) -> "Stops":
+        """Take what stops all prompts, or with an axis more each of Q prompts.
+
+        Args:
+          tokens: i32[E] or i32[Q, E].
+          sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end.
+          num_prompts: Q.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.ndim != 2:
+            tokens = tokens.reshape(1, -1)
+        _check_rows("stop_tokens", tokens, num_prompts)
+        if sequences is None:
+            return cls(tokens=tokens, sequences=None)
+        sequences = jnp.asarray(sequences)
+        if sequences.ndim not in (2, 3) or not jnp.issubdtype(
+            sequences.dtype, jnp.integer
+        ):
+            raise ValueError(
+                "stop_sequences must be i32[E, W], one a row and -1 after its end, or "
+                "i32[B, E, W] with those of each prompt, got "
+                f"{sequences.dtype}{list(sequences.shape)}"
+            )
+        if 0 in sequences.shape:
+            return cls(tokens=tokens, sequences=None)
+        if sequences.ndim == 2:
+            sequences = sequences[None]
+        _check_rows("stop_sequences", sequences, num_prompts)
+        return cls(tokens=tokens, sequences=_to_the_right(sequences.astype(jnp.int32)))
+
+    def of_prompts(self, prompts: jax.Array) -> "Stops":
+        """Return what stops each of these prompts, i32[K], or all of them alike."""
+
+        def pick(rows: jax.Array) -> jax.Array:
+            return rows if rows.shape[0] == 1 else rows[prompts]
+
+        return jax.tree.map(pick, self)
+
+    def replace(self, prompts: jax.Array, stops: "Stops", num_prompts: int) -> "Stops":
+        """Return these with those of other prompts instead of some, i32[K] of Q.
+
+        Raises:
+          ValueError: unless each prompt has its own, as many and as long.
+        """
+
+        def put(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+            was, now = [() if rows is None else rows.shape for rows in (old, new)]
+            is_shared = old is not None and old.size and was[0] != num_prompts
+            if was[1:] != now[1:] or is_shared:
+                raise ValueError(
+                    f"what stops added prompts must have the shape of the first call: "
+                    f"its stops are {list(was)}, those added {list(now)}, with rows "
+                    f"for {num_prompts} prompts; begin with stop_tokens i32[B, E] and "
+                    f"stop_sequences i32[B, F, C], and add both"
+                )
+            if old is None or new is None:
+                return None
+            return old.at[prompts].set(new, mode="drop")
+
+        tokens = put(self.tokens, stops.tokens)
+        assert tokens is not None
+        return Stops(tokens=tokens, sequences=put(self.sequences, stops.sequences))
+
+
+def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:
+    if rows.shape[0] not in (1, num_prompts):
+        raise ValueError(
+            f"{name} must have one row for each of {num_prompts} prompts, or none; got "
+            f"shape {list(rows.shape)}"
+        )
+
+
+def _to_the_right(sequences: jax.Array) -> jax.Array:
+    """Move sequences, i32[..., C], to the right, -1 in front instead of behind."""
+    width = sequences.shape[-1]
+    column = jax.lax.broadcasted_iota(jnp.int32, sequences.shape, sequences.ndim - 1)
+    is_token = jnp.cumprod((sequences >= 0).astype(jnp.int32), axis=-1)
+    missing = width - jnp.sum(is_token, axis=-1, dtype=jnp.int32, keepdims=True)
+    source = column - missing
+    moved = jnp.take_along_axis(sequences, jnp.maximum(source, 0), axis=-1)
+    return jnp.where(source < 0, _ANY, moved)
+
+
+class Bounds(NamedTuple):
+    """How long a text can become in this cache."""
+
+    max_context_length: jax.Array | int  # i32[K] where texts differ
+    block_size: BlockSize
+    num_blocks: Blocks  # i32[], those it would find if it were alone
+
+    def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
+        """Return which texts of these lengths, i32[K], have a token without a slot."""
+        has_blocks = reach(self.num_blocks, blocks_for(lengths, self.block_size))
+        return [
+            (FinishReason.CONTEXT_FULL, lengths > self.max_context_length),
+            (FinishReason.OUT_OF_BLOCKS, ~has_blocks),
+        ]
+
+
+def find_first(
+    shape: Sequence[int], causes: list[tuple[FinishReason, jax.Array]]
+) -> jax.Array:
+    """Return the first cause that applies, RUNNING where none does, i32[K]."""
+    reasons = jnp.full(shape, FinishReason.RUNNING, jnp.int32)
+    for reason, applies in reversed(causes):
+        reasons = jnp.where(applies, jnp.int32(reason), reasons)
+    return reasons
+
+
+def judge_prompts(prompts: Prompts, bounds: Bounds) -> jax.Array:
+    """Return why prompts are not begun, RUNNING where they are, i32[Q]."""
+    return find_first(
+        prompts.lengths.shape,
+        [
+            (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
+            (FinishReason.LENGTH, prompts.limits <= 0),
+            *bounds.exceeded(prompts.lengths),
+        ],
+    )
+
+
+def judge_texts(
+    prompts: Prompts,
+    stops: Stops,
+    bounds: Bounds,
+    tokens: jax.Array,
+    sequences: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """Return why texts end after a token, RUNNING where they go on.
+
+    Args:
+      prompts: Q of them.
+      stops: what ends a text.
+      bounds: how long it can become.
+      tokens: i32[N, G], new ones of N sequences.
+      sequences: i32[K].
+      lengths: i32[K], new tokens up to and with the one in question.
+
+    Returns:
+      i32[K], `FinishReason`.
+    """
+    num_samples = tokens.shape[0] // prompts.lengths.shape[0]
+    prompt = jax.lax.div(sequences, jnp.int32(num_samples))
+    newest = tokens[sequences, jnp.maximum(lengths - 1, 0)]
+    stops = stops.of_prompts(prompt)
+    is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
+    if stops.sequences is not None:
+        is_stop |= _ends_with_any(tokens, sequences, lengths, stops.sequences)
+    return find_first(
+        lengths.shape,
+        [
+            (FinishReason.STOP, is_stop),
+            (FinishReason.LENGTH, lengths >= prompts.limits[prompt]),
+            *bounds.exceeded(prompts.lengths[prompt] + lengths),
+        ],
+    )
+
+
+def _ends_with_any(
+    tokens: jax.Array, sequences: jax.Array, lengths: jax.Array, stops: jax.Array
+) -> jax.Array:
+    """Return which texts, i32[K], end with a stop sequence of theirs, bool[K].
+
+    The stop sequences are i32[K or 1, F, C].
+    """
+    width = stops.shape[2]
+    offset = jnp.arange(width, dtype=jnp.int32)[None]
+    column = lengths[:, None] - width + offset
+    last = tokens[sequences[:, None], jnp.maximum(column, 0)]
+    last = jnp.where(column < 0, _NO_TOKEN, last)
+    agrees = (stops == _ANY) | (stops == last[:, None])
+    is_stop = jnp.all(agrees, axis=2) & jnp.any(stops != _ANY, axis=2)
+    return jnp.any(is_stop, axis=1)

@@ -1,0 +1,1 @@
+"""Which sequences run: admission, preemption, and the step that they share."""

@@ -1,0 +1,206 @@
+"""Admission: sequences that wait get places, and rows of the cache.
+
+A sequence that computes its prompt allocates a row; one that shares it forks.
+
+Symbols: K lanes, Q prompts, W places.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.sampling.stopping import find_first
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.places import LANES, find_oldest
+from jkv.decoding.scheduler.samples import Holder, find_pending
+from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
+from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.texts.blocks import Blocks
+from jkv.decoding.texts.prompts import find_texts
+from jkv.decoding.texts.results import FinishReason
+from jkv.sharding.loops import while_loop
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.status import Status
+from jkv.verbs.allocation import allocate
+from jkv.verbs.forking import fork
+
+
+def admit(
+    cache: Cache, state: GenerationState, slack: Blocks
+) -> tuple[Cache, GenerationState]:
+    """Admit sequences that wait, as long as they fit.
+
+    Args:
+      cache: the cache.
+      state: the generation.
+      slack: i32[], free blocks that were promised to no sequence.
+    """
+    num_lanes = min(LANES, state.places.num_places)
+    Carry = tuple[Cache, GenerationState, jax.Array]
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, _ = carry
+        state, attempt = seat_waiting(cache, state, num_lanes)
+        return _open_seated(cache, state, attempt, num_lanes)
+
+    begins = may_seat(state, slack) | jnp.any(state.places.is_pending)
+    cache, state, _ = while_loop(lambda carry: carry[2], trip, (cache, state, begins))
+    return cache, state
+
+
+class _Lanes(NamedTuple):
+    """K places whose sequences can be opened in the cache, the oldest first."""
+
+    places: jax.Array  # i32[K], W where there are no more
+    sequences: jax.Array  # i32[K]
+    prompts: jax.Array  # i32[K]
+    leads: jax.Array  # bool[K], it computes its prompt itself
+    forks: jax.Array  # bool[K], it shares its prompt
+
+
+def _open_seated(
+    cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Open rows of the cache for sequences that have places, at most K.
+
+    Returns:
+      The cache, the state, and bool[]: whether there may be more to do.
+    """
+    loads = state.loads(cache)
+    lanes, is_more = _find_lanes(state, loads, num_lanes)
+    texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
+    cache, opened = allocate(
+        cache,
+        jnp.where(lanes.leads, lengths, NO_SEQUENCE),
+        tokens=texts,
+        salts=state.prompts.salts[lanes.prompts],
+        keep_free=attempt.keep_free,
+    )
+    seq_ids, holder = opened.seq_ids, state.holder
+    if state.num_samples > 1:
+        cache, forked, holder = _fork_prompts(cache, state, loads, lanes)
+        seq_ids = jnp.where(lanes.leads, seq_ids, forked)
+    state = _give_up(state, attempt, lanes, opened.status, seq_ids)
+    state = dataclasses.replace(state, holder=holder)
+    state = _note_opened(state, lanes, seq_ids, opened.num_cached)
+    return cache, state, attempt.goes_on | (is_more & jnp.any(seq_ids >= 0))
+
+
+def _find_lanes(
+    state: GenerationState, loads: Loads, num_lanes: int
+) -> tuple[_Lanes, jax.Array]:
+    """Find places to be opened; and whether there are more than lanes, bool[]."""
+    places = state.places
+    leads = places.is_pending
+    forks = jnp.zeros_like(leads)
+    if state.num_samples > 1:
+        leads, forks = find_pending(
+            places,
+            state.holder,
+            loads.prompts,
+            loads.prompt_lengths,
+            loads.done,
+            state.prompts.lengths.shape[0],
+        )
+    can_open = leads | forks
+    lanes = find_oldest(places, can_open, num_lanes)
+    found = _Lanes(
+        places=lanes,
+        sequences=places.sequences.at[lanes].get(mode="clip"),
+        prompts=loads.prompts.at[lanes].get(mode="clip"),
+        leads=leads.at[lanes].get(mode="fill", fill_value=False),
+        forks=forks.at[lanes].get(mode="fill", fill_value=False),
+    )
+    return found, jnp.sum(can_open, dtype=jnp.int32) > num_lanes
+
+
+def _fork_prompts(
+    cache: Cache, state: GenerationState, loads: Loads, lanes: _Lanes
+) -> tuple[Cache, jax.Array, Holder]:
+    """Fork prompts from sequences that have them; the first takes over a held one.
+
+    Returns:
+      The cache; i32[K], the rows of those that fork, -1 where refused; and the holder.
+    """
+    places, holder = state.places, state.holder
+    is_source = (
+        (places.is_cached & loads.has_prompt)[None]
+        & (loads.prompts[None] == lanes.prompts[:, None])
+        & lanes.forks[:, None]
+    )
+    has_source = jnp.any(is_source, axis=1)
+    source = places.seq_ids[jnp.argmax(is_source, axis=1)]
+    is_held = lanes.forks & ~has_source & holder.holds(lanes.prompts)
+    takes = is_held & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
+    parents = jnp.where(is_held & ~takes, holder.seq_id, NO_SEQUENCE)
+    parents = jnp.where(has_source, source, parents)
+    cache, forked = fork(cache, parents, state.prompts.lengths[lanes.prompts])
+    seq_ids = jnp.where(takes, holder.seq_id, forked.seq_ids)
+    left = jnp.where(jnp.any(takes), NO_SEQUENCE, holder.seq_id)
+    return cache, seq_ids, dataclasses.replace(holder, seq_id=left)
+
+
+def _note_opened(
+    state: GenerationState, lanes: _Lanes, seq_ids: jax.Array, num_cached: jax.Array
+) -> GenerationState:
+    """Note the rows of the cache that places got, i32[K], -1 where they got none."""
+    place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
+    state = dataclasses.replace(
+        state,
+        places=dataclasses.replace(
+            state.places,
+            seq_ids=state.places.seq_ids.at[place].set(seq_ids, mode="drop"),
+        ),
+        result=state.result.add_counts(
+            cached_tokens=jnp.sum(num_cached, dtype=jnp.int32)
+        ),
+    )
+    return note_texts(state, place)
+
+
+def _give_up(
+    state: GenerationState,
+    attempt: Attempt,
+    lanes: _Lanes,
+    status: jax.Array,
+    seq_ids: jax.Array,
+) -> GenerationState:
+    """Unseat a sequence tried in vain; end one that cannot begin though it is alone.
+
+    Args:
+      state: before anything was opened.
+      attempt: what was tried.
+      lanes: K of them.
+      status: i32[K], what the cache answered to those that lead.
+      seq_ids: i32[K], what was opened.
+    """
+    places, result = state.places, state.result
+    is_alone = ~jnp.any(places.is_cached) & ~jnp.any(seq_ids >= 0)
+    refused = lanes.leads & (status != Status.OK)
+    ages = places.ages.at[lanes.places].get(mode="fill", fill_value=-1)
+    is_tried = attempt.is_trial & (ages == places.num_running - 1)
+    unseats = jnp.any(is_tried & refused) & ~is_alone
+    reason = find_first(
+        (),
+        [
+            (FinishReason.OUT_OF_SEQUENCES, status[0] == Status.OUT_OF_SEQUENCES),
+            (FinishReason.OUT_OF_BLOCKS, status[0] == Status.OUT_OF_BLOCKS),
+        ],
+    )
+    num_sequences = result.reasons.shape[0]
+    ended = jnp.where(refused[0] & is_alone, lanes.sequences[0], num_sequences)
+    return dataclasses.replace(
+        state,
+        places=dataclasses.replace(
+            places, num_running=places.num_running - unseats.astype(jnp.int32)
+        ),
+        seating_needs=tuple(
+            jnp.where(unseats, slack + 1, needs)
+            for slack, needs in zip(attempt.slack, state.seating_needs, strict=True)
+        ),
+        result=result._replace(
+            reasons=result.reasons.at[ended].set(reason, mode="drop")
+        ),
+    )

@@ -1,0 +1,174 @@
+"""Arrivals: a host adds prompts between two windows of steps.
+
+Symbols: N sequences, Q prompts, K prompts of a call, P most prompt tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.sampling.stopping import Stops, judge_prompts
+from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.metadata import mentions, ring
+from jkv.metadata.requests import Integers, Texts, broadcast
+from jkv.state import Cache, Ring
+from jkv.state.entry import takes_cache
+
+
+@takes_cache()
+def add_prompts(
+    cache: Cache,
+    state: GenerationState,
+    indices: Integers,
+    prompts: Texts,
+    *,
+    limits: Integers | None = None,
+    stop_tokens: Integers | None = None,
+    stop_sequences: Texts | None = None,
+    num_samples: Integers | None = None,
+    salts: Integers = 0,
+    priorities: Integers = 0,
+) -> GenerationState:
+    """Let more prompts wait, instead of some that have ended.
+
+    Their sequences begin with nothing, behind those that wait with the same priority;
+    what those before them had is forgotten. A server begins with empty prompts, and
+    replaces them as requests come.
+
+    Args:
+      cache: the cache.
+      state: from `prefill` or `decode`.
+      indices: i32[K], which prompts of the generation to replace, -1 for none. All
+        sequences of such a prompt must have ended, or it stays as it is; the first
+        mention counts.
+      prompts: i32[K, P], -1 after each one's end, P as in the first call.
+      limits: i32[K], most new tokens of each; None is as many as there is room for.
+      stop_tokens: i32[K, E], those of each prompt, -1 for none, E as in the first call.
+        None leaves those of the first call, which then hold for all prompts.
+      stop_sequences: i32[K, F, C], likewise, -1 after each one's end.
+      num_samples: i32[K], how many of its sequences each prompt wants; the others
+        count as CANCELLED. None is all.
+      salts: i32[K] or int, domains of the prefix cache.
+      priorities: i32[K] or int; of those that have not begun, smaller ones go first.
+
+    Returns:
+      The state; a prompt that cannot begin has a reason at once.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> from jkv.decoding import add_prompts, begin, decode
+      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
+      ...     logits = jax.nn.one_hot(tokens + 1, 100)
+      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> nothing = jnp.full((2, 3), -1)
+      >>> state = begin(count_on, None, cache, nothing, max_new_tokens=4)
+      >>> state = add_prompts(cache, state, [1], jnp.array([[5, 6, 7]]))
+      >>> cache, state = decode(count_on, None, cache, state)
+      >>> state.result.tokens.tolist()
+      [[-1, -1, -1, -1], [8, 9, 10, 11]]
+    """
+    num_prompts, width = state.prompts.tokens.shape
+    (indices,) = broadcast(indices=indices)
+    added = Prompts.of(
+        prompts,
+        limits=limits,
+        max_new_tokens=state.result.tokens.shape[1],
+        salts=salts,
+        priorities=priorities,
+    )
+    if added.tokens.shape != (len(indices), width):
+        raise ValueError(
+            f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
+            f"wide as the first ones; got i32{list(added.tokens.shape)}"
+        )
+    is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
+    index = jnp.where(indices < 0, num_prompts, indices)
+    is_free = ~is_busy.at[index].get(mode="fill", fill_value=True)
+    is_free &= mentions.is_first(index, num_prompts)
+    index = jnp.where(is_free, index, num_prompts)
+    kept = jax.tree.map(
+        lambda old, new: old.at[index].set(new, mode="drop"), state.prompts, added
+    )
+    stops = state.stops
+    if stop_tokens is not None or stop_sequences is not None:
+        none = () if stop_tokens is None else stop_tokens
+        added_stops = Stops.of(none, stop_sequences, len(indices))
+        stops = stops.replace(index, added_stops, num_prompts)
+    state = dataclasses.replace(state, prompts=kept, stops=stops)
+    most = state.num_samples if num_samples is None else num_samples
+    (wanted,) = broadcast(len(indices), num_samples=most)
+    return _queue_up(cache, state, index, added, jnp.asarray(wanted))
+
+
+def _queue_up(
+    cache: Cache,
+    state: GenerationState,
+    index: jax.Array,
+    added: Prompts,
+    wanted: jax.Array,
+) -> GenerationState:
+    """Let the sequences of added prompts wait.
+
+    Args:
+      cache: the cache.
+      state: with the prompts.
+      index: i32[K], which prompts they are; Q for none.
+      added: K prompts.
+      wanted: i32[K], how many sequences of each begin.
+    """
+    num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
+    sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
+    sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
+    reasons = judge_prompts(added, state.bounds(cache))
+    is_wanted = sample_index < wanted[:, None]
+    unwanted = jnp.int32(FinishReason.CANCELLED)
+    reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
+    begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
+    # Sequences of a prompt may have ended while they waited.
+    queue = drop_from_queue(state.queue, ~state.is_running)
+    fresh = Generation.empty(reasons, state.result.tokens.shape[1])
+    old = state.result
+
+    def begin(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[sequences].set(new, mode="drop")
+
+    state = dataclasses.replace(
+        state,
+        result=Generation(
+            tokens=begin(old.tokens, fresh.tokens),
+            lengths=begin(old.lengths, fresh.lengths),
+            reasons=begin(old.reasons, fresh.reasons),
+            logprobs=begin(old.logprobs, fresh.logprobs),
+            statistics=old.statistics,
+        ),
+        seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
+        speculation=state.speculation and state.speculation.forget(sequences),
+    )
+    queue = ring.push(queue, sequences, begins)
+    queue = order_queue(queue, _find_ranks(state, queue))
+    return dataclasses.replace(state, queue=queue)
+
+
+def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
+    """Return the priority of each sequence, i32[N].
+
+    Samples of a prompt that has begun come before all: only one prompt is ever held.
+    """
+    num_samples, is_running = state.num_samples, state.is_running
+    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    waiting = jnp.where(rank < queue.count, ring.peek(queue, rank), len(is_running))
+    has_begun = is_running.at[waiting].set(False, mode="drop")
+    has_begun |= state.result.lengths > 0
+    has_begun = jnp.any(has_begun.reshape(-1, num_samples), axis=1)
+    first = jnp.iinfo(jnp.int32).min
+    ranks = jnp.where(has_begun, first, state.prompts.priorities)
+    return jnp.repeat(ranks, num_samples)

@@ -1,0 +1,119 @@
+"""Data parallel: one generation over several ranks, to which prompts are dealt.
+
+Each rank generates from all prompts, those of other ranks empty, so that prompts and
+results keep their order. Nothing crosses but how much is free, before, and the
+results, after.
+
+Symbols: Q prompts, N sequences, P ranks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import Generation, Statistics
+from jkv.metadata.xla_cpu import divide
+from jkv.sharding.pools import with_rank, without_rank
+from jkv.state import Cache
+from jkv.verbs.lookups import num_free_blocks
+from jkv.verbs.pooling import enter_pool, leave_pool
+
+# A generation of one pool: params, cache, prompts, and how tokens are guessed.
+Generate = Callable[[Any, Cache, Prompts, Any], tuple[Cache, Generation]]
+
+
+def generate_on_pools(
+    generate: Generate,
+    params: Any,
+    cache: Cache,
+    prompts: Prompts,
+    speculate: Any,
+    num_samples: int,
+) -> tuple[Cache, Generation]:
+    """Deal prompts to the ranks by what is free, and generate on all.
+
+    Args:
+      generate: what each rank does with the prompts that are its own.
+      params: the model's weights.
+      cache: with a pool for each rank.
+      prompts: Q of them.
+      speculate: how each rank guesses tokens, any pytree.
+      num_samples: sequences of each.
+
+    Returns:
+      The cache, and the results in the order of the prompts, the same on all ranks.
+    """
+    pools = cache.pools
+    assert pools is not None
+    axis = pools.axis
+
+    def on_rank(divided: Cache, whole: Any) -> tuple[Cache, Generation]:
+        params, prompts, speculate = whole
+        cache = enter_pool(without_rank(divided))
+        free = jax.lax.all_gather(num_free_blocks(cache), axis)
+        owner = deal(prompts, free, cache.block_size, num_samples)
+        is_mine = owner == jax.lax.axis_index(axis)
+        mine = dataclasses.replace(
+            prompts,
+            tokens=jnp.where(is_mine[:, None], prompts.tokens, -1),
+            lengths=jnp.where(is_mine, prompts.lengths, 0),
+        )
+        cache, result = generate(params, cache, mine, speculate)
+        result = _collect(result, jnp.repeat(is_mine, num_samples), axis)
+        return leave_pool(with_rank(cache), pools), result
+
+    out_specs = PartitionSpec(axis), PartitionSpec()
+    answer: tuple[Cache, Generation] = pools.map(
+        on_rank, cache, (params, prompts, speculate), out_specs=out_specs
+    )
+    return answer
+
+
+def deal(
+    prompts: Prompts, free: jax.Array, block_size: int, num_samples: int
+) -> jax.Array:
+    """Return the rank of each prompt, i32[Q].
+
+    Each goes, in order, to the rank that has most blocks left when those before it are
+    as long as they can become; of equal ones to the first.
+
+    Args:
+      prompts: Q of them.
+      free: i32[P], free blocks of each rank.
+      block_size: tokens per block.
+      num_samples: sequences of each.
+    """
+    # A prompt is held once, what follows it by each sample.
+    prompt_blocks, _ = divide(prompts.lengths + (block_size - 1), block_size)
+    new_blocks, _ = divide(prompts.limits + (block_size - 1), block_size)
+    needs = prompt_blocks + num_samples * new_blocks
+    needs = jnp.where(prompts.lengths > 0, needs, 0)
+
+    def give(left: jax.Array, need: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rank = jnp.argmax(left).astype(jnp.int32)
+        return left.at[rank].add(-need), rank
+
+    return jax.lax.scan(give, free, needs)[1]
+
+
+def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
+    """Return the results of all ranks, each sequence's by the rank that had it."""
+
+    def choose(array: jax.Array) -> jax.Array:
+        shape = (-1,) + (1,) * (array.ndim - 1)
+        mine = jnp.where(is_mine.reshape(shape), array, jnp.zeros_like(array))
+        return jax.lax.psum(mine, axis)
+
+    counts = Statistics(*jax.lax.psum(tuple(result.statistics), axis))
+    return Generation(
+        tokens=choose(result.tokens),
+        lengths=choose(result.lengths),
+        reasons=choose(result.reasons),
+        logprobs=choose(result.logprobs),
+        statistics=counts,
+    )

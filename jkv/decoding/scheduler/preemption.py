@@ -1,0 +1,100 @@
+"""Preemption: where blocks lack, the youngest sequence gives its own back and waits.
+
+Symbols: W places.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.scheduler.demand import find_demand
+from jkv.decoding.scheduler.places import (
+    Places,
+    find_youngest_running,
+    unseat_youngest,
+)
+from jkv.decoding.scheduler.samples import Holder
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import (
+    Blocks,
+    count_free_blocks,
+    reach,
+    subtract,
+    total,
+)
+from jkv.sharding.loops import while_loop
+from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.verbs.allocation import free
+
+
+def preempt_youngest(
+    cache: Cache, state: GenerationState
+) -> tuple[Cache, GenerationState, Blocks]:
+    """Preempt the youngest until the free blocks reach for what the others need.
+
+    A prompt that is held goes first. One sequence is left at least.
+
+    Returns:
+      The cache, the state, and i32[] for each group: free blocks that were promised to
+      no sequence.
+    """
+    demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
+
+    def lacks_blocks(running: _Running) -> jax.Array:
+        can_give = (running.holder.seq_id >= 0) | (running.places.num_running > 1)
+        free = tuple(group.free_blocks.count for group in running.metadata.groups)
+        return can_give & ~reach(free, running.promised)
+
+    none = jnp.zeros((), jnp.int32)
+    running = while_loop(
+        lacks_blocks,
+        lambda running: _take_back(cache, running, demand),
+        _Running(cache.metadata, state.places, state.holder, total(demand), none),
+    )
+    cache = cache.with_metadata(running.metadata)
+    is_same = running.places.num_running == state.places.num_running
+    state = dataclasses.replace(
+        state,
+        places=running.places,
+        holder=running.holder,
+        seating_needs=tuple(jnp.where(is_same, n, 0) for n in state.seating_needs),
+        result=state.result.add_counts(preemptions=running.num_preempted),
+    )
+    return cache, state, subtract(count_free_blocks(cache), running.promised)
+
+
+class _Running(NamedTuple):
+    """What preemption changes."""
+
+    metadata: Metadata
+    places: Places
+    holder: Holder
+    promised: Blocks  # i32[]
+    num_preempted: jax.Array  # i32[]
+
+
+def _take_back(cache: Cache, running: _Running, demand: Blocks) -> _Running:
+    """Take the blocks of the holder, or else of the youngest; its demand, i32[W]."""
+    is_held = running.holder.seq_id >= 0
+    youngest = find_youngest_running(running.places)
+    seq_id = jnp.where(is_held, running.holder.seq_id, running.places.seq_ids[youngest])
+    cache, _ = free(cache.with_metadata(running.metadata), seq_id[None])
+    places = jax.tree.map(
+        lambda kept, new: jnp.where(is_held, kept, new),
+        running.places,
+        unseat_youngest(running.places),
+    )
+    # A sequence that waited for its prompt had computed nothing.
+    counts = ~is_held & (seq_id >= 0)
+    return _Running(
+        metadata=cache.metadata,
+        places=places,
+        holder=dataclasses.replace(running.holder, seq_id=jnp.int32(NO_SEQUENCE)),
+        promised=subtract(
+            running.promised,
+            tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),
+        ),
+        num_preempted=running.num_preempted + counts.astype(jnp.int32),
+    )

@@ -1,0 +1,146 @@
+"""Release: sequences that ended are freed, and their places emptied.
+
+Symbols: K lanes, Q prompts, W places.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
+from jkv.decoding.scheduler.samples import Holder, find_hand_over
+from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.texts.results import FinishReason
+from jkv.sharding.loops import when, while_loop
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.status import Status
+from jkv.verbs.allocation import free
+from jkv.verbs.truncation import truncate
+
+
+def release_ended(
+    cache: Cache, state: GenerationState
+) -> tuple[Cache, GenerationState]:
+    """Free the sequences that ended, and empty their places."""
+    Carry = tuple[Cache, GenerationState]
+
+    def release(carry: Carry) -> Carry:
+        cache, state = carry
+        gives = jnp.zeros_like(ended)
+        if state.num_samples > 1:
+            cache, state, gives = _hand_over(cache, state, ended)
+        seq_ids = jnp.where(ended & ~gives, state.places.seq_ids, NO_SEQUENCE)
+        held = state.holder.seq_id
+        unwanted = jnp.where(is_unwanted, held, NO_SEQUENCE)
+        kept = jnp.where(is_unwanted, NO_SEQUENCE, held)
+        cache = _free_all(cache, jnp.concatenate([seq_ids, unwanted[None]]))
+        return cache, dataclasses.replace(
+            state,
+            places=vacate(state.places, ended),
+            holder=dataclasses.replace(state.holder, seq_id=kept),
+            seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
+        )
+
+    # In most steps no sequence ends.
+    places = state.places
+    ended = places.is_started & ~state.is_running[places.sequences]
+    is_unwanted = _is_holder_unwanted(state)
+    return when(jnp.any(ended) | is_unwanted, release, (cache, state))
+
+
+def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
+    """Free sequences, i32[P], some at a time, as mostly few of all places end."""
+    num_lanes = min(LANES, seq_ids.shape[0])
+    Carry = tuple[Cache, jax.Array]
+
+    def trip(carry: Carry) -> Carry:
+        cache, left = carry
+        chosen = find_chosen(left, num_lanes)
+        lanes = seq_ids.at[chosen].get(mode="fill", fill_value=NO_SEQUENCE)
+        cache, _ = free(cache, lanes)
+        return cache, left.at[chosen].set(False, mode="drop")
+
+    left = seq_ids != NO_SEQUENCE
+    cache, _ = while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
+    return cache
+
+
+def _hand_over(
+    cache: Cache, state: GenerationState, ended: jax.Array
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Hand over the prompts of ended sequences, bool[W], that other samples need.
+
+    Returns:
+      The cache, the state, and bool[W]: places whose sequence is not to be freed.
+    """
+    places, loads = state.places, state.loads(cache)
+    wanted = find_hand_over(
+        places, ended, loads.prompts, loads.has_prompt, _count_unfinished(state)
+    )
+    # There is one holder; its prompt is handed over before another is wanted.
+    gives = wanted.gives & (
+        (wanted.receiver < places.num_places) | (state.holder.seq_id < 0)
+    )
+    Carry = tuple[Cache, GenerationState, jax.Array, jax.Array]
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, left, given = carry
+        giver = find_oldest(places, left, 1)[0]
+        seq_id, length = places.seq_ids[giver], loads.prompt_lengths[giver]
+        cache, status = truncate(cache, seq_id[None], length[None])
+        # A sequence that cannot be cut back is freed; the prompt is computed again.
+        is_cut = status[0] == Status.OK
+        receiver = jnp.where(is_cut, wanted.receiver[giver], -1)
+        state = _receive(state, receiver, seq_id, loads.prompts[giver])
+        return cache, state, left.at[giver].set(False), given.at[giver].set(is_cut)
+
+    cache, state, _, given = while_loop(
+        lambda carry: jnp.any(carry[2]),
+        trip,
+        (cache, state, gives, jnp.zeros_like(gives)),
+    )
+    return cache, state, given
+
+
+def _receive(
+    state: GenerationState, receiver: jax.Array, seq_id: jax.Array, prompt: jax.Array
+) -> GenerationState:
+    """Give a place the sequence of a prompt, or hold it.
+
+    Args:
+      state: the generation.
+      receiver: i32[], a place; W holds it, -1 does neither.
+      seq_id: i32[], the sequence.
+      prompt: i32[], whose tokens it has.
+    """
+    places, holder = state.places, state.holder
+    place = jnp.where(receiver < 0, places.num_places, receiver)
+    is_held = receiver == places.num_places
+    state = dataclasses.replace(
+        state,
+        places=dataclasses.replace(
+            places, seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
+        ),
+        holder=Holder(
+            seq_id=jnp.where(is_held, seq_id, holder.seq_id),
+            prompt=jnp.where(is_held, prompt, holder.prompt),
+        ),
+    )
+    return note_texts(state, place[None])
+
+
+def _is_holder_unwanted(state: GenerationState) -> jax.Array:
+    """Return whether a prompt is held of which all samples have ended, bool[]."""
+    if state.num_samples == 1:
+        return jnp.zeros((), bool)
+    sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
+    samples = state.holder.prompt * state.num_samples + sample_index
+    return (state.holder.seq_id >= 0) & ~jnp.any(state.is_running[samples])
+
+
+def _count_unfinished(state: GenerationState) -> jax.Array:
+    """Return the samples of each prompt that have not ended, i32[Q]."""
+    running = state.result.reasons == FinishReason.RUNNING
+    by_prompt = running.reshape(-1, state.num_samples)
+    return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)

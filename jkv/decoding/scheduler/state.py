@@ -1,0 +1,116 @@
+"""A generation under way: what was asked, what has come of it, and what runs.
+
+Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
+"""
+
+import dataclasses
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.sampling.stopping import Bounds, Stops
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.places import Places
+from jkv.decoding.scheduler.samples import Holder
+from jkv.decoding.texts.blocks import Blocks, BlockSize, find_block_size
+from jkv.decoding.texts.prompts import Prompts, find_texts
+from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.state import NO_SEQUENCE, Cache, Ring
+
+
+class Companion(Protocol):
+    """What goes with the sequences of a generation, any pytree: see speculation."""
+
+    @property
+    def draft_cache(self) -> Cache | None:
+        """The cache of a draft model, None without one."""
+        ...
+
+    def forget(self, sequences: jax.Array) -> Self:
+        """Forget sequences whose numbers pass to other texts, i32[K]."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GenerationState:
+    """A generation under way: what `prefill` returns and `decode` carries on.
+
+    The last token of each running sequence has been chosen but is not in the cache.
+    """
+
+    result: Generation  # what there is so far
+    prompts: Prompts  # what is continued, and how far
+    stops: Stops  # what ends a sequence
+    places: Places  # what runs
+    queue: Ring  # i32[N], sequences that have never run, in order
+    holder: Holder  # a prompt that is kept for samples that wait
+    seen: jax.Array  # bool[W, V], tokens of the text in each place
+    num_blocks: Blocks  # i32[], those that a sequence would find alone
+    most_running: jax.Array  # i32[], sequences that run at one time, at most W
+    # i32[], unpromised blocks that the first sequence that waits needs at least
+    seating_needs: Blocks
+    speculation: Companion | None  # None where nothing is guessed
+    # Rows that a step may have, ascending; static, as each is a program of its own.
+    row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences of each prompt."""
+        return self.result.tokens.shape[0] // self.prompts.tokens.shape[0]
+
+    @property
+    def is_running(self) -> jax.Array:
+        """Whether each sequence goes on, running or waiting, bool[N]."""
+        return self.result.reasons == FinishReason.RUNNING
+
+    @property
+    def seq_ids(self) -> jax.Array:
+        """The row of the cache that each sequence has, i32[N]; -1 where none."""
+        places, num_sequences = self.places, self.result.lengths.shape[0]
+        sequence = jnp.where(places.is_cached, places.sequences, num_sequences)
+        nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
+        return nowhere.at[sequence].set(places.seq_ids, mode="drop")
+
+    def bounds(self, cache: Cache) -> Bounds:
+        """How long a text can become."""
+        return Bounds(cache.max_context_length, self.block_size(cache), self.num_blocks)
+
+    def block_size(self, cache: Cache) -> BlockSize:
+        """How many blocks a text takes in this cache, in steps of these rows."""
+        return find_block_size(cache, self.row_counts)
+
+    def loads(self, cache: Cache) -> Loads:
+        """What the sequence of each place has."""
+        sequences, metadata = self.places.sequences, cache.metadata
+        prompt = jax.lax.div(sequences, jnp.int32(self.num_samples))
+        prompt_lengths = self.prompts.lengths[prompt]
+        row = jnp.where(
+            self.places.is_cached, self.places.seq_ids, metadata.max_sequences
+        )
+
+        def of_cached(array: jax.Array) -> jax.Array:
+            return array.at[row].get(mode="fill", fill_value=0)
+
+        return Loads(
+            prompts=prompt,
+            prompt_lengths=prompt_lengths,
+            text_lengths=prompt_lengths + self.result.lengths[sequences],
+            done=of_cached(metadata.context_lengths),
+            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.groups),
+            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.groups),
+        )
+
+
+def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
+    """Note which tokens the texts in places have, i32[K]; W is no place."""
+    nowhere = state.places.num_places
+    sequences = state.places.sequences.at[lanes].get(mode="clip")
+    texts, _ = find_texts(state.prompts, state.result, sequences)
+    vocabulary = state.seen.shape[1]
+    token = jnp.where(texts < 0, vocabulary, texts)
+    seen = state.seen.at[lanes].set(False, mode="drop")
+    lane = jnp.broadcast_to(jnp.minimum(lanes, nowhere)[:, None], token.shape)
+    seen = seen.at[lane, token].set(True, mode="drop")
+    return dataclasses.replace(state, seen=seen)

@@ -1,0 +1,228 @@
+"""One step: a token or a piece of a prompt of each running sequence, then what is next.
+
+A step gives a row to every sequence in the cache, computes the rows, chooses a token
+for each text whose last token was among them, and leaves the places as the next step
+finds them: ended sequences released, the youngest preempted where blocks lack, those
+that wait admitted.
+
+Symbols: N sequences, W places, R rows of a step, V tokens in the vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.model.prefill import Pending, run_chunk
+from jkv.decoding.model.rows import choose_size, share_rows
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.scheduler.admission import admit
+from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.new_tokens import choose_tokens
+from jkv.decoding.scheduler.preemption import preempt_youngest
+from jkv.decoding.scheduler.release import release_ended
+from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.texts.blocks import count_used_blocks
+from jkv.decoding.texts.prompts import find_tokens
+from jkv.decoding.texts.results import FinishReason
+from jkv.sharding.loops import when
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.status import Status
+
+
+class Computed(NamedTuple):
+    """What the rows of a step brought, for each place."""
+
+    logits: jax.Array  # f32[W, V], after the place's last row, any without one
+    status: jax.Array  # i32[W], what the cache answered
+    num_rows: jax.Array  # i32[W], rows computed
+
+    @classmethod
+    def nothing(cls, logits: jax.Array) -> "Computed":
+        """No row, in these logits, f32[W, V]."""
+        num_places = logits.shape[0]
+        return cls(
+            logits=logits,
+            status=jnp.full((num_places,), Status.OK, jnp.int32),
+            num_rows=jnp.zeros((num_places,), jnp.int32),
+        )
+
+
+def run_step(
+    runner: Runner,
+    cache: Cache,
+    state: GenerationState,
+    sampling: Sampling,
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Do one step.
+
+    Args:
+      runner: the model.
+      cache: the cache.
+      state: the generation.
+      sampling: of N sequences.
+      logits: f32[W, V], the last step's, whose memory is used again.
+
+    Returns:
+      The cache, the state, and the new logits, f32[W, V].
+    """
+    cache, state, logits = advance(runner, cache, state, sampling, logits)
+    cache, state = schedule(cache, state)
+    return cache, state, logits
+
+
+def advance(
+    runner: Runner,
+    cache: Cache,
+    state: GenerationState,
+    sampling: Sampling,
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Compute the rows of a step, and choose a token for each text that is whole.
+
+    Arguments and results are those of `run_step`.
+    """
+    loads, places = state.loads(cache), state.places
+    left = loads.count_left(places)
+    counts = when(
+        jnp.any(left > 1),
+        lambda left: share_rows(left, places.ages, state.row_counts[-1]),
+        left,
+    )
+    cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
+    state = count_step(cache, state, loads, computed.num_rows)
+    state = note_refusals(state, computed.status)
+    is_whole = loads.done + computed.num_rows == loads.text_lengths
+    state = choose_tokens(
+        state,
+        state.bounds(cache),
+        computed.logits,
+        (computed.num_rows > 0) & is_whole,
+        sampling,
+    )
+    return cache, state, computed.logits
+
+
+def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Decide what the next step runs: release, preempt, admit."""
+    cache, state = release_ended(cache, state)
+    cache, state, slack = preempt_youngest(cache, state)
+    return admit(cache, state, slack)
+
+
+def _compute_rows(
+    runner: Runner,
+    cache: Cache,
+    state: GenerationState,
+    loads: Loads,
+    counts: jax.Array,  # i32[W]
+    logits: jax.Array,  # f32[W, V]
+) -> tuple[Cache, Computed]:
+    """Compute rows of the texts in the smallest step that holds them.
+
+    Args:
+      runner: the model.
+      cache: the cache.
+      state: the generation.
+      loads: what each place has.
+      counts: i32[W], rows of each.
+      logits: f32[W, V], memory for the new ones.
+    """
+    places, num_places = state.places, counts.shape[0]
+    Carry = tuple[Cache, Computed]
+
+    def find(place: jax.Array, position: jax.Array) -> jax.Array:
+        sequences = places.sequences[place]
+        return find_tokens(state.prompts, state.result, sequences, position)
+
+    def decode(carry: Carry, counts: jax.Array) -> Carry:
+        seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
+        tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+        cache, batch, logits = runner.run(carry[0], seq_ids, tokens)
+        return cache, Computed(logits, batch.status, batch.query_lengths)
+
+    def mix(num_rows: int) -> Callable[[Carry, jax.Array], Carry]:
+        def compute(carry: Carry, counts: jax.Array) -> Carry:
+            pending = Pending(places.seq_ids, find)
+            cache, batch, logits = run_chunk(
+                runner, carry[0], pending, loads.done, counts, num_rows
+            )
+            return cache, Computed(logits, batch.status, batch.query_lengths)
+
+        return compute
+
+    # Each program on its own: `lax.switch` would copy the pool.
+    sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
+    size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
+    carry = cache, Computed.nothing(logits)
+    if num_places in sizes:
+        is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
+        carry = when(is_decoding & (work > 0), decode, carry, counts)
+    for i, num_rows in enumerate(sizes):
+        if num_rows == num_places == 1:
+            continue  # its work is one row each
+        is_chosen = (size == i) & ~is_decoding & (work > 0)
+        carry = when(is_chosen, mix(num_rows), carry, counts)
+    return carry
+
+
+def note_refusals(
+    state: GenerationState,
+    status: jax.Array,  # i32[W], what the cache answered
+) -> GenerationState:
+    """End sequences that the caller freed, or whose last blocks it took."""
+    result, places = state.result, state.places
+    is_gone = status == Status.INVALID_SEQUENCE
+    # If others run, the youngest is preempted, and this one waits for its blocks.
+    is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
+    lacks_blocks = (status == Status.OUT_OF_BLOCKS) & is_alone
+    refused = is_gone | lacks_blocks
+    cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
+    sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
+    reasons = when(
+        jnp.any(refused),
+        lambda reasons: reasons.at[sequence].set(cause.astype(jnp.int32), mode="drop"),
+        result.reasons,
+    )
+    return dataclasses.replace(state, result=result._replace(reasons=reasons))
+
+
+def count_step(
+    cache: Cache,
+    state: GenerationState,
+    loads: Loads,
+    rows: jax.Array,  # i32[W], that it computed
+) -> GenerationState:
+    """Count a step that has appended and not yet freed."""
+    places, old = state.places, state.result.statistics
+    served = rows > 0
+    of_prompt = jnp.clip(loads.prompt_lengths - loads.done, 0, rows)
+    # Of the generated tokens only the newest of a text was never computed before.
+    is_new = (loads.done + rows == loads.text_lengths) & (of_prompt < rows)
+    again = rows - of_prompt - is_new.astype(jnp.int32)
+    num_served = jnp.sum(served, dtype=jnp.int32)
+    waits = (state.queue.count > 0) | (places.num_started > places.num_running)
+    is_step = (num_served > 0).astype(jnp.int32)
+    waits_now = waits.astype(jnp.int32) * is_step
+    result = state.result.add_counts(
+        num_steps=is_step,
+        sequence_steps=num_served,
+        prompt_tokens=jnp.sum(of_prompt, dtype=jnp.int32),
+        recomputed_tokens=jnp.sum(again, dtype=jnp.int32),
+        queue_steps=waits_now,
+        idle_places=waits_now * (state.most_running - num_served),
+    )
+    used = count_used_blocks(cache)
+    length = jnp.where(places.is_cached, loads.done + rows, 0)
+    num_groups = len(cache.metadata.groups)
+    empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
+    is_peak = (used > old.peak_blocks) & (num_served > 0)
+    statistics = result.statistics._replace(
+        peak_blocks=jnp.where(is_peak, used, old.peak_blocks),
+        empty_slots=jnp.where(is_peak, empty, old.empty_slots),
+    )
+    return dataclasses.replace(state, result=result._replace(statistics=statistics))

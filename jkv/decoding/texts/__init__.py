@@ -1,0 +1,1 @@
+"""Texts of a generation: prompts, what has come of them, the blocks they take."""

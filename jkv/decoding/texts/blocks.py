@@ -1,0 +1,124 @@
+"""The blocks that texts take, in each group of layers.
+
+A sequence needs blocks in every group, each of which has a pool of its own: numbers of
+blocks are tuples, with one array for each group.
+
+Symbols: T tokens per block.
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata.xla_cpu import divide
+from jkv.state import Cache
+
+# Numbers of blocks in each group, i32[...].
+Blocks = tuple[jax.Array, ...]
+
+
+class BlockSize(NamedTuple):
+    """How many blocks a text takes: all of it, or with a window no more than some."""
+
+    tokens: int  # T
+    # Of each group, blocks that one sequence ever has at a time; None: those of the
+    # whole text.
+    most: tuple[int | None, ...] = (None,)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether `allocate` reserves all blocks of a text, in every group."""
+        return all(most is None for most in self.most)
+
+    def at_most(self, blocks: jax.Array) -> Blocks:
+        """Return numbers of blocks, i32[...], no more than a sequence ever has."""
+        return tuple(
+            blocks if most is None else jnp.minimum(blocks, most) for most in self.most
+        )
+
+
+def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
+    """Return how many blocks a text takes in a cache, in steps of so many rows."""
+    size, windows = cache.block_size, [each.window for each in cache.metadata.groups]
+    return BlockSize(
+        size, tuple(each.most_blocks(size, row_counts[-1]) for each in windows)
+    )
+
+
+def count_free_blocks(cache: Cache) -> Blocks:
+    """Return the blocks that can be handed out, i32[] for each group."""
+    return tuple(group.free_blocks.count for group in cache.metadata.groups)
+
+
+def count_used_blocks(cache: Cache) -> jax.Array:
+    """Return the blocks in use, i32[], of all groups together."""
+    groups = cache.metadata.groups
+    return sum_groups(
+        tuple(jnp.int32(g.num_blocks) - g.free_blocks.count for g in groups)
+    )
+
+
+def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:
+    """Return the blocks for numbers of tokens, i32[...], none of them given back."""
+    full, rest = divide(num_tokens, size.tokens)
+    return full + (rest > 0).astype(jnp.int32)
+
+
+def blocks_for(num_tokens: jax.Array, size: BlockSize) -> Blocks:
+    """Return the blocks for numbers of tokens, i32[...], of 0 or more."""
+    return size.at_most(count_columns(num_tokens, size))
+
+
+def blocks_beside_prompt(
+    prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
+) -> Blocks:
+    """Return the blocks of a text, i32[...], that other samples cannot share.
+
+    Its first new token has a slot, whether it has been drawn or not.
+    """
+    length = jnp.maximum(text_lengths, prompt_lengths + 1)
+    shared, _ = divide(prompt_lengths, size.tokens)
+    return size.at_most(count_columns(length, size) - shared)
+
+
+def blocks_to_take(
+    text_lengths: jax.Array, mapped: Blocks, kept: Blocks, size: BlockSize
+) -> Blocks:
+    """Return the blocks that sequences in the cache need for their texts, i32[...].
+
+    Args:
+      text_lengths: i32[...], tokens that there shall be.
+      mapped: i32[...], blocks that were ever taken for the text.
+      kept: i32[...], those that were not given back.
+      size: of a block.
+    """
+    whole = count_columns(text_lengths, size)
+
+    def more_in(most: int | None, mapped: jax.Array, kept: jax.Array) -> jax.Array:
+        more = jnp.maximum(whole - mapped, 0)
+        return more if most is None else jnp.minimum(more, jnp.maximum(most - kept, 0))
+
+    return tuple(map(more_in, size.most, mapped, kept))
+
+
+def total(blocks: Blocks) -> Blocks:
+    """Return the sums of numbers of blocks, i32[...], in each group, i32[]."""
+    return tuple(jnp.sum(each, dtype=jnp.int32) for each in blocks)
+
+
+def sum_groups(blocks: Blocks) -> jax.Array:
+    """Return numbers of blocks of all groups together, i32[...]."""
+    return functools.reduce(operator.add, blocks)
+
+
+def subtract(blocks: Blocks, others: Blocks) -> Blocks:
+    """Return the difference in each group."""
+    return tuple(map(operator.sub, blocks, others))
+
+
+def reach(blocks: Blocks, needs: Blocks) -> jax.Array:
+    """Return whether there are as many blocks as needed in all groups, bool[...]."""
+    return functools.reduce(operator.and_, map(operator.ge, blocks, needs))

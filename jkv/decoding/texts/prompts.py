@@ -1,0 +1,118 @@
+"""Prompts: what is to be continued, how far, and the text that has come of each.
+
+Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lanes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.decoding.texts.results import Generation
+from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prompts:
+    """Q prompts, each continued by as many sequences as there are samples."""
+
+    tokens: jax.Array  # i32[Q, P]
+    lengths: jax.Array  # i32[Q]
+    limits: jax.Array  # i32[Q], most new tokens of each of its sequences
+    salts: jax.Array  # i32[Q], domain of the prefix index
+    priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
+
+    @classmethod
+    def of(
+        cls,
+        texts: Texts,
+        *,
+        limits: Integers | None,
+        max_new_tokens: int,
+        salts: Integers,
+        priorities: Integers = 0,
+    ) -> "Prompts":
+        """Take the tokens before each row's first negative entry."""
+        tokens = as_prompts(texts, "prompts")
+        if tokens.shape[0] == 0:
+            raise ValueError("prompts is empty; give at least one prompt")
+        if tokens.shape[1] == 0:
+            tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
+        num_prompts = tokens.shape[0]
+        salts, priorities = broadcast(num_prompts, salts=salts, priorities=priorities)
+        return cls(
+            tokens=tokens,
+            lengths=count_tokens(tokens),
+            limits=_fill_limits(limits, num_prompts, max_new_tokens),
+            salts=jnp.asarray(salts),
+            priorities=jnp.asarray(priorities),
+        )
+
+
+def count_tokens(texts: jax.Array) -> jax.Array:
+    """Count the tokens before each row's first negative entry, i32[B, P] to i32[B]."""
+    is_token = jnp.cumprod((texts >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    return jnp.sum(is_token, axis=1, dtype=jnp.int32)
+
+
+def find_tokens(
+    prompts: Prompts, result: Generation, sequences: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Return tokens of texts, each a prompt and what was generated behind it.
+
+    Args:
+      prompts: Q of them.
+      result: of N sequences.
+      sequences: i32[...].
+      positions: i32[...], in the text.
+
+    Returns:
+      i32[...], 0 where the text has no token.
+    """
+    num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
+    prompt = jax.lax.div(sequences, jnp.int32(num_samples))
+    behind = positions - prompts.lengths[prompt]
+    given = prompts.tokens.at[prompt, positions].get(mode="clip")
+    generated = result.tokens.at[sequences, jnp.maximum(behind, 0)].get(mode="clip")
+    return jnp.maximum(jnp.where(behind < 0, given, generated), 0)
+
+
+def find_texts(
+    prompts: Prompts, result: Generation, sequences: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whole texts.
+
+    Args:
+      prompts: Q of them.
+      result: of N sequences.
+      sequences: i32[K].
+
+    Returns:
+      i32[K, P + G], the texts, -1 past each one's end; and i32[K], their lengths.
+    """
+    num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
+    prompt = jax.lax.div(sequences, jnp.int32(num_samples))
+    lengths = prompts.lengths[prompt] + result.lengths[sequences]
+    width = prompts.tokens.shape[1] + result.tokens.shape[1]
+    position = jnp.arange(width, dtype=jnp.int32)[None]
+    tokens = find_tokens(prompts, result, sequences[:, None], position)
+    return jnp.where(position < lengths[:, None], tokens, -1), lengths
+
+
+def _fill_limits(
+    limits: Integers | None, num_prompts: int, max_new_tokens: int
+) -> jax.Array:
+    """Return the most new tokens of each prompt's sequences, i32[Q]."""
+    limits = max_new_tokens if limits is None else limits
+    if np.ndim(limits) == 0:
+        (counts,) = broadcast(num_prompts, limits=limits)
+    else:
+        (counts,) = broadcast(limits=limits)
+    if counts.shape != (num_prompts,):
+        raise ValueError(
+            f"limits must be i32[{num_prompts}], one for each prompt, got "
+            f"i32{list(counts.shape)}"
+        )
+    return jnp.minimum(counts, max_new_tokens)

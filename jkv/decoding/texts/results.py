@@ -1,0 +1,93 @@
+"""What a generation has produced, what it took, and why each sequence ended.
+
+Symbols: N sequences, G most new tokens of a sequence.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence of a generation ended.
+
+    Example:
+      >>> from jkv.decoding import FinishReason
+      >>> FinishReason(2).name
+      'LENGTH'
+    """
+
+    RUNNING = 0  # it has not ended: it runs or waits
+    STOP = 1  # its new tokens end with a stop token or a stop sequence
+    LENGTH = 2  # it has as many new tokens as it may have
+    CONTEXT_FULL = 3  # its next token, or its prompt, is past `max_context_length`
+    OUT_OF_BLOCKS = 4  # it would not fit into the pool if it were alone
+    OUT_OF_SEQUENCES = 5  # the cache had no row for it: it never began
+    EMPTY_PROMPT = 6  # there was nothing to continue: it never began
+    CANCELLED = 7  # it was cancelled, or its row was freed outside of the loop
+    NAN_LOGITS = 8  # the model's logits for its next token were not numbers
+    DEADLINE = 9  # its time was over (`jkv.serving`)
+    FAILED = 10  # an exception in the loop that computed it (`jkv.serving`)
+
+
+class Statistics(NamedTuple):
+    """What a generation did and needed."""
+
+    num_steps: jax.Array  # i32[], calls of the model
+    sequence_steps: jax.Array  # i32[], sum over these of the sequences with a row
+    prompt_tokens: jax.Array  # i32[], prompt positions computed, again ones too
+    recomputed_tokens: jax.Array  # i32[], generated ones computed a second time
+    cached_tokens: jax.Array  # i32[], tokens that the prefix cache had
+    preemptions: jax.Array  # i32[], running sequences that gave their blocks back
+    # i32[], most blocks in use, others' too; of all groups of layers together
+    peak_blocks: jax.Array
+    empty_slots: jax.Array  # i32[], slots without a token in the step's blocks, then
+    queue_steps: jax.Array  # i32[], steps in which a sequence waited for a place
+    idle_places: jax.Array  # i32[], sum over these of the places without a row
+    draft_tokens: jax.Array  # i32[], tokens that were guessed and computed
+    accepted_tokens: jax.Array  # i32[], those of them that were right
+    checking_steps: jax.Array  # i32[], steps that computed guesses
+
+    @classmethod
+    def zeros(cls) -> "Statistics":
+        """Return the statistics of nothing, an array of its own for each."""
+        return cls(*[jnp.zeros((), jnp.int32) for _ in cls._fields])
+
+    def internal_fragmentation(self, block_size: int) -> float:
+        """Return the share of the slots in use at the peak that held no token (host).
+
+        Args:
+          block_size: slots per block, T.
+        """
+        slots = int(self.peak_blocks) * block_size
+        return int(self.empty_slots) / slots if slots else 0.0
+
+
+class Generation(NamedTuple):
+    """The new tokens of N sequences."""
+
+    tokens: jax.Array  # i32[N, G], what stopped them included, -1 past the end
+    lengths: jax.Array  # i32[N], new tokens of each sequence
+    reasons: jax.Array  # i32[N], `FinishReason`
+    logprobs: jax.Array  # f32[N, G], of each token under the model, 0 past the end
+    statistics: Statistics  # what it took to make them
+
+    def add_counts(self, **counts: jax.Array) -> "Generation":
+        """Return the same with more counted, i32[] each, by their names."""
+        old = self.statistics._asdict()
+        new = {name: old[name] + count for name, count in counts.items()}
+        return self._replace(statistics=self.statistics._replace(**new))
+
+    @classmethod
+    def empty(cls, reasons: jax.Array, max_new_tokens: int) -> "Generation":
+        """Return what there is before the first step, of sequences i32[N]."""
+        shape = reasons.shape[0], max_new_tokens
+        return cls(
+            tokens=jnp.full(shape, -1, jnp.int32),
+            lengths=jnp.zeros(reasons.shape, jnp.int32),
+            reasons=reasons,
+            logprobs=jnp.zeros(shape, jnp.float32),
+            statistics=Statistics.zeros(),
+        )

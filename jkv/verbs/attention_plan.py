@@ -1,0 +1,59 @@
+"""What attention finds out about a step once, for all layers: where there is a card."""
+
+import dataclasses
+
+from jkv.attention.call import Requests
+from jkv.attention.kernel.planning import DeviceShare, plan_work
+from jkv.attention.pools import Pools
+from jkv.sharding.heads import heads_on_device
+from jkv.state import Batch, BlockGroup, BlockStorage, Cache
+
+
+def plan_attention(cache: Cache, batch: Batch) -> Batch:
+    """Return the step with what suits the card at hand, if anything does.
+
+    Args:
+      cache: after the step was planned.
+      batch: the step.
+    """
+    pairs = zip(cache.metadata.groups, cache.storage, strict=True)
+    plans = tuple(_plan_group(*pair, batch) for pair in pairs)
+    has_any = any(plan is not None for plan in plans)
+    return dataclasses.replace(batch, plan=plans if has_any else None)
+
+
+def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> object:
+    """Return what attention to one group's layers shares."""
+    sharding = storage.sharding
+    num_parts = 1 if sharding is None else sharding.num_parts
+    pools = Pools(
+        keys=storage.key_pool,
+        values=storage.value_pool,
+        key_scales=storage.key_scales,
+        value_scales=storage.value_scales,
+        value_dim=storage.value_head_dim,
+        kv_dtype=storage.dtype,
+    )
+    return plan_work(
+        pools,
+        requests_of(group, batch),
+        num_rows=batch.num_rows,
+        is_decoding=batch.is_decoding,
+        share=DeviceShare(
+            num_kv_heads=heads_on_device(sharding, storage.key_pool.shape[2]),
+            part_size=group.block_size // num_parts,
+            num_parts=num_parts,
+            window=group.window.length,
+        ),
+    )
+
+
+def requests_of(group: BlockGroup, batch: Batch) -> Requests:
+    """Return the requests of a step as attention to one group's layers takes them."""
+    return Requests(
+        block_tables=group.block_tables,
+        seq_ids=batch.seq_ids,
+        query_starts=batch.query_starts,
+        query_lengths=batch.query_lengths,
+        context_lengths=batch.context_lengths,
+    )

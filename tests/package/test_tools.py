@@ -1,0 +1,125 @@
+"""`make test` runs every test, and says so when one of its processes fails."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import processes  # noqa: E402, what the Makefile runs lies in tools
+import tasks  # noqa: E402
+
+pytestmark = pytest.mark.one_end
+
+
+def job(name: str, code: str, after: str | None = None) -> processes.Job:
+    return processes.Job(name, [sys.executable, "-S", "-c", code], after=after)
+
+
+def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
+    suites = {
+        name: task.arguments
+        for name, task in tasks.SUITES.items()
+        if not name.startswith("newest")
+    }
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        holders = [name for name, args in suites.items() if is_given(file, args)]
+        assert len(holders) == 1, (file, holders)
+
+
+def is_given(file: str, arguments: tuple[str, ...]) -> bool:
+    """Whether pytest's arguments lead to a file."""
+    given = [path for path in arguments if not path.startswith("--")]
+    # What pyproject.toml leaves out runs where it is named.
+    ignored = [
+        path.removeprefix("--ignore=") for path in arguments if path not in given
+    ]
+    given, ignored = given or ["tests"], ignored + ["tests/devices"] * (not given)
+    ignored += ["tests/integrations"] * ("tests/integrations" not in given)
+    ignored = [path for path in ignored if path not in given]
+    return file.startswith((*given,)) and not file.startswith((*ignored,))
+
+
+def test_everything_has_all_but_the_extras() -> None:
+    everything = tasks.choose_everything(None, [])
+    assert {*everything} == {*tasks.SUITES, *tasks.CHECKS} - {*tasks.EXTRAS}
+    assert {*tasks.choose_everything(None, ["tunix"])} - {*everything} == {"tunix"}
+    newest = tasks.choose_everything("newest", [])
+    assert newest and all(task.layers == tasks.NEWEST for task in newest.values())
+    # A page whose links lead nowhere is an error.
+    assert "--strict" in everything["docs"].arguments
+
+
+def test_one_failure_is_shown_and_stops_nothing_but_what_needs_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    jobs = [
+        job("first", "print('one\\n== 3 failed in 2s =='); raise SystemExit(3)"),
+        job("second", "print('two')", after="first"),
+        job("third", "import sys; print('three', file=sys.stderr)"),
+        job("fourth", "import os; print(os.getcwd())", after="third"),
+    ]
+    found = {one.name: one for one in processes.run_jobs(jobs, 2, tmp_path)}
+    statuses = {name: one.status for name, one in found.items()}
+    assert statuses == {"first": 3, "second": None, "third": 0, "fourth": 0}
+    assert found["fourth"].last_line == str(tmp_path)
+    assert found["fourth"].processor_seconds > 0
+    assert not processes.show_table([*found.values()])
+    shown = capsys.readouterr().out
+    assert (
+        "one\n== 3 failed in 2s ==\n" in shown and "first: ended with status 3" in shown
+    )
+    assert "FAILED: 3 failed in 2s\n" in shown and "FAILED: not run" in shown
+    assert "two" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_processes(
+    number: signal.Signals, tmp_path: pathlib.Path
+) -> None:
+    # A process whose child waits, too.
+    code = "sleep 60 & echo $$ $! > $$; mv $$ pids.$$; wait"
+    script = (
+        "import pathlib, sys, processes, run\n"
+        f"jobs = [processes.Job(name, ['sh', '-c', {code!r}]) for name in 'ab']\n"
+        "run.run_tests = lambda *_: processes.run_jobs(jobs, 2, pathlib.Path('.'))\n"
+        "sys.exit(run.main())\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", script, "test"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    while len(found := [*tmp_path.glob("pids.*")]) < 2:
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.01)
+    started.send_signal(number)
+    said, _ = started.communicate(timeout=30)
+    assert started.returncode == 130
+    assert said.splitlines()[-1].startswith("interrupted") and "Traceback" not in said
+    for pid in [int(pid) for path in found for pid in path.read_text().split()]:
+        for _ in range(1000):
+            if not is_running(pid):
+                break
+            time.sleep(0.01)
+        assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

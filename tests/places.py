@@ -1,7 +1,0 @@
-"""Where the files lie that tests read."""
-
-import pathlib
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
-FIXTURES = ROOT / "tests" / "fixtures"

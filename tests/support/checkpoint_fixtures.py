@@ -1,0 +1,623 @@
+"""Tiny checkpoints of every architecture and what transformers computes from them.
+
+    python tests/support/checkpoint_fixtures.py [NAME ...]
+
+writes ``tests/fixtures/checkpoints``: random checkpoints as ``transformers`` saves them
+and, beside each, ``expected.npz`` with the logits and greedy tokens that it
+gets from reading the folder back. The parity tests call the same functions with a
+temporary folder where ``transformers`` is installed, and read the committed ones
+everywhere. ``transformers`` is imported only when something is written. Of the bundled
+model (``pydoc``) only the logits are written: do so again when it was trained anew.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
+PYDOC = Path(__file__).parents[2] / "examples" / "models" / "pydoc"
+
+NUM_STEPS = 50
+VOCAB_SIZE = 128
+# A batch of unequal prompts: one token, one longer than every window, one between.
+PROMPT_LENGTHS = (1, 26, 11)
+# Decode logits are kept for this one (the others' greedy tokens tell enough), and in
+# the committed files only those of a few steps.
+DETAILED = 1
+COMMITTED_STEPS = (0, 12, 23, 36, 49)
+PYDOC_PROMPTS = ("A class that", "Return a list of the")
+
+SMALL = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+)
+
+# Of classes whose own are beyond the small vocabulary.
+NO_IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One checkpoint: what it is made of and in which form it is saved."""
+
+    model_type: str
+    settings: dict[str, Any]
+    seed: int
+    dtype: str = "float16"
+    max_shard_size: str = "5GB"
+    old_form: bool = False  # config.json as transformers 4 wrote it
+    quantised: str | None = None  # the method of quantization_config
+    # Small against what the layers add: a tied model would echo its last token.
+    embedding_scale: float = 0.3
+
+
+# Seeds were picked for varied text in which no greedy token wins by a hair.
+CASES = {
+    "llama2": Case(
+        "llama",
+        dict(num_key_value_heads=4, rms_norm_eps=1e-5),
+        seed=7,
+        max_shard_size="20KB",
+        old_form=True,
+    ),
+    "llama_linear": Case(
+        "llama",
+        dict(
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=5_000.0),
+        ),
+        seed=3,
+        old_form=True,
+    ),
+    "llama3": Case(
+        "llama",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            # Of the eight frequencies one is kept, one blended and six are scaled.
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10_000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        seed=12,
+        dtype="bfloat16",
+    ),
+    "mistral": Case(
+        "mistral",
+        dict(num_key_value_heads=1, sliding_window=8),
+        seed=6,
+        dtype="bfloat16",
+        old_form=True,
+    ),
+    # The first layer sees everything, the other two sixteen tokens.
+    "qwen2": Case(
+        "qwen2",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=1,
+        ),
+        seed=0,
+    ),
+    "qwen3": Case(
+        "qwen3",
+        dict(num_key_value_heads=2, head_dim=16),
+        seed=12,
+        dtype="bfloat16",
+        max_shard_size="20KB",
+    ),
+    "llama_dynamic": Case(
+        "llama",
+        dict(
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            max_position_embeddings=16,
+            rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1_000.0),
+        ),
+        seed=7,
+    ),
+    "qwen3_yarn": Case(
+        "qwen3",
+        dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10_000.0,
+                factor=4.0,
+                original_max_position_embeddings=32,
+                beta_fast=4.0,
+            ),
+        ),
+        seed=6,
+    ),
+    "gemma2": Case(
+        "gemma2",
+        dict(
+            **NO_IDS,
+            tie_word_embeddings=False,
+            num_key_value_heads=2,
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+        ),
+        embedding_scale=0.05,
+        seed=3,
+    ),
+    # Of three layers the last one sees everything, and turns by the other base.
+    "gemma3": Case(
+        "gemma3_text",
+        dict(
+            **NO_IDS,
+            tie_word_embeddings=False,
+            num_hidden_layers=3,
+            num_key_value_heads=1,
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="linear", factor=2.0, rope_theta=1_000_000.0
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+            ),
+        ),
+        embedding_scale=0.05,
+        seed=4,
+        old_form=True,
+    ),
+    "phi3": Case(
+        "phi3",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=16,
+            sliding_window=24,
+            partial_rotary_factor=0.75,
+            hidden_size=64,
+            num_attention_heads=4,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10_000.0,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                long_factor=[1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            ),
+        ),
+        seed=2,
+    ),
+    "olmo2": Case(
+        "olmo2",
+        dict(**NO_IDS, num_key_value_heads=2),
+        seed=3,
+    ),
+    # The second of three layers has no window, and is not turned.
+    "exaone4": Case(
+        "exaone4",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            sliding_window_pattern=2,
+        ),
+        seed=9,
+    ),
+    # Of three layers the second one has no positions, and a window.
+    "smollm3": Case(
+        "smollm3",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            no_rope_layer_interval=2,
+            use_sliding_window=True,
+            sliding_window=8,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        seed=3,
+    ),
+    "granite": Case(
+        "granite",
+        dict(
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.7,
+            logits_scaling=0.7,
+        ),
+        embedding_scale=0.1,
+        seed=1,
+    ),
+    "mixtral": Case(
+        "mixtral",
+        dict(
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            intermediate_size=16,
+            num_local_experts=4,
+            sliding_window=16,
+        ),
+        seed=6,
+    ),
+    # The second of three layers has no experts.
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            moe_intermediate_size=16,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+        seed=2,
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            intermediate_size=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            swiglu_limit=1.5,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10_000.0,
+                factor=4.0,
+                beta_fast=4.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        seed=12,
+        quantised="mxfp4",
+    ),
+    "deepseek_v2": Case(
+        "deepseek_v2",
+        dict(
+            num_hidden_layers=2,
+            tie_word_embeddings=True,
+            q_lora_rank=None,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            first_k_dense_replace=0,
+            moe_intermediate_size=8,
+            n_routed_experts=6,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            topk_method="group_limited_greedy",
+            n_group=3,
+            topk_group=1,
+            routed_scaling_factor=3.0,
+        ),
+        seed=5,
+    ),
+    # The first of three layers has no experts.
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        dict(
+            num_hidden_layers=3,
+            tie_word_embeddings=True,
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            moe_intermediate_size=8,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10_000.0,
+                factor=4.0,
+                beta_fast=4.0,
+                mscale=1.0,
+                mscale_all_dim=0.7,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        seed=2,
+        dtype="float32",
+        quantised="fp8",
+    ),
+}
+
+
+def write_checkpoint(name: str, folder: Path) -> None:
+    """Save the random checkpoint of a case with transformers."""
+    import torch
+    import transformers
+
+    case = CASES[name]
+    config = transformers.AutoConfig.for_model(
+        case.model_type, **{**SMALL, **case.settings}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(case.seed)
+    with torch.no_grad():
+        learnt = [b for b in model.named_buffers() if "correction_bias" in b[0]]
+        for parameter_name, parameter in [*model.named_parameters(), *learnt]:
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_scaled(parameter_name, drawn, case))
+    model = model.to(getattr(torch, case.dtype))
+    with _quiet():
+        model.save_pretrained(folder, max_shard_size=case.max_shard_size)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors are saved readable by their owner alone
+    if case.old_form:
+        _rewrite_config_in_old_form(folder / "config.json")
+    if case.quantised:
+        QUANTISERS[case.quantised](folder)
+
+
+def checkpoint_folder(name: str) -> Path:
+    """Return where the committed checkpoint lies."""
+    return PYDOC if name == "pydoc" else FIXTURES / name
+
+
+def expected(
+    name: str,
+    folder: Path,
+    kept: Sequence[int] = range(NUM_STEPS),
+    generated: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """Compute with transformers, in float32, what the paged model has to equal.
+
+    Args:
+        name: of the case, or "pydoc".
+        folder: where its checkpoint lies.
+        kept: steps of which the logits are returned.
+        generated: the tokens, if they are known: a whole text is one call. That each
+            is the likeliest after those before it shows that greedy steps choose it.
+            Not for ropes that stretch with the text.
+
+    Returns:
+        ``prompt_lengths [P]`` and ``prompts``, all prompts on end, int32;
+        ``prefill f32[sum, V]``, the logits of every prompt token;
+        ``generated i32[P, NUM_STEPS + 1]``, greedy tokens;
+        ``decode f32[len(steps), V]``, logits of the DETAILED prompt after its generated
+        tokens number ``steps``;
+        ``margin f32[]``, the least lead of a chosen token over the runner-up.
+    """
+    import torch
+    import transformers
+
+    # Its threads would only wait for each other over matrices this small.
+    torch.set_num_threads(1)
+    prompts = _pydoc_prompts() if name == "pydoc" else _random_prompts()
+    kept = np.asarray(kept, np.int32)
+    with _quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    prefill, decode, found, margin = [], [], [], np.inf
+    for i, prompt in enumerate(prompts):
+        # Each prompt alone: nothing is padded.
+        if generated is None:
+            logits = _step_greedily(model, prompt)
+        else:
+            logits = _compute_at_once(model, [*prompt, *generated[i][:-1]])
+        choices = logits[len(prompt) - 1 :]
+        second, first = np.sort(choices).T[-2:]
+        margin = min(margin, (first - second).min())
+        prefill.append(logits[: len(prompt)])
+        decode.append(logits[len(prompt) :])
+        found.append(choices.argmax(-1))
+    return dict(
+        prompt_lengths=np.asarray([len(prompt) for prompt in prompts], np.int32),
+        prompts=np.concatenate(prompts).astype(np.int32),
+        prefill=np.concatenate(prefill),
+        generated=np.asarray(found, np.int32),
+        decode=decode[DETAILED][kept],
+        steps=kept,
+        margin=np.float32(margin),
+    )
+
+
+def _step_greedily(model: Any, prompt: np.ndarray) -> np.ndarray:
+    """Go on with transformers' own cache; f32[len(prompt) + NUM_STEPS, V], logits."""
+    import torch
+
+    with torch.no_grad():
+        # Ropes that stretch with the text do so until a short text comes.
+        model(torch.zeros((1, 1), dtype=torch.long))
+        rows, past, steps = torch.tensor(prompt)[None].long(), None, []
+        for _ in range(NUM_STEPS + 1):
+            out = model(rows, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            steps.append(out.logits[0].float().numpy())
+            rows = out.logits[0, -1].argmax()[None, None]
+    return np.concatenate(steps)
+
+
+def _compute_at_once(model: Any, text: Sequence[int]) -> np.ndarray:
+    """Compute the logits of a whole text without a cache, f32[len(text), V]."""
+    import torch
+
+    with torch.no_grad():
+        rows = torch.tensor([[int(token) for token in text]])
+        return model(rows, use_cache=False).logits[0].float().numpy()
+
+
+def _random_prompts() -> list[np.ndarray]:
+    """Return the unequal prompts, the same on every machine."""
+    generator = np.random.default_rng(7)
+    return [generator.integers(0, VOCAB_SIZE, length) for length in PROMPT_LENGTHS]
+
+
+def _pydoc_prompts() -> list[np.ndarray]:
+    """Return prompts of the bundled model, in its own tokens."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(PYDOC / "tokenizer.json"))
+    return [np.asarray(tokenizer.encode(text).ids) for text in PYDOC_PROMPTS]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
+
+
+def _scaled(name: str, drawn: Any, case: Case) -> Any:
+    """Scale normal numbers so that every part of the model moves the logits."""
+    if name.endswith("norm.weight"):
+        return (0 if case.model_type.startswith("gemma") else 1) + 0.3 * drawn
+    if name.endswith("sinks"):
+        return 1 + drawn
+    if name.endswith("bias"):
+        return 0.5 * drawn
+    if "embed_tokens" in name:
+        return case.embedding_scale * drawn
+    return 1.5 * drawn / drawn.shape[-1] ** 0.5
+
+
+def _rewrite_config_in_old_form(path: Path) -> None:
+    """Write a config.json as transformers 4 did, which most checkpoints still have."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    key = "rope_type" if config["model_type"] == "gemma3_text" else "type"
+    config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _store_mxfp4(folder: Path) -> None:
+    """Store experts as gpt-oss has them: 4 bits each, 32 with a power of two."""
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values = np.asarray([*values, *(-value for value in values)], np.float32)
+
+    def store(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        if "experts" not in name or name.endswith("bias"):
+            return {name: tensor}
+        groups = tensor.astype(np.float32).swapaxes(1, 2)
+        groups = groups.reshape(*groups.shape[:2], -1, 32)
+        exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2
+        scaled = groups / np.exp2(exponents)[..., None]
+        codes = np.abs(scaled[..., None] - values).argmin(-1).astype(np.uint8)
+        return {
+            f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+            f"{name}_scales": (exponents + 127).astype(np.uint8),
+        }
+
+    _rewrite_tensors(folder, store, dict(quant_method="mxfp4"))
+
+
+def _store_fp8(folder: Path) -> None:
+    """Store matrices as DeepSeek-V3 has them: 8 bits each, a block with a scale."""
+    import ml_dtypes
+
+    block = 8
+
+    def store(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        if "proj" not in name:
+            return {name: tensor}
+        padding = [(0, -size % block) for size in tensor.shape]
+        padded = np.pad(tensor.astype(np.float32), padding)
+        rows, columns = (size // block for size in padded.shape)
+        blocks = padded.reshape(rows, block, columns, block)
+        scales = np.abs(blocks).max((1, 3)) / 448
+        scaled = (blocks / scales[:, None, :, None]).reshape(padded.shape)
+        cut = scaled[: tensor.shape[0], : tensor.shape[1]]
+        return {
+            name: cut.astype(ml_dtypes.float8_e4m3fn),
+            f"{name}_scale_inv": scales,
+        }
+
+    settings = dict(quant_method="fp8", weight_block_size=[block, block])
+    _rewrite_tensors(folder, store, settings | dict(activation_scheme="dynamic"))
+
+
+QUANTISERS = {"mxfp4": _store_mxfp4, "fp8": _store_fp8}
+
+
+def _rewrite_tensors(
+    folder: Path,
+    store: Callable[[str, np.ndarray], dict[str, np.ndarray]],
+    settings: dict[str, Any],
+) -> None:
+    """Store each tensor otherwise, and say so in config.json."""
+    from safetensors.numpy import load_file, save_file
+
+    path, config_path = folder / "model.safetensors", folder / "config.json"
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(path).items():
+        tensors |= store(name, tensor)
+    save_file({n: np.ascontiguousarray(t) for n, t in tensors.items()}, path)
+    config = json.loads(config_path.read_text()) | {"quantization_config": settings}
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or [*CASES, "pydoc"]:
+        folder = FIXTURES / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if name in CASES:
+            write_checkpoint(name, folder)
+        result = expected(name, checkpoint_folder(name), COMMITTED_STEPS)
+        np.savez(folder / "expected.npz", **result)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        distinct = [len(set(row)) for row in result["generated"].tolist()]
+        print(
+            f"{name}: {size / 1024:.0f} KiB, distinct tokens {distinct}, "
+            f"|logit| up to {abs(result['prefill']).max():.1f}, least lead of a greedy "
+            f"token {result['margin']:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

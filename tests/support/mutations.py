@@ -1,0 +1,877 @@
+"""Small faults, one at a time: does the test suite notice each of them?
+
+Every entry of `MUTATIONS` is a fault that somebody could well make: a bound that is off
+by one, a mask forgotten, a reference lost, causes in the wrong order. This program
+puts them into the package one after another, runs the tests on each and takes the fault
+out again. A fault that no test notices shows a hole in the suite; after a change to the
+tests, the same faults must be caught as before.
+
+It is run by hand, from any checkout of the repository, and takes an hour or so:
+
+    python tests/support/mutations.py --check
+    python tests/support/mutations.py --first-tests likely.json --output results.json
+    python tests/support/mutations.py --only NAME --tests tests/attention
+
+`--check` plays nothing and only says whether each snippet is still found, and once.
+`--first-tests` names a JSON file, `{name: [test files]}`: the tests that should notice,
+which are run before all others. `--tests` names what to run in place of the whole
+suite. Results are written after every fault; those of faults that are not played again
+are kept.
+
+The fault is found by its text, not by its file: the snippet `find` must occur once in
+the whole package, whichever way it is indented or broken into lines. A snippet that is
+gone because the code was rewritten needs a new one that makes the same fault.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGE = "jkv"
+# A test that says nothing for so long hangs: a loop whose condition never fails.
+PATIENCE_SECONDS = 900.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One fault, and the text that makes it."""
+
+    name: str
+    room: str  # the part of the package that it belongs to
+    fault: str  # what goes wrong, in a sentence
+    find: str  # occurs once in the package, but for white space
+    replace: str
+
+
+MUTATIONS = (
+    # Rings, tables, requests, counters, blocks, prefix index.
+    Mutation(
+        "ring-wrap-off-by-one",
+        "metadata",
+        "The index right behind the end of a ring is not taken back to its beginning.",
+        "jnp.where(index >= capacity, index - capacity, index)",
+        "jnp.where(index > capacity, index - capacity, index)",
+    ),
+    Mutation(
+        "counter-without-high-word",
+        "metadata",
+        "A counter that passes 32 bits begins again at zero: nothing is carried.",
+        "high = old[:, 1] + (low < old[:, 0]).astype(jnp.uint32)",
+        "high = old[:, 1]",
+    ),
+    Mutation(
+        "second-mention-accepted",
+        "metadata",
+        "An id named twice in one call counts as a first mention both times.",
+        'earliest.at[ids].get(mode="fill", fill_value=last) >= lane',
+        'earliest.at[ids].get(mode="fill", fill_value=last) >= 0',
+    ),
+    Mutation(
+        "last-cause-reported",
+        "metadata",
+        "Of several causes of a refusal the last of the list is reported.",
+        "for cause, applies in reversed(causes):",
+        "for cause, applies in causes:",
+    ),
+    Mutation(
+        "last-free-block-refused",
+        "metadata",
+        "A request that would take the very last free block is refused.",
+        "is_over.append(taken > group.free_blocks.count - keep)",
+        "is_over.append(taken >= group.free_blocks.count - keep)",
+    ),
+    Mutation(
+        "block-returns-at-first-mention",
+        "metadata",
+        "A block given up by several owners in one call enters the ring at the turn of "
+        "its first mention, not of its last.",
+        "mentions.find_one(counts, zeroed, last=True)",
+        "mentions.find_one(counts, zeroed, last=False)",
+    ),
+    Mutation(
+        "holes-never-squeezed-out",
+        "metadata",
+        "Holes that revived blocks leave in the ring are not squeezed out when there "
+        "are more of them than blocks.",
+        "full = ring.span - ring.count > num_ids",
+        "full = jnp.bool_(False)",
+    ),
+    Mutation(
+        "hit-by-hash-alone",
+        "metadata",
+        "A block whose hash is right is taken for a hit without comparing its tokens.",
+        "same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
+        "same = (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
+    ),
+    Mutation(
+        "hit-in-another-domain",
+        "metadata",
+        "A block of another domain whose hash is right is taken for a hit.",
+        "same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
+        "same &= (block < metadata.leading.num_blocks) & (theirs == theirs)",
+    ),
+    Mutation(
+        "parents-not-confirmed",
+        "metadata",
+        "A hit need not have the hit of the column before as its parent.",
+        'same &= index.parents.at[block].get(mode="clip") == prefixes.parents',
+        "same &= prefixes.parents >= 0",
+    ),
+    Mutation(
+        "forgotten-child-found",
+        "metadata",
+        "A block that was forgotten, but is still listed under its parent, is found as "
+        "a part.",
+        '(index.hashes.at[child].get(mode="fill", fill_value=0) != 0)',
+        "(child < nothing)",
+    ),
+    Mutation(
+        "moved-block-keeps-its-place",
+        "metadata",
+        "A place in a bucket is not free if its block was indexed anew somewhere else.",
+        "(hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])",
+        "hashes == 0",
+    ),
+    Mutation(
+        "holes-handed-out",
+        "metadata",
+        "Blocks are taken from the head of the ring with the holes between them.",
+        "before = ring.expose(group.free_blocks, num)",
+        "before = group.free_blocks",
+    ),
+    # Groups of layers.
+    Mutation(
+        "shut-out-in-one-group-alone",
+        "metadata",
+        "Who lacks a block in one group is not shut out by another group.",
+        "any_of(wants) & any_of(is_over)",
+        "any_of([want & over for want, over in zip(wants, is_over)])",
+    ),
+    Mutation(
+        "partner-by-its-number-alone",
+        "metadata",
+        "A block is found beside another although it was handed out since.",
+        "jnp.where(agrees, partner, nothing)",
+        "partner",
+    ),
+    Mutation(
+        "partners-of-an-earlier-life",
+        "metadata",
+        "What stood beside a block before it was handed out is found beside it again.",
+        'partners = beside.partners.at[anew].set(nothing, mode="drop")',
+        "partners = beside.partners",
+    ),
+    Mutation(
+        "leader-goes-on-alone",
+        "metadata",
+        "A prompt is found as far as one group has it, whatever the others lack.",
+        "goes_on = functools.reduce(operator.and_, reaches)",
+        "goes_on = reaches[metadata.leader]",
+    ),
+    Mutation(
+        "part-in-one-group-alone",
+        "metadata",
+        "A part of a block is found although another group has no block beside it.",
+        "is_child &= children[number] < metadata.groups[number].num_blocks",
+        "is_child &= children[number] >= 0",
+    ),
+    Mutation(
+        "windows-reserve-whole-texts",
+        "state",
+        "Blocks that a window would give back are reserved as well.",
+        "return jnp.minimum(total - num_found, most)",
+        "return total - num_found",
+    ),
+    Mutation(
+        "rewritten-beside-an-indexed-block",
+        "metadata",
+        "A block that a sequence writes again is still found beside the leader's.",
+        "return _forget_from(metadata, block) "
+        "return forget_blocks(metadata, number, block)",
+        "return _forget_from(metadata, block)\n    return metadata",
+    ),
+    Mutation(
+        "evicts-for-one-group",
+        "verbs",
+        "Eviction ends as soon as any one group has enough free blocks.",
+        "requests.any_of([count < num_blocks for count in counts])",
+        "~requests.any_of([count >= num_blocks for count in counts])",
+    ),
+    # The verbs, from allocate to resize, and the look-ups.
+    Mutation(
+        "commit-of-another-epoch",
+        "verbs",
+        "A step is committed although its sequence was cut back or replaced since.",
+        '& (index.epochs.at[seq_ids].get(mode="clip") == batch.epochs)',
+        "& (batch.epochs >= 0)",
+    ),
+    Mutation(
+        "commit-loses-a-reference",
+        "verbs",
+        "An equal block that takes the place of the own one gets no reference for it.",
+        "add_references(group, jnp.where(replaced, other, nothing))",
+        "add_references(group, jnp.full_like(other, nothing))",
+    ),
+    Mutation(
+        "commit-without-all-tokens",
+        "verbs",
+        "A block becomes visible although some of its tokens were never told.",
+        "lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)",
+        "lanes.valid & jnp.any(columns.prefixes.tokens >= 0, axis=1)",
+    ),
+    Mutation(
+        "tail-of-one-token-not-copied",
+        "verbs",
+        "A fork does not copy a last block that holds a single token.",
+        "copied = served & (length.tail > 0)",
+        "copied = served & (length.tail > 1)",
+    ),
+    Mutation(
+        "truncate-keeps-the-shared-tail",
+        "verbs",
+        "A sequence cut back into a shared block gets a copy, but its reference to the "
+        "shared block is never given back.",
+        "kept - copied.astype(jnp.int32)",
+        "kept",
+    ),
+    Mutation(
+        "truncate-writes-to-an-indexed-tail",
+        "verbs",
+        "A sequence cut back into a block that the prefix index can find overwrites "
+        "it, and the index goes on finding it.",
+        "rewritten = served & tail.is_cut & ~copied",
+        "rewritten = jnp.zeros_like(served)",
+    ),
+    Mutation(
+        "append-refuses-the-last-token",
+        "verbs",
+        "The token that fills the longest context is refused.",
+        "num_tokens > metadata.max_context_length - length",
+        "num_tokens >= metadata.max_context_length - length",
+    ),
+    Mutation(
+        "revived-blocks-counted-as-free",
+        "verbs",
+        "Cached blocks that a prompt revives are promised to later requests as well.",
+        "tuple(each.fresh + each.revivals.costs for each in lacks)",
+        "tuple(each.fresh for each in lacks)",
+    ),
+    Mutation(
+        "reorder-gives-up-its-own-past",
+        "verbs",
+        "A sequence that is its own parent is moved like any other and loses its "
+        "reservation.",
+        "moves = live & ~padding & (seq_ids != parents)",
+        "moves = live & ~padding",
+    ),
+    Mutation(
+        "write-to-a-negative-layer",
+        "verbs",
+        "A traced layer of -1 is written to, as the last one.",
+        "jnp.where(valid & (operands.layer >= 0), slots.block_ids, past_end)",
+        "jnp.where(valid, slots.block_ids, past_end)",
+    ),
+    Mutation(
+        "age-without-the-opening",
+        "verbs",
+        "Of sequences used in the same call the lower id counts as older, whichever "
+        "was opened first.",
+        "seq_ids, age], num_keys=4",
+        "seq_ids, age], num_keys=2",
+    ),
+    Mutation(
+        "compact-leaves-the-parents",
+        "verbs",
+        "Renumbering blocks leaves the old ids of their parents in the prefix index.",
+        "parents=renamed(moved(index.parents, num_old))",
+        "parents=moved(index.parents, num_old)",
+    ),
+    Mutation(
+        "resize-drops-cached-blocks-first",
+        "verbs",
+        "A shrinking pool lets go of cached blocks before empty ones.",
+        'np.argsort(known[free], kind="stable")',
+        'np.argsort(~known[free], kind="stable")',
+    ),
+    Mutation(
+        "slot-of-a-negative-position",
+        "verbs",
+        "A position of -1 has a slot: the first column of the sequence's table.",
+        "column = jnp.where(positions < 0, group.max_blocks_per_sequence, column)",
+        "column = jnp.maximum(column, 0)",
+    ),
+    # Quantised rows, copies of tails, contents on the host, swapping, files.
+    Mutation(
+        "scales-left-behind",
+        "storage",
+        "Copying a tail copies the elements of one byte and not their scales.",
+        "lambda _, pools: jax.tree.map(copy, pools)",
+        "lambda _, pools: {n: copy(p) if p.ndim == 5 else p for n, p in pools.items()}",
+    ),
+    Mutation(
+        "tokens-of-a-tail-left-behind",
+        "storage",
+        "Copying a tail does not copy the tokens recorded for it.",
+        'tokens = group.tokens.at[copies.target].set(rows, mode="drop")',
+        'tokens = group.tokens.at[copies.target].set(rows * 0 - 1, mode="drop")',
+    ),
+    Mutation(
+        "scale-rounded-down",
+        "storage",
+        "Scales are cut off to bfloat16 instead of rounded up, so the largest element "
+        "leaves the range.",
+        "bits = (bits + jnp.uint32(0xFFFF)) >> jnp.uint32(16)",
+        "bits = bits >> jnp.uint32(16)",
+    ),
+    Mutation(
+        "tokens-of-the-first-piece",
+        "storage",
+        "Every piece of swapped blocks brings the recorded tokens of the first ones.",
+        "crossed, rows[piece], sharding",
+        "crossed, rows[: piece.stop - piece.start], sharding",
+    ),
+    Mutation(
+        "swapped-sequence-forgets-its-gap",
+        "storage",
+        "A sequence whose chain had a gap may make blocks visible again once it was "
+        "swapped out and in.",
+        "begun = swapped.committed != 0",
+        "begun = swapped.committed > 0",
+    ),
+    # check, stats, memory profile, fragmentation.
+    Mutation(
+        "check-overlooks-a-shared-tail",
+        "inspection",
+        "check does not look at the owners of a partly filled last block.",
+        "max(int(self.lengths[row]), 0) // self.group.block_size",
+        "-(-max(int(self.lengths[row]), 0) // self.group.block_size)",
+    ),
+    Mutation(
+        "check-overlooks-another-domain",
+        "inspection",
+        "check does not notice that a block and its parent are of different domains.",
+        "parent != nothing and salts[parent] != salts[block]",
+        "parent != nothing and salts[block] != salts[block]",
+    ),
+    Mutation(
+        "check-overlooks-the-order-of-eviction",
+        "inspection",
+        "check does not notice that a free block will be handed out before its child.",
+        "if live[block] or turn[block] > turn[parents[block]]:",
+        "if live[block]:",
+    ),
+    Mutation(
+        "frees-counted-per-owner",
+        "inspection",
+        "The statistics take a block off the freed ones for each of its owners.",
+        "frees=sums.num_taken - sums.live_blocks",
+        "frees=sums.num_taken - sums.mapped_blocks",
+    ),
+    Mutation(
+        "sum-of-lengths-without-carry",
+        "inspection",
+        "A sum of context lengths that passes 32 bits begins again at zero.",
+        "a[1] + b[1] + (total < a[0]).astype(jnp.uint32)",
+        "a[1] + b[1]",
+    ),
+    # Sizes, layout, presets, what a model's config.json says.
+    Mutation(
+        "storage-bytes-without-scales",
+        "config",
+        "The bytes of the storage leave out the scales of elements of one byte.",
+        "count_bytes(lay_out_storage(self.sizes).values())",
+        'count_bytes([lay_out_storage(self.sizes)[n] for n in ("key_pool", '
+        '"value_pool")])',
+    ),
+    Mutation(
+        "most-sequences-rounded-down",
+        "config",
+        "A sequence's last, partly filled block is not counted when the most sequences "
+        "are asked for.",
+        "max(-(-context_length // sizes.block_size), 1)",
+        "max(context_length // sizes.block_size, 1)",
+    ),
+    Mutation(
+        "presets-in-binary-gigabytes",
+        "config",
+        "The presets fill gibibytes, and so more than the gigabytes that they promise.",
+        "SMALL = Preset(4 * 10**9, 16, 32, 4096)",
+        "SMALL = Preset(4 * 2**30, 16, 32, 4096)",
+    ),
+    Mutation(
+        "largest-pool-without-the-holes",
+        "config",
+        "A pool with a prefix index may be so large that sums of indices of its ring "
+        "overflow.",
+        "if prefix_caching and num_blocks > MAX_COUNT // 2:",
+        "if prefix_caching and num_blocks > MAX_COUNT:",
+    ),
+    Mutation(
+        "shared-layers-counted",
+        "config",
+        "Layers of a model that use the keys and values of others are stored too.",
+        "return total - int(shared)",
+        "return total",
+    ),
+    # Attention without a kernel: decoding, prefill, gradients.
+    Mutation(
+        "decode-window-off-by-one",
+        "attention/xla",
+        "A row of a decode step sees one token less of its window.",
+        "visible &= tokens >= context - window",
+        "visible &= tokens > context - window",
+    ),
+    Mutation(
+        "decode-multiplies-stale-values",
+        "attention/xla",
+        "Values that a decode row does not see are weighted with zero, but not masked: "
+        "a NaN among them spreads.",
+        "values = jnp.where(seen[:, None, :, None], gathered.values, 0.0)",
+        "values = gathered.values + 0.0",
+    ),
+    Mutation(
+        "prefill-window-off-by-one",
+        "attention/xla",
+        "A row of a prefill sees one token more than its window.",
+        "visible &= tokens[None, :] > tile.before[:, None]",
+        "visible &= tokens[None, :] >= tile.before[:, None]",
+    ),
+    Mutation(
+        "prefill-ignores-sinks",
+        "attention/xla",
+        "Rows of a prefill have no sink.",
+        "sinks = call.sinks.reshape(call.pools.num_kv_heads, call.group, 1)",
+        "sinks = None",
+    ),
+    Mutation(
+        "prefill-loses-the-last-token",
+        "attention/xla",
+        "The last token that a tile sees is not read if it begins a chunk.",
+        "num_tokens = jnp.maximum(end - first_block * block_size, 0)",
+        "num_tokens = jnp.maximum(end - 1 - first_block * block_size, 0)",
+    ),
+    Mutation(
+        "gradient-ignores-the-soft-cap",
+        "attention/xla",
+        "Going backwards, the cap of the scores has a slope of one.",
+        "slope = 1.0 - jnp.square(scores / soft_cap)",
+        "slope = jnp.ones_like(scores)",
+    ),
+    Mutation(
+        "gradient-of-the-log-sum-exp-lost",
+        "attention/xla",
+        "What depends on the log-sum-exp has no gradient.",
+        "axis=-1) - cotangents[1]",
+        "axis=-1) - 0 * cotangents[1]",
+    ),
+    # The attention kernel: lists of work, body, joining, tuning, elements.
+    Mutation(
+        "kernel-position-shifted",
+        "attention/kernel",
+        "Rows of a prefill stand one token further than they do.",
+        "position = work.position[entry]",
+        "position = work.position[entry] + 1",
+    ),
+    Mutation(
+        "kernel-unmasked-tiles-too-many",
+        "attention/kernel",
+        "The tile that only some rows see as a whole goes without a mask.",
+        "seen_by_all = jnp.clip(find_last(position) + 1, 0, tokens.end)",
+        "seen_by_all = jnp.clip(find_last(position) + tile_tokens, 0, tokens.end)",
+    ),
+    Mutation(
+        "kernel-window-off-by-one",
+        "attention/kernel",
+        "A decode row sees one token less of its window.",
+        "visible &= token >= tokens.first",
+        "visible &= token > tokens.first",
+    ),
+    Mutation(
+        "kernel-reads-before-the-window",
+        "attention/kernel",
+        "Tokens before the window are read, although their scores are masked.",
+        "token = jnp.clip(start + offsets, tokens.first, last)",
+        "token = jnp.clip(start + offsets, 0, last)",
+    ),
+    Mutation(
+        "kernel-joins-the-last-piece-twice",
+        "attention/kernel",
+        "The partial result of a row's last piece is joined a second time.",
+        "is_mine = piece < end",
+        "is_mine = piece <= end",
+    ),
+    Mutation(
+        "kernel-scaled-weights-in-float16",
+        "attention/kernel",
+        "Weights times scales are rounded to float16, for which they are too small.",
+        "if is_scaled and dtype == jnp.float16 else dtype",
+        "if is_scaled and dtype == jnp.int8 else dtype",
+    ),
+    # Generation, sampling, progress.
+    Mutation(
+        "oldest-sequence-makes-room",
+        "decoding",
+        "When blocks lack, the oldest sequence is preempted and not the youngest.",
+        "is_youngest = places.ages == places.num_running - 1",
+        "is_youngest = places.ages == 0",
+    ),
+    Mutation(
+        "samples-keep-a-token-of-their-parent",
+        "decoding",
+        "Samples fork one token more than the prompt from a running one.",
+        "fork(cache, parents, state.prompts.lengths[lanes.prompts])",
+        "fork(cache, parents, state.prompts.lengths[lanes.prompts] + 1)",
+    ),
+    Mutation(
+        "top-k-off-by-one",
+        "decoding",
+        "One token more than asked for is kept by top-k.",
+        "dtype=weights.dtype) < limits",
+        "dtype=weights.dtype) <= limits",
+    ),
+    Mutation(
+        "penalty-favours-unlikely-tokens",
+        "decoding",
+        "The repetition penalty divides negative logits too, which makes them larger.",
+        "jnp.where(logits < 0, logits * penalty, logits / penalty)",
+        "logits / penalty",
+    ),
+    Mutation(
+        "draws-repeat-themselves",
+        "decoding",
+        "A sequence draws with the same random numbers at every step.",
+        '"threefry2x32"), count)',
+        '"threefry2x32"), count * 0)',
+    ),
+    Mutation(
+        "padding-marks-a-token-as-seen",
+        "decoding",
+        "The padding behind a prompt counts as the last token of the vocabulary.",
+        "token = jnp.where(texts < 0, vocabulary, texts)",
+        "token = texts",
+    ),
+    # The engine.
+    Mutation(
+        "cancelled-on-the-host-alone",
+        "serving",
+        "Sequences that the host ends are computed to their end.",
+        "self._cancelled[sample.sequence] |= is_computed",
+        "self._cancelled[sample.sequence] |= False",
+    ),
+    Mutation(
+        "a-window-is-read-for-those-who-came-later",
+        "serving",
+        "A window's tokens go to whoever has the prompt when it is read.",
+        "sample = window.samples[sequence]",
+        "sample = self.queue.find_computed()[sequence]",
+    ),
+    Mutation(
+        "a-failed-window-is-read-again",
+        "serving",
+        "The window before a failed step is read after it.",
+        "self._unread = None computed =",
+        "computed =",
+    ),
+    Mutation(
+        "priorities-end-on-the-host",
+        "serving",
+        "On the device requests run as they came.",
+        "jnp.argsort(jnp.where(waits, ranks[sequences], last), stable=True)",
+        "jnp.argsort(jnp.where(waits, 0, last), stable=True)",
+    ),
+    Mutation(
+        "all-samples-of-a-group-run",
+        "serving",
+        "A request with fewer samples than a group computes the others, too.",
+        "is_wanted = sample_index < wanted[:, None]",
+        "is_wanted = sample_index < wanted[:, None] + 9",
+    ),
+    Mutation(
+        "padding-arrives-as-the-last-prompt",
+        "serving",
+        "Lanes without a request overwrite the sampling of the last prompt.",
+        "first = jnp.where(indices < 0, past_the_end, indices * samples)",
+        "first = indices * samples",
+    ),
+    Mutation(
+        "stop-strings-leave-a-token",
+        "serving",
+        "A token too many is kept where a text has its stop string.",
+        "del self.tokens[kept:], self.logprobs[kept:]",
+        "del self.tokens[kept + 1 :], self.logprobs[kept:]",
+    ),
+    Mutation(
+        "half-a-stop-string-is-shown",
+        "serving",
+        "What may begin a stop string is shown at once.",
+        "held = 0 if has_ended else self._count_held()",
+        "held = 0",
+    ),
+    Mutation(
+        "a-consumer-leaves-unnoticed",
+        "serving",
+        "Who closes a stream leaves its request running.",
+        "return read_events(self._turns, request, self._scheduler.cancel)",
+        "return read_events(self._turns, request, lambda request: None)",
+    ),
+    Mutation(
+        "results-are-kept-for-ever",
+        "serving",
+        "Results are forgotten by their number, but never by their time.",
+        "next(iter(self._entries.values()))[0] <= now",
+        "next(iter(self._entries.values()))[0] <= -1",
+    ),
+    Mutation(
+        "deadlines-of-those-that-run-alone",
+        "serving",
+        "A request that waits has no deadline.",
+        "self._end_all(request, FinishReason.DEADLINE)",
+        "request.first_token and self._end_all(request, FinishReason.DEADLINE)",
+    ),
+    # The doctor and the plan.
+    Mutation(
+        "doctor-takes-nan-for-right",
+        "commands",
+        "The doctor does not report attention that comes out as NaN.",
+        "if not error <= tolerance:",
+        "if error > tolerance:",
+    ),
+    Mutation(
+        "doctor-overlooks-a-hidden-card",
+        "commands",
+        "The doctor says nothing of a driver that JAX does not use.",
+        'if facts["drivers"] and not on_gpu:',
+        'if facts["drivers"] and on_gpu:',
+    ),
+    Mutation(
+        "plan-takes-all-weights-off-each-device",
+        "commands",
+        "Several devices that share a model each keep all of its weights.",
+        "-(-weighed // tensor_parallel)",
+        "weighed",
+    ),
+    Mutation(
+        "plan-says-one-devices-bytes",
+        "commands",
+        "The bytes of a token on all devices are those on one of them.",
+        "bytes_per_token=whole.bytes_per_token",
+        "bytes_per_token=config.bytes_per_token",
+    ),
+)
+
+
+def main() -> int:
+    """Play the faults that the command line asks for; return the exit status."""
+    options = parse_arguments()
+    # An end from outside must restore the file as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    known = {mutation.name: mutation for mutation in MUTATIONS}
+    if unknown := set(options.only) - known.keys():
+        sys.exit(f"there is no fault {', '.join(sorted(unknown))}")
+    chosen = [known[name] for name in options.only] or list(MUTATIONS)
+    lost = [mutation for mutation in chosen if len(places(mutation)) != 1]
+    for mutation in lost:
+        print(f"{mutation.name}: found {len(places(mutation))} times", flush=True)
+    if options.check:
+        print(f"{len(chosen) - len(lost)} of {len(chosen)} snippets are found once")
+        return int(bool(lost))
+
+    first_tests: dict[str, list[str]] = {}
+    if options.first_tests is not None:
+        first_tests = json.loads(options.first_tests.read_text())
+    results = kept_results(options.output)
+    num_survivors = 0
+    for number, mutation in enumerate(chosen, 1):
+        began = time.monotonic()
+        if mutation in lost:
+            found: dict[str, Any] = {"caught_by": None, "note": "not played: no place"}
+        else:
+            with played(mutation):
+                likely = first_tests.get(mutation.name, [])
+                found = judge(likely, options.tests, options.patience)
+        seconds = round(time.monotonic() - began, 1)
+        results[mutation.name] = {
+            "fault": mutation.fault,
+            "room": mutation.room,
+            **found,
+            "seconds": seconds,
+        }
+        num_survivors += found["caught_by"] is None
+        verdict = found["caught_by"] or "NOT CAUGHT"
+        note = f" ({found['note']})" if "note" in found else ""
+        print(
+            f"{seconds:6.0f} s  {mutation.name}: {verdict}{note}; "
+            f"{len(chosen) - number} remain",
+            flush=True,
+        )
+        if options.output is not None:
+            write_results(options.output, results)
+    print(f"{len(chosen) - num_survivors} of {len(chosen)} faults were caught")
+    return int(num_survivors > 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python tests/support/mutations.py", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--check", action="store_true", help="play nothing")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument(
+        "--tests", nargs="+", default=[], metavar="PATH", help="default: all"
+    )
+    parser.add_argument(
+        "--first-tests", type=pathlib.Path, metavar="FILE", help="JSON of name: paths"
+    )
+    parser.add_argument("--output", type=pathlib.Path, metavar="FILE")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_SECONDS,
+        metavar="SECONDS",
+        help="a test that takes longer hangs (default: %(default)s)",
+    )
+    return parser.parse_args()
+
+
+def places(mutation: Mutation) -> list[tuple[pathlib.Path, tuple[int, int]]]:
+    """Return where the package has the snippet: files, and spans of their text."""
+    words = map(re.escape, mutation.find.split())
+    pattern = re.compile(r"\s+".join(words))
+    return [
+        (path, match.span())
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+    ]
+
+
+@contextlib.contextmanager
+def played(mutation: Mutation) -> Iterator[None]:
+    """Have the fault in the package, and take it out again whatever happens."""
+    ((path, (start, stop)),) = places(mutation)
+    before = path.read_bytes()
+    text = before.decode("utf-8")
+    try:
+        changed = text[:start] + mutation.replace + text[stop:]
+        compile(changed, path.name, "exec")
+        path.write_bytes(changed.encode("utf-8"))
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def judge(likely: list[str], tests: list[str], patience: float) -> dict[str, Any]:
+    """Run the likely tests, then the others; return the first that failed, if any."""
+    if likely:
+        found = run_tests(likely, patience)
+        if found["caught_by"] is not None:
+            return found
+    # The likely ones have had their say.
+    others = [f"--deselect={path}" for path in likely]
+    return run_tests([*tests, *others], patience)
+
+
+def run_tests(arguments: list[str], patience: float) -> dict[str, Any]:
+    """Run pytest up to the first failure, and say which test failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        # Two versions of a file written in the same second would share their bytecode.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "COLUMNS": "500",
+    }
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            hangs = not ends(process, output.fileno(), patience)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    if hangs:
+        return {"caught_by": running_test(lines), "note": "timed out"}
+    # 5 says that no test was collected, such as when all were deselected.
+    if process.returncode in (0, 5):
+        return {"caught_by": None}
+    for line in lines:
+        if match := re.match(r"(FAILED|ERROR) (.+?)( - .*)?$", line):
+            found = {"caught_by": match[2]}
+            if match[1] == "ERROR":
+                found["note"] = "an error outside the test, or while collecting"
+            return found
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    if process.returncode in (2, 4):
+        raise RuntimeError(f"pytest could not run: {last}")
+    note = f"pytest ended with status {process.returncode}"
+    return {"caught_by": running_test(lines), "note": note}
+
+
+def ends(process: subprocess.Popen[bytes], output: int, patience: float) -> bool:
+    """Wait for a process; return False if it prints nothing for too long."""
+    size, changed = 0, time.monotonic()
+    while True:
+        try:
+            process.wait(timeout=0.5)
+            return True
+        except subprocess.TimeoutExpired:
+            pass
+        now = time.monotonic()
+        if os.fstat(output).st_size != size:
+            size, changed = os.fstat(output).st_size, now
+        elif now - changed > patience:
+            return False
+
+
+def running_test(lines: list[str]) -> str:
+    """Return the test that was begun last; `-v` names each before it runs."""
+    pattern = re.compile(r"(\S+::.+?)\s*(?:(?:PASSED|FAILED|SKIPPED|ERROR|X).*)?$")
+    started = [match[1] for line in lines if (match := pattern.match(line))]
+    return started[-1] if started else "before the first test"
+
+
+def kept_results(path: pathlib.Path | None) -> dict[str, Any]:
+    """Return the results that a file has already."""
+    if path is None or not path.exists():
+        return {}
+    return dict(json.loads(path.read_text())["results"])
+
+
+def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
+    """Write the results with what they were found on."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = {
+        "commit": done.stdout.strip(),
+        "python": platform.python_version(),
+        "jax": importlib.metadata.version("jax"),
+        "results": results,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

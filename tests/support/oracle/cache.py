@@ -1,0 +1,384 @@
+"""Sequences, their tokens and blocks, and the verbs that change them."""
+
+import copy
+import dataclasses
+from collections import Counter
+from typing import Any, NamedTuple
+
+from support.oracle.groups import Group, held
+
+OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, CONTEXT_FULL = 0, 1, 2, 3
+BATCH_FULL, INVALID_SEQUENCE, INVALID_ARGUMENT = 4, 5, 6
+PADDING = -1
+
+
+@dataclasses.dataclass
+class Sequence:
+    """An open sequence."""
+
+    # Its blocks in each group, None where a window gave one back.
+    tables: list[list[int | None]]
+    tokens: list[Any] = dataclasses.field(default_factory=list)  # those stored
+    created: int = 0  # the clock when it was opened
+    last_used: int = 0  # and when it was last used
+    epoch: int = 0  # and when it was opened or lost tokens
+    # For prefix caching: its domain, and how many of its tokens it has made visible,
+    # None once its chain has a gap.
+    salt: int = 0
+    visible: int | None = 0
+
+
+class Row(NamedTuple):
+    """One row of a batch that holds a token: where it is written."""
+
+    seq_id: int
+    position: int
+    blocks: list[int]  # in each group
+    offset: int
+
+
+class Batch(NamedTuple):
+    """What `append` promises; a row without a token is None."""
+
+    seq_ids: list[int]
+    status: list[int]
+    query_starts: list[int]
+    query_lengths: list[int]
+    context_lengths: list[int]
+    rows: list[Row | None]
+    epochs: list[int]
+
+
+class Cache:
+    """The cache. Its verbs serve requests one after the other, in all groups."""
+
+    def __init__(self, groups, *, block_size, max_sequences, max_context_length):
+        """Of each group: blocks in its pool, window or None, tokens of sinks."""
+        self.groups = [Group(size, block_size, *window) for size, *window in groups]
+        self.block_size, self.max_context = block_size, max_context_length
+        self.max_sequences = max_sequences
+        self.open: dict[int, Sequence] = {}
+        self.free_ids = list(range(max_sequences))
+        self.refusals: Counter[int] = Counter()
+        self.clock = 0
+        # (domain, all tokens up to a block's end): the block of each group, or None.
+        # The leading group has one always: the first without a window, or the widest.
+        self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
+        windows = [group.window or float("inf") for group in self.groups]
+        self.leader = windows.index(max(windows))
+
+    def append(self, seq_ids, num_tokens, contents, max_query_length=None):
+        """Store contents[row] in each served request's rows; returns a Batch.
+
+        `contents` has one entry per row, so its length is the capacity. With
+        `max_query_length` Q, request i owns Q rows from i * Q, else rows are packed.
+        """
+        self._begin()
+        batch = Batch(list(seq_ids), [], [], [], [], [None] * len(contents), [])
+        before = {seq_id: len(each.tokens) for seq_id, each in self.open.items()}
+        start = 0
+        for i, (seq_id, count) in enumerate(zip(seq_ids, num_tokens, strict=True)):
+            room = len(contents) - start
+            if max_query_length is not None:
+                start, room = i * max_query_length, max_query_length
+            mine, length = self.open.get(seq_id), before.get(seq_id, 0)
+            cause, needs = self._why_not_first(seq_ids, i), []
+            if cause == OK and mine:
+                blocks = self._blocks_for(length + count)
+                needs = [blocks - len(table) for table in mine.tables]
+                if count < 0:
+                    cause = INVALID_ARGUMENT
+                elif length + count > self.max_context:
+                    cause = CONTEXT_FULL
+                elif count > 0 and count > room:
+                    cause = BATCH_FULL
+                elif not self._fits(needs):
+                    cause = OUT_OF_BLOCKS
+            served = count if cause == OK and mine else 0
+            if served:
+                self._extend(mine, needs)
+            for row in range(start, start + served):
+                column, offset = divmod(len(mine.tokens), self.block_size)
+                blocks = [table[column] for table in mine.tables]
+                batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
+                mine.tokens.append(contents[row])
+            batch.status.append(cause)
+            batch.query_starts.append(start)
+            batch.query_lengths.append(served)
+            batch.context_lengths.append(length + served)
+            batch.epochs.append(mine.epoch if mine else 0)
+            start += max(count, 0)
+        # What is given back is free for later calls: it is behind all that was taken.
+        for seq_id, served in zip(seq_ids, batch.query_lengths, strict=True):
+            for g, group in enumerate(self.groups if served else []):
+                table = self.open[seq_id].tables[g]
+                for column in group.gone(before[seq_id]):
+                    block, table[column] = table[column], None
+                    self._drop(g, block)
+        self._settle(batch.status, used=self._served(seq_ids, batch.status))
+        return batch
+
+    def fork(self, seq_ids, lengths=None):
+        """Open one child per parent, with all its tokens or the first few."""
+        self._begin()
+        parents = dict(self.open)  # A child opened in this call is no parent in it.
+        children, status = [], []
+        for i, seq_id in enumerate(seq_ids):
+            cause, child, parent = OK, PADDING, parents.get(seq_id)
+            if parent is not None:
+                length = lengths[i] if lengths else len(parent.tokens)
+                if not self._can_go_on(parent, length):
+                    cause = INVALID_ARGUMENT
+                elif not self.free_ids:
+                    cause = OUT_OF_SEQUENCES
+                elif not self._fits(self._tails(length)):
+                    cause = OUT_OF_BLOCKS
+                else:
+                    child = self._open()
+                    self._continue(self.open[child], self._past(parent, length))
+            elif seq_id != PADDING:
+                cause = INVALID_SEQUENCE
+            children.append(child)
+            status.append(cause)
+        used = self._served(seq_ids, status)
+        return children, self._settle(status, used=used, opened=children)
+
+    def free(self, seq_ids):
+        """Close sequences; a block comes back with its last reference."""
+        status = [self._why_not_first(seq_ids, i) for i in range(len(seq_ids))]
+        closed = self._served(seq_ids, status)
+        for seq_id in closed:
+            self._close(seq_id)
+        return self._settle(status, used=closed)
+
+    def truncate(self, seq_ids, lengths):
+        """Drop tokens and every block past the new end; copy a shared new tail."""
+        self._begin()
+        before = copy.deepcopy(self)
+        status = []
+        for i, (seq_id, length) in enumerate(zip(seq_ids, lengths, strict=True)):
+            cause = self._why_not_first(seq_ids, i)
+            if cause == OK and seq_id != PADDING:
+                cause = self._cut(self.open[seq_id], length, before)
+            status.append(cause)
+        return self._settle(status, used=self._served(seq_ids, status))
+
+    def reorder(self, seq_ids, parents):
+        """Sequence i continues from what parent i was before the call."""
+        status, moves = [], []
+        for i, (seq_id, parent) in enumerate(zip(seq_ids, parents, strict=True)):
+            cause = self._why_not_first(seq_ids, i)
+            if seq_id != PADDING and parent not in self.open:
+                cause = INVALID_SEQUENCE
+            # A sequence that is its own parent stays as it is.
+            if cause == OK and seq_id not in (PADDING, parent):
+                past = self.open[parent]
+                moves.append((i, seq_id, self._past(past, len(past.tokens))))
+            status.append(cause)
+        # Moves that need no block are served. Of those that need one, as many as fit,
+        # the first ones: they may also take what the served sequences give up.
+        needy = [move for move in moves if any(self._tails(len(move[2].tokens)))]
+        for num_served in range(len(needy), -1, -1):
+            refused = needy[num_served:]
+            served = [move for move in moves if move not in refused]
+            after = self.open | {seq_id: past for _, seq_id, past in served}
+            kept = [
+                {block for each in after.values() for block in held(each.tables[g])}
+                for g in range(len(self.groups))
+            ]
+            pairs = zip(self.groups, kept, strict=True)
+            if all(num_served <= g.num_blocks - len(blocks) for g, blocks in pairs):
+                break
+        for i, _, _ in refused:
+            status[i] = OUT_OF_BLOCKS
+        # One step for all: drop what nobody keeps, then share, then take the new tails.
+        for _, seq_id, _ in served:
+            for g, table in enumerate(self.open[seq_id].tables):
+                self._shrink(g, table, 0, kept[g])
+        for _, seq_id, past in served:
+            self.open[seq_id].tables = copy.deepcopy(past.tables)
+        for _, seq_id, past in served:
+            self._continue(self.open[seq_id], past)
+            self.open[seq_id].epoch = self.clock + 1
+        return self._settle(status, used=[seq_id for _, seq_id, _ in served])
+
+    # Looking things up.
+
+    def table(self, seq_id, g=0):
+        """The blocks of a sequence in a group, none if it is not open."""
+        return self.open[seq_id].tables[g] if seq_id in self.open else []
+
+    def tokens(self, seq_id):
+        """The stored tokens of a sequence, none if it is not open."""
+        return self.open[seq_id].tokens if seq_id in self.open else []
+
+    def slot(self, seq_id, position, g=0):
+        """(block, offset) of a position, None where no block is mapped."""
+        table = self.table(seq_id, g)
+        column, offset = divmod(position, self.block_size)
+        if not 0 <= column < len(table) or table[column] is None:
+            return None
+        return table[column], offset
+
+    def reference_count(self, block, g=0):
+        return sum(each.tables[g].count(block) for each in self.open.values())
+
+    def num_free_blocks(self):
+        return min(len(group.free) for group in self.groups)
+
+    def known(self, g):
+        """The blocks of a group that a prompt may find."""
+        return {blocks[g] for blocks in self.index.values()} - {None}
+
+    # Why a request is refused.
+
+    def _why_not_open(self, count):
+        if count == PADDING:
+            return OK
+        if count < 0:
+            return INVALID_ARGUMENT
+        if count > self.max_context:
+            return CONTEXT_FULL
+        return OK if self.free_ids else OUT_OF_SEQUENCES
+
+    def _why_not_first(self, seq_ids, i):
+        is_first = seq_ids[i] in self.open and seq_ids[i] not in seq_ids[:i]
+        return OK if seq_ids[i] == PADDING or is_first else INVALID_SEQUENCE
+
+    def _can_go_on(self, mine, length):
+        """Whether a sequence can go on from a length, in all groups."""
+        return 0 <= length <= len(mine.tokens) and all(
+            group.can_go_on(mine.tables[g], length)
+            for g, group in enumerate(self.groups)
+        )
+
+    def _begin(self):
+        """A call is judged by the blocks free before it."""
+        self.available = [len(group.free) for group in self.groups]
+        self.is_shut = False
+
+    def _fits(self, needs, wants=False):
+        """Whether a request gets its blocks of all groups; who does not shuts the rest
+        out. One that needs none, and wants none that is free, is always served."""
+        if not wants and all(need <= 0 for need in needs):
+            return True
+        pairs = list(zip(self.available, needs, strict=True))
+        self.is_shut = self.is_shut or any(need > room for room, need in pairs)
+        if not self.is_shut:
+            self.available = [room - max(need, 0) for room, need in pairs]
+        return not self.is_shut
+
+    # What becomes of one that is served.
+
+    def _open(self):
+        seq_id = self.free_ids.pop(0)
+        self.open[seq_id] = Sequence([[] for _ in self.groups])
+        return seq_id
+
+    def _close(self, seq_id):
+        for g, table in enumerate(self.open[seq_id].tables):
+            self._shrink(g, table, 0)
+        del self.open[seq_id]
+        self.free_ids.append(seq_id)
+
+    def _past(self, sequence, length):
+        """What another takes over: tokens up to a length, and the full blocks."""
+        full = length // self.block_size
+        return dataclasses.replace(
+            sequence,
+            tables=[table[:full] for table in sequence.tables],
+            tokens=sequence.tokens[:length],
+            visible=None if sequence.visible is None else min(sequence.visible, length),
+        )
+
+    def _continue(self, mine, past):
+        """Take over a past: share its full blocks, and own a copy of its tail."""
+        mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
+        mine.visible, mine.salt = past.visible, past.salt
+        self._extend(mine, self._tails(len(mine.tokens)))
+
+    def _cut(self, mine, length, before):
+        """Cut a sequence back; returns the cause where that cannot be."""
+        if not self._can_go_on(mine, length):
+            return INVALID_ARGUMENT
+        full, tails = length // self.block_size, self._tails(length)
+        # A writer owns its tail, so one that was shared before the call is copied.
+        copies = [
+            int(tail and before.reference_count(mine.tables[g][full], g) > 1)
+            for g, tail in enumerate(tails)
+        ]
+        if not self._fits(copies):
+            return OUT_OF_BLOCKS
+        for g, table in enumerate(mine.tables):
+            if tails[g] and not copies[g]:
+                self._forget_from(g, table[full])
+            self._shrink(g, table, full + tails[g] - copies[g])
+        self._extend(mine, copies)
+        del mine.tokens[length:]
+        if mine.visible is not None or length == 0:
+            mine.visible = min(mine.visible or 0, length)
+        mine.epoch = self.clock + 1
+        return OK
+
+    def _extend(self, mine, counts):
+        """Put so many blocks of each group behind those that a sequence has."""
+        for g, count in enumerate(counts):
+            mine.tables[g] += self._take(g, count)
+
+    def _take(self, g, count):
+        """Take the blocks of a pool that have been free longest."""
+        free = self.groups[g].free
+        taken = free[: max(count, 0)]
+        del free[: len(taken)]
+        self._forget(g, taken)
+        return taken
+
+    def _shrink(self, g, table, count, kept=()):
+        """Drop blocks from the end."""
+        while len(table) > count:
+            self._drop(g, table.pop(), kept)
+
+    def _drop(self, g, block, kept=()):
+        """Put a block that a table named into the pool, if it was the last to do so."""
+        if block is not None and not self.reference_count(block, g):
+            self.groups[g].free += [] if block in kept else [block]
+
+    def _forget(self, g, blocks):
+        """What these blocks held is found no more."""
+        for key, found in list(self.index.items()):
+            if found[g] in blocks:
+                found[g] = None
+                if g == self.leader:
+                    del self.index[key]
+
+    def _forget_from(self, g, block):
+        """Nor is what this block held, or in a chain that proves it what followed."""
+        if g == self.leader and self.groups[g].window is None:
+            for salt, tokens in [k for k, b in self.index.items() if b[g] == block]:
+                for domain, text in list(self.index):
+                    if (domain, text[: len(tokens)]) == (salt, tokens):
+                        del self.index[domain, text]
+        self._forget(g, [block])
+
+    def _blocks_for(self, length):
+        return -(-length // self.block_size)
+
+    def _tails(self, length):
+        """Of each group how many blocks are partly filled: one or none."""
+        return [int(length % self.block_size > 0)] * len(self.groups)
+
+    def _served(self, seq_ids, status):
+        """The sequences that a call served."""
+        pairs = zip(seq_ids, status, strict=True)
+        return [seq_id for seq_id, cause in pairs if seq_id != PADDING and cause == OK]
+
+    def _settle(self, status, used=(), opened=()):
+        """Count the refusals; time goes on with each call that serves somebody."""
+        self.refusals.update(cause for cause in status if cause != OK)
+        opened = {*opened} - {PADDING}
+        self.clock += bool(opened) or bool(used)
+        for seq_id in {*opened, *used} & self.open.keys():
+            self.open[seq_id].last_used = self.clock
+        for seq_id in opened:
+            self.open[seq_id].created = self.open[seq_id].epoch = self.clock
+        return status

@@ -1,0 +1,142 @@
+"""Sequences that leave and come back, and blocks that get other numbers."""
+
+import copy
+
+from support.oracle.cache import (
+    CONTEXT_FULL,
+    OK,
+    OUT_OF_BLOCKS,
+    OUT_OF_SEQUENCES,
+    PADDING,
+)
+from support.oracle.groups import held
+from support.oracle.prefixes import PrefixCache
+
+
+class Oracle(PrefixCache):
+    """The whole cache."""
+
+    def copy(self):
+        """Return the cache as it is now, as a saved one is."""
+        return copy.deepcopy(self)
+
+    def touch(self, seq_ids):
+        """Mark sequences as used."""
+        status = [self._why_not_first(seq_ids, i) for i in range(len(seq_ids))]
+        return self._settle(status, used=self._served(seq_ids, status))
+
+    def least_recently_used(self, exclude=()):
+        """The open sequences, the one used longest ago first."""
+        by_age = [
+            (each.last_used, each.created, seq_id)
+            for seq_id, each in self.open.items()
+            if seq_id not in exclude
+        ]
+        return [seq_id for _, _, seq_id in sorted(by_age)]
+
+    def evict(self, num_blocks, protect):
+        """Free the least recently used until each group has that many free blocks."""
+        gone = []
+        for seq_id in self.least_recently_used(protect):
+            if self.num_free_blocks() < num_blocks:
+                self._close(seq_id)
+                gone.append(seq_id)
+        self.clock += bool(gone)
+        return gone
+
+    def evict_older_than(self, age, protect):
+        """Free what has not been used for more than `age` ticks."""
+        order = self.least_recently_used(protect)
+        gone = [i for i in order if self.clock - self.open[i].last_used > age]
+        for seq_id in gone:
+            self._close(seq_id)
+        self.clock += bool(gone)
+        return gone
+
+    def compact(self):
+        """Number blocks by their first mention, row by row; then the free in order."""
+        for g in range(len(self.groups)):
+            self._renumber(g)
+
+    def resize(self, *num_blocks):
+        """Pools of other sizes; False where live blocks would not fit.
+
+        Free blocks leave, first those that are not known, then in order. Ids change
+        only if they must.
+        """
+        sizes = list(zip(self.groups, num_blocks, strict=True))
+        if any(group.num_blocks - len(group.free) > size for group, size in sizes):
+            return False
+        # What the leading group loses is found in no other.
+        for g in sorted(range(len(sizes)), key=lambda g: g != self.leader):
+            (group, size), known = sizes[g], self.known(g)
+            leaving = sorted(group.free, key=lambda block: block in known)
+            gone = leaving[: max(group.num_blocks - size, 0)]
+            self._forget(g, gone)
+            if max({*self._live(g), *known} - {*gone}, default=0) >= size:
+                group.free = [block for block in group.free if block not in gone]
+                self._renumber(g)
+            else:
+                old = [block for block in group.free if block < size]
+                group.free = [*range(group.num_blocks, size), *old]
+            group.num_blocks = size
+        return True
+
+    def swap_out(self, seq_ids):
+        """Close sequences and return copies of them; None if one is refused."""
+        status = [self._why_not_first(seq_ids, i) for i in range(len(seq_ids))]
+        if any(status):
+            return None  # an exception: not even counted
+        swapped = [copy.deepcopy(self.open[i]) for i in seq_ids if i != PADDING]
+        self.free(seq_ids)
+        return swapped
+
+    def swap_in(self, swapped):
+        """Open such sequences again, all or none; returns (seq_ids, status)."""
+        # Their blocks only tell apart what is shared. Each is taken once, all that hold
+        # tokens before the reserved ones.
+        old, most = [], self._blocks_for(self.max_context)
+        for g in range(len(self.groups)):
+            tables = [(each.tables[g], len(each.tokens)) for each in swapped]
+            filled = [b for table, n in tables for b in table[: self._blocks_for(n)]]
+            every = [b for table, _ in tables for b in table]
+            old.append(held(dict.fromkeys(filled + every)))
+        sizes = list(zip(old, self.groups, strict=True))
+        if any(
+            len(each.tokens) > self.max_context or max(map(len, each.tables)) > most
+            for each in swapped
+        ):
+            cause = CONTEXT_FULL
+        elif len(swapped) > len(self.free_ids):
+            cause = OUT_OF_SEQUENCES
+        elif any(len(blocks) > len(group.free) for blocks, group in sizes):
+            cause = OUT_OF_BLOCKS
+        else:
+            cause = OK
+        seq_ids = [PADDING] * len(swapped)
+        if cause == OK:
+            seq_ids = [self._open() for _ in swapped]
+            for seq_id, each in zip(seq_ids, swapped, strict=True):
+                mine = self.open[seq_id]
+                mine.tokens, mine.salt = list(each.tokens), each.salt
+                mine.visible = None if each.visible != 0 else 0
+            for g, blocks in enumerate(old):
+                new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))
+                for seq_id, each in zip(seq_ids, swapped, strict=True):
+                    self.open[seq_id].tables[g] = [new.get(b) for b in each.tables[g]]
+        return seq_ids, self._settle([cause] * len(swapped), opened=seq_ids)
+
+    def _live(self, g):
+        """The blocks of a group that tables name, by their first mention."""
+        rows = [held(each.tables[g]) for _, each in sorted(self.open.items())]
+        return list(dict.fromkeys(block for row in rows for block in row))
+
+    def _renumber(self, g):
+        """Give the blocks of a group new numbers: the live in order, then the free."""
+        order = [*self._live(g), *self.groups[g].free]
+        number = {None: None} | {block: place for place, block in enumerate(order)}
+        for each in self.open.values():
+            each.tables[g] = [number[block] for block in each.tables[g]]
+        for blocks in self.index.values():
+            blocks[g] = number[blocks[g]]
+        self.groups[g].free = [number[block] for block in self.groups[g].free]

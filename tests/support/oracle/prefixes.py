@@ -1,0 +1,168 @@
+"""Finding prompts again.
+
+A prefix is known by its tokens, all of them, and nothing of hashes. A block that is
+known and free is cached; it is forgotten when it is taken.
+"""
+
+from support.oracle.cache import OK, OUT_OF_BLOCKS, PADDING, Cache
+from support.oracle.groups import held
+
+
+class PrefixCache(Cache):
+    """The cache, and the verbs that ask and change what is known."""
+
+    def allocate(self, num_tokens, prompts=None, salts=None):
+        """Open one sequence per request; returns (seq_ids, status, num_cached)."""
+        self._begin()
+        prompts = prompts or [[]] * len(num_tokens)
+        salts = salts or [0] * len(num_tokens)
+        found = [self.find(*each) for each in zip(prompts, salts, strict=True)]
+        claimed = [set() for _ in self.groups]
+        seq_ids, status, num_cached, opened = [], [], [], []
+        for i, count in enumerate(num_tokens):
+            cause, seq_id, length = self._why_not_open(count), PADDING, 0
+            if cause == OK and count != PADDING:
+                tables, length = found[i]
+                fresh = self._fresh(count, tables, length)
+                # Blocks that are free are claimed by the first that finds them.
+                pairs = zip(self.groups, tables, strict=True)
+                revived = [set(group.free) & set(table) for group, table in pairs]
+                costs = [len(r - c) for r, c in zip(revived, claimed, strict=True)]
+                needs = [n + cost for n, cost in zip(fresh, costs, strict=True)]
+                if self._fits(needs, wants=any(revived)):
+                    claimed = [c | r for c, r in zip(claimed, revived, strict=True)]
+                    seq_id = self._open()
+                    mine = self.open[seq_id]
+                    mine.tables, mine.tokens = tables, list(prompts[i][:length])
+                    mine.salt, mine.visible = salts[i], length
+                    opened.append((mine, fresh))
+                else:
+                    cause, length = OUT_OF_BLOCKS, 0
+            seq_ids.append(seq_id)
+            status.append(cause)
+            num_cached.append(length)
+        # What was found is pinned before any block is taken.
+        for group, blocks in zip(self.groups, claimed, strict=True):
+            group.free = [block for block in group.free if block not in blocks]
+        for mine, fresh in opened:
+            self._extend(mine, fresh)
+        return seq_ids, self._settle(status, opened=seq_ids), num_cached
+
+    def can_allocate(self, num_tokens):
+        """What `allocate` would serve, nothing changed."""
+        return [cause == OK for cause in self.copy().allocate(num_tokens)[1]]
+
+    def find(self, prompt, salt):
+        """The known blocks of a prompt's beginning, of each group, and how many tokens
+        are found, those of a block that only begins like the rest included.
+
+        None stands for a block that no row behind them sees, known or not.
+        """
+        T, nothing = self.block_size, [None] * len(self.groups)
+        usable = min(max(len(prompt) - 1, 0), self.max_context)  # one is computed
+        chain = [
+            self.index.get((salt, tuple(prompt[:end])), nothing)
+            for end in range(T, usable + 1, T)
+        ]
+        while any(
+            chain[column][g] is None
+            for g, group in enumerate(self.groups)
+            for column in group.seen(len(chain) * T)
+        ):
+            chain.pop()
+        start = len(chain) * T
+        partial = [
+            common(tokens[start:], prompt[start:usable])
+            for (domain, tokens), blocks in self.index.items()
+            if (domain, tokens[:start]) == (salt, tuple(prompt[:start]))
+            and len(tokens) == start + T
+            and None not in blocks
+        ]
+        length = start + min(max(partial, default=0), T - 1)
+        tables = []
+        for g, group in enumerate(self.groups):
+            seen = group.seen(length)
+            tables.append([b[g] if i in seen else None for i, b in enumerate(chain)])
+        return tables, length
+
+    def commit(self, batch):
+        """Make full blocks visible; a block equal to a visible one gives way to it."""
+        T, lead = self.block_size, self.leader
+        counts = {
+            block: self.reference_count(block, lead)
+            for block in range(self.groups[lead].num_blocks)
+        }
+        exchanges = [[] for _ in self.groups]
+        for i, seq_id in enumerate(batch.seq_ids):
+            mine, end = self.open.get(seq_id), batch.context_lengths[i]
+            start = end - batch.query_lengths[i]
+            if (
+                batch.query_lengths[i] == 0
+                or mine is None
+                or mine.epoch != batch.epochs[i]
+                or mine.visible != start
+                or len(mine.tokens) < end
+                # A later step gave back what this one went on from.
+                or (start >= T and mine.tables[lead][start // T - 1] is None)
+            ):
+                continue
+            mine.visible = end
+            for column in range(start // T, end // T):
+                own = [table[column] for table in mine.tables]
+                tokens = tuple(mine.tokens[: (column + 1) * T])
+                is_told = all(token >= 0 for token in tokens[column * T :])
+                is_gone = own[lead] is None
+                is_alone = not is_gone and counts[own[lead]] == 1
+                is_known = (mine.salt, tokens) in self.index
+                if is_gone or not is_told or not (is_alone or is_known):
+                    mine.visible = column * T
+                    break
+                known = self.index.setdefault((mine.salt, tokens), list(own))
+                for g, block in enumerate(own):
+                    if known[g] is None:
+                        known[g] = block
+                    elif block is not None and block != known[g]:
+                        exchanges[g].append((mine, column, known[g]))
+        for g, group in enumerate(self.groups):
+            gone = []
+            for mine, column, block in exchanges[g]:
+                gone.append(mine.tables[g][column])
+                mine.tables[g][column] = block
+                group.free = [each for each in group.free if each != block]
+            # A block is back with the last that gave it up.
+            for i, block in enumerate(gone):
+                self._drop(g, block, kept=gone[i + 1 :])
+
+    def forget(self, salt=None):
+        """Forget one domain, or all; what its sequences hold never becomes visible."""
+        for domain, tokens in list(self.index):
+            if salt in (None, domain):
+                del self.index[domain, tokens]
+        for each in self.open.values():
+            if each.tokens and salt in (None, each.salt):
+                each.visible = None
+
+    def evict_cached(self, num_blocks):
+        """Forget the cached blocks of each group that have been free longest."""
+        known = [self.known(g) for g in range(len(self.groups))]
+        for g, group in enumerate(self.groups):
+            cached = [block for block in group.free if block in known[g]]
+            self._forget(g, cached[: max(num_blocks, 0)])
+
+    def _fresh(self, count, tables, length):
+        """How many blocks of each group a text takes beside those found: as many as it
+        needs at one time, and one at least for a part of a block that was found."""
+        total = self._blocks_for(max(count, length))
+        part = int(length % self.block_size > 0)
+        return [
+            max(min(total - len(t), group.reserved(total) - len(held(t))), part)
+            for group, t in zip(self.groups, tables, strict=True)
+        ]
+
+
+def common(first, second):
+    """How many tokens two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,7 @@
+"""Where the files lie that tests read."""
+
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+FIXTURES = ROOT / "tests" / "fixtures"

@@ -1,0 +1,228 @@
+"""A model of two layers whose heads can be spread over a mesh, and caches for it."""
+
+import collections
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jkv
+from support.tolerances import TOLERANCE
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 16, 16, 24, 32
+NUM_ROWS = 12
+# Chunks of three prompts, then of single tokens, some sequences without any.
+STEPS = [[5, 4, 3], [1, 1, 1], [0, 7, 1], [1, 1, 0]]
+NUM_KV_HEADS = {"sharded": 8, "repeated": 2, "latent": 1}
+
+
+class Layout(NamedTuple):
+    """How a cache lies on devices, and what is stored in it."""
+
+    heads: str  # one of NUM_KV_HEADS
+    axes: tuple[tuple[str, int], ...]  # of the mesh: heads "tp", tokens of blocks "cp"
+    axis_type: AxisType
+    dtype: str = "float32"
+
+    @property
+    def mesh(self):
+        """The mesh, of the first devices that there are."""
+        names, sizes = zip(*self.axes, strict=True)
+        count = math.prod(sizes)
+        devices = np.asarray(jax.devices()[:count]).reshape(sizes)
+        return jax.sharding.Mesh(devices, names, (self.axis_type,) * len(names))
+
+    @property
+    def config(self):
+        """The configuration of its cache."""
+        is_latent = self.heads == "latent"
+        return jkv.CacheConfig(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS[self.heads],
+            head_dim=HEAD_DIM,
+            value_head_dim=8 if is_latent else None,
+            values_in_keys=is_latent,
+            num_blocks=8209,  # so that nothing else is as large as the pool
+            block_size=4,
+            max_sequences=4,
+            max_context_length=32,
+            dtype=self.dtype,
+        )
+
+    @property
+    def where(self):
+        """What lies on which axis, as `init` is told."""
+        names = {"heads": "tp", "context": "cp"}
+        return {what: axis for what, axis in names.items() if axis in dict(self.axes)}
+
+    @property
+    def num_shares(self):
+        """In how many shares the storage lies on the mesh."""
+        return math.prod(size for name, size in self.axes if name != "dp")
+
+    def init(self):
+        """A fresh cache on the mesh."""
+        return jkv.init(self.config, mesh=self.mesh, **self.where)
+
+
+AUTO = Layout("sharded", (("tp", 8),), AxisType.Auto)
+REPEATED = Layout("repeated", (("tp", 8),), AxisType.Auto, "int8")
+TWO_AXES = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Explicit)
+TOKENS = Layout("sharded", (("cp", 4),), AxisType.Auto)
+
+
+@functools.cache
+def make_weights(num_kv_heads, value_dim):
+    """Weights of the model, on the host."""
+    rng = np.random.default_rng(num_kv_heads)
+
+    def draw(fan_in, *shape):
+        return (rng.standard_normal(shape) / math.sqrt(fan_in)).astype(np.float32)
+
+    return {
+        "embedding": draw(1, VOCABULARY, WIDTH),
+        "queries": draw(WIDTH, NUM_LAYERS, WIDTH, NUM_HEADS, HEAD_DIM),
+        "keys": draw(WIDTH, NUM_LAYERS, WIDTH, num_kv_heads, HEAD_DIM),
+        "values": draw(WIDTH, NUM_LAYERS, WIDTH, num_kv_heads, value_dim),
+        "outputs": draw(NUM_HEADS * value_dim, NUM_LAYERS, NUM_HEADS, value_dim, WIDTH),
+    }
+
+
+def place_weights(layout):
+    """The weights on the mesh: heads, where they can be, on its axis of heads."""
+    weights = make_weights(layout.config.num_kv_heads, layout.config.value_head_dim)
+    specs = dict.fromkeys(weights, PartitionSpec())
+    if "heads" in layout.where:
+        specs["queries"] = PartitionSpec(None, None, "tp")
+        specs["outputs"] = PartitionSpec(None, "tp")
+    if "heads" in layout.where and layout.heads == "sharded":
+        specs["keys"] = specs["values"] = PartitionSpec(None, None, "tp")
+    mesh = layout.mesh
+    return {
+        name: jax.device_put(array, NamedSharding(mesh, specs[name]))
+        for name, array in weights.items()
+    }
+
+
+def run_model(weights, tokens, cache, batch, *, implementation=None, axis=None):
+    """The model: see `jkv.Model`. Inside `shard_map` over an axis it sums over that."""
+    mesh = jax.typeof(weights["queries"]).sharding.mesh
+    whole = {}
+    if AxisType.Explicit in mesh.axis_types and axis is None:
+        whole = {"out_sharding": NamedSharding(mesh, PartitionSpec())}
+    hidden = weights["embedding"].at[tokens].get(mode="clip")
+
+    def run_layer(carry, given):
+        cache, hidden = carry
+        layer, weights = given
+        queries, keys, values = (
+            jnp.einsum("re,ehd->rhd", hidden, weights[name])
+            for name in ("queries", "keys", "values")
+        )
+        if cache.storage[0].value_pool is None:
+            values = None
+        cache = jkv.write(cache, layer, batch, keys, values)
+        found = jkv.attend(cache, layer, batch, queries, implementation=implementation)
+        # The one collective of a layer: each device has the sum over its own heads.
+        found = jnp.einsum("rhd,hde->re", found, weights["outputs"], **whole)
+        if axis is not None:
+            found = jax.lax.psum(found, axis)
+        return (cache, hidden + found), None
+
+    layers = {name: weights[name] for name in ("queries", "keys", "values", "outputs")}
+    numbers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
+    (cache, hidden), _ = jax.lax.scan(run_layer, (cache, hidden), (numbers, layers))
+    hidden = hidden.at[batch.last_rows].get(mode="clip")
+    logits = jnp.einsum("be,ve->bv", hidden, weights["embedding"])
+    return logits / np.float32(math.sqrt(WIDTH)), cache
+
+
+def take_step(cache, weights, seq_ids, counts, tokens, implementation=None):
+    """A step of a loop: append, the model, commit."""
+    cache, batch = jkv.append(cache, seq_ids, counts, capacity=NUM_ROWS)
+    logits, cache = run_model(
+        weights, tokens, cache, batch, implementation=implementation
+    )
+    return jkv.commit(cache, batch), logits
+
+
+def play(cache, weights, step):
+    """Take the steps of STEPS; return the cache and the logits of each."""
+    cache, opened = jkv.allocate(cache, [0, 0, 0])
+    rng = np.random.default_rng(0)
+    found = []
+    for counts in STEPS:
+        tokens = rng.integers(VOCABULARY, size=NUM_ROWS).astype(np.int32)
+        counts = np.asarray(counts, np.int32)
+        cache, logits = step(cache, weights, opened.seq_ids, counts, tokens)
+        found.append(np.where(counts[:, None] > 0, np.asarray(logits), 0))
+    return cache, np.stack(found)
+
+
+def compile_step(cache, weights):
+    """The step compiled for these, the cache donated."""
+    rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
+    step = jax.jit(chex.assert_max_traces(take_step, n=1), donate_argnums=0)
+    return step.lower(cache, weights, *rows).compile()
+
+
+@functools.cache
+def compile_alone(config):
+    """The step on one device, and its weights."""
+    weights = jax.device_put(make_weights(config.num_kv_heads, config.value_head_dim))
+    return compile_step(jkv.init(config), weights), weights
+
+
+@functools.cache
+def play_alone(config):
+    """What one device answers: the cache and the logits."""
+    step, weights = compile_alone(config)
+    return play(jkv.init(config), weights, step)
+
+
+COLLECTIVE = re.compile(
+    r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|"
+    r"collective-broadcast)(?:-start)?\("
+)
+ARRAY = re.compile(r"\w+\[[\d,]*\]")
+
+
+def collectives(compiled):
+    """How often each collective is in a compiled module, with what it brings."""
+    found = COLLECTIVE.findall(compiled.as_text())
+    return collections.Counter(
+        (name, re.sub(r"\{.*?\}", "", kind)) for kind, name in found
+    )
+
+
+def arrays_joined(compiled):
+    """What all-reduces bring, array by array: XLA does those of one time together."""
+    found = collectives(compiled)
+    assert {name for name, _ in found} == {"all-reduce"}
+    return collections.Counter(
+        array for (_, kind) in found.elements() for array in ARRAY.findall(kind)
+    )
+
+
+def joined(num_rows, num_heads, value_dim):
+    """Collectives of a call of attend: maxima, then totals beside weighted values."""
+    rows = f"f32[{num_rows},{num_heads}]"
+    values = f"f32[{num_rows},{num_heads},{value_dim + 1}]"
+    return collections.Counter({rows: 1, values: 1})
+
+
+def assert_near(found, wanted, dtype):
+    """Two results of a model agree as far as what is stored in this dtype lets them.
+
+    Sums over all heads are added up in another order on several devices, and what was
+    rounded to few bits may then be rounded the other way.
+    """
+    tolerance = TOLERANCE[dtype if dtype in TOLERANCE else "bfloat16"]
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)

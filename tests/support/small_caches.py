@@ -1,0 +1,359 @@
+"""Small caches, and the verbs on them with requests of one shape.
+
+Compiling is what costs time in these tests, and a verb is compiled once for each shape
+of its cache and of its requests. So nearly all tests share `small_config`; the verbs
+here pad a call to WIDTH requests with -1, the rows of a step to ROWS and prompts to
+PROMPT tokens, and take the padding off what is answered. A small pool is a large one
+that others fill (`with_free_blocks`). What is about numbers of requests or rows calls
+`jkv` itself.
+
+Caches are values, so `small_cache` and `opened` make each one once; a test that donates
+one takes it `copied`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from jkv.storage.placement import put
+
+WIDTH, ROWS, PROMPT = 4, 16, 16
+
+
+def small_config(**changes):
+    """Eight blocks of four tokens, four sequences of at most 14 tokens, float32."""
+    fields = dict(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        num_blocks=8,
+        block_size=4,
+        max_sequences=4,
+        max_context_length=14,
+        dtype=jnp.float32,
+    )
+    return jkv.CacheConfig(**(fields | changes))
+
+
+@functools.cache
+def small_cache(**changes):
+    """A fresh cache of `small_config`, its storage full of NaN."""
+    cache = with_storage_filled(jkv.init(small_config(**changes)), np.nan)
+    leaves = jax.tree.leaves(cache)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves), "not in jit"
+    return cache
+
+
+@functools.cache
+def opened(*lengths, **changes):
+    """A small cache whose sequences 0, 1, ... hold that many tokens.
+
+    Token p of sequence s is the number 100 * s + p.
+    """
+    cache = small_cache(**changes)
+    for seq_id, length in enumerate(lengths):
+        cache, result = allocate(cache, 0)
+        jkv.raise_for_status(result.status)
+        if length:
+            cache = grow(cache, seq_id, range(100 * seq_id, 100 * seq_id + length))
+    return cache
+
+
+def copied(cache):
+    """A cache with arrays of its own, to be donated."""
+    return put(jax.device_get(cache), None)
+
+
+def with_free_blocks(cache, count):
+    """Let other sequences reserve all free blocks but `count`."""
+    surplus = free_count(cache) - count
+    most = cache.metadata.max_blocks_per_sequence
+    kept = cache.metadata.groups[0].window.most_blocks(cache.block_size, 1)
+    most = min(most, kept or most)  # a window reserves what it keeps
+    shares = [min(most, surplus - start) for start in range(0, surplus, most)]
+    tokens = [min(cache.max_context_length, n * cache.block_size) for n in shares]
+    cache, result = allocate(cache, tokens)
+    jkv.raise_for_status(result.status)
+    assert free_count(cache) == count
+    return cache
+
+
+def with_free_rows(cache, count):
+    """Let other sequences, without a token, take all rows but `count`."""
+    rows = cache.max_sequences - int(np.asarray(cache.metadata.is_open).sum())
+    cache, result = allocate(cache, [0] * (rows - count))
+    jkv.raise_for_status(result.status)
+    return cache
+
+
+def with_storage_filled(cache, value, blocks=None, group=None):
+    """Fill the K/V arrays with one value, such as the NaN of recycled memory.
+
+    With scales these are filled, and the elements' bits are those of a one. Given
+    blocks, only those are filled. All groups of layers, or one.
+    """
+    for number, storage in enumerate(cache.storage):
+        if group in (None, number):
+            filled = {
+                name: _filled(pool, _bits_of(name, pool, storage, value), blocks)
+                for name, pool in storage.pools.items()
+            }
+            cache = cache.with_group_storage(number, storage.with_pools(filled))
+    return cache
+
+
+def _bits_of(name, pool, storage, value):
+    """What stands for a value in one of the arrays of a group."""
+    if storage.key_scales is not None and name in ("key_pool", "value_pool"):
+        return np.ones((), storage.dtype).view(pool.dtype)
+    if pool.dtype == np.uint16:
+        # bfloat16 lives in uint16 as its bits: the upper half of float32's.
+        return int(np.float32(value).view(np.uint32)) >> 16
+    return value
+
+
+def _filled(pool, bits, blocks):
+    array = np.array(pool)
+    array[:, slice(None) if blocks is None else blocks] = bits
+    return put(array, pool.sharding if pool.committed else None)
+
+
+def with_metadata(cache, group=0, **changes):
+    """A cache with other metadata arrays, given as numpy has them.
+
+    Each is known by its name: of the sequences, of a group of layers, or the index.
+    """
+    metadata = cache.metadata
+    for name, value in jax.tree.map(jnp.asarray, changes).items():
+        if hasattr(metadata.sequences, name):
+            sequences = dataclasses.replace(metadata.sequences, **{name: value})
+            metadata = dataclasses.replace(metadata, sequences=sequences)
+        elif hasattr(metadata.groups[group], name):
+            changed = dataclasses.replace(metadata.groups[group], **{name: value})
+            metadata = metadata.with_group(group, changed)
+        else:
+            metadata = dataclasses.replace(metadata, **{name: value})
+    return cache.with_metadata(metadata)
+
+
+# The verbs, their requests padded.
+
+
+class Step(NamedTuple):
+    """What `append` answers, without the padding, and the batch itself."""
+
+    status: np.ndarray  # i32[B], likewise all up to `context_lengths`
+    query_starts: np.ndarray
+    query_lengths: np.ndarray
+    context_lengths: np.ndarray
+    valid: np.ndarray  # bool[R], R rows that the requests own, likewise the rest
+    positions: np.ndarray
+    block_ids: np.ndarray  # of the first group of layers
+    offsets: np.ndarray
+    batch: jkv.Batch
+
+
+def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
+    """`jkv.allocate`, prompts as lists."""
+    num_tokens = np.atleast_1d(num_tokens)
+    count = len(num_tokens if tokens is None else tokens)
+    num_tokens = np.broadcast_to(num_tokens, count)
+    options: dict[str, Any] = dict(keep_free=keep_free)
+    if cache.metadata.index is not None:
+        options |= dict(tokens=prompts(tokens or []), salts=_padded(salts, count, 0))
+    cache, result = jkv.allocate(cache, _padded(num_tokens, count, -1), **options)
+    return cache, _without_padding(result, count)
+
+
+def match(cache, tokens, salts=0):
+    """`jkv.match`, prompts as lists."""
+    found = jkv.match(cache, prompts(tokens), _padded(salts, len(tokens), 0))
+    return found.tolist()[: len(tokens)]
+
+
+def append(cache, seq_ids, num_tokens=1, tokens=None):
+    """`jkv.append`, the tokens of all rows as a list."""
+    seq_ids = np.atleast_1d(seq_ids)
+    count = len(seq_ids)
+    counts = _padded(num_tokens, count, 0)
+    rows = int(np.clip(counts, 0, ROWS).sum())
+    if cache.metadata.tokens is not None:
+        tokens = _padded([] if tokens is None else tokens, None, -1, ROWS)
+    cache, batch = jkv.append(
+        cache, _padded(seq_ids, count, -1), counts, capacity=ROWS, tokens=tokens
+    )
+    found = jax.device_get(batch)
+    of_rows = found.valid, found.positions, found.blocks_of_groups[0], found.offsets
+    fields = [
+        *(getattr(found, name)[:count] for name in Step._fields[:4]),
+        *(array[:rows] for array in of_rows),
+    ]
+    return cache, Step(*fields, batch)
+
+
+def fork(cache, seq_ids, lengths=None):
+    """`jkv.fork`."""
+    return _call(jkv.fork, cache, seq_ids, *([] if lengths is None else [lengths]))
+
+
+def free(cache, seq_ids):
+    """`jkv.free`."""
+    return _call(jkv.free, cache, seq_ids)
+
+
+def touch(cache, seq_ids):
+    """`jkv.touch`."""
+    return _call(jkv.touch, cache, seq_ids)
+
+
+def truncate(cache, seq_ids, lengths):
+    """`jkv.truncate`."""
+    return _call(jkv.truncate, cache, seq_ids, lengths)
+
+
+def reorder(cache, seq_ids, parents):
+    """`jkv.reorder`."""
+    return _call(jkv.reorder, cache, seq_ids, parents)
+
+
+def prompts(rows):
+    """Prompts as `jkv` takes them: i32[WIDTH, PROMPT]."""
+    padded = [_padded(row, None, -1, PROMPT) for row in rows]
+    return np.array(padded + [[-1] * PROMPT] * (WIDTH - len(rows)), np.int32)
+
+
+def _call(verb, cache, seq_ids, *others):
+    count = len(np.atleast_1d(seq_ids))
+    others = [_padded(other, count, 0) for other in others]
+    cache, result = verb(cache, _padded(seq_ids, count, -1), *others)
+    return cache, _without_padding(result, count)
+
+
+def _padded(values, count, padding, width=WIDTH):
+    """Values as i32[width]; a number holds for the first `count`."""
+    values = np.asarray(values, np.int64)
+    if values.ndim == 0:
+        values = np.broadcast_to(values, count)
+    assert len(values) <= width, "call jkv itself"
+    rest = [padding] * (width - len(values))
+    return np.concatenate([values, rest]).astype(np.int32)
+
+
+def _without_padding(result, count):
+    return jax.tree.map(lambda array: np.asarray(array)[:count], result)
+
+
+# Contents, and what is found of them.
+
+
+def write_tokens(cache, step, contents):
+    """Write rows of one number each: keys are +number, values -number.
+
+    `step` is what `append` above or `jkv.append` answered, and may be traced. The rows
+    past `contents` are zeros.
+    """
+    batch = step.batch if isinstance(step, Step) else step
+    xp = jnp if isinstance(contents, jax.Array) else np
+    rows = xp.asarray(contents, xp.float32)
+    missing = batch.num_rows - rows.shape[0]
+    rows = xp.concatenate([rows, xp.zeros(missing, xp.float32)])[:, None, None]
+    for layer in range(cache.num_layers):
+        storage = cache.storage[cache.find_layer(layer).group]
+        shape = batch.num_rows, storage.num_kv_heads
+        keys = xp.broadcast_to(rows, (*shape, storage.head_dim))
+        values = xp.broadcast_to(-rows, (*shape, storage.value_head_dim))
+        cache = jkv.write(cache, layer, batch, keys, values)
+    return jkv.commit(cache, batch)
+
+
+def grow(cache, seq_id, contents):
+    """Append and write the given numbers to one sequence; it must be served."""
+    cache, step = append(cache, seq_id, len(contents))
+    jkv.raise_for_status(step.status)
+    return write_tokens(cache, step, contents)
+
+
+def stored_tokens(cache, seq_id):
+    """The numbers that `write_tokens` stored, read back layer by layer."""
+    numbers = None
+    for layer in range(cache.num_layers):
+        keys, values, length = jax.device_get(jkv.read(cache, layer, seq_id))
+        keys, values = keys[:length], values[:length]
+        assert (keys == keys[:, :1, :1]).all() and (values == -keys[:, :, :1]).all()
+        found = [int(number) for number in keys[:, 0, 0]]
+        assert numbers is None or numbers == found
+        numbers = found
+    return numbers
+
+
+def table(cache, seq_id, group=0):
+    """The block ids that a sequence has in a group of layers, as a list."""
+    blocks = jkv.block_ids(cache, seq_id, group=group).tolist()
+    nothing = cache.metadata.groups[group].num_blocks
+    return [block for block in blocks if block != nothing]
+
+
+def tables(cache):
+    """The block ids of all sequences."""
+    return [table(cache, seq_id) for seq_id in range(cache.max_sequences)]
+
+
+def ring_order(cache, group=0):
+    """The free blocks in the order in which they will be handed out."""
+    ring = jax.device_get(cache.metadata.groups[group].free_blocks)
+    head, span = ring.bounds[:2].tolist()
+    places = (head + np.arange(span)) % ring.ids.size
+    blocks = ring.ids[places]
+    if ring.indices is not None:  # holes left out
+        blocks = blocks[ring.indices[blocks] == places]
+    return blocks.tolist()
+
+
+def free_count(cache, group=None):
+    """How many blocks can be handed out: in a group of layers, or in each."""
+    if group is None:
+        return int(jkv.num_free_blocks(cache))
+    return int(cache.metadata.groups[group].free_blocks.count)
+
+
+def lengths(cache):
+    """The context lengths of all sequences."""
+    return cache.metadata.context_lengths.tolist()
+
+
+def names(status):
+    """Statuses by their names."""
+    return [jkv.Status(code).name for code in np.asarray(status).tolist()]
+
+
+def refusal_counts(cache):
+    """How often each status was given as a reason, as Python ints."""
+    words = np.asarray(cache.metadata.refusals).astype(np.uint32)
+    return [int(low) + (int(high) << 32) for low, high in words]
+
+
+def without_refusals(cache):
+    """Copies of all leaves as bytes on the host, the refusal counters left out."""
+    metadata, storage = jax.device_get((cache.metadata, cache.storage))
+    counters = metadata.sequences.counters.copy()
+    counters[: len(jkv.Status)] = 0
+    sequences = dataclasses.replace(metadata.sequences, counters=counters)
+    metadata = dataclasses.replace(metadata, sequences=sequences)
+    return [leaf.tobytes() for leaf in jax.tree.leaves((metadata, storage))]
+
+
+def assert_unchanged(before, after):
+    """All but the refusal counters is the same to the bit."""
+    assert without_refusals(before) == without_refusals(after)
+
+
+def assert_refused(before, answer, *statuses):
+    """A verb answered with these causes, and changed nothing."""
+    after, result = answer
+    assert names(getattr(result, "status", result)) == list(statuses)
+    assert_unchanged(before, after)

@@ -1,0 +1,136 @@
+"""Processes side by side; what one has printed is shown when it has ended."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import IO, NamedTuple
+
+# pytest's last line has a frame, and colours where they are forced.
+FRAME = re.compile(r"^=+ | =+$|\x1b\[[\d;]*m")
+
+
+class Job(NamedTuple):
+    """A process to run."""
+
+    name: str
+    command: Sequence[str | pathlib.Path]
+    variables: Mapping[str, str] = {}  # of its environment, beside those inherited
+    after: str | None = None  # the job that must have succeeded before
+
+
+class Outcome(NamedTuple):
+    """How a process went."""
+
+    name: str
+    status: int | None  # None: not run, since the job before it failed
+    last_line: str  # of what it printed
+    seconds: float
+    processor_seconds: float  # its own and those of its children
+
+
+class Running(NamedTuple):
+    """A process that has started and not ended."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    start: float
+
+
+def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outcome]:
+    """Run all jobs, the first that can run first.
+
+    A job that fails does not keep others from running, but those that are after it.
+
+    Args:
+      jobs: in the order of their start.
+      width: how many run side by side.
+      folder: where they run.
+
+    Raises:
+      KeyboardInterrupt: all processes were ended before.
+    """
+    waiting, running, outcomes = list(jobs), dict[int, Running](), list[Outcome]()
+    try:
+        while waiting or running:
+            statuses = {outcome.name: outcome.status for outcome in outcomes}
+            for job in list(waiting):
+                if statuses.get(job.after or "", 0) != 0:
+                    waiting.remove(job)
+                    outcomes.append(Outcome(job.name, None, "not run", 0, 0))
+                elif len(running) < width and can_run(job, waiting, running):
+                    waiting.remove(job)
+                    started = start(job, folder)
+                    running[started.process.pid] = started
+            if running:
+                outcomes.append(await_one(running))
+    except KeyboardInterrupt:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        raise
+    return outcomes
+
+
+def can_run(job: Job, waiting: list[Job], running: dict[int, Running]) -> bool:
+    """Whether the job before this one has ended."""
+    unfinished = [*waiting, *(one.job for one in running.values())]
+    return job.after not in [other.name for other in unfinished]
+
+
+def start(job: Job, folder: pathlib.Path) -> Running:
+    """Start a process in a session of its own, which can be ended as a whole."""
+    print(f"[{time.strftime('%H:%M:%S')}] {job.name}: started", flush=True)
+    output = tempfile.TemporaryFile()
+    process = subprocess.Popen(
+        job.command,
+        cwd=folder,
+        env=os.environ | job.variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Running(job, process, output, time.monotonic())
+
+
+def await_one(running: dict[int, Running]) -> Outcome:
+    """Wait until a process ends, take it out of those that run, and show its output."""
+    pid, status, usage = os.wait4(-1, 0)
+    while pid not in running:
+        pid, status, usage = os.wait4(-1, 0)
+    one = running.pop(pid)
+    one.process.returncode = os.waitstatus_to_exitcode(status)
+    one.output.seek(0)
+    text = one.output.read().decode(errors="replace").strip()
+    one.output.close()
+    outcome = Outcome(
+        one.job.name,
+        one.process.returncode,
+        FRAME.sub("", text.rpartition("\n")[2]),
+        time.monotonic() - one.start,
+        usage.ru_utime + usage.ru_stime,
+    )
+    print(text, end="\n" if text else "")
+    ended = "ended" if outcome.status == 0 else f"ended with status {outcome.status}"
+    print(f"[{time.strftime('%H:%M:%S')}] {one.job.name}: {ended}", flush=True)
+    return outcome
+
+
+def show_table(outcomes: Sequence[Outcome], fine: Collection[int] = (0,)) -> bool:
+    """Print a line for each process, and return whether all statuses are fine."""
+    names = max(len(outcome.name) for outcome in outcomes)
+    print(f"\n{'':{names}}  seconds  processor")
+    for outcome in outcomes:
+        mark = "" if outcome.status in fine else "FAILED: "
+        print(
+            f"{outcome.name:{names}}  {outcome.seconds:7.1f}  "
+            f"{outcome.processor_seconds:9.1f}  {mark}{outcome.last_line}"
+        )
+    return all(outcome.status in fine for outcome in outcomes)

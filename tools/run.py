@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Everything that `make` does: environments, tests, checks, benchmarks.
+
+    python3 tools/run.py test                       # lint, types, pages and all tests
+    python3 tools/run.py test --jax newest tests/verbs/test_prefixes.py -k fork
+    python3 tools/run.py test --suites oldest-verbs # one process of `make test`
+
+What a command needs is installed first, once. `environments.py` lists what that is,
+`tasks.py` the tests and their flags.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from environments import (
+    LAYERS,
+    NEWER_PYTHONS,
+    ROOT,
+    find_newer_python,
+    is_there,
+    python_of,
+)
+from processes import Job, run_jobs, show_table
+from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
+
+# All benchmarks but `rollouts`, which takes most of an hour.
+BENCHMARKS = (
+    *("operations", "attention", "generate", "reuse", "accuracy", "compile"),
+    *("experts", "scheduling", "scoring", "strategies", "windows", "plots"),
+)
+WRITTEN = (
+    *(".venv", ".venv-newest", ".venv-tunix", ".jax-cache", ".cache", "site"),
+    *("build", "dist", ".pytest_cache", ".ruff_cache", ".mypy_cache"),
+)
+NO_NEWEST = (
+    f"NEWEST JAX NOT TESTED: no Python {', '.join(NEWER_PYTHONS)} found beside "
+    f"{sys.executable}"
+)
+TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts")
+NO_TESTS = 5  # pytest's status where none was found
+
+
+def main() -> int:
+    """Run a command, and return its exit status."""
+    options, arguments = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_command(options, arguments)
+    except KeyboardInterrupt:
+        print("interrupted: all processes were ended")
+        return 130
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what is handed on to pytest or to a benchmark."""
+    parser = argparse.ArgumentParser(prog="tools/run.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    test = commands.add_parser(
+        "test",
+        help="all tests and checks, or the tests that arguments of pytest name",
+        allow_abbrev=False,
+    )
+    test.add_argument("--jax", choices=("oldest", "newest"), help="with this one alone")
+    test.add_argument("--suites", default="", help="these alone, such as oldest-verbs")
+    test.add_argument("--extras", default="", help=f"with them: {' '.join(EXTRAS)}")
+    test.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    for name, what in {
+        "generate": "continue a prompt with the bundled model",
+        "lint": "ruff: rules and format",
+        "types": "mypy",
+        "docs": "the documentation, in site/",
+        "machine-code": "the kernels' machine code, for cards that are not there",
+        "tunix": "rollouts in google-tunix's trainer",
+        "bench": "all benchmarks but rollouts",
+        "rollouts": "queues of requests beside peers: most of an hour",
+        "clean": "remove what all of these have written",
+    }.items():
+        commands.add_parser(name, help=what, allow_abbrev=False)
+    options, arguments = parser.parse_known_args()
+    if arguments and options.command not in TAKE_ARGUMENTS:
+        parser.error(f"{options.command} takes no arguments, was given {arguments}")
+    if options.command == "test":
+        for name in [*options.suites.split(), *options.extras.split()]:
+            if name not in SUITES | CHECKS:
+                known = ", ".join([*SUITES, *CHECKS])
+                parser.error(f"no suite is called {name}; there are {known}")
+    return options, [argument for argument in arguments if argument != "--"]
+
+
+def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Do what was asked for."""
+    match options.command:
+        case "test":
+            return run_tests(options, arguments)
+        case "lint":
+            return run_tasks({name: CHECKS[name] for name in ("lint", "format")})
+        case "types" | "docs" as name:
+            return run_tasks({name: CHECKS[name]})
+        case "machine-code" | "tunix" as name:
+            suite = SUITES[name]
+            chosen = tuple(arguments) or suite.arguments
+            return run_tasks({name: suite._replace(arguments=chosen)})
+        case "generate":
+            return run_scripts(("examples",), [["examples/generate.py"]])
+        case "bench":
+            scripts = [[f"benchmarks/{name}.py"] for name in BENCHMARKS]
+            return run_scripts(("oldest", "parity"), scripts)
+        case "rollouts":
+            # Beside transformers and google-tunix, each in a process of its own.
+            layers = ("oldest", "parity", "rollouts", "tunix")
+            return run_scripts(layers, [["benchmarks/rollouts.py", *arguments]])
+        case "clean":
+            for name in WRITTEN:
+                shutil.rmtree(ROOT / name, ignore_errors=True)
+    return 0
+
+
+def run_tests(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run everything, the named suites, or the tests that arguments of pytest name."""
+    if options.suites:
+        tasks = {name: (SUITES | CHECKS)[name] for name in options.suites.split()}
+    elif arguments:
+        ends = [options.jax] if options.jax else ["oldest", "newest"]
+        tasks = {
+            f"{end}-chosen": choose_tests(end, arguments, all_cases=bool(options.jax))
+            for end in ends
+        }
+    else:
+        tasks = choose_everything(options.jax, options.extras.split())
+    if "newest" in layers_of(tasks) and find_newer_python() is None:
+        print(NO_NEWEST)
+        tasks = {n: task for n, task in tasks.items() if "newest" not in task.layers}
+    return run_tasks(tasks, options.jobs)
+
+
+def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
+    """Set up what tasks need, run them, and return the exit status of it all."""
+    before = make_set_up(layers_of(tasks))
+    jobs = [*before.values()]
+    for name, task in tasks.items():
+        after = before[task.folder].name if task.folder in before else None
+        jobs.append(Job(name, task.command, task.all_variables, after))
+    if len(tasks) == 1:
+        return run_one_by_one(jobs)
+    outcomes = run_jobs(jobs, width, ROOT)
+    # Tests that were named may all be for the other JAX.
+    some = any(outcome.status == 0 and outcome.name in tasks for outcome in outcomes)
+    were_chosen = all(name.endswith("chosen") for name in tasks)
+    return int(not show_table(outcomes, {0, NO_TESTS} if some and were_chosen else {0}))
+
+
+def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:
+    """Set up and run scripts with the oldest JAX, up to the first that fails."""
+    python = python_of(LAYERS[layers[0]].folder)
+    jobs = [Job(script[0], [python, *script]) for script in scripts]
+    return run_one_by_one([*make_set_up(layers).values(), *jobs])
+
+
+def run_one_by_one(jobs: Sequence[Job]) -> int:
+    """Run jobs in view, and return the status of the first that fails, or 0."""
+    for job in jobs:
+        variables = os.environ | job.variables
+        done = subprocess.run(job.command, cwd=ROOT, env=variables)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def layers_of(tasks: Mapping[str, Task]) -> list[str]:
+    """What must be installed for tasks."""
+    return [layer for task in tasks.values() for layer in task.layers]
+
+
+def make_set_up(layers: Sequence[str]) -> dict[str, Job]:
+    """For each environment that lacks some of the layers, what installs them."""
+    missing = [name for name in LAYERS if name in layers and not is_there(name)]
+    program = ROOT / "tools" / "environments.py"
+    return {
+        folder: Job(
+            f"set-up of {folder}",
+            [
+                *(sys.executable, program),
+                *(name for name in missing if LAYERS[name].folder == folder),
+            ],
+        )
+        for folder in dict.fromkeys(LAYERS[name].folder for name in missing)
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What `make test` runs: suites of tests, checks beside them, and their flags.
+
+A suite is one process, whose tests share compiled programs.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from environments import LAYERS, ROOT, python_of
+
+VARIABLES = {
+    # What was compiled once is not compiled again: not by another suite, and not by the
+    # next run in this checkout.
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax-cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # Where all can be installed, no test may be left out for want of transformers.
+    "JKV_REQUIRE_PARITY": "1" if os.environ.get("CI") else "",
+}
+# Half of the time of the tests is compiling, and was more with LLVM's optimisations and
+# with modules cut in pieces for other cores. What decides about copies and fusion is
+# done before LLVM, and stays as it is.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# Half of the rest is MLIR. The oldest JAX can still do without, the newest cannot.
+WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
+
+OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
+# These look at the programs that XLA makes, or at the bits of small floats: with MLIR.
+OF_PROGRAMS = (
+    "tests/metadata/test_stages.py",
+    "tests/storage/test_quantization.py",
+    "tests/verbs/test_in_place.py",
+)
+# Minutes of compiling kernels, for cards that are not there: a suite of its own.
+MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
+# Folders with a suite of their own; what is in none of them is `oldest-rest`.
+FOLDERS = ("verbs", "examples", "decoding", "attention", "serving", "storage")
+
+
+class Task(NamedTuple):
+    """A process: a tool of an environment, or a suite of tests."""
+
+    layers: tuple[str, ...]  # of `environments.LAYERS`: what it needs
+    tool: str
+    arguments: tuple[str, ...]
+    flags: str = ""  # of XLA
+    variables: Mapping[str, str] = {}  # of its process environment, beside `VARIABLES`
+
+    @property
+    def folder(self) -> str:
+        """Its environment."""
+        return LAYERS[self.layers[0]].folder
+
+    @property
+    def command(self) -> list[str | pathlib.Path]:
+        """What is run, in the root of the checkout."""
+        python = python_of(self.folder)
+        if self.tool == "pytest":
+            return [python, "-m", "pytest", *self.arguments]
+        return [python.with_name(self.tool), *self.arguments]
+
+    @property
+    def all_variables(self) -> dict[str, str]:
+        """What it finds in its process environment, beside what is there."""
+        flags = f"{self.flags} {os.environ.get('XLA_FLAGS', '')}".strip()
+        return {**VARIABLES, "XLA_FLAGS": flags, **self.variables}
+
+
+def tests(layers: tuple[str, ...], *arguments: str, flags: str = QUICK) -> Task:
+    """A suite of tests; its arguments are pytest's."""
+    return Task(layers, "pytest", arguments, flags)
+
+
+def but(*paths: str) -> tuple[str, ...]:
+    """Arguments of pytest that leave out files or folders."""
+    return tuple(f"--ignore={path}" for path in paths)
+
+
+# The dearest first, so that no core waits long at the end.
+SUITES = {
+    "newest-tests": tests(NEWEST, "tests", "README.md", *but(MACHINE_CODE)),
+    # `devices` has eight simulated ones, which a process has from its start or never.
+    "newest-devices": tests(NEWEST, "tests/devices"),
+    "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
+    "oldest-devices": tests(OLDEST, "tests/devices"),
+    **{
+        f"oldest-{folder}": tests(
+            OLDEST,
+            f"tests/{folder}",
+            *but(*OF_PROGRAMS, MACHINE_CODE),
+            flags=WITHOUT_MLIR,
+        )
+        for folder in FOLDERS
+    },
+    "oldest-rest": tests(
+        OLDEST,
+        *but(*OF_PROGRAMS, *(f"tests/{folder}" for folder in FOLDERS)),
+        flags=WITHOUT_MLIR,
+    ),
+    "oldest-programs": tests(OLDEST, *OF_PROGRAMS),
+    "tunix": tests(
+        ("tunix",),
+        "tests/integrations",
+        "jkv/integrations/tunix",
+        flags=WITHOUT_MLIR,
+    ),
+}
+# Too heavy to be a part of every run.
+EXTRAS = ("machine-code", "tunix")
+
+CHECKS = {
+    # Strict: a link that leads nowhere, or a name without documentation, is an error.
+    "docs": Task(("docs",), "zensical", ("build", "--strict", "--clean")),
+    "types": Task(("oldest",), "mypy", ()),
+    "lint": Task(("oldest",), "ruff", ("check", ".")),
+    "format": Task(("oldest",), "ruff", ("format", "--check", ".")),
+}
+
+
+def choose_tests(end: str, arguments: list[str], all_cases: bool) -> Task:
+    """The tests that pytest's arguments name, with the oldest or the newest JAX.
+
+    All cases of them, or those that `make test` runs with that JAX.
+    """
+    task = tests(NEWEST if end == "newest" else OLDEST, *arguments)
+    return task._replace(variables={"JKV_ALL_CASES": "1"} if all_cases else {})
+
+
+def choose_everything(end: str | None, extras: list[str]) -> dict[str, Task]:
+    """All suites and checks, or the suites of one end of the range of JAX."""
+    left_out = {*EXTRAS} - {*extras}
+    chosen = {**SUITES, **({} if end else CHECKS)}
+    return {
+        name: task
+        for name, task in chosen.items()
+        if name not in left_out
+        and (end is None or name in extras or name.startswith(end))
+    }
