@@ -19,7 +19,7 @@ from jkv.attention.xla.gradients import attend_differentiably
 from jkv.attention.xla.loops import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
-# Platforms with a kernel, as JAX names what it lowers for, and who finds the one for a
+# Platforms with a kernel, as JAX names what it lowers for, and what finds the one for a
 # call: None where the kernel does not take it.
 _KERNELS: dict[str, Callable[[Call, str], Attend | None]] = {
     "rocm": find_kernel,

@@ -160,7 +160,7 @@ class CacheConfig:
     def most_blocks(self, num_tokens: int = 1) -> int:
         """Return the most blocks that one sequence ever has, nothing reserved.
 
-        A pool with so many for each sequence refuses nobody for want of blocks.
+        A pool with so many for each sequence refuses no request for want of blocks.
 
         Args:
           num_tokens: the most that one `append` adds to a sequence. It matters with a

@@ -7,7 +7,7 @@ that transformers gives a Llama.
 
 from typing import Any, NamedTuple
 
-# Where the language model's settings lie, by the habits of those who write them.
+# Where the language model's settings lie, as the models' authors name it.
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 SIZES = (

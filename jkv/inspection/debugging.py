@@ -129,7 +129,7 @@ class StepWatcher:
 
     def _raise_findings(self, cache: Cache) -> None:
         """Raise what was found since the last time, if anything was."""
-        self.watch.watch_pools(_pools_of(cache))
+        self.watch.watch_copies(_keys_of(cache))
         if findings := self.watch.take_findings():
             raise DebugError(findings)
 
@@ -186,7 +186,7 @@ is written to it (1 times)
             jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
-        watch=Watch(_pools_of(cache)),
+        watch=Watch(_keys_of(cache)),
     )
     return dataclasses.replace(cache, watcher=watcher)
 
@@ -295,6 +295,6 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
     return (stamp - other).astype(jnp.int32) < 0
 
 
-def _pools_of(cache: Cache) -> list[jax.Array]:
+def _keys_of(cache: Cache) -> list[jax.Array]:
     """Return the keys of each group of layers."""
     return [storage.key_pool for storage in cache.storage]

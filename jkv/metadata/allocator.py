@@ -4,9 +4,9 @@ A block with reference count 0 is free and stands in its group's ring, so the ri
 order is the order in which blocks were last used. With a prefix index a free block may
 be found again, which revives it from the middle of the ring.
 
-Nobody else touches the ring, its holes and its account: `grant` takes blocks and names
-them in cells of the tables. Where they are named in several trips of a loop, `take`
-comes before the loop, and `enter` names what it took.
+No other module touches the ring, its holes and its account: `grant` takes blocks and
+names them in cells of the tables. Where they are named in several trips of a loop,
+`take` comes before the loop, and `enter` names what it took.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ class Cache:
         sequences  0 of 2 open, 0 tokens, at most 16 each
     """
 
-    metadata: Metadata  # who owns which block
+    metadata: Metadata  # which sequence has which blocks
     storage: tuple[BlockStorage, ...]  # of each group
     # Static: the groups of each layer of the model, none or one. The layers of a group
     # are stored in this order.

@@ -120,8 +120,8 @@ def split_pools(cache: Cache) -> list[Cache]:
 
 def _without_mesh(storage: BlockStorage) -> BlockStorage:
     """Return a group's keys and values with each head once, on no mesh."""
-    pools = {
+    arrays = {
         name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
-        for name, pool in storage.pools.items()
+        for name, pool in storage.arrays.items()
     }
-    return dataclasses.replace(storage.with_pools(pools), sharding=None)
+    return dataclasses.replace(storage.with_arrays(arrays), sharding=None)

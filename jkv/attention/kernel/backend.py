@@ -167,7 +167,7 @@ def defer(
     A Pallas call cannot be lowered for CPU, not even where a program for several
     platforms never gets to it; and lowering all branches for all platforms is what
     `platform_dependent` does in such a program. So what launches kernels is a primitive
-    of its own, which other platforms lower to zeros that nobody sees. Where no GPU is
+    of its own, which other platforms lower to zeros that are not used. Where no GPU is
     meant, nothing of it is ever traced.
 
     Inside `shard_map`, where Pallas takes nothing that varies over a mesh, the function
