@@ -22,6 +22,7 @@ import numpy as np
 from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import DebugError, Watch, find_caller
 from jkv.state import Batch, Cache, GroupLayer
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 
@@ -41,6 +42,7 @@ class StepWatcher:
         function: Callable[..., Any],
         cache: Cache,
         given: tuple[tuple[Any, ...], dict[str, Any]],
+        role: Role | None,
     ) -> Any:
         """Call a public function on a cache, and look at what it does."""
         args, kwargs = given
@@ -50,15 +52,15 @@ class StepWatcher:
             return function(*args, **kwargs)
         plain = dataclasses.replace(cache, watcher=None)
         after, batch = self, named.get("batch")
-        if isinstance(batch, Batch):
+        if role in _LOOKS and isinstance(batch, Batch):
             step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
-            after = _LOOKS[name](step, named.get("layer"))
+            after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = as_plain_batch(batch)
         named["cache"] = plain
         answer = function(*bound.args, **bound.kwargs)
-        if name == "check":
+        if role is Role.CHECKS:
             self._raise_findings(cache)
-        if name == "debug":
+        if role is Role.SETS_DEBUG:
             return answer
         return after._watch_answer(plain, name, answer)
 
@@ -134,7 +136,7 @@ class StepWatcher:
             raise DebugError(findings)
 
 
-@takes_cache()
+@takes_cache(role=Role.SETS_DEBUG)
 def debug(cache: Cache, enabled: bool = True) -> Cache:
     """Return the cache in debug mode, in which `check` also raises what was done wrong.
 
@@ -276,11 +278,10 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     return step.watcher._with_uncommitted(step.row, 0)
 
 
-# By name, as the verbs stand above this room.
-_LOOKS: dict[str, Callable[[_Step, Any], StepWatcher]] = {
-    "write": _look_at_write,
-    "attend": _look_at_attend,
-    "commit": _look_at_commit,
+_LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
+    Role.WRITES: _look_at_write,
+    Role.READS: _look_at_attend,
+    Role.COMMITS: _look_at_commit,
 }
 
 

@@ -13,6 +13,7 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS
 from jkv.state import Batch, Cache
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
     any_layer,
@@ -72,7 +73,7 @@ def attend(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
-@takes_cache()
+@takes_cache(role=Role.READS)
 def attend(
     cache: Cache,
     layer: Integer,

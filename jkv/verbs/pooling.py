@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jkv.sharding.heads import without_copies_of_heads
-from jkv.sharding.pools import PoolSharding, with_rank, without_rank
 from jkv.sharding.processes import bring_whole
+from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import BlockStorage, Cache
 from jkv.status import UsageError

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, search
+from jkv.metadata.prefixes import prefix_index, prompt_search
 from jkv.metadata.prefixes.commitment import commit_blocks
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, with_index
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Cache, Metadata
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import check_batch
 
@@ -65,7 +66,7 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     return _match(cache.metadata, prompts, domains)
 
 
-@takes_cache()
+@takes_cache(role=Role.COMMITS)
 def commit(cache: Cache, batch: Batch) -> Cache:
     """Make the blocks that this step filled visible to prefix matching.
 
@@ -191,7 +192,7 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
 
 @jax.jit
 def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
-    found = search.find(metadata, tokens, salts)
+    found = prompt_search.find(metadata, tokens, salts)
     return found.num_tokens(metadata.block_size)
 
 

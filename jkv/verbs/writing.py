@@ -15,6 +15,7 @@ from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS
 from jkv.state import Batch, BlockStorage, Cache, Slots
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
 from jkv.verbs.arguments import (
@@ -26,7 +27,7 @@ from jkv.verbs.arguments import (
 )
 
 
-@takes_cache()
+@takes_cache(role=Role.WRITES)
 def write(
     cache: Cache,
     layer: Integer,

@@ -9,7 +9,7 @@ import pytest
 from caches import allocate, append, fork, match, small_cache, table, write_tokens
 
 import jkv
-from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 
 pytestmark = pytest.mark.one_end
 

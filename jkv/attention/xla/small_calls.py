@@ -21,8 +21,8 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
-from jkv.attention.xla.lanes import Lanes, attend_lanes
 from jkv.attention.xla.operations import divide_up, gather, quotient
+from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
 from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more

@@ -16,7 +16,7 @@ from jkv.metadata.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.metadata.prefixes.prefix_index import index_of, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata, PrefixIndex

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.lanes import find_equals
+from jkv.metadata.prefixes.equal_lanes import find_equals
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata, PrefixIndex
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
 from jkv.metadata.prefixes.columns import Columns
-from jkv.metadata.prefixes.lanes import find_equals
+from jkv.metadata.prefixes.equal_lanes import find_equals
 from jkv.metadata.prefixes.prefix_index import (
     beside_of,
     find_partners,
