@@ -1,7 +1,4 @@
-"""CacheConfig: the sizes of a cache, checked before anything is allocated.
-
-One class, more than half of it what its fields and methods say of themselves.
-"""
+"""CacheConfig: the sizes of a cache, checked before anything is allocated."""
 
 import dataclasses
 from pathlib import Path

@@ -18,7 +18,7 @@ SIZES = (
     "max_position_embeddings",
 )
 
-# Of transformers 5.23, in the order of SIZES.
+# In the order of SIZES; tests compare them with the installed transformers.
 LEFT_OUT: dict[str, tuple[int, ...]] = {
     "deepseek_v2": (32, 32, 32, 4096, 2048),
     "deepseek_v3": (61, 128, 128, 7168, 4096),

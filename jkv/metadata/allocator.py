@@ -178,6 +178,7 @@ def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     owners = counts.at[block].get(mode="fill", fill_value=1)
     named = jnp.where(owners == 0, block, num_blocks)
     counts, revived = mentions.find_one(counts, named, last=False)
+    # Counts are never negative: the condition only puts the write after the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(
         group,

@@ -51,7 +51,7 @@ def quantize(
     rows = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(rows), axis=-1)
     scales = round_up(jnp.maximum(largest / largest_number(dtype), _SMALLEST_SCALE))
-    # Infinity over infinity is NaN, which int8 cannot say.
+    # Infinity over infinity is NaN, for which int8 has no number.
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.asarray(jnp.nan, SCALE_DTYPE))
     rows = rows / scales.astype(jnp.float32)[..., None]
     rows = jnp.where(jnp.isnan(rows), 0.0, rows)

@@ -123,7 +123,7 @@ def _are_wrong(
         group.window.cuts_off(parents, length.tokens, group.block_size)
         for group in metadata.groups
     )
-    # What is no length of the parent was clipped to one.
+    # A length that the parent does not have was clipped, and differs.
     return requests.any_of([length.tokens != lengths, *cuts_off])
 
 

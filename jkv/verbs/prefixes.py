@@ -204,10 +204,11 @@ def _commit(metadata: Metadata, batch: Batch) -> Metadata:
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
-    # The leading group comes last: beside what it forgets nothing is cached any more.
+    # The leading group comes last: other groups have nothing cached beside what it
+    # forgets.
     for number in (*metadata.followers, metadata.leader):
         metadata, evicted = _evict_from(metadata, number, num_blocks)
-        # Always so, but what this one has read is then written after by the next.
+        # Always true: the next group's writes then come after the reads of this one.
         num_blocks = jnp.where(evicted >= 0, num_blocks, 0)
     return metadata
 

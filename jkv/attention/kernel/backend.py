@@ -129,8 +129,8 @@ def launch(
         kernel(*inputs, *refs[len(leaves) :])
 
     body.__name__ = name
-    # JAX 0.11 and later say so when they lower a kernel. It is known, and the reason
-    # why one file holds a backend.
+    # JAX 0.11 and later say so when they lower a kernel. It is known: the backend is in
+    # one file, so that it can be exchanged.
     warnings.filterwarnings(
         "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
     )
