@@ -159,7 +159,7 @@ def _find_fit(
         return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
 
     # A block that enters makes equal ones in later lanes fit, and the blocks behind
-    # those may then enter. Trips are made only where the step's full blocks were shared.
+    # those may then enter. Trips occur only where the step's full blocks were shared.
     def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         asks, _ = state
         first = find_equals(hashes, asks & is_alone).first
