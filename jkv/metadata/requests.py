@@ -235,7 +235,7 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
 
 
 class Agreed(NamedTuple):
-    """Who is served as far as blocks go."""
+    """Which requests are served as far as blocks go."""
 
     no_block: jax.Array  # bool[B], requests that the free blocks do not reach
     # Of each group i32[B]: the blocks taken by the requests before each served one.

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.sharding.pools import PoolSharding
-from jkv.state.cache import Cache
+from jkv.sharding.ranks import PoolSharding
+from jkv.state.cache import Cache, Role
 from jkv.status import UsageError
 
 Params = ParamSpec("Params")
@@ -21,7 +21,11 @@ Result = TypeVar("Result")
 
 
 def takes_cache(
-    *, argument: int = 0, on_host: bool = False, any_pools: bool = False
+    *,
+    argument: int = 0,
+    on_host: bool = False,
+    any_pools: bool = False,
+    role: Role | None = None,
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Make a public function with a parameter `cache` answer mistakes with it.
 
@@ -33,6 +37,7 @@ def takes_cache(
       argument: position of the parameter `cache` among the function's.
       on_host: whether the function looks at values, and refuses a traced cache.
       any_pools: whether it takes a cache with several pools, too.
+      role: what it is to debug mode, if anything of its own.
     """
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -47,7 +52,7 @@ def takes_cache(
                 _refuse_pools(function, cache.pools)
             try:
                 if cache.watcher is not None:
-                    return cache.watcher.call(function, cache, (args, kwargs))  # type: ignore[no-any-return]
+                    return cache.watcher.call(function, cache, (args, kwargs), role)  # type: ignore[no-any-return]
                 return function(*args, **kwargs)
             except Exception as error:
                 _explain(function, cache, error)

@@ -103,7 +103,7 @@ def _make_arrays(
         for each, sharding in zip(sizes, where.shardings, strict=True)
     )
     ranks = () if where.pools is None else (where.pools.num_ranks,)
-    pools = {
+    storage = {
         f"storage.{i}.{name}": jnp.zeros(
             (*ranks, *pool.shape), pool.dtype, device=device
         )
@@ -111,15 +111,15 @@ def _make_arrays(
         for name, pool in lay_out_storage(each).items()
     }
     # Under jit, what numpy makes would become constants of the program.
-    traced = any(isinstance(pool, jax.core.Tracer) for pool in pools.values())
+    traced = any(isinstance(pool, jax.core.Tracer) for pool in storage.values())
     numpy = jnp if traced else np
     metadata: Any = {
         path: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
         for path, array in lay_out(stored, prefix_caching).items()
-        if path not in pools
+        if path not in storage
     }
     put_all = jax.device_put if traced else put
-    return put_all(metadata, where.metadata) | pools
+    return put_all(metadata, where.metadata) | storage
 
 
 def _list_constants(

@@ -157,7 +157,7 @@ def test_stop_tokens_of_a_chat_model_come_from_its_generation_config(folder):
         ({"model_type": None}, "architecture None"),
         ({"model_type": "qwen2_moe"}, "architecture 'qwen2_moe'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not predict"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
@@ -385,14 +385,14 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(folder):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, jnp.float8_e4m3fn])
-def test_quantised_tensors_are_refused(folder, dtype):
+def test_quantized_tensors_are_refused(folder, dtype):
     key = "model.layers.0.mlp.up_proj.weight"
 
-    def quantise(tensors):
+    def quantize(tensors):
         tensors[key] = tensors[key].astype(dtype)
 
-    rewrite_tensors(folder, quantise)
-    with pytest.raises(ValueError, match=f"'{key}' is stored as .*quantised"):
+    rewrite_tensors(folder, quantize)
+    with pytest.raises(ValueError, match=f"'{key}' is stored as .*quantized"):
         pretrained.load(folder)
 
 

@@ -45,7 +45,7 @@ def make_cache(dtype, **changes):
 
 
 def pools_of(cache):
-    return [pool for storage in cache.storage for pool in storage.pools.values()]
+    return [pool for storage in cache.storage for pool in storage.arrays.values()]
 
 
 def pool_bytes(cache):

@@ -96,8 +96,8 @@ def test_a_cache_that_was_cast_is_named(dtype, cast):
     """Its bits would mean something else; `check` says so, too."""
     cache, step = append(opened(5, dtype=dtype), 0)
     (storage,) = cache.storage
-    pool = storage.pools[cast].astype(np.float16)
-    cache = cache.with_storage((storage.with_pools({cast: pool}),))
+    pool = storage.arrays[cast].astype(np.float16)
+    cache = cache.with_storage((storage.with_arrays({cast: pool}),))
     with pytest.raises(TypeError, match=f"{cast} has dtype float16, and {dtype} is"):
         write_tokens(cache, step, [1])
     with pytest.raises(jkv.InvariantError, match=f"storage.0.{cast} is float16"):
