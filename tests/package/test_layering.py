@@ -105,7 +105,7 @@ def test_the_list_is_in_order() -> None:
         below.add(room)
 
 
-def test_what_check_recounts_shares_no_code_with_the_verbs() -> None:
+def test_check_shares_no_code_with_the_verbs() -> None:
     names = "invariants", "recount", "block_invariants", "index_invariants", "arrays"
     for name in names:
         used = imported_modules(PACKAGE / "inspection" / f"{name}.py")
@@ -155,7 +155,7 @@ def _with_members(path: pathlib.Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_importing_the_package_imports_little_beside_jax() -> None:
+def test_the_package_imports_little_beside_jax() -> None:
     """Not chex, which assertions need, nor Pallas, which kernels need on a GPU."""
     program = """
 import sys
