@@ -492,7 +492,7 @@ def test_small_calls_go_through_the_columns_together(window):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
-def test_requests_of_a_few_rows_read_their_blocks_once_for_all_of_them(options):
+def test_a_few_rows_of_a_request_read_its_blocks_once(options):
     """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
     workload = Workload(
         name="few rows",

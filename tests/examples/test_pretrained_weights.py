@@ -158,7 +158,7 @@ def tiny_experts(num_rows, **changes):
 apply = jax.jit(experts.apply_experts, static_argnums=0)
 
 
-def test_no_row_is_dropped_however_many_choose_an_expert():
+def test_no_row_is_dropped_when_all_choose_one_expert():
     """All of them the third, more than a tile; as if every expert had every row."""
     config, weights, rows = tiny_experts(num_rows=50)
     chosen = np.stack([np.full(50, 2), np.arange(50) % 2 + np.arange(50) // 25], axis=1)
@@ -230,7 +230,7 @@ def test_groups_that_are_impossible_are_refused():
 @pytest.mark.parametrize(
     "name", ["gemma2", "phi3", "gpt_oss", "qwen3_moe", "deepseek_v3"]
 )
-def test_random_params_have_the_structure_of_loaded_ones(name):
+def test_random_params_are_structured_as_loaded_ones(name):
     model, params = pretrained.load(CHECKPOINTS / name)
     draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
     drawn = jax.eval_shape(draw, jax.random.key(0))

@@ -36,7 +36,7 @@ def test_casts_to_the_storage(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contents_of_any_dtype_follow_forks_and_rollbacks(dtype):
+def test_any_dtype_follows_forks_and_rollbacks(dtype):
     cache, _ = fork(opened(6, dtype=dtype), 0)
     cache, _ = truncate(cache, 1, 2)
     assert stored_tokens(cache, 0) == list(range(6))
