@@ -40,7 +40,7 @@ LIMITS = {PAGED: 2.5, REUSING: 4.0}
 
 def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a step on contiguous arrays, and the shapes of its arguments."""
-    group = shapes.num_heads // shapes.num_kv_heads
+    heads_per_kv = shapes.num_heads // shapes.num_kv_heads
     cached = jax.ShapeDtypeStruct(
         (
             shapes.batch_size,
@@ -62,7 +62,7 @@ def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             all_keys = layers[layer][0].at[rows, positions].set(keys)
             all_values = layers[layer][1].at[rows, positions].set(values)
             layers[layer] = all_keys, all_values
-            grouped = queries.reshape(len(rows), -1, group, shapes.head_dim)
+            grouped = queries.reshape(len(rows), -1, heads_per_kv, shapes.head_dim)
             scores = jnp.einsum("bkgd,btkd->bkgt", grouped, all_keys)
             scores = jnp.where(visible, scores * shapes.head_dim**-0.5, -1e30)
             weights = jax.nn.softmax(scores, axis=-1)

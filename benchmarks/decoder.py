@@ -1,4 +1,4 @@
-"""A small decoder for benchmarks: rope, gated layers, no weights of anybody.
+"""A small decoder for benchmarks: rope, gated layers, no weights of a real model.
 
 It leaves the cache to its caller: `attend` stores a layer's keys and values, and
 attends.

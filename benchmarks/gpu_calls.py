@@ -172,7 +172,7 @@ def shape_operands(workload: Workload) -> Operands:
     cache = jax.eval_shape(functools.partial(jkv.init, workload.config))
     return Operands(
         jax.eval_shape(functools.partial(_draw_queries, workload)),
-        cache.storage[0].pools,
+        cache.storage[0].arrays,
         jax.ShapeDtypeStruct((batch, blocks), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
@@ -185,7 +185,7 @@ def _draw_pools(workload: Workload) -> dict[str, jax.Array]:
     key_rows, value_rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape))
     filled = {}
     for name, rows in (("key", key_rows), ("value", value_rows)):
-        elements, scales = quantization.quantise(rows, dtype)
+        elements, scales = quantization.quantize(rows, dtype)
         filled |= {f"{name}_pool": elements, f"{name}_scales": scales}
     chosen = jnp.arange(num_blocks) % PATTERN
     return {

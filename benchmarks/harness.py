@@ -113,7 +113,7 @@ def interleave(
     seconds: dict[str, dict[int, float]] = {case.name: {} for case in cases}
     order = random.Random(seed)
     gc.collect()
-    gc.disable()  # a collection would be charged to whoever triggers it
+    gc.disable()  # a collection would be charged to the case that triggers it
     try:
         for round_ in range(rounds):
             due = [case for case in cases if round_ % every[case.name] == 0]

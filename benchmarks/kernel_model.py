@@ -18,7 +18,7 @@ they left the card's caches, which they need not.
 Needs what `make machine-code` installs. The model knows nothing of caches (but that
 the head tiles of a kv head read its tokens once), of the join, of a launch's own time,
 or of programs that disturb each other: it is for comparing a change with what was there
-before, until somebody times a card.
+before, until a card is timed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Model(NamedTuple):
 
     head_dim: int
     kv_heads: int
-    group: int  # query heads of a kv head
+    heads_per_kv: int  # query heads of a kv head
 
 
 # Of Llama 3 8B, and of DeepSeek V3 (latent: values of 512 in the keys).
@@ -86,12 +86,14 @@ class Compiled(NamedTuple):
     @property
     def tiles(self) -> int:
         """Tiles of query heads of a kv head."""
-        return -(-self.model.group // self.row_heads)
+        return -(-self.model.heads_per_kv // self.row_heads)
 
     @property
     def head_tiles(self) -> int:
         """Programs for a piece."""
-        return count_head_tiles(self.model.kv_heads, self.model.group, self.row_heads)
+        return count_head_tiles(
+            self.model.kv_heads, self.model.heads_per_kv, self.row_heads
+        )
 
 
 def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
@@ -99,7 +101,7 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     kv_dtype = None if elements == "bfloat16" else elements
     queries, pools = make_shapes(
         model.head_dim,
-        group=model.group,
+        heads_per_kv=model.heads_per_kv,
         kv_heads=model.kv_heads,
         block_size=BLOCK_SIZE,
         kv_dtype=kv_dtype,
@@ -115,7 +117,7 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     width = model.head_dim * (1 if pools.values is None else 2)
     return Compiled(
         model=model,
-        row_heads=count_decode_heads(model.group, tuning),
+        row_heads=count_decode_heads(model.heads_per_kv, tuning),
         tuning=tuning,
         loop=attention_loop(kernel, TARGET),
         registers=code.registers,
@@ -164,7 +166,7 @@ def estimate(
     share = seconds["memory"] / max(seconds.values())
     model = compiled.model
     value_dim = min(model.head_dim, 512)
-    partial_bytes = len(steps) * model.kv_heads * model.group * value_dim * 4
+    partial_bytes = len(steps) * model.kv_heads * model.heads_per_kv * value_dim * 4
     seconds["partial results"] = 2 * partial_bytes / BANDWIDTH
     return {name: value * 1e6 for name, value in seconds.items()} | {"share": share}
 

@@ -357,7 +357,7 @@ def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
                 "who": who,
                 "parameters": num_params,
                 "metadata bytes": config.bytes
-                - sum(pool.nbytes for pool in cache.storage[0].pools.values()),
+                - sum(pool.nbytes for pool in cache.storage[0].arrays.values()),
                 "bytes accessed": costs.get("bytes accessed"),
                 "operations": costs.get("flops"),
             }

@@ -247,7 +247,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
         for shape in re.findall(r"\w+\[([\d,]+)\]", match[1]):
             size = np.prod([int(n) for n in shape.split(",")])
             assert size < layer_elements, f"a copy of a layer or more: {line}"
-    pool_bytes = sum(x.size * x.dtype.itemsize for x in storage.pools.values())
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in storage.arrays.values())
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     storage_bytes = pool_bytes // step.num_cards
     cache_bytes -= pool_bytes - storage_bytes  # the metadata is on every card

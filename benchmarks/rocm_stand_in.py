@@ -86,7 +86,7 @@ def prepare(folder: pathlib.Path) -> dict[str, str]:
 
 
 def build(site: pathlib.Path, folder: pathlib.Path) -> None:
-    """Build a library for each that the plugin's libraries need and nobody has."""
+    """Build a library for each that the plugin's libraries need and that is missing."""
     libraries = [
         *site.glob("jax_plugins/xla_rocm7/*.so"),
         *site.glob("jax_rocm7_plugin/*.so"),

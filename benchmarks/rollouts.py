@@ -13,7 +13,7 @@ All choose at random (temperature 1) in float32, and only tokens that were asked
 count. Lengths are divided by a number, alike for all. Contenders take turns in an order
 of its own each round, each in a process of its own, so that none keeps threads that
 wait for work. tunix runs with the python of `.venv-tunix` (`make tunix` sets that up).
-Who cannot run is listed with the reason.
+A contender that cannot run is listed with the reason.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def run_rounds(
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Let contenders take turns; who cannot run is asked once.
+    """Let contenders take turns; one that cannot run is asked once.
 
     No round but the first begins that would end too late.
     """

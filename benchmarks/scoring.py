@@ -99,8 +99,8 @@ def attend_densely(
 ) -> jax.Array:
     """Return causal attention of a text over itself, f32[L, H, D], tile by tile."""
     length, num_kv_heads, head_dim = keys.shape
-    group = queries.shape[1] // num_kv_heads
-    shape = (-1, TILE, num_kv_heads, group, head_dim)
+    heads_per_kv = queries.shape[1] // num_kv_heads
+    shape = (-1, TILE, num_kv_heads, heads_per_kv, head_dim)
     padded = jnp.pad(queries, ((0, -length % TILE), (0, 0), (0, 0)))
     tiles = padded.reshape(shape).transpose(0, 2, 3, 1, 4)
     of_head = keys.transpose(1, 2, 0), values.transpose(1, 0, 2)
@@ -108,10 +108,10 @@ def attend_densely(
 
     @jax.checkpoint
     def attend_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, positions = tile  # f32[K, group, TILE, D], i32[TILE]
-        rows = queries.reshape(num_kv_heads, group * TILE, head_dim)
+        queries, positions = tile  # f32[K, heads_per_kv, TILE, D], i32[TILE]
+        rows = queries.reshape(num_kv_heads, heads_per_kv * TILE, head_dim)
         scores = jnp.einsum("kqd,kdt->kqt", rows, of_head[0]) * head_dim**-0.5
-        is_past = np.arange(length) <= jnp.tile(positions, group)[:, None]
+        is_past = np.arange(length) <= jnp.tile(positions, heads_per_kv)[:, None]
         weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf), axis=-1)
         return jnp.einsum("kqt,ktd->kqd", weights, of_head[1]).reshape(queries.shape)
 

@@ -4,7 +4,8 @@
 
 Needs the extra `tunix`: run it with the python of `.venv-tunix` (`make tunix` sets that
 up). First the runs of `examples/train_with_tunix.py`, an engine after the other, a seed
-at a time: the rewards of each step. Then one rollout of longer texts, interleaved.
+at a time: the rewards of each step, which must rise alike. Then one rollout of longer
+texts, interleaved.
 """
 
 import argparse
@@ -123,6 +124,30 @@ def check_lengths(output: base_rollout.RolloutOutput) -> None:
         raise ValueError(f"answers have {lengths} tokens, not {ANSWER}")
 
 
+def last_rewards(curves: list[dict]) -> dict[str, list[float]]:
+    """Return each engine's rewards of the last ten steps, a mean for each seed."""
+    return {
+        engine: [
+            float(np.mean(curve["rewards"][-10:]))
+            for curve in curves
+            if curve["engine"] == engine
+        ]
+        for engine in example.ENGINES
+    }
+
+
+def check_curves(curves: list[dict]) -> None:
+    """Raise unless rewards rise, and each engine's are within the other's."""
+    for curve in curves:
+        first, last = curve["rewards"][:10], curve["rewards"][-10:]
+        if sum(last) <= 3 * sum(first):
+            raise ValueError(f"rewards do not rise: {curve['engine']}, {curve['seed']}")
+    rewards = last_rewards(curves)
+    for one, other in (("jkv", "vanilla"), ("vanilla", "jkv")):
+        if not min(rewards[other]) < np.mean(rewards[one]) < max(rewards[other]):
+            raise ValueError(f"training goes otherwise with {one}: {rewards}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=6)
@@ -136,21 +161,15 @@ def main() -> None:
     curves = train_all(options.seeds, options.steps)
     run = {"benchmark": "trainer", "machine": where, "rollout": rollout}
     harness.save(RESULTS, run | {"curves": curves})
+    if options.seeds >= 3 and options.steps >= 60:  # fewer say little
+        check_curves(curves)
 
     print(harness.header("a rollout of 64 texts", where))
     columns = {"engine": "engine", "median": "ms", "p10": "p10", "p90": "p90"}
     columns["against vanilla"] = "x vanilla"
     columns["prompt tokens computed"] = "prompt tokens"
     print(harness.table(rollout["rows"], columns))
-    last = {
-        engine: [
-            float(np.mean(curve["rewards"][-10:]))
-            for curve in curves
-            if curve["engine"] == engine
-        ]
-        for engine in example.ENGINES
-    }
-    for engine, rewards in last.items():
+    for engine, rewards in last_rewards(curves).items():
         print(f"{engine}: reward of the last ten steps", np.round(rewards, 2).tolist())
 
 

@@ -76,7 +76,7 @@ def main() -> None:
         stats = jkv.stats(pool)
         share = sum(
             shard.data.nbytes
-            for array in cache.storage[0].pools.values()
+            for array in cache.storage[0].arrays.values()
             for shard in array.addressable_shards
             if shard.device.id == devices[0]
         )

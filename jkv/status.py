@@ -202,10 +202,16 @@ def _codes(status: Any) -> np.ndarray:
             "raise_for_status looks at values on the host: call it outside jit; "
             "inside, compare batch.status, as in `batch.status == jkv.Status.OK`"
         )
-    codes = np.asarray(status) if np.ndim(status) else np.asarray([status])
+    try:
+        codes = np.asarray(status) if np.ndim(status) else np.asarray([status])
+    except ValueError:  # a tuple of arrays
+        codes = np.asarray([status], object)
     if codes.size and not np.issubdtype(codes.dtype, np.integer):
+        advice = ""
+        if hasattr(status, "reasons"):
+            advice = "; a generation has reasons (jkv.FinishReason), nothing to raise"
         raise UsageError(
             f"raise_for_status takes a status, a result that has one, or the pair that "
-            f"a verb returns, got {type(status).__name__}"
+            f"a verb returns, got {type(status).__name__}{advice}"
         )
     return codes.ravel()

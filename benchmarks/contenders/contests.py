@@ -1,4 +1,4 @@
-"""The workloads of `rollouts.py` by size, who takes part in each, and the aims."""
+"""The workloads of `rollouts.py` by size, the contenders of each, and the aims."""
 
 import dataclasses
 import pathlib
@@ -9,7 +9,7 @@ from contenders.workloads import BUNDLED, Workload
 
 SAMPLES = 8  # of each prompt of ShareGPT
 
-# Who takes part: module and class.
+# The contenders: module and class.
 CONTENDERS = {
     "jkv": ("of_jkv", "Queue"),
     "jkv, refilled by the host": ("of_jkv", "Refilled"),

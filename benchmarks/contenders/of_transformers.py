@@ -110,7 +110,7 @@ class Static(Padded):
 
 
 class OneThread(Static):
-    """The same with one thread, which has nobody to wait for."""
+    """The same with one thread, which waits for no other."""
 
     def prepare(self) -> None:
         """Have one thread."""

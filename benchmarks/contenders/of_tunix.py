@@ -27,7 +27,7 @@ class Numbers:
         return text
 
     def decode(self, tokens: list[int]) -> str:
-        """Return nothing: nobody reads it."""
+        """Return nothing: it is not read."""
         del tokens
         return ""
 

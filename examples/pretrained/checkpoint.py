@@ -45,11 +45,11 @@ def read_params(
 
     Raises:
         FileNotFoundError: when a file is missing.
-        ValueError: when a tensor is missing, misshapen, unexpected or quantised in a
+        ValueError: when a tensor is missing, misshapen, unexpected or quantized in a
             way that config.json does not name.
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
-    tensors = Tensors(find_tensors(Path(folder)), config.quantisation)
+    tensors = Tensors(find_tensors(Path(folder)), config.quantization)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
         name: put(name, _read_stack(tensors, source, (source.name,), dtype)[0])
@@ -156,7 +156,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
         for source in layer_tensors(config, run.has_experts).values():
             for name in _layer_names(source.name, range(run.start, run.stop)):
                 known |= {name.format(e) for e in range(max(source.num_experts, 1))}
-    method = config.quantisation.method if config.quantisation else ""
+    method = config.quantization.method if config.quantization else ""
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}
     # Old checkpoints carry the RoPE frequencies, which config.json gives as well, and

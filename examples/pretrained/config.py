@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from .architectures import ARCHITECTURES, Architecture
 from .parts import Experts, Latent
-from .quantised import Quantisation, read_quantisation
+from .quantized import Quantization, read_quantization
 from .rope import Rope
 from .rope_settings import read_rope
 from .settings import Settings, read_json
@@ -62,7 +62,7 @@ class DecoderConfig:
         guess more than one token; they are not read.
     stop_tokens: ids after which a generation ends; empty when none is named.
     dtype_name: the type the checkpoint says its weights have.
-    quantisation: how the checkpoint stores matrices; they are dequantised when read.
+    quantization: how the checkpoint stores matrices; they are dequantized when read.
     """
 
     architecture: str
@@ -100,7 +100,7 @@ class DecoderConfig:
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
     dtype_name: str = "float32"
-    quantisation: Quantisation | None = dataclasses.field(default=None, compare=False)
+    quantization: Quantization | None = dataclasses.field(default=None, compare=False)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -178,7 +178,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=_read_activation(settings),
         stop_tokens=settings.token_ids("eos_token_id"),
         dtype_name=_read_dtype(settings),
-        quantisation=read_quantisation(settings),
+        quantization=read_quantization(settings),
         **fields,
     )
 

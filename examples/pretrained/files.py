@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .quantised import Quantisation, decode_mxfp4, scale_blocks
+from .quantized import Quantization, decode_mxfp4, scale_blocks
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-# What a quantised matrix has beside its own name.
+# What a quantized matrix has beside its own name.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
 
 
@@ -55,11 +55,11 @@ class Tensors:
     """The tensors of a checkpoint by name, each read and made whole when asked for."""
 
     def __init__(
-        self, paths: dict[str, Path], quantisation: Quantisation | None
+        self, paths: dict[str, Path], quantization: Quantization | None
     ) -> None:
         """Take where each tensor lies, and how matrices are stored."""
         self.paths = paths
-        self._quantisation = quantisation
+        self._quantization = quantization
         self._files: dict[Path, Any] = {}
         self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
 
@@ -73,16 +73,16 @@ class Tensors:
             shape: that it must have, of the part that `index` picks.
             index: of the first axis, to read no more than that part.
         """
-        method = self._quantisation.method if self._quantisation else None
+        method = self._quantization.method if self._quantization else None
         if method == "mxfp4" and f"{name}_blocks" in self.paths:
             blocks = self._load(f"{name}_blocks", ("U8",), index)
             scales = self._load(f"{name}_scales", ("U8",), index)
-            # Stored as [out, in], where the tensor that is not quantised is [in, out].
+            # Stored as [out, in], where the tensor that is not quantized is [in, out].
             tensor = decode_mxfp4(blocks, scales).swapaxes(-1, -2)
         elif method == "fp8" and f"{name}_scale_inv" in self.paths:
             tensor = self._load(name, ("F8_E4M3",))
             scales = self._load(f"{name}_scale_inv", FLOATS)
-            tensor = scale_blocks(tensor, scales, self._quantisation.block)
+            tensor = scale_blocks(tensor, scales, self._quantization.block)
         else:
             tensor = self._load(name, FLOATS, index)
         if tensor.shape != shape:
@@ -109,7 +109,7 @@ class Tensors:
         if stored.get_dtype() not in types:
             raise ValueError(
                 f"tensor {name!r} is stored as {stored.get_dtype()}, where config.json "
-                f"lets expect one of {types}: quantised checkpoints must name a method "
+                f"lets expect one of {types}: quantized checkpoints must name a method "
                 "in quantization_config that is supported"
             )
         if stored.get_dtype() == "F8_E4M3":

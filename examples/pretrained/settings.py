@@ -29,7 +29,7 @@ class Settings:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value unchecked, or `default` for null and for what nobody names."""
+        """Return a value unchecked, or `default` for null and for what is not named."""
         value = self.raw[key] if key in self.raw else self.defaults.get(key)
         return default if value is None else value
 

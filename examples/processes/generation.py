@@ -36,8 +36,8 @@ def run_process(options: argparse.Namespace) -> None:
 def join(options: argparse.Namespace) -> None:
     """Connect with the other processes, before JAX is asked for anything.
 
-    Whoever gives no sign of life for `--heartbeat` seconds counts as dead, and all
-    others are ended by JAX then, wherever they wait.
+    A process that gives no sign of life for `--heartbeat` seconds counts as dead, and
+    all others are ended by JAX then, wherever they wait.
     """
     if options.devices:
         jax.config.update("jax_platforms", "cpu")

@@ -1,7 +1,7 @@
 """The endpoints of OpenAI's API around an engine: completions, chats, and its numbers.
 
 A client that goes away cancels what it asked for: a stream is closed by its server, and
-who waits for a whole reply is watched meanwhile.
+the connection of a whole reply is watched meanwhile.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def answer(served: Served, *, is_chat: bool) -> Answer:
         except QueueFull as error:
             return JSONResponse(mistake(str(error), "rate_limit_error"), 429)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has left
         reply = Reply.begin(numbers[0], served.folder.name, is_chat=is_chat)
         num_prompt = sum(map(len, asked.prompts))
         if body.get("stream"):
@@ -133,7 +133,7 @@ async def reply_whole(
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has left
         return JSONResponse(reply.whole(work.result(), num_prompt))
     except EngineError as error:
         return JSONResponse(mistake(str(error), "server_error"), status_code=500)

@@ -34,7 +34,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         is_chat: whether "messages" are continued, not a "prompt".
 
     Raises:
-        ValueError: for what cannot be, in words for whoever asked.
+        ValueError: for what cannot be, in words for the client.
     """
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object")

@@ -1,7 +1,7 @@
 """Attention over a paged key/value pool: plain arrays in, plain arrays out.
 
-Nothing here knows the cache: whoever keeps blocks in `[L, N, K, T, D]` arrays and block
-ids in tables can call `paged_attention`.
+Nothing here knows the cache: `paged_attention` takes any blocks in `[L, N, K, T, D]`
+arrays with block ids in tables.
 """
 
 import math
@@ -177,7 +177,7 @@ def paged_attention(
       block_part: (i, n) where the pools have the i-th of n equal parts of each block,
         as on one of n devices that share a sequence: T tokens of n * T. i may be
         traced. Lengths and tables are those of the whole. Join the results by their
-        log-sum-exp; `sinks`, which count once, are for whoever joins.
+        log-sum-exp; `sinks`, which count once, are added in the join.
       work_lists: a `Batch`'s: what `append` listed for the kernel of these requests.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do

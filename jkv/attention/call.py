@@ -1,4 +1,4 @@
-"""A call: queries, the pools that they read, and who reads what.
+"""A call: queries, the pools that they read, and which request reads what.
 
 Symbols: `R` query rows, `H` query heads, `K` kv heads, `G = H // K` query heads of one
 kv head, `D` (`Dv`) key (value) head dim; `S` rows of the block tables, `M` blocks per
@@ -66,8 +66,8 @@ class Call:
         return self.queries.shape[1]
 
     @property
-    def group(self) -> int:
-        """G."""
+    def heads_per_kv(self) -> int:
+        """Query heads of one kv head, G."""
         return self.num_heads // self.pools.num_kv_heads
 
     @property

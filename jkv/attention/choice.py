@@ -16,10 +16,10 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.platforms import find_kernel, interpret_kernel, why_refused
 from jkv.attention.reference import attend_reference
 from jkv.attention.xla.gradients import attend_differentiably
-from jkv.attention.xla.loops import attend_plainly, attend_xla
+from jkv.attention.xla.plain_path import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
-# Platforms with a kernel, as JAX names what it lowers for, and who finds the one for a
+# Platforms with a kernel, as JAX names what it lowers for, and what finds the one for a
 # call: None where the kernel does not take it.
 _KERNELS: dict[str, Callable[[Call, str], Attend | None]] = {
     "rocm": find_kernel,

@@ -1,7 +1,7 @@
 """What the elements of keys and values mean, and the bits that they are kept as.
 
-One table, read both ways. It depends on nothing else here, so that whoever makes the
-pools can take it from where they are read.
+One table, read both ways. It depends on nothing else here, so that the room
+that makes the pools takes it from the one that reads them.
 """
 
 from typing import Any

@@ -29,7 +29,7 @@ def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
 def _find_rows(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return each row's position, i32[R], and its blocks, i32[R, M].
 
-    A row that nobody owns has position -1, so that it sees no token.
+    A row that no request owns has position -1, so that it sees no token.
     """
     requests = call.requests
     rows = jnp.arange(call.num_rows, dtype=jnp.int32)
@@ -58,7 +58,7 @@ def attend_row(
     keys = jnp.where(visible[None, :, None], keys, 0.0)
     values = jnp.where(visible[None, :, None], values, 0.0)
 
-    grouped = query.reshape(call.pools.num_kv_heads, call.group, -1)
+    grouped = query.reshape(call.pools.num_kv_heads, call.heads_per_kv, -1)
     scores = call.scale * jnp.einsum(
         "kgd,ksd->kgs", grouped, keys, precision=lax.Precision.HIGHEST
     )

@@ -79,9 +79,9 @@ def make_step(load: Load) -> tuple[tuple[Any, ...], int]:
     tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     queries = jnp.ones((load.batch_size, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
     ones = jnp.ones((load.batch_size,), jnp.int32)
-    pools = (keys, values, 0, jnp.asarray(tables.reshape(-1, blocks)), None)
+    contents = (keys, values, 0, jnp.asarray(tables.reshape(-1, blocks)), None)
     lengths = (jnp.cumsum(ones) - 1, ones, ones * load.context_length)
-    return (queries, *pools, *lengths), keys.nbytes + values.nbytes
+    return (queries, *contents, *lengths), keys.nbytes + values.nbytes
 
 
 def find_median_seconds(function: Callable[..., jax.Array], *arguments: Any) -> float:

@@ -37,8 +37,8 @@ CASES = (
     Case("prefill", (33, 5), (33, 40)),
     Case("mixed, with padding", (1, 7, 0, 1), (50, 7, 9, 16)),
     Case("one kv head", **DECODE, num_kv_heads=1),
-    Case("no groups", **DECODE, num_heads=2),
-    Case("group of 7", **DECODE, num_heads=14),
+    Case("a kv head each", **DECODE, num_heads=2),
+    Case("7 heads a kv head", **DECODE, num_heads=14),
     Case("head dim 128", **DECODE, head_dim=128),
     Case("head dim 96", **DECODE, head_dim=96),
     Case("head dim 256", **DECODE, head_dim=256),
@@ -58,7 +58,7 @@ CASES = (
 def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `paged_attention`, in order and by name."""
     random = np.random.default_rng(0)
-    tables, pools = _store_contexts(case, random)
+    tables, contents = _store_contexts(case, random)
     num_rows = sum(case.query_lengths)
     queries = random.standard_normal((num_rows, case.num_heads, case.head_dim))
     kv_dtype = jnp.dtype(case.kv_dtype or dtype)
@@ -67,8 +67,8 @@ def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, An
         sinks = random.standard_normal(case.num_heads)
         options["sinks"] = jnp.asarray(sinks, jnp.float32)
     arrays = [jnp.asarray(queries, dtype)]
-    for name, pool in zip(("key", "value"), pools, strict=True):
-        elements, scales = quantization.quantise(jnp.asarray(pool), kv_dtype)
+    for name, pool in zip(("key", "value"), contents, strict=True):
+        elements, scales = quantization.quantize(jnp.asarray(pool), kv_dtype)
         arrays.append(elements)
         options[f"{name}_scales"] = scales
     starts = np.cumsum((0, *case.query_lengths[:-1]))
@@ -90,11 +90,11 @@ def _store_contexts(
     blocks = iter(random.permutation(num_blocks).tolist())
     tables = np.full((len(needed), max(needed)), 2**31 - 1, np.int32)
     shape = (2, 1, num_blocks, case.num_kv_heads, size, case.head_dim)
-    pools = np.full(shape, np.nan, np.float32)
+    contents = np.full(shape, np.nan, np.float32)
     for row, length in enumerate(case.context_lengths):
         tables[row, : needed[row]] = [next(blocks) for _ in range(needed[row])]
         for position in range(length):
             slot = (tables[row, position // size], slice(None), position % size)
             numbers = random.standard_normal((2, case.num_kv_heads, case.head_dim))
-            pools[:, 0, *slot] = numbers
-    return tables, pools
+            contents[:, 0, *slot] = numbers
+    return tables, contents

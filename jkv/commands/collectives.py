@@ -80,7 +80,7 @@ def _try_in_child(report: Report, names: list[str]) -> str | None:
         return f"no answer in {SECONDS:.0f} s: it hangs"
     finally:
         child.kill()
-        # One that hangs in a driver may stay; nobody waits for it.
+        # One that hangs in a driver may stay; it is not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=2.0)
         reader.join(timeout=1.0)

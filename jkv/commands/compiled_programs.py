@@ -19,8 +19,8 @@ def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path |
     """Let JAX keep what it compiles from now on, and use what is there.
 
     Args:
-      folder: where; None is `jkv/programs` in the user's cache folder. Whoever has set
-        JAX_COMPILATION_CACHE_DIR has chosen already: nothing changes.
+      folder: where; None is `jkv/programs` in the user's cache folder. With
+        JAX_COMPILATION_CACHE_DIR set, that is the folder, and nothing changes.
 
     Returns:
       The folder, or None where JAX has been told otherwise or nothing can be written.

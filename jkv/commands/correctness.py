@@ -17,7 +17,7 @@ IMPLEMENTATIONS = ("xla", "pallas")
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-# What a quick look compares: requests of all kinds, and quantised storage.
+# What a quick look compares: requests of all kinds, and quantized storage.
 QUICK_DTYPE = "float32"
 
 QUICK_CASES = ("mixed, with padding", "int8")

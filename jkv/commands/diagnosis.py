@@ -1,6 +1,6 @@
 """python -m jkv.doctor: what works on this machine, and how fast.
 
-For whoever has a card that jkv's developers have not: it prints what is installed,
+For users of cards that jkv's developers do not have: it prints what is installed,
 names combinations known to be bad, runs the bookkeeping and the attention on the
 device against their specifications, tries each collective between several devices,
 measures how much of the memory's bandwidth a copy and a decode step reach, and writes

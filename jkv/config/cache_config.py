@@ -1,7 +1,4 @@
-"""CacheConfig: the sizes of a cache, checked before anything is allocated.
-
-One class, more than half of it what its fields and methods say of themselves.
-"""
+"""CacheConfig: the sizes of a cache, checked before anything is allocated."""
 
 import dataclasses
 from pathlib import Path
@@ -160,7 +157,7 @@ class CacheConfig:
     def most_blocks(self, num_tokens: int = 1) -> int:
         """Return the most blocks that one sequence ever has, nothing reserved.
 
-        A pool with so many for each sequence refuses nobody for want of blocks.
+        A pool with so many for each sequence refuses no request for want of blocks.
 
         Args:
           num_tokens: the most that one `append` adds to a sequence. It matters with a

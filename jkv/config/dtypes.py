@@ -20,7 +20,7 @@ DTYPE_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 
 def needs_scales(dtype: np.dtype[Any]) -> bool:
-    """Return whether a cache of the dtype is quantised, and keeps scales."""
+    """Return whether a cache of the dtype is quantized, and keeps scales."""
     return dtype.itemsize == 1
 
 

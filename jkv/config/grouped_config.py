@@ -24,7 +24,7 @@ from jkv.config.units import parse_bytes
 # The groups of a layer by their numbers: one, or a tuple of none or one.
 LayerGroups: TypeAlias = int | tuple[int, ...]
 
-# In what the groups of a model agree.
+# Fields in which all groups of a model agree.
 SHARED = ("max_sequences", "max_context_length", "block_size")
 
 

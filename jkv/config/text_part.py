@@ -7,7 +7,7 @@ that transformers gives a Llama.
 
 from typing import Any, NamedTuple
 
-# Where the language model's settings lie, by the habits of those who write them.
+# Where the language model's settings lie, as the models' authors name it.
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 SIZES = (
@@ -18,7 +18,7 @@ SIZES = (
     "max_position_embeddings",
 )
 
-# Of transformers 5.23, in the order of SIZES.
+# In the order of SIZES; tests compare them with the installed transformers.
 LEFT_OUT: dict[str, tuple[int, ...]] = {
     "deepseek_v2": (32, 32, 32, 4096, 2048),
     "deepseek_v3": (61, 128, 128, 7168, 4096),

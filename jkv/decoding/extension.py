@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Chunk, Pending, prefill
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.next_token import Progress, choose_next
-from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
 from jkv.decoding.texts.blocks import (
+    BlockSize,
     blocks_to_take,
     count_used_blocks,
     find_block_size,
@@ -100,6 +101,8 @@ def extend(
       >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
       ([[41, 42]], [7, 0])
     """
+    check_sampling(sampling)
+    requests.check_counts(chunk_size=chunk_size)
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     ids = jnp.asarray(ids)
     given = Prompts.of(tokens, limits=limits, max_new_tokens=max_new_tokens, salts=0)
@@ -117,10 +120,13 @@ def extend(
     groups = cache.metadata.groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(room, block_size, num_blocks)
-    reasons = _judge(cache, ids, before, given, bounds)
+    runner = Runner(model, params)
+    vocabulary = runner.count_vocabulary(cache, num_sequences)
+    reasons = judge_prompts(given, bounds, vocabulary)
+    reasons = _judge(cache, ids, before + given.lengths, reasons, block_size)
     result = Generation.empty(reasons, max_new_tokens)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
-    extension = _Extension(Runner(model, params), ids, before, sampling)
+    extension = _Extension(runner, ids, before, sampling)
     progress = Progress(given, stops, bounds, result)
     cache, progress = extension.feed(cache, progress, size)
     cache, progress = extension.decode(cache, progress)
@@ -130,25 +136,30 @@ def extend(
 def _judge(
     cache: Cache,
     seq_ids: jax.Array,
-    before: jax.Array,
-    given: Prompts,
-    bounds: Bounds,
+    lengths: jax.Array,
+    reasons: jax.Array,
+    block_size: BlockSize,
 ) -> jax.Array:
     """Return why sequences are not continued, RUNNING where they are, i32[B].
 
     Which tokens find room is judged before any is fed, in order, as `append` would.
+
+    Args:
+      cache: the cache.
+      seq_ids: i32[B].
+      lengths: i32[B], tokens of each text with those given.
+      reasons: i32[B], why what was given is not fed.
+      block_size: how many blocks a text takes.
     """
     groups, running = cache.metadata.groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
         requests.is_live_once(cache.metadata, seq_ids),
-        judge_prompts(given, bounds),
+        reasons,
         jnp.int32(FinishReason.CANCELLED),
     )
     mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in groups]
     kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in groups]
-    needs = blocks_to_take(
-        before + given.lengths, tuple(mapped), tuple(kept), bounds.block_size
-    )
+    needs = blocks_to_take(lengths, tuple(mapped), tuple(kept), block_size)
     agreed = requests.agree(
         groups, tuple(jnp.where(reasons == running, need, 0) for need in needs)
     )
@@ -186,10 +197,9 @@ class _Extension(NamedTuple):
             cache,
             Pending(self.seq_ids, find_tokens),
             progress,
+            Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each),
             count_left=count_left,
             note=note,
-            num_rows=prompts.lengths.shape[0] * most_each,
-            most_each=most_each,
         )
 
     def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:

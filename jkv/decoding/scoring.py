@@ -12,7 +12,6 @@ N_b blocks, T tokens a block.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +24,14 @@ from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Batch, Cache
+from jkv.state.cache import Role
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
-from jkv.verbs.attending import attend
 from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.forking import fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import context_lengths, slots
-from jkv.verbs.writing import write
 
 
 def score(
@@ -114,9 +112,10 @@ class _WritesAndAttends:
         function: Callable[..., Any],
         _cache: Cache,
         given: tuple[tuple[Any, ...], dict[str, Any]],
+        role: Role | None,
     ) -> Any:
         """Call `write` and `attend`."""
-        if function not in (inspect.unwrap(write), inspect.unwrap(attend)):
+        if role not in (Role.WRITES, Role.READS):
             raise UsageError(
                 f"{function.__name__}: a model that is scored may write and attend only"
             )

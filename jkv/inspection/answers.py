@@ -20,7 +20,7 @@ class WatchedBatch(Batch):
     site: Site
 
     def __getattribute__(self, name: str) -> Any:
-        """Remember that somebody looked at the status."""
+        """Remember that the status was looked at."""
         if name == "status":
             object.__getattribute__(self, "site").is_seen = True
         return object.__getattribute__(self, name)
@@ -50,7 +50,7 @@ jax.tree_util.register_pytree_with_keys(WatchedBatch, _flatten, _unflatten)
 
 
 def as_plain_batch(batch: Batch) -> Batch:
-    """Return the batch as one that is not watched; nobody looks at its status."""
+    """Return the batch as one that is not watched, without looking at its status."""
     names = [field.name for field in dataclasses.fields(Batch)]
     return Batch(**{name: object.__getattribute__(batch, name) for name in names})
 

@@ -74,7 +74,7 @@ def check_given_back(found: Recount) -> Iterator[str]:
         if count < 0 or not found.is_open[row]:
             yield f"row {row} has given back {count} blocks"
             continue
-        assert window.length is not None, "who sees everything gives nothing back"
+        assert window.length is not None, "without a window nothing is given back"
         first_seen = max(int(found.lengths[row]) - window.length + 1, 0)
         kept_from = found.gone(row).stop * size
         if kept_from > first_seen:

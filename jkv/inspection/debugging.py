@@ -22,6 +22,7 @@ import numpy as np
 from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import DebugError, Watch, find_caller
 from jkv.state import Batch, Cache, GroupLayer
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 
@@ -41,6 +42,7 @@ class StepWatcher:
         function: Callable[..., Any],
         cache: Cache,
         given: tuple[tuple[Any, ...], dict[str, Any]],
+        role: Role | None,
     ) -> Any:
         """Call a public function on a cache, and look at what it does."""
         args, kwargs = given
@@ -50,15 +52,15 @@ class StepWatcher:
             return function(*args, **kwargs)
         plain = dataclasses.replace(cache, watcher=None)
         after, batch = self, named.get("batch")
-        if isinstance(batch, Batch):
+        if role in _LOOKS and isinstance(batch, Batch):
             step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
-            after = _LOOKS[name](step, named.get("layer"))
+            after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = as_plain_batch(batch)
         named["cache"] = plain
         answer = function(*bound.args, **bound.kwargs)
-        if name == "check":
+        if role is Role.CHECKS:
             self._raise_findings(cache)
-        if name == "debug":
+        if role is Role.SETS_DEBUG:
             return answer
         return after._watch_answer(plain, name, answer)
 
@@ -129,12 +131,12 @@ class StepWatcher:
 
     def _raise_findings(self, cache: Cache) -> None:
         """Raise what was found since the last time, if anything was."""
-        self.watch.watch_pools(_pools_of(cache))
+        self.watch.watch_copies(_keys_of(cache))
         if findings := self.watch.take_findings():
             raise DebugError(findings)
 
 
-@takes_cache()
+@takes_cache(role=Role.SETS_DEBUG)
 def debug(cache: Cache, enabled: bool = True) -> Cache:
     """Return the cache in debug mode, in which `check` also raises what was done wrong.
 
@@ -186,7 +188,7 @@ is written to it (1 times)
             jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
-        watch=Watch(_pools_of(cache)),
+        watch=Watch(_keys_of(cache)),
     )
     return dataclasses.replace(cache, watcher=watcher)
 
@@ -276,11 +278,10 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     return step.watcher._with_uncommitted(step.row, 0)
 
 
-# By name, as the verbs stand above this room.
-_LOOKS: dict[str, Callable[[_Step, Any], StepWatcher]] = {
-    "write": _look_at_write,
-    "attend": _look_at_attend,
-    "commit": _look_at_commit,
+_LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
+    Role.WRITES: _look_at_write,
+    Role.READS: _look_at_attend,
+    Role.COMMITS: _look_at_commit,
 }
 
 
@@ -295,6 +296,6 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
     return (stamp - other).astype(jnp.int32) < 0
 
 
-def _pools_of(cache: Cache) -> list[jax.Array]:
+def _keys_of(cache: Cache) -> list[jax.Array]:
     """Return the keys of each group of layers."""
     return [storage.key_pool for storage in cache.storage]

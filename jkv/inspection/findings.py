@@ -42,7 +42,7 @@ class Site:
     """
 
     def __init__(self, name: str, where: str) -> None:
-        """Nothing was refused yet, and nobody looked."""
+        """Nothing was refused yet, and the status was not looked at."""
         self.name, self.where = name, where
         self.is_seen = False
         self.refusals: collections.Counter[str] = collections.Counter()
@@ -67,9 +67,9 @@ class Watch:
     It is a static part of the cache: what is traced in debug mode is compiled for it.
     """
 
-    def __init__(self, pools: list[jax.Array]) -> None:
+    def __init__(self, keys: list[jax.Array]) -> None:
         """Nothing was found yet."""
-        self.pools = pools  # the keys of each group, as they were seen last
+        self.keys = keys  # the keys of each group, as they were seen last
         self.found: dict[str, int] = {}
         self.sites: list[Site] = []
 
@@ -88,9 +88,9 @@ class Watch:
         jax.debug.callback(site.note, status)
         return site
 
-    def watch_pools(self, pools: list[jax.Array]) -> None:
+    def watch_copies(self, keys: list[jax.Array]) -> None:
         """Note whether a pool has moved while the old one lived on."""
-        for pool, old in zip(pools, self.pools, strict=True):
+        for pool, old in zip(keys, self.keys, strict=True):
             if pool is not old and not old.is_deleted() and old.size:
                 text = (
                     "the pool was copied, as the cache was not donated: jit the step "
@@ -98,7 +98,7 @@ class Watch:
                 )
                 self.note(text, "since the last check", True)
                 break
-        self.pools = pools
+        self.keys = keys
 
     def take_findings(self) -> list[str]:
         """Return what was found, and begin anew."""

@@ -92,7 +92,7 @@ def check_beside(
     """Yield the blocks of a group that are found beside what they do not belong to.
 
     Where both sides of a pair agree, and the leader's block is indexed, the other group
-    finds its block by it. So the two hold the same tokens: nobody may write to the
+    finds its block by it. So the two hold the same tokens: no sequence may write to the
     block, and a sequence that has committed the block in a column has that very block
     of the leading group there, as no two indexed blocks are equal.
 
@@ -104,10 +104,10 @@ def check_beside(
     """
     nothing, no_leader = found.group.num_blocks, leader.group.num_blocks
     partners, above = np.asarray(beside.partners), np.asarray(beside.beside)
-    for block in np.flatnonzero((partners < 0) | (partners > nothing)):
-        yield f"the partner {partners[block]} of block {block} is no block"
-    for block in np.flatnonzero((above < 0) | (above > no_leader)):
-        yield f"block {block} stands beside {above[block]}, which is no block"
+    for block, partner in _find_outside(partners, nothing):
+        yield f"the partner {partner} of block {block} is no block"
+    for block, leading in _find_outside(above, no_leader):
+        yield f"block {block} stands beside {leading}, which is no block"
     is_pair = np.append(partners, -1)[above] == np.arange(nothing)
     is_found = is_pair & (np.append(np.asarray(index.hashes), 0)[above] != 0)
     for row in np.flatnonzero(found.is_open).tolist():
@@ -124,6 +124,12 @@ def check_beside(
                     f"row {row} has block {block} beside {leading}, others find it "
                     f"beside {above[block]}"
                 )
+
+
+def _find_outside(ids: np.ndarray, nothing: int) -> list[tuple[int, int]]:
+    """Return the blocks whose ids are neither blocks nor `nothing`, and these ids."""
+    blocks = np.flatnonzero((ids < 0) | (ids > nothing))
+    return list(zip(blocks.tolist(), ids[blocks].tolist(), strict=True))
 
 
 def _num_committed(index: PrefixIndex, found: Recount, row: int) -> int:

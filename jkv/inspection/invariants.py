@@ -16,11 +16,12 @@ from jkv.inspection import index_invariants as prefixes
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
 from jkv.state import Cache, Metadata
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError
 
 
-@takes_cache(on_host=True)
+@takes_cache(on_host=True, role=Role.CHECKS)
 def check(cache: Cache) -> None:
     """Raise if an invariant of the cache is broken. For the host, outside jit.
 

@@ -106,12 +106,14 @@ def memory_profile(cache: Cache) -> MemoryProfile:
     sums = tally(cache)
     arrays = {name: array.nbytes for name, array in named_arrays(cache).items()}
     total = sum(arrays.values())
-    pools = [
-        sum(pool.nbytes for pool in storage.pools.values()) for storage in cache.storage
+    of_groups = [
+        sum(pool.nbytes for pool in storage.arrays.values())
+        for storage in cache.storage
     ]
-    storage = sum(pools)
+    storage = sum(of_groups)
     per_block = [
-        pool // each.num_blocks for pool, each in zip(pools, cache.storage, strict=True)
+        pool // each.num_blocks
+        for pool, each in zip(of_groups, cache.storage, strict=True)
     ]
 
     def storage_of(name: str) -> int:

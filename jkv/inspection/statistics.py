@@ -177,8 +177,8 @@ def stats(cache: Cache) -> Stats:
     sums = tally(cache)
     count = {counter.name: sums.counters[counter] for counter in Counter}
     compactions = count["COMPACTIONS"]
-    pools = zip(cache.metadata.groups, sums.groups, strict=True)
-    groups = tuple(_describe(group.num_blocks, each) for group, each in pools)
+    pairs = zip(cache.metadata.groups, sums.groups, strict=True)
+    groups = tuple(_describe(group.num_blocks, each) for group, each in pairs)
     names = [field.name for field in dataclasses.fields(GroupStats)]
     return Stats(
         **{name: sum(getattr(each, name) for each in groups) for name in names},

@@ -4,9 +4,9 @@ A block with reference count 0 is free and stands in its group's ring, so the ri
 order is the order in which blocks were last used. With a prefix index a free block may
 be found again, which revives it from the middle of the ring.
 
-Nobody else touches the ring, its holes and its account: `grant` takes blocks and names
-them in cells of the tables. Where they are named in several trips of a loop, `take`
-comes before the loop, and `enter` names what it took.
+No other module touches the ring, its holes and its account: `grant` takes blocks and
+names them in cells of the tables. Where they are named in several trips of a loop,
+`take` comes before the loop, and `enter` names what it took.
 """
 
 import dataclasses
@@ -178,6 +178,7 @@ def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     owners = counts.at[block].get(mode="fill", fill_value=1)
     named = jnp.where(owners == 0, block, num_blocks)
     counts, revived = mentions.find_one(counts, named, last=False)
+    # Counts are never negative: the condition only puts the write after the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(
         group,

@@ -137,6 +137,15 @@ def _padded(prompts: Any, expected: str) -> np.ndarray | jax.Array:
     return xp.stack(padded) if rows else np.zeros((0, 1), np.int32)
 
 
+def check_counts(**counts: int) -> None:
+    """Refuse static numbers that are no positive ints, by name."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(
+                f"{name} must be a static int of at least 1, got {count!r}"
+            )
+
+
 def as_tokens(tokens: Integers) -> jax.Array:
     """Return the token of each row as i32[R]."""
     (tokens,) = broadcast(tokens=tokens)
@@ -226,7 +235,7 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
 
 
 class Agreed(NamedTuple):
-    """Who is served as far as blocks go."""
+    """Which requests are served as far as blocks go."""
 
     no_block: jax.Array  # bool[B], requests that the free blocks do not reach
     # Of each group i32[B]: the blocks taken by the requests before each served one.

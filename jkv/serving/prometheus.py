@@ -1,6 +1,6 @@
 """What an engine has done, for Prometheus: its own client library makes the text.
 
-The numbers are read when somebody asks for them; nothing is counted twice.
+The numbers are read when a registry collects them; nothing is counted twice.
 """
 
 from collections.abc import Iterator

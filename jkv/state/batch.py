@@ -99,7 +99,7 @@ class Batch:
         return Slots(self.blocks_of_groups[group], self.offsets)
 
     def first_rows(self, num_rows: int) -> Self:
-        """Return the step without the rows behind the first ones; nobody may own them.
+        """Return the step without the rows behind the first ones; none has an owner.
 
         Args:
           num_rows: rows that are left.

@@ -5,6 +5,7 @@ Symbols in shape comments as in `jkv.state.metadata`.
 
 import contextlib
 import dataclasses
+import enum
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, Self
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from jkv.config.units import human_bytes
-from jkv.sharding.pools import PoolSharding
+from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state.batch import StepSizes
 from jkv.state.metadata import Metadata
@@ -46,6 +47,16 @@ class GroupLayer(NamedTuple):
     layer: int | jax.Array  # i32[] or int, which may be traced
 
 
+class Role(enum.Enum):
+    """What a public function is to debug mode."""
+
+    WRITES = enum.auto()  # a step's rows to a layer
+    READS = enum.auto()  # a layer, for a step
+    COMMITS = enum.auto()  # a step
+    CHECKS = enum.auto()  # the cache, and raises what was found
+    SETS_DEBUG = enum.auto()  # returns a cache that it has given its watcher
+
+
 class Watcher(Protocol):
     """What debug mode puts beside a cache: it calls the public functions."""
 
@@ -54,6 +65,7 @@ class Watcher(Protocol):
         function: Callable[..., Any],
         cache: "Cache",
         given: tuple[tuple[Any, ...], dict[str, Any]],
+        role: Role | None,
         /,
     ) -> Any:
         """Call a function that was given this cache, and look at what it does.
@@ -62,6 +74,7 @@ class Watcher(Protocol):
           function: the function, as it is for a cache that is not watched.
           cache: the cache, with the watcher beside it.
           given: all its arguments, by position and by name.
+          role: what the function is to debug mode, if anything of its own.
         """
         ...
 
@@ -81,7 +94,7 @@ class Cache:
         sequences  0 of 2 open, 0 tokens, at most 16 each
     """
 
-    metadata: Metadata  # who owns which block
+    metadata: Metadata  # which sequence has which blocks
     storage: tuple[BlockStorage, ...]  # of each group
     # Static: the groups of each layer of the model, none or one. The layers of a group
     # are stored in this order.
@@ -123,7 +136,8 @@ class Cache:
         """
         if isinstance(layer, GroupLayer):
             return layer
-        if len(self.storage) == 1 and all(self.layer_groups):
+        # In the only group of all layers a layer has the model's number, traced or not.
+        if set(self.layer_groups) == {(0,)}:
             return GroupLayer(0, layer)
         known = range(len(self.layer_groups))
         if not hasattr(layer, "__index__") or isinstance(layer, jax.core.Tracer):

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jkv.sharding.pools import PoolSharding
-from jkv.state.cache import Cache
+from jkv.sharding.ranks import PoolSharding
+from jkv.state.cache import Cache, Role
 from jkv.status import UsageError
 
 Params = ParamSpec("Params")
@@ -20,7 +21,11 @@ Result = TypeVar("Result")
 
 
 def takes_cache(
-    *, argument: int = 0, on_host: bool = False, any_pools: bool = False
+    *,
+    argument: int = 0,
+    on_host: bool = False,
+    any_pools: bool = False,
+    role: Role | None = None,
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Make a public function with a parameter `cache` answer mistakes with it.
 
@@ -32,6 +37,7 @@ def takes_cache(
       argument: position of the parameter `cache` among the function's.
       on_host: whether the function looks at values, and refuses a traced cache.
       any_pools: whether it takes a cache with several pools, too.
+      role: what it is to debug mode, if anything of its own.
     """
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -46,7 +52,7 @@ def takes_cache(
                 _refuse_pools(function, cache.pools)
             try:
                 if cache.watcher is not None:
-                    return cache.watcher.call(function, cache, (args, kwargs))  # type: ignore[no-any-return]
+                    return cache.watcher.call(function, cache, (args, kwargs), role)  # type: ignore[no-any-return]
                 return function(*args, **kwargs)
             except Exception as error:
                 _explain(function, cache, error)
@@ -117,6 +123,13 @@ def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> No
             f"{function.__name__}: this cache was donated to an earlier call, which "
             f"took its arrays; go on with the cache that the call returned, as in "
             f"`cache, ... = step(cache, ...)`"
+        ) from error
+    shape = jnp.shape(cache.metadata.sequences.context_lengths)
+    if cache.pools is None and len(shape) != 1:
+        raise UsageError(
+            f"{function.__name__}: the arrays of this cache have leading axes "
+            f"{list(shape[:-1])}, as those of several caches that were stacked: call "
+            f"it under jax.vmap, or make one cache with init(..., pools=)"
         ) from error
 
 

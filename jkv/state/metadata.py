@@ -1,7 +1,8 @@
-"""Metadata: small integers that say who owns which block, as pytrees.
+"""Metadata: small integers that say which sequence has which blocks, as pytrees.
 
 A sequence is one thing; what it has in each group of layers is another. So `Sequences`
-say who is open and how long, and each `BlockGroup` who owns what in its pool.
+say which are open and how long, and each `BlockGroup` which blocks of its pool they
+have.
 
 Symbols in shape comments: G groups, L layers, N blocks in the pool of a group, K kv
 heads, T tokens per block, D (Dv) key (value) head dim, S sequences, M blocks per
@@ -24,7 +25,7 @@ NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Who is open, how long each sequence is, and what happened when.
+    """Which sequences are open, how long each is, and what happened when.
 
     A context length counts the tokens appended, the newest included.
     """
@@ -143,7 +144,7 @@ class PrefixIndex:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Metadata:
-    """Who owns which block. All that the verbs decide on, without the K/V arrays.
+    """Which sequence has which blocks: what verbs decide on, without the K/V arrays.
 
     Invariants, by the names `jkv.check` reports; with several groups those of a group
     hold in each:
@@ -161,7 +162,7 @@ class Metadata:
     9. `shapes`: every array has the shape and dtype that the others imply.
     10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
        equal, and a parent that is indexed and is not handed out before it; with a
-       window it has none. A block may be written by nobody while another group finds
+       window it has none. No sequence may write a block while another group finds
        it beside an indexed one.
     11. `committed`: what a sequence committed is a chain of indexed blocks but for what
        was given back, the rest of what it maps is not indexed; 0 <= committed <=
@@ -170,7 +171,7 @@ class Metadata:
        closed row has given nothing back.
     """
 
-    sequences: Sequences  # who is open, and how long
+    sequences: Sequences  # which are open, and how long
     groups: tuple[BlockGroup, ...]  # what they have in each group of layers
     index: PrefixIndex | None  # if the configuration has prefix caching
 

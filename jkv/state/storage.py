@@ -46,17 +46,17 @@ class BlockStorage:
     )
 
     @property
-    def pools(self) -> dict[str, jax.Array]:
+    def arrays(self) -> dict[str, jax.Array]:
         """The arrays by field name, each [L, N, K, T, ...].
 
-        Whoever moves blocks moves them in all of these.
+        What moves blocks moves them in all of these.
         """
         arrays = {name: getattr(self, name) for name in STORAGE_NAMES}
         return {name: array for name, array in arrays.items() if array is not None}
 
-    def with_pools(self, pools: dict[str, Any]) -> Self:
+    def with_arrays(self, arrays: dict[str, Any]) -> Self:
         """Return the storage with other arrays, or with what stands for arrays."""
-        return dataclasses.replace(self, **pools)
+        return dataclasses.replace(self, **arrays)
 
     @property
     def num_layers(self) -> int:

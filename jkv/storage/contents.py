@@ -62,19 +62,19 @@ def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
       blocks: i32[P], ids of blocks, each as often as it is wanted.
     """
     of_group, recorded = cache.storage[number], cache.metadata.groups[number].tokens
-    pools, sharding = of_group.pools, of_group.sharding
+    arrays, sharding = of_group.arrays, of_group.sharding
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
     if isinstance(of_group.key_pool, np.ndarray):  # a cache read from a file
-        gathered = [({k: v[:, p] for k, v in pools.items()}, None) for p in pieces]
+        gathered = [({k: v[:, p] for k, v in arrays.items()}, None) for p in pieces]
         tokens = None if recorded is None else np.asarray(recorded)[blocks]
     else:
         gathered = [
-            _gather_blocks(pools, recorded, piece, sharding) for piece in pieces
+            _gather_blocks(arrays, recorded, piece, sharding) for piece in pieces
         ]
         gathered = _to_host(gathered)
         empty = np.zeros((0, cache.block_size), np.int32)
         tokens = np.concatenate([empty, *(t for _, t in gathered if t is not None)])
-    storage = {name: tuple(piece[name] for piece, _ in gathered) for name in pools}
+    storage = {name: tuple(piece[name] for piece, _ in gathered) for name in arrays}
     return Contents(storage, None if recorded is None else tokens)
 
 
@@ -93,30 +93,30 @@ def put(
     if len(blocks) == 0:
         return cache
     of_group, group = cache.storage[number], cache.metadata.groups[number]
-    pools, tokens, sharding = of_group.pools, group.tokens, of_group.sharding
+    arrays, tokens, sharding = of_group.arrays, group.tokens, of_group.sharding
     if not donate:
-        pools, tokens = jax.tree.map(jnp.copy, (pools, tokens))
+        arrays, tokens = jax.tree.map(jnp.copy, (arrays, tokens))
     rows = contents.tokens
     if rows is None:
         rows = np.full((len(blocks), cache.block_size), -1, np.int32)
     for part, piece in enumerate(in_pieces(len(blocks))):
         crossed = {
-            name: _brought(pieces[part], pools[name], sharding)
+            name: _brought(pieces[part], arrays[name], sharding)
             for name, pieces in contents.storage.items()
         }
-        pools, tokens = _scatter(
-            pools, tokens, blocks[piece], crossed, rows[piece], sharding
+        arrays, tokens = _scatter(
+            arrays, tokens, blocks[piece], crossed, rows[piece], sharding
         )
     metadata = cache.metadata.with_group(
         number, dataclasses.replace(group, tokens=tokens)
     )
     cache = cache.with_metadata(metadata)
-    return cache.with_group_storage(number, of_group.with_pools(pools))
+    return cache.with_group_storage(number, of_group.with_arrays(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _gather_blocks(
-    pools: dict[str, jax.Array],
+    arrays: dict[str, jax.Array],
     tokens: jax.Array | None,
     blocks: jax.Array,
     sharding: StorageSharding | None,
@@ -126,7 +126,7 @@ def _gather_blocks(
         name: without_copies_of_heads(
             sharding, pool.at[:, blocks].get(mode="clip"), POOL_HEADS
         )
-        for name, pool in pools.items()
+        for name, pool in arrays.items()
     }
     return storage, None if tokens is None else tokens.at[blocks].get(mode="clip")
 
@@ -142,7 +142,7 @@ def _to_host(gathered: Any) -> Any:
     def pinned(array: jax.Array) -> jax.Array:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
 
-    storage = [jax.tree.map(pinned, pools) for pools, _ in gathered]
+    storage = [jax.tree.map(pinned, arrays) for arrays, _ in gathered]
     tokens = jax.device_get([tokens for _, tokens in gathered])
     return list(zip(jax.block_until_ready(storage), tokens, strict=True))
 
@@ -181,7 +181,7 @@ def _brought(
 
 @functools.partial(jax.jit, donate_argnums=(0, 1), static_argnums=5)
 def _scatter(
-    pools: dict[str, jax.Array],
+    arrays: dict[str, jax.Array],
     tokens: jax.Array | None,
     blocks: jax.Array,
     contents: dict[str, HostArray],
@@ -190,19 +190,19 @@ def _scatter(
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its blocks, i32[p], all different."""
     chex.assert_rank(blocks, 1)
-    chex.assert_trees_all_equal_dtypes(pools, contents)
+    chex.assert_trees_all_equal_dtypes(arrays, contents)
     contents = {
         name: with_copies_of_heads(sharding, jnp.asarray(piece), POOL_HEADS)
         for name, piece in contents.items()
     }
-    for name, pool in pools.items():
+    for name, pool in arrays.items():
         chex.assert_shape(contents[name], (len(pool), len(blocks), *pool.shape[2:]))
 
     def scatter(pool: jax.Array, piece: HostArray) -> jax.Array:
         return pool.at[:, blocks].set(piece, mode="drop", unique_indices=True)
 
-    pools = {name: scatter(pool, contents[name]) for name, pool in pools.items()}
+    arrays = {name: scatter(pool, contents[name]) for name, pool in arrays.items()}
     if tokens is not None:
         chex.assert_shape(rows, (len(blocks), tokens.shape[1]))
         tokens = tokens.at[blocks].set(rows, mode="drop", unique_indices=True)
-    return pools, tokens
+    return arrays, tokens

@@ -28,8 +28,8 @@ def with_copies(
         if of_group is None or storage.num_layers == 0:
             continue
         if _copies_any(of_group, storage.num_blocks):
-            pools = _copy_blocks(storage.pools, of_group)
-            cache = cache.with_group_storage(number, storage.with_pools(pools))
+            arrays = _copy_blocks(storage.arrays, of_group)
+            cache = cache.with_group_storage(number, storage.with_arrays(arrays))
     return cache
 
 
@@ -42,12 +42,12 @@ def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:
 
 @jax.jit
 def _copy_blocks(
-    pools: dict[str, jax.Array], copies: BlockCopies
+    arrays: dict[str, jax.Array], copies: BlockCopies
 ) -> dict[str, jax.Array]:
     """Copy blocks in all layers; every source is read before any target is written."""
     chex.assert_equal_shape([copies.source, copies.target])
     chex.assert_type([copies.source, copies.target], jnp.int32)
-    chex.assert_equal_shape_prefix(list(pools.values()), 4)
+    chex.assert_equal_shape_prefix(list(arrays.values()), 4)
 
     def copy(pool: jax.Array) -> jax.Array:
         blocks = pool.at[:, copies.source].get(mode="clip")
@@ -55,10 +55,10 @@ def _copy_blocks(
 
     # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
     # conditional it leaves the storage in place.
-    any_copy = jnp.any(copies.target < pools["key_pool"].shape[1]).astype(jnp.int32)
+    any_copy = jnp.any(copies.target < arrays["key_pool"].shape[1]).astype(jnp.int32)
     return fori_loop(
         jnp.int32(0),
         any_copy,
-        lambda _, pools: jax.tree.map(copy, pools),
-        pools,
+        lambda _, arrays: jax.tree.map(copy, arrays),
+        arrays,
     )

@@ -1,7 +1,7 @@
-"""Rows of keys and values to stored elements and back, quantised or not.
+"""Rows of keys and values to stored elements and back, quantized or not.
 
 One-byte dtypes keep a scale for each token and kv head: the largest magnitude of the
-row over the largest number of the dtype. A row is quantised once, when it is written,
+row over the largest number of the dtype. A row is quantized once, when it is written,
 and whatever is written later leaves it alone. A scale per block would have to be raised
 whenever a larger token came, and the block's earlier tokens rounded again. A scale
 fixed beforehand needs data to calibrate it, and fails on what the data lacked.
@@ -11,7 +11,7 @@ are divided by the rounded scale: nothing exceeds the range, and at most 0.8% of
 not used.
 
 (vLLM scales per tensor, or as here per token and head with float32 scales, its pull
-request 38378. KIVI, arXiv 2402.02750, quantises keys per channel, to 2 bits, which
+request 38378. KIVI, arXiv 2402.02750, quantizes keys per channel, to 2 bits, which
 needs groups of tokens that no longer change.)
 """
 
@@ -30,7 +30,7 @@ from jkv.config.dtypes import SCALE_DTYPE, largest_number, needs_scales
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
-def quantise(
+def quantize(
     rows: jax.Array, dtype: np.dtype[Any]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return rows as the storage keeps them.
@@ -51,7 +51,7 @@ def quantise(
     rows = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(rows), axis=-1)
     scales = round_up(jnp.maximum(largest / largest_number(dtype), _SMALLEST_SCALE))
-    # Infinity over infinity is NaN, which int8 cannot say.
+    # Infinity over infinity is NaN, for which int8 has no number.
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.asarray(jnp.nan, SCALE_DTYPE))
     rows = rows / scales.astype(jnp.float32)[..., None]
     rows = jnp.where(jnp.isnan(rows), 0.0, rows)

@@ -180,7 +180,7 @@ def _write_together(
             files.write_file(path, tensors, metadata)
         except Exception as error:
             failure = error
-    # The others bring all parts, and so does one that failed what it had not taken.
+    # The other processes bring all parts; one that failed, those it had not brought.
     for tensor in tensors.values():
         if isinstance(tensor.parts, Iterator):
             collections.deque(tensor.parts, maxlen=0)

@@ -253,13 +253,13 @@ def _compare_storage(
 ) -> dict[str, tuple[Any, Any]]:
     """Return what the storage of a group is, of the sequences and of the cache."""
     group, storage = swapped.groups[number], cache.storage[number]
-    pieces_of, pools = group.contents.storage, storage.pools
+    pieces_of, arrays = group.contents.storage, storage.arrays
     kinds: dict[str, tuple[Any, Any]] = {
         "dtype": (group.dtype.name, storage.dtype.name),
-        "arrays": (sorted(pieces_of), sorted(pools)),
+        "arrays": (sorted(pieces_of), sorted(arrays)),
     }
-    for name in sorted(pieces_of.keys() & pools.keys()):
-        pool = pools[name]
+    for name in sorted(pieces_of.keys() & arrays.keys()):
+        pool = arrays[name]
         of_block = storage.num_kv_heads, *pool.shape[3:]
         kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
         for piece in pieces_of[name]:

@@ -2,7 +2,7 @@
 
 Its caches had one group of layers, whose arrays stood beside those of the sequences,
 and its counters counted the blocks taken and evicted, as the ring of blocks does now.
-This file and its three mentions can go when nobody has such files any more.
+This file and its three mentions can go when such files are no longer in use.
 """
 
 from typing import Any
@@ -73,7 +73,7 @@ def _rename_cache(leaves: Leaves) -> Leaves:
         "metadata.sequences.counters": np.delete(
             counters, [_BLOCKS_TAKEN, _BLOCKS_EVICTED], axis=-2
         ),
-        # Nobody counted the rows that were taken.
+        # Version 0.1 did not count the rows that were taken.
         "metadata.sequences.free_rows.bounds": _extend(rows, np.zeros_like(counts)),
         "metadata.groups.0.free_blocks.bounds": _extend(blocks, counts),
         "layer_groups": [[0]] * leaves["keys"].shape[-5],

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import search
+from jkv.metadata.prefixes import prompt_search
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.tails import BlockCopies
 from jkv.state import NO_SEQUENCE, BlockGroup, Cache, Metadata
@@ -152,19 +152,19 @@ def _allocate(
     salts: jax.Array,
     keep_free: Blocks,
 ) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None]:
-    found = search.find(metadata, tokens, salts)
+    found = prompt_search.find(metadata, tokens, salts)
     decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
-    metadata = search.share(metadata, row, found)
+    metadata = prompt_search.share(metadata, row, found)
     for number, num_fresh in enumerate(decision.num_fresh):
         metadata = _reserve(metadata, number, row, found.num_blocks, num_fresh)
-    metadata, copies = search.copy_part(metadata, row, found)
+    metadata, copies = prompt_search.copy_part(metadata, row, found)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
-    metadata = search.note_found(metadata, row, salts, num_cached)
-    metadata = search.count_queries(metadata, served, tokens, num_cached)
+    metadata = prompt_search.note_found(metadata, row, salts, num_cached)
+    metadata = prompt_search.count_queries(metadata, served, tokens, num_cached)
     sequences = counters.settle(metadata.sequences, decision.status, served)
     metadata = dataclasses.replace(metadata, sequences=sequences)
     return metadata, Allocation(seq_ids, decision.status, num_cached), copies
@@ -172,7 +172,7 @@ def _allocate(
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    found = search.find(metadata, None, num_tokens)
+    found = prompt_search.find(metadata, None, num_tokens)
     return _judge_openings(metadata, num_tokens, found).status == Status.OK
 
 
@@ -198,7 +198,7 @@ class _Decision(NamedTuple):
 def _judge_openings(
     metadata: Metadata,
     num_tokens: jax.Array,
-    found: search.Found,
+    found: prompt_search.Found,
     keep_free: Blocks = 0,
 ) -> _Decision:
     """Judge requests, i32[B], by the blocks free before the call, less some."""
@@ -242,7 +242,7 @@ def _count_lacking(
     group: BlockGroup,
     num_tokens: jax.Array,
     eligible: jax.Array,
-    found: search.Found,
+    found: prompt_search.Found,
     number: int,
 ) -> _Lacking:
     """Count what eligible requests, bool[B], lack in the group of that number.

@@ -110,9 +110,9 @@ def _has_layers(sizes: StepSizes) -> bool:
     return any(group.num_layers for group in sizes.groups)
 
 
-def check_pools(storage: BlockStorage) -> None:
+def check_dtypes(storage: BlockStorage) -> None:
     """Reject keys and values that are not stored as their dtype is, as after a cast."""
-    for name, pool in storage.pools.items():
+    for name, pool in storage.arrays.items():
         is_scale = name in SCALE_NAMES.values()
         expected = STORED_AS[SCALE_DTYPE if is_scale else storage.dtype]
         if pool.dtype != expected:
@@ -132,7 +132,7 @@ def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) 
       name: of the array that they go to.
       rows: the rows.
     """
-    width = storage.pools[name].shape[4]
+    width = storage.arrays[name].shape[4]
     expected = (batch.num_rows, storage.num_kv_heads, width)
     kind, called = _array_kind(rows), name.replace("_pool", "s")
     if kind is None or kind[1] != expected:

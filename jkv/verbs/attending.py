@@ -13,6 +13,7 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS
 from jkv.state import Batch, Cache
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
     any_layer,
@@ -72,7 +73,7 @@ def attend(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
-@takes_cache()
+@takes_cache(role=Role.READS)
 def attend(
     cache: Cache,
     layer: Integer,
@@ -148,7 +149,7 @@ def attend(
     )
     operands = _Operands(
         queries=queries,
-        pools=storage.pools,
+        arrays=storage.arrays,
         sinks=sinks,
         layer=any_layer(found.layer, batch),
         requests=requests_of(group, batch),
@@ -167,7 +168,7 @@ class _Operands:
 
     queries: jax.Array = dataclasses.field(metadata=divided(ROWS))  # [R, H, D]
     # The arrays of a group by name, [L, N, K, T, ...].
-    pools: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
+    arrays: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
     sinks: jax.Array | None = dataclasses.field(metadata=divided(PER_HEAD))  # f32[H]
     # Every device has the others whole.
     layer: jax.Array  # i32[]
@@ -190,19 +191,19 @@ def _attend_on_device(
     Where `context` is the mesh axis over which the tokens of a block are spread, to
     those that are here, and join what all find.
     """
-    pools = operands.pools
+    arrays = operands.arrays
     attend_here = functools.partial(
         paged_attention,
         operands.queries,
-        pools["key_pool"],
-        pools.get("value_pool"),
+        arrays["key_pool"],
+        arrays.get("value_pool"),
         operands.layer,
         *operands.requests,
         work_lists=operands.plan,
         scale=operands.scale,
         window=operands.window,
-        key_scales=pools.get("key_scales"),
-        value_scales=pools.get("value_scales"),
+        key_scales=arrays.get("key_scales"),
+        value_scales=arrays.get("value_scales"),
         **static,
     )
     answer: jax.Array | tuple[jax.Array, jax.Array]

@@ -76,8 +76,8 @@ def _permute_pools(storage: BlockStorage, source: jax.Array) -> BlockStorage:
     """Move the blocks of a group, if there is storage for them."""
     if storage.num_layers == 0:
         return storage
-    moved = {name: _permute(pool, source) for name, pool in storage.pools.items()}
-    return storage.with_pools(moved)
+    moved = {name: _permute(pool, source) for name, pool in storage.arrays.items()}
+    return storage.with_arrays(moved)
 
 
 @jax.jit

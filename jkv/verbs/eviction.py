@@ -1,4 +1,4 @@
-"""Lifetimes of sequences: when each was last used, and who goes when blocks run out.
+"""Lifetimes of sequences: when each was last used, and which go when blocks run out.
 
 Time is the cache's own clock, which goes on by one with each call that serves a
 request. Ages are differences of its low word, so they are right up to 2**32 calls. A
@@ -230,7 +230,7 @@ def _evict(
         counts = [group.free_blocks.count for group in metadata.groups]
         return requests.any_of([count < num_blocks for count in counts])
 
-    # One after another, as what a sequence gives back depends on who shares its blocks.
+    # One by one, as what a sequence gives back depends on which share its blocks.
     def close_next(state: tuple[Metadata, jax.Array]) -> tuple[Metadata, jax.Array]:
         metadata, i = state
         seq_id = jax.lax.dynamic_slice(seq_ids, (i,), (1,))

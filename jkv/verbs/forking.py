@@ -17,7 +17,7 @@ from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.metadata.tails import BlockCopies
-from jkv.state import Cache, Metadata
+from jkv.state import Cache, Metadata, Sequences
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
@@ -81,21 +81,58 @@ def fork(
 def _fork(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None
 ) -> tuple[Metadata, Fork, tuple[BlockCopies, ...]]:
+    """Return the metadata, the children, and the copies due in each group's storage."""
+    length = sharing.find_lengths(metadata, parents, lengths)
+    wrong = _are_wrong(metadata, parents, lengths, length)
+    status, served = _judge(metadata, parents, length, wrong)
+    metadata, children = tables.open_rows(metadata, served)
+    copies = []
+    for number, group in enumerate(metadata.groups):
+        past = sharing.find_past(group, parents, length)
+        group = sharing.count_owners(group, past, length, served)
+        metadata, copied = sharing.adopt(
+            metadata.with_group(number, group), number, past, length, served, children
+        )
+        copies.append(copied)
+    row = jnp.where(served, children, metadata.max_sequences)
+    metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
+    parent = jnp.where(served, parents, metadata.max_sequences)
+    of_all = _note_children(metadata.sequences, row, length.tokens, parent)
+    of_all = counters.settle(of_all, status, served)
+    metadata = dataclasses.replace(metadata, sequences=of_all)
+    return metadata, Fork(children, status), tuple(copies)
+
+
+def _are_wrong(
+    metadata: Metadata,
+    parents: jax.Array,
+    lengths: jax.Array | None,
+    length: sharing.Lengths,
+) -> jax.Array:
+    """Return which lengths are none that a child of the parent can go on from, bool[B].
+
+    Args:
+      metadata: the state.
+      parents: i32[B].
+      lengths: i32[B], as asked; None takes all.
+      length: what they come to within the parents.
+    """
+    if lengths is None:
+        return jnp.zeros(parents.shape, bool)
+    cuts_off = (
+        group.window.cuts_off(parents, length.tokens, group.block_size)
+        for group in metadata.groups
+    )
+    # A length that the parent does not have was clipped, and differs.
+    return requests.any_of([length.tokens != lengths, *cuts_off])
+
+
+def _judge(
+    metadata: Metadata, parents: jax.Array, length: sharing.Lengths, wrong: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return each request's status, i32[B], and which are served, bool[B]."""
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
-    length = sharing.find_lengths(metadata, parents, lengths)
-    wrong = jnp.zeros_like(live)
-    if lengths is not None:
-        # What is no length of the parent was clipped to one.
-        wrong = requests.any_of(
-            [
-                length.tokens != lengths,
-                *(
-                    group.window.cuts_off(parents, length.tokens, group.block_size)
-                    for group in metadata.groups
-                ),
-            ]
-        )
     eligible = live & ~wrong & ~padding
     # The same in all groups: a block for a partly filled tail.
     need = (eligible & (length.tail > 0)).astype(jnp.int32)
@@ -110,22 +147,16 @@ def _fork(
             (Status.OUT_OF_BLOCKS, no_block),
         ],
     )
-    served = eligible & (status == Status.OK)
-    metadata, children = tables.open_rows(metadata, served)
-    copies = []
-    for number, group in enumerate(metadata.groups):
-        past = sharing.find_past(group, parents, length)
-        group = sharing.count_owners(group, past, length, served)
-        metadata, copied = sharing.adopt(
-            metadata.with_group(number, group), number, past, length, served, children
-        )
-        copies.append(copied)
-    row = jnp.where(served, children, metadata.max_sequences)
-    metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
-    of_all = metadata.sequences
-    lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
-    of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
-    parent = jnp.where(served, parents, metadata.max_sequences)
-    of_all = counters.settle(counters.mark_used(of_all, parent), status, served)
-    metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, Fork(children, status), tuple(copies)
+    return status, eligible & (status == Status.OK)
+
+
+def _note_children(
+    of_all: Sequences, row: jax.Array, tokens: jax.Array, parent: jax.Array
+) -> Sequences:
+    """Note the tokens of new rows, i32[B] each, and that parents, i32[B], were used.
+
+    A row or parent of S or above is dropped.
+    """
+    lengths = of_all.context_lengths.at[row].set(tokens, mode="drop")
+    of_all = dataclasses.replace(of_all, context_lengths=lengths)
+    return counters.mark_used(of_all, parent)

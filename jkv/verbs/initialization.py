@@ -13,6 +13,7 @@ from jkv.config.layout import ArrayLayout, Sizes, lay_out, lay_out_storage
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.storage import fields
 from jkv.storage.placement import Placement, Placements, choose_placements, put
 
@@ -70,6 +71,11 @@ def init(
       >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
       ([512, 18], GroupLayer(group=1, layer=2))
     """
+    if not isinstance(config, CacheConfig | GroupedConfig):
+        raise UsageError(
+            f"init takes a jkv.CacheConfig or a jkv.GroupedConfig, got "
+            f"{type(config).__name__}; jkv.CacheConfig(num_layers=..., ...) makes one"
+        )
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(groups, device, mesh, **axes)
@@ -97,7 +103,7 @@ def _make_arrays(
         for each, sharding in zip(sizes, where.shardings, strict=True)
     )
     ranks = () if where.pools is None else (where.pools.num_ranks,)
-    pools = {
+    storage = {
         f"storage.{i}.{name}": jnp.zeros(
             (*ranks, *pool.shape), pool.dtype, device=device
         )
@@ -105,15 +111,15 @@ def _make_arrays(
         for name, pool in lay_out_storage(each).items()
     }
     # Under jit, what numpy makes would become constants of the program.
-    traced = any(isinstance(pool, jax.core.Tracer) for pool in pools.values())
+    traced = any(isinstance(pool, jax.core.Tracer) for pool in storage.values())
     numpy = jnp if traced else np
     metadata: Any = {
         path: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
         for path, array in lay_out(stored, prefix_caching).items()
-        if path not in pools
+        if path not in storage
     }
     put_all = jax.device_put if traced else put
-    return put_all(metadata, where.metadata) | pools
+    return put_all(metadata, where.metadata) | storage
 
 
 def _list_constants(

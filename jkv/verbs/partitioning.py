@@ -83,4 +83,4 @@ def _divide(
         heads = heads or storage.sharding.heads
         context = context or storage.sharding.context
     spec = jax.sharding.PartitionSpec(*ranks, *find_spec(POOL, heads, context))
-    return storage.with_pools(dict.fromkeys(storage.pools, spec))
+    return storage.with_arrays(dict.fromkeys(storage.arrays, spec))

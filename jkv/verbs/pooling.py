@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jkv.sharding.heads import without_copies_of_heads
-from jkv.sharding.pools import PoolSharding, with_rank, without_rank
 from jkv.sharding.processes import bring_whole
+from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import BlockStorage, Cache
 from jkv.status import UsageError
@@ -120,8 +120,8 @@ def split_pools(cache: Cache) -> list[Cache]:
 
 def _without_mesh(storage: BlockStorage) -> BlockStorage:
     """Return a group's keys and values with each head once, on no mesh."""
-    pools = {
+    arrays = {
         name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
-        for name, pool in storage.pools.items()
+        for name, pool in storage.arrays.items()
     }
-    return dataclasses.replace(storage.with_pools(pools), sharding=None)
+    return dataclasses.replace(storage.with_arrays(arrays), sharding=None)

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, search
+from jkv.metadata.prefixes import prefix_index, prompt_search
 from jkv.metadata.prefixes.commitment import commit_blocks
 from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, with_index
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Cache, Metadata
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import check_batch
 
@@ -65,7 +66,7 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     return _match(cache.metadata, prompts, domains)
 
 
-@takes_cache()
+@takes_cache(role=Role.COMMITS)
 def commit(cache: Cache, batch: Batch) -> Cache:
     """Make the blocks that this step filled visible to prefix matching.
 
@@ -191,7 +192,7 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
 
 @jax.jit
 def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
-    found = search.find(metadata, tokens, salts)
+    found = prompt_search.find(metadata, tokens, salts)
     return found.num_tokens(metadata.block_size)
 
 
@@ -203,10 +204,11 @@ def _commit(metadata: Metadata, batch: Batch) -> Metadata:
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
-    # The leading group comes last: beside what it forgets nothing is cached any more.
+    # The leading group comes last: other groups have nothing cached beside what it
+    # forgets.
     for number in (*metadata.followers, metadata.leader):
         metadata, evicted = _evict_from(metadata, number, num_blocks)
-        # Always so, but what this one has read is then written after by the next.
+        # Always true: the next group's writes then come after the reads of this one.
         num_blocks = jnp.where(evicted >= 0, num_blocks, 0)
     return metadata
 

@@ -61,7 +61,7 @@ def read(
 
     Returns:
       Keys [max_context_length, K, D] and values [max_context_length, K, Dv] in the
-      cache's dtype (float32 if it is quantised), zero from `length` on, and `length`,
+      cache's dtype (float32 if it is quantized), zero from `length` on, and `length`,
       i32[]: the context length, 0 for an id that is not open. What a sliding window has
       given back is zero too: all before the start, i32[], but the blocks of the sinks.
 
@@ -106,7 +106,7 @@ def read_slot(
 
     Returns:
       The key [K, D] and the value [K, Dv] in the cache's dtype, float32 if it is
-      quantised. A slot outside the storage reads as zeros; what one holds that was not
+      quantized. A slot outside the storage reads as zeros; what one holds that was not
       written is undefined.
 
     Raises:
@@ -191,7 +191,7 @@ def _restored(
     """
     found = {
         name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)
-        for name, pool in storage.pools.items()
+        for name, pool in storage.arrays.items()
     }
     keys, values = (
         quantization.restore(found[name], found.get(scales), storage.dtype)

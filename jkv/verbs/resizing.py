@@ -118,10 +118,10 @@ def _apply(cache: Cache, number: int, plan: "Resizing") -> Cache:
     """Return the cache with a pool of another size for one group."""
     storage = cache.storage[number]
     moved = {
-        name: _gather_pool(pool, plan.source) for name, pool in storage.pools.items()
+        name: _gather_pool(pool, plan.source) for name, pool in storage.arrays.items()
     }
     resized = cache.with_metadata(_resize(cache.metadata, number, plan))
-    resized = resized.with_group_storage(number, storage.with_pools(moved))
+    resized = resized.with_group_storage(number, storage.with_arrays(moved))
     num_live = len(plan.source) - int(plan.num_free)
     logger.info(
         "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",

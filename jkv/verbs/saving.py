@@ -170,12 +170,12 @@ def load(
 
 def _put_storage(storage: BlockStorage, where: Placements, number: int) -> BlockStorage:
     """Put the storage of a group, of numpy arrays, on its devices."""
-    pools = {
+    arrays = {
         name: put_by_layers(np.asarray(pool), where, number)
-        for name, pool in storage.pools.items()
+        for name, pool in storage.arrays.items()
     }
     return dataclasses.replace(
-        storage.with_pools(pools), sharding=where.shardings[number]
+        storage.with_arrays(arrays), sharding=where.shardings[number]
     )
 
 

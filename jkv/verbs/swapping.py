@@ -284,7 +284,7 @@ def _fill_rows(
     first = jnp.where(entering.is_first, block, nothing)
     metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
 
-    # Nobody has named these blocks yet: each entry is a reference.
+    # No table names these blocks yet: each entry is a reference.
     group = metadata.groups[number]
     num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + entering.num_given_back
     group = dataclasses.replace(

@@ -24,7 +24,8 @@ def truncate(
 
     Reserved blocks go too. If the new last block is partly filled and shared, the
     sequence gets a copy of its own, which takes a block free before the call. One that
-    nobody shares is kept, and what the prefix index knew past the cut is forgotten.
+    no other sequence shares is kept, and what the prefix index knew past the cut is
+    forgotten.
     Outside jit this looks on the host whether a block must be copied, and copies the
     storage if so: jit and donate.
 

@@ -15,18 +15,19 @@ from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS
 from jkv.state import Batch, BlockStorage, Cache, Slots
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
 from jkv.verbs.arguments import (
     any_layer,
     check_batch,
-    check_pools,
+    check_dtypes,
     check_rows,
     locate_layer,
 )
 
 
-@takes_cache()
+@takes_cache(role=Role.WRITES)
 def write(
     cache: Cache,
     layer: Integer,
@@ -40,7 +41,7 @@ def write(
       cache: the cache that `append` returned with the batch, or a later one.
       layer: i32[] or int, 0 to L-1; may be traced. Rows of any other layer are dropped.
       batch: the plan.
-      keys: [R, K, D], any float dtype, cast to the cache's, or quantised; invalid rows
+      keys: [R, K, D], any float dtype, cast to the cache's, or quantized; invalid rows
         are dropped.
       values: [R, K, Dv]. `None` for a cache whose values lie in its keys.
 
@@ -66,7 +67,7 @@ def write(
     found = locate_layer(cache, layer, batch)
     check_batch(cache, batch)
     storage = cache.storage[found.group]
-    check_pools(storage)
+    check_dtypes(storage)
     if (values is None) != (storage.value_pool is None):
         raise ValueError(
             "this cache's values lie in its keys (values_in_keys): leave values out"
@@ -94,14 +95,14 @@ def write(
         context=context,
     )
     operands = _Operands(
-        pools=storage.pools,
+        arrays=storage.arrays,
         rows=rows,
         layer=any_layer(found.layer, batch),
         slots=batch.slots_of(found.group),
         valid=batch.valid,
     )
-    pools = store(operands)
-    return cache.with_group_storage(found.group, storage.with_pools(pools))
+    arrays = store(operands)
+    return cache.with_group_storage(found.group, storage.with_arrays(arrays))
 
 
 def _gather_rows(
@@ -114,11 +115,13 @@ def _gather_rows(
     """
 
     def gather(name: str, given: jax.Array) -> jax.Array:
-        given = given.astype(storage.pools[name].dtype)
+        given = given.astype(storage.arrays[name].dtype)
         slots = jnp.take(given, slot_rows, axis=0, mode="fill", fill_value=0)
         return jnp.moveaxis(slots, 2, 1)[None]
 
-    return storage.with_pools({name: gather(name, each) for name, each in rows.items()})
+    return storage.with_arrays(
+        {name: gather(name, each) for name, each in rows.items()}
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +130,7 @@ class _Operands:
     """The arrays of a call, and how devices divide them: each field says it."""
 
     # The arrays of a group by name, [L, N, K, T, ...].
-    pools: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
+    arrays: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
     # What goes to those of keys and values, [R, K, D].
     rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
     # Every device has the others whole.
@@ -145,17 +148,17 @@ def _write(
     Of those whose tokens lie here, where `context` is the mesh axis over which the
     tokens of a block are spread.
     """
-    pools, slots, valid = operands.pools, operands.slots, operands.valid
+    arrays, slots, valid = operands.arrays, operands.slots, operands.valid
     chex.assert_equal_shape([slots.block_ids, slots.offsets, valid])
     stored: dict[str, jax.Array | None] = {}
     for name, given in operands.rows.items():
-        stored[name], stored[SCALE_NAMES[name]] = quantization.quantise(given, dtype)
+        stored[name], stored[SCALE_NAMES[name]] = quantization.quantize(given, dtype)
     # Rows without a slot get indices past the end, all different: the scatter is then
     # free of duplicates, which accelerators need to run it in parallel.
-    num_blocks, num_rows = pools["key_pool"].shape[1], valid.shape[0]
+    num_blocks, num_rows = arrays["key_pool"].shape[1], valid.shape[0]
     offsets = slots.offsets
     if context is not None:
-        size = pools["key_pool"].shape[POOL_TOKENS]
+        size = arrays["key_pool"].shape[POOL_TOKENS]
         offsets = offsets - jax.lax.axis_index(context) * size
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
@@ -165,5 +168,5 @@ def _write(
         name: pool.at[operands.layer, block_ids, :, offsets].set(
             stored[name], mode="drop", unique_indices=True
         )
-        for name, pool in pools.items()
+        for name, pool in arrays.items()
     }

@@ -295,15 +295,15 @@ def test_half_precision(storage):
         np.testing.assert_array_equal(bits, expected)
 
 
-quantise = jax.jit(quantization.quantise, static_argnums=1)
+quantize = jax.jit(quantization.quantize, static_argnums=1)
 restore = jax.jit(quantization.restore, static_argnums=2)
 ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
 
 def quantized(positional, dtype):
-    """The same arguments with quantised pools, their scales, and what both mean."""
+    """The same arguments with quantized pools, their scales, and what both mean."""
     dtype = jnp.dtype(dtype)
-    stored = [quantise(pool, dtype) for pool in positional[1:3]]
+    stored = [quantize(pool, dtype) for pool in positional[1:3]]
     (keys, key_scales), (values, value_scales) = stored
     scales = dict(key_scales=key_scales, value_scales=value_scales, kv_dtype=dtype)
     meaning = [restore(*each, dtype) for each in stored]
@@ -317,7 +317,7 @@ def quantized(positional, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", dealt(ONE_BYTE, share=4))
 def test_one_byte_pools(dtype, implementation):
-    """Attention over quantised pools is that over what they mean; NaN scales around."""
+    """Attention over quantized pools is that over what they mean; NaN scales around."""
     for batch in ("decode", "mixed"):
         operands = small_operands(batch, group=2, block_size=4)
         positional, scales, meaning = quantized(arguments(operands), dtype)
@@ -391,7 +391,7 @@ def test_fp8_without_scales(dtype):
     assert_close(attend(*positional, kv_dtype=dtype), expected)
 
 
-def test_gradients_pass_through_quantised_pools():
+def test_gradients_pass_through_quantized_pools():
     """Queries get those of attention over what the pools mean; the pools get none."""
     positional, scales, meaning = quantized(arguments(small_operands()), "int8")
 
@@ -492,7 +492,7 @@ def test_small_calls_go_through_the_columns_together(window):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
-def test_requests_of_a_few_rows_read_their_blocks_once_for_all_of_them(options):
+def test_a_few_rows_of_a_request_read_its_blocks_once(options):
     """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
     workload = Workload(
         name="few rows",

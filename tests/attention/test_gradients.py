@@ -112,7 +112,7 @@ def test_shared_blocks_collect_from_all_their_readers():
 
 
 @pytest.mark.one_end
-def test_raw_bits_pass_gradients_to_queries_and_sinks_only():
+def test_raw_bits_have_gradients_of_queries_and_sinks():
     """The same numbers as bfloat16, whose pools get gradients of their dtype."""
     operands, (queries, keys, values, sinks, scale) = make_variables()
     pools = [pool.astype(jnp.bfloat16) for pool in (keys, values)]

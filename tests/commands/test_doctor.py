@@ -160,7 +160,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.one_end
-def test_a_collective_that_hangs_is_named_and_the_others_are_tried(monkeypatch):
+def test_a_hanging_collective_is_named_others_tried(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(collectives, "SECONDS", 2.0)
     monkeypatch.setattr(

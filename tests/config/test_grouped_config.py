@@ -88,7 +88,7 @@ def test_only_the_leading_group_has_tokens():
         assert has_tokens == others
 
 
-def test_a_plain_configuration_is_one_group_of_all_layers():
+def test_a_plain_config_is_one_group_of_all_layers():
     for prefix_caching in (False, True):
         plain = small_config(num_layers=3, prefix_caching=prefix_caching)
         inside = jkv.GroupedConfig(groups=(plain,), layer_groups=(0,) * 3)

@@ -165,7 +165,7 @@ def test_logits_that_are_no_numbers_end_a_search_alone():
 
 
 @pytest.mark.one_end
-def test_searches_wait_for_blocks_and_rows_and_lose_nothing():
+def test_waiting_for_blocks_and_rows_loses_nothing():
     """Whatever the pool: texts as with room for all, or it would not fit alone."""
     rng = np.random.default_rng(0)
     restarts = out_of_blocks = 0
@@ -188,7 +188,7 @@ def test_searches_wait_for_blocks_and_rows_and_lose_nothing():
 
 
 @pytest.mark.one_end
-def test_rows_for_one_search_are_enough_and_fewer_are_a_reason():
+def test_rows_for_one_search_are_enough_fewer_are_not():
     result = run(PROMPTS, fresh_cache(free_rows=NUM_BEAMS))
     for i, prompt in enumerate(PROMPTS):
         assert_found(result, i, expected(prompt))
@@ -198,7 +198,7 @@ def test_rows_for_one_search_are_enough_and_fewer_are_a_reason():
 
 
 @pytest.mark.one_end
-def test_a_prompt_is_computed_once_and_its_blocks_are_shared():
+def test_a_prompt_is_computed_once_and_shared():
     statistics = run(PROMPTS).statistics
     assert statistics.prompt_tokens == sum(map(len, PROMPTS))
     assert statistics.restarts == 0
@@ -206,7 +206,7 @@ def test_a_prompt_is_computed_once_and_its_blocks_are_shared():
 
 
 @pytest.mark.one_end
-def test_the_first_child_keeps_its_parents_row_and_the_others_take_spare_ones():
+def test_the_first_child_keeps_its_parents_row():
     seq_ids = np.array([[7, 3, 5, 1], [0, 2, 4, 6]], np.int32)
     parents = np.array([[2, 2, 0, 2], [3, 1, 0, 2]], np.int32)
     rows = jax.jit(assign_rows)(seq_ids, parents)

@@ -193,7 +193,7 @@ def eager_greedy(prompt):
     return text
 
 
-def test_greedy_equals_eager_loop_and_dense_recomputation():
+def test_greedy_equals_eager_loop_and_dense_model():
     before = fresh_cache()
     cache, result = complete(PROMPTS, before)
     assert_as_before(cache, before)
@@ -214,7 +214,7 @@ def test_greedy_equals_eager_loop_and_dense_recomputation():
 
 
 @pytest.mark.one_end
-def test_a_prefix_cache_saves_work_and_changes_no_token():
+def test_prefix_caching_saves_work_and_keeps_tokens():
     shared = [3, 1, 4, 1, 5, 9, 2, 6]  # two blocks, and one token of each prompt's own
     texts_of = [[*shared, 10 + i] for i in range(3)]
     expected, _, plain = run(attention_model, texts_of)
@@ -343,7 +343,7 @@ def test_no_block_at_all():
 
 
 @pytest.mark.one_end
-def test_when_blocks_run_out_the_youngest_sequences_make_room():
+def test_the_youngest_make_room_when_blocks_run_out():
     # Four sequences, one block each; all want a second at once, and none is left.
     found, why, statistics = run(
         counting_model, [[10], [20], [30], [40]], fresh_cache(4), limits=[8] * 4
@@ -356,7 +356,7 @@ def test_when_blocks_run_out_the_youngest_sequences_make_room():
 
 
 @pytest.mark.one_end
-def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
+def test_a_sequence_waits_for_blocks_of_one_that_ends():
     # The first needs 3 blocks in the end, the second 3: 4 do for both, one after the
     # other, and the texts are what they are with room for all.
     limits = [6, 12]
@@ -369,7 +369,7 @@ def test_a_sequence_waits_for_the_blocks_of_one_that_ends():
 
 
 @pytest.mark.one_end
-def test_a_prompt_that_does_not_fit_ends_and_the_others_go_on():
+def test_a_prompt_that_does_not_fit_ends_others_go_on():
     prompts = [[1, 2, 3], [10] * 20, [30, 31]]
     found, why, _ = run(counting_model, prompts, fresh_cache(4), limits=[4] * 3)
     assert why == ["LENGTH", "OUT_OF_BLOCKS", "LENGTH"]
@@ -477,7 +477,7 @@ def test_a_generation_can_be_left_at_any_step():
 
 
 @pytest.mark.one_end
-def test_repetition_penalty_sees_the_prompt_and_the_new_tokens():
+def test_repetition_penalty_sees_prompt_and_new_tokens():
     prompt = PROMPTS[3]
     (text,), *_ = run(attention_model, [prompt], repetition_penalty=3.0)
     for n, token in enumerate(text):

@@ -277,7 +277,7 @@ def test_the_loop_updates_the_pool_in_place():
     assert in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1])) == []
 
 
-def test_what_is_donated_is_gone_and_leaves_nothing_behind():
+def test_what_is_donated_is_gone_without_a_trace():
     call, cache, counts = draw_call(np.random.default_rng(4), 3), copied(pool()), []
     for _ in range(4):
         given = cache
@@ -291,7 +291,7 @@ def test_what_is_donated_is_gone_and_leaves_nothing_behind():
 
 
 @pytest.mark.one_end
-def test_what_never_fits_ends_alone_and_shuts_nobody_out():
+def test_what_never_fits_ends_and_blocks_no_other():
     rng = np.random.default_rng(7)
     call = draw_call(rng, 9, num_blocks=3)
     call.limits[:] = [NEW_TOKENS] * PROMPTS
@@ -350,7 +350,7 @@ def test_windows_cancel_and_add_as_a_host_does():
 
 
 @pytest.mark.one_end
-def test_what_stops_added_prompts_has_the_shape_of_the_first_call():
+def test_stops_of_added_prompts_have_the_first_shape():
     call, cache = draw_call(np.random.default_rng(0), 1), pool()
     values = arguments(call)
     del values["sampling"]

@@ -157,7 +157,7 @@ def own_logprobs(logits, tokens):
 
 
 @pytest.mark.one_end
-def test_greedy_takes_the_first_maximum_of_the_penalised_logits():
+def test_greedy_takes_the_first_penalised_maximum():
     logits = np.array([[1.0, 3.0, 3.0, 2.9], [1.0, 3.0, 2.0, 2.9]], np.float32)
     tokens, logprobs = sample(logits, Sampling())
     assert tokens.tolist() == [1, 1]
@@ -220,7 +220,7 @@ def test_draws_follow_the_distribution(vocabulary):
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "hot"])
 @pytest.mark.one_end
-def test_filtered_draws_follow_the_filtered_distribution(name):
+def test_draws_follow_the_filtered_distribution(name):
     logits = random_logits(1)[0]
     counts = draw_many(logits, 20_000, **FILTERS[name])
     allowed = filter_logits(logits[None], Sampling(**FILTERS[name]))[0]
@@ -235,7 +235,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
 
 
 @pytest.mark.one_end
-def test_draws_of_one_sequence_follow_the_distribution_too():
+def test_draws_of_one_sequence_follow_the_distribution():
     logits = random_logits(1, 10)[0] / 3
     step = jax.jit(
         jax.vmap(

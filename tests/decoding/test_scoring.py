@@ -74,7 +74,7 @@ def weigh(scores):
 
 
 @pytest.mark.one_end
-def test_equal_a_dense_model_and_so_does_the_derivative():
+def test_scores_and_gradients_equal_a_dense_model():
     """All weights: those before the keys and values of a prompt that three share."""
     params = attention_params()
 
@@ -133,13 +133,13 @@ def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):
     return rows, scores.shape
 
 
-def test_a_prompt_is_computed_once_for_all_its_continuations():
+def test_a_prompt_is_computed_once_for_all_texts():
     assert traced_rows(PROMPTS, CONTINUATIONS) == ([ROWS], (12, 6))
     assert traced_rows(PROMPTS, [[token] for token in range(8)]) == ([32], (8, 1))
 
 
 @pytest.mark.one_end
-def test_a_vocabulary_is_not_multiplied_with_rows_that_nobody_asks_for():
+def test_logits_are_computed_of_asked_rows_alone():
     """Of the prompts' rows only the last ones become logits."""
     jaxpr = jax.make_jaxpr(lambda p: make_score()(p, PROMPTS, CONTINUATIONS))(
         attention_params()

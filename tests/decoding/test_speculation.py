@@ -172,7 +172,7 @@ def test_guesses_that_fail_are_rarer_and_rarer():
 
 
 @pytest.mark.one_end
-def test_texts_that_repeat_are_guessed_for_and_others_hardly():
+def test_repeating_texts_are_drafted_for_others_hardly():
     guessed = play([7, 7, 7, 0, 0, 0, 0, 0], 200)
     assert guessed[:, :3].all()
     assert 0.01 < guessed[:, 3:].mean() < 0.1
@@ -182,7 +182,7 @@ def test_texts_that_repeat_are_guessed_for_and_others_hardly():
 
 
 @pytest.mark.one_end
-def test_a_text_that_takes_a_place_is_believed_to_be_like_the_others():
+def test_a_new_text_is_believed_to_be_like_the_others():
     good = Pace.begin(2, 7, COST).follow(jnp.int32([0, 1]))
     for accepted in ([7, 7], [7, 7]):
         good = good.after_guesses(

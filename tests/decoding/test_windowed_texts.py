@@ -111,7 +111,7 @@ def test_prompts_are_found_again_in_all_groups(generate):
     assert count_free(cache) == [44, 60]
 
 
-def test_beams_in_groups_find_what_they_find_in_one_cache():
+def test_beams_in_groups_find_what_one_cache_finds():
     """Where blocks lack in either group, the last search waits and begins anew."""
     search = jax.jit(
         lambda cache: jkv.beam_search(

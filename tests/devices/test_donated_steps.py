@@ -107,7 +107,7 @@ def assert_in_place(compiled, cache, num_shares):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_mesh_of_one_device_compiles_what_no_mesh_compiles(axis_type):
+def test_a_mesh_of_one_device_compiles_as_without_mesh(axis_type):
     """The same operations on the same shapes, each as often."""
     layout = AUTO._replace(axes=(("tp", 1),), axis_type=axis_type)
     compiled = compile_step(layout.init(), place_weights(layout))

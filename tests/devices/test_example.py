@@ -21,7 +21,7 @@ def run(model, params, cache):
 
 
 @pytest.mark.one_end
-def test_a_model_spread_over_six_devices_gives_the_logits_of_one():
+def test_a_model_on_six_devices_has_the_logits_of_one():
     """Two kv heads, each held by three devices; no matrix of a layer is anywhere whole.
 
     After a second matrix that is spread a layer has a sum over the devices; here that

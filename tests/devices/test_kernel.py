@@ -58,7 +58,7 @@ MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 
 
 @pytest.mark.parametrize("axis_type, context", dealt(MESHES, turn=2, share=4), ids=str)
-def test_each_card_of_a_mesh_launches_the_kernel_for_what_it_has(axis_type, context):
+def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
     """Without a word from the user: eight ROCm cards, each with one of eight heads.
 
     Or pairs of cards with two heads each, of which both have half of every block.

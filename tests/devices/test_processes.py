@@ -144,9 +144,9 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
         name: jax.device_put(
             rng.integers(100, size=pool.shape).astype(pool.dtype), pool.sharding
         )
-        for name, pool in cache.storage[0].pools.items()
+        for name, pool in cache.storage[0].arrays.items()
     }
-    cache = cache.with_group_storage(0, cache.storage[0].with_pools(storage))
+    cache = cache.with_group_storage(0, cache.storage[0].with_arrays(storage))
     jkv.save(tmp_path / "pools", cache)
 
     with socket.create_server(("localhost", 0)) as server:

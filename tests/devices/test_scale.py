@@ -20,7 +20,7 @@ pytestmark = pytest.mark.one_end
 
 
 @pytest.mark.parametrize("kind", ["heads", "few heads"])
-def test_formulas_are_what_is_compiled_for_eight_devices(kind):
+def test_formulas_equal_what_is_compiled_for_eight(kind):
     """All-reduces and their bytes; weights, cache and tokens of a device, to the byte.
 
     Eight kv heads are spread; of two, each is on four devices.
@@ -47,7 +47,7 @@ def test_weights_are_those_of_the_models():
         assert scale.count_weights(raw, 1, "bfloat16")[0] == 2 * parameters
 
 
-def test_what_is_swapped_out_is_what_the_page_says_is_moved():
+def test_swapping_moves_the_bytes_that_the_page_says():
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
@@ -65,7 +65,7 @@ def test_what_is_swapped_out_is_what_the_page_says_is_moved():
     assert moved == 64 * config.bytes_per_token
 
 
-def test_a_sum_takes_no_longer_than_its_bytes_on_the_links():
+def test_a_sum_takes_as_long_as_its_bytes_on_the_links():
     """Eight devices: an eighth to each of seven, twice; four hosts: three quarters."""
     on_host = scale.find_seconds_to_sum(8, 8 * 2**20)
     np.testing.assert_allclose(on_host, 2 * 2**20 / scale.LINK_SPEED)
@@ -73,7 +73,7 @@ def test_a_sum_takes_no_longer_than_its_bytes_on_the_links():
     np.testing.assert_allclose(between, 1.5 * 2**20 / scale.NETWORK_SPEED)
 
 
-def test_the_page_has_the_tables_that_the_script_prints():
+def test_the_page_has_the_tables_of_the_script():
     page = (ROOT / "docs" / "scale.md").read_text()
     found = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL))
     assert found == scale.make_tables()

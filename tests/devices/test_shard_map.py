@@ -92,7 +92,7 @@ def on_ranks(function):
 
 
 @pytest.mark.one_end
-def test_ranks_with_pools_of_their_own_equal_each_alone():
+def test_ranks_with_their_own_pools_equal_each_alone():
     """Rows are the same on all ranks and counts are not: loops start alike."""
     compiled = jax.jit(on_ranks(serve)).lower(COUNTS, *rows_of(0)).compile()
     assert collectives(compiled) == {}
@@ -111,7 +111,7 @@ def test_ranks_with_pools_of_their_own_equal_each_alone():
     assert not np.array_equal(lengths[0], lengths[1])
 
 
-def test_every_verb_is_traced_with_the_defaults_of_shard_map():
+def test_verbs_trace_with_the_defaults_of_shard_map():
     found = jax.eval_shape(on_ranks(call_all_verbs), COUNTS, *rows_of(0))
     assert found[1][0].shape == (8, NUM_ROWS, 2, HEAD_DIM)
 

@@ -157,7 +157,7 @@ def test_generate_streams_one_prompt(streamed):
 @pytest.mark.slow
 @pytest.mark.one_end
 @pytest.mark.usefixtures("one_size")
-def test_generate_reads_prompts_from_arguments_and_standard_input(run_here):
+def test_prompts_come_from_arguments_and_from_stdin(run_here):
     done = run_here(
         "generate.py",
         "class Path",

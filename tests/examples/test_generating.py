@@ -60,7 +60,7 @@ def test_half_a_character_at_the_end_is_left_out(byte_tokenizer, left_over):
     assert "".join(pieces(byte_tokenizer, [256], tokens)) == "a日"
 
 
-def test_bytes_that_are_no_text_do_not_repeat_what_was_shown(byte_tokenizer):
+def test_bytes_that_are_no_text_repeat_nothing_shown(byte_tokenizer):
     tokens = [256, *"日".encode(), 0xE6, 257, 256]
     shown = "".join(pieces(byte_tokenizer, [256], tokens))
     assert shown == byte_tokenizer.decode([256, *tokens]) == "aa" + "\ufffd" * 4 + " ba"
@@ -81,7 +81,7 @@ def test_of_a_chat_the_answer_alone_is_shown():
     assert stream.advance(tokens[num_asked:], has_ended=True) == " Answer"
 
 
-def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path):
+def test_a_tokenizer_neither_pads_nor_truncates(tmp_path):
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(2)

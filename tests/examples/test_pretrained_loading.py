@@ -106,7 +106,7 @@ def test_frequencies_of_each_scaling():
     np.testing.assert_allclose(rope.frequencies(llama3), base * factors, rtol=1e-6)
 
 
-def test_llama3_context_before_scaling_is_looked_for_where_transformers_looks():
+def test_llama3_finds_its_context_as_transformers_does():
     settings = {"rope_type": "llama3", **LLAMA3}
     del settings["original_max_position_embeddings"]
     assert parse(rope_scaling=settings).ropes[0].original_context == 64
@@ -143,7 +143,7 @@ def test_defaults_of_keys_that_a_config_leaves_out():
     assert parse(eos_token_id=None).stop_tokens == ()
 
 
-def test_stop_tokens_of_a_chat_model_come_from_its_generation_config(folder):
+def test_stop_tokens_come_from_generation_config(folder):
     assert pretrained.read_config(folder).stop_tokens == (2,)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [7, 8]}))
@@ -157,7 +157,7 @@ def test_stop_tokens_of_a_chat_model_come_from_its_generation_config(folder):
         ({"model_type": None}, "architecture None"),
         ({"model_type": "qwen2_moe"}, "architecture 'qwen2_moe'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not predict"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
@@ -217,7 +217,7 @@ def test_damaged_json_names_its_file(folder):
 
 
 @pytest.mark.parametrize("path", sorted(CHECKPOINTS.glob("*/config.json")), ids=str)
-def test_the_cache_that_jkv_finds_is_the_one_that_the_model_asks_for(path):
+def test_jkv_finds_the_cache_that_the_model_asks_for(path):
     config = pretrained.read_config(path.parent)
     found = jkv.CacheConfig.from_model(path, num_blocks=2)
     fields = pretrained.Decoder(config).cache_fields
@@ -288,7 +288,7 @@ def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_weights_and_activations_have_the_dtype_asked_for(dtype):
+def test_weights_and_activations_have_the_asked_dtype(dtype):
     model, params = pretrained.load(CHECKPOINTS / "qwen3", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     expected = np.load(CHECKPOINTS / "qwen3" / "expected.npz")
@@ -321,7 +321,7 @@ def last_logits(model, params, tokens, dtype=jnp.float32):
     return logits[0]
 
 
-def test_token_ids_outside_the_vocabulary_do_not_pass_for_others():
+def test_ids_outside_the_vocabulary_are_not_others():
     model, params = pretrained.load(CHECKPOINTS / "llama3")
     good = jnp.asarray([3, 4, 5], jnp.int32)
     assert np.isfinite(last_logits(model, params, good)).all()
@@ -329,7 +329,7 @@ def test_token_ids_outside_the_vocabulary_do_not_pass_for_others():
         assert np.isnan(last_logits(model, params, good.at[2].set(wrong))).all()
 
 
-def test_random_params_have_the_structure_of_loaded_ones():
+def test_random_params_are_structured_as_loaded_ones():
     for name in ("llama2", "llama_linear", "qwen2", "qwen3"):
         model, params = pretrained.load(CHECKPOINTS / name)
         draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
@@ -369,7 +369,7 @@ def test_damaged_shard_indices_and_shards_are_named(folder):
         pretrained.load(folder)
 
 
-def test_missing_misshapen_and_unexpected_tensors_are_named(folder):
+def test_missing_misshapen_and_extra_tensors_are_named(folder):
     key = "model.layers.1.self_attn.k_proj.weight"
     rewrite_tensors(folder, lambda tensors: tensors.pop(key))
     with pytest.raises(ValueError, match=f"lacks the tensor '{key}'"):
@@ -385,14 +385,14 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(folder):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, jnp.float8_e4m3fn])
-def test_quantised_tensors_are_refused(folder, dtype):
+def test_quantized_tensors_are_refused(folder, dtype):
     key = "model.layers.0.mlp.up_proj.weight"
 
-    def quantise(tensors):
+    def quantize(tensors):
         tensors[key] = tensors[key].astype(dtype)
 
-    rewrite_tensors(folder, quantise)
-    with pytest.raises(ValueError, match=f"'{key}' is stored as .*quantised"):
+    rewrite_tensors(folder, quantize)
+    with pytest.raises(ValueError, match=f"'{key}' is stored as .*quantized"):
         pretrained.load(folder)
 
 

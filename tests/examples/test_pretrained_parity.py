@@ -251,7 +251,7 @@ def test_layers_in_groups_by_their_windows(name, groups):
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to compare with")
-def test_committed_checkpoints_are_those_that_transformers_gives(checkpoint):
+def test_committed_checkpoints_are_transformers_own(checkpoint):
     committed, kept = load_committed(checkpoint.name), checkpoint.expected["steps"]
     config = dataclasses.replace(checkpoint.model.config, scan_layers=True)
     assert committed.model.config == config

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pretrained
 import pytest
-from pretrained import checkpoint, experts, files, quantised
+from pretrained import checkpoint, experts, files, quantized
 from safetensors.numpy import load_file, save_file
 from support.paths import FIXTURES, ROOT
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.one_end
 CHECKPOINTS = FIXTURES / "checkpoints"
 
 
-# Quantised matrices
+# Quantized matrices
 
 
 def test_mxfp4_by_hand():
     """Two groups of 32: the first half as large as written, the second eight times."""
     codes = np.arange(32, dtype=np.uint8) % 16
     stored = codes[::2] | codes[1::2] << 4
-    decoded = quantised.decode_mxfp4(
+    decoded = quantized.decode_mxfp4(
         np.stack([stored, stored])[None], np.asarray([[126, 130]], np.uint8)
     )
     written = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
@@ -42,17 +42,17 @@ def test_fp8_blocks_at_the_edge_are_cut_off():
     matrix = np.ones((3, 5), ml_dtypes.float8_e4m3fn)
     scales = np.asarray([[0.1, 2, 3], [4, 5, 6]], np.float32)
     np.testing.assert_array_equal(
-        quantised.scale_blocks(matrix, scales, (2, 2)),
+        quantized.scale_blocks(matrix, scales, (2, 2)),
         np.float32([[0.1, 0.1, 2, 2, 3], [0.1, 0.1, 2, 2, 3], [4, 4, 5, 5, 6]]),
     )
     with pytest.raises(
         ValueError, match=r"needs scales of shape \(2, 3\), got \(2, 2\)"
     ):
-        quantised.scale_blocks(matrix, scales[:, :2], (2, 2))
+        quantized.scale_blocks(matrix, scales[:, :2], (2, 2))
 
 
 @pytest.mark.parametrize("name, method", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
-def test_quantised_checkpoints_need_their_settings(tmp_path, name, method):
+def test_quantized_checkpoints_need_their_settings(tmp_path, name, method):
     folder = shutil.copytree(CHECKPOINTS / name, tmp_path / name)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -158,7 +158,7 @@ def tiny_experts(num_rows, **changes):
 apply = jax.jit(experts.apply_experts, static_argnums=0)
 
 
-def test_no_row_is_dropped_however_many_choose_an_expert():
+def test_no_row_is_dropped_when_all_choose_one_expert():
     """All of them the third, more than a tile; as if every expert had every row."""
     config, weights, rows = tiny_experts(num_rows=50)
     chosen = np.stack([np.full(50, 2), np.arange(50) % 2 + np.arange(50) // 25], axis=1)
@@ -230,7 +230,7 @@ def test_groups_that_are_impossible_are_refused():
 @pytest.mark.parametrize(
     "name", ["gemma2", "phi3", "gpt_oss", "qwen3_moe", "deepseek_v3"]
 )
-def test_random_params_have_the_structure_of_loaded_ones(name):
+def test_random_params_are_structured_as_loaded_ones(name):
     model, params = pretrained.load(CHECKPOINTS / name)
     draw = partial(pretrained.random_params, model.config, dtype=jnp.float16)
     drawn = jax.eval_shape(draw, jax.random.key(0))

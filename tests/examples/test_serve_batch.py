@@ -139,7 +139,7 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
         batch.serve(options(path, results))
 
 
-def test_the_picture_shows_how_far_how_fast_and_the_pool(monkeypatch):
+def test_the_picture_shows_progress_speed_and_pool(monkeypatch):
     import io
 
     import jkv

@@ -194,7 +194,7 @@ def post(address, body, path="/v1/completions"):
         return error.code, json.load(error)
 
 
-def test_what_is_oversized_or_malformed_is_refused_in_words(served, address, client):
+def test_oversized_and_malformed_requests_are_refused(served, address, client):
     before = served.engine.stats().finished
     for body, status, words in [
         (b"", 400, "Expecting value"),

@@ -79,7 +79,7 @@ def test_a_program_as_it_should_be_is_left_alone():
     jkv.check(cache)
 
 
-def test_off_it_is_another_program_without_a_trace_of_it():
+def test_off_it_leaves_no_trace_in_the_program():
     cache = jax.eval_shape(lambda: jkv.init(config()))
 
     def trace(cache):
@@ -215,7 +215,7 @@ class TestStatuses:
         jkv.check(cache)
 
     @pytest.mark.one_end
-    def test_that_was_looked_at_outside_the_jit_that_returned_it(self):
+    def test_that_was_read_outside_the_jit(self):
         allocate = jax.jit(lambda cache: jkv.allocate(cache, np.zeros(3, np.int32)))
         cache, opened = allocate(watched())
         assert opened.status.tolist() == [0, 0, 2]

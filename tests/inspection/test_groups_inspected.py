@@ -242,7 +242,7 @@ def test_memory_is_that_of_all_groups():
     assert "storage.1.key_pool" in profile.report()
 
 
-def test_fragmentation_is_of_all_groups_and_the_spread_of_the_worst():
+def test_fragmentation_is_of_all_groups():
     cache, opened = jkv.allocate(grouped_cache(), [40, 4])
     cache, _ = jkv.free(cache, 0)
     found = jkv.fragmentation(cache)

@@ -95,7 +95,7 @@ def test_any_wrong_number_of_a_ring_is_found(name):
         ("context_lengths", 1, 7),  # a shared tail
     ],
 )
-def test_live_entries_of_tables_and_lengths_are_guarded(name, index, value):
+def test_live_entries_of_tables_and_lengths(name, index, value):
     """Entries past the end mean nothing."""
     cache = shared()
     wrong = changed(find_array(cache, name), index, value)
@@ -132,7 +132,7 @@ def reusable():
     return cache, parent, child
 
 
-def test_an_indexed_block_is_of_the_domain_of_its_parent():
+def test_an_indexed_block_has_the_domain_of_its_parent():
     cache, _, child = reusable()
     index = cache.metadata.index
     wrong = dataclasses.replace(index, salts=changed(index.salts, child, 1))

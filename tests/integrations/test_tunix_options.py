@@ -40,13 +40,13 @@ def test_numbers_out_of_range_are_refused(fields):
         read(**(dict(top_p=1.0) | fields))
 
 
-def test_rows_of_a_step_are_multiples_that_a_mesh_can_divide():
+def test_rows_of_a_step_are_divisible_by_the_mesh():
     assert count_rows(running=6, chunk_size=512, multiple=1) == (6, 112, 512)
     assert count_rows(running=6, chunk_size=512, multiple=4) == (8, 112, 512)
     assert count_rows(running=6, chunk_size=2, multiple=4) == (8,)
 
 
-def test_prompts_are_padded_on_either_side_and_widen_the_batch():
+def test_prompts_padded_on_either_side_widen_the_batch():
     texts = [[5, 6, 7], [8]]
     assert find_width(texts, 4) == 4 and find_width(texts, 2) == 4
     assert pad_left(texts, 4, 0).tolist() == [[0, 5, 6, 7], [0, 0, 0, 8]]
@@ -90,7 +90,7 @@ def test_equal_prompts_are_found_wherever_they_stand():
     assert mixed.first == [0, 1] and mixed.prompts.tolist() == [0, 2, 1, 3]
 
 
-def test_a_group_that_a_micro_batch_cut_shares_what_divides_all_counts():
+def test_a_cut_micro_batch_shares_what_divides_counts():
     cut = find_repeats([[5]] * 8 + [[6]] * 4)
     assert cut.num_samples == 4 and cut.first == [0, 4, 8]
     assert sorted(cut.prompts.tolist()) == list(range(12))
@@ -104,7 +104,7 @@ def make_pool(num_blocks=None, prefix_caching=True):
     return Pool(PoolSizes(4, num_blocks, None, prefix_caching), PAGES, None)
 
 
-def test_the_pool_has_room_for_all_that_run_and_grows_with_the_work():
+def test_the_pool_has_room_for_all_that_run():
     pool = make_pool()
     # A prompt of 8 tokens is 2 blocks, shared; 5 more are 2 of each sample.
     cache = pool.lend(CallSizes(8, 5, num_samples=4, max_running=8))
@@ -129,6 +129,6 @@ def test_a_pool_that_remembers_nothing_is_not_kept():
     assert pool.lend(sizes) is not cache
 
 
-def test_a_pool_too_small_for_one_sequence_is_refused_with_the_number():
+def test_a_pool_too_small_for_one_sequence_is_refused():
     with pytest.raises(ValueError, match="num_blocks must be at least 4: .* got 3"):
         make_pool(num_blocks=3).lend(CallSizes(8, 5, num_samples=1, max_running=2))

@@ -46,7 +46,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_and_logprobs_are_those_of_the_vanilla_sampler(name):
+def test_greedy_tokens_and_logprobs_equal_vanilla(name):
     """In a pool in which two sequences run at a time, and must wait for blocks."""
     module = make_model(name)
     # tunix measures the window of Gemma 2 from the first column, padding included.
@@ -122,7 +122,7 @@ def test_what_ends_a_sequence_is_not_part_of_it(rollout, module):
     assert_same(ours, make_vanilla(module).generate(BATCH, with_end))
 
 
-def test_logprobs_are_those_of_the_trainer_at_the_temperature(rollout, module):
+def test_logprobs_at_a_temperature_equal_the_trainers(rollout, module):
     output = rollout.generate(BATCH, DRAWN)
     completions = padded(output.tokens)
     expected = common.compute_per_token_logps(
@@ -146,7 +146,7 @@ def test_logprobs_are_those_of_the_trainer_at_the_temperature(rollout, module):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logps_are_those_of_vanilla_and_a_prompt_is_computed_once(name):
+def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
     """Completions of other lengths, groups that are mixed, one ended by its padding."""
     module = make_model(name)
     rollout = JkvRollout(module, Alphabet(), block_size=4)
@@ -205,7 +205,7 @@ def test_a_run_repeats_itself_from_its_seed(rollout):
     assert run(4)[0] != once[0]
 
 
-def test_prompts_are_found_again_until_the_weights_change(rollout, module):
+def test_prompts_are_cached_until_the_weights_change(rollout, module):
     rollout.generate(BATCH, options())
     rollout.generate(BATCH, options())
     assert int(rollout.statistics.cached_tokens) > 0
@@ -217,7 +217,7 @@ def test_prompts_are_found_again_until_the_weights_change(rollout, module):
     assert_same(output, make_vanilla(module).generate(BATCH, options()))
 
 
-def test_update_params_moves_nothing_through_the_host_and_forgets(rollout):
+def test_update_params_stays_off_the_host_and_forgets(rollout):
     rollout.generate(BATCH, options())
     weights = other_weights()
     with (
@@ -249,7 +249,7 @@ def test_prompts_that_cannot_be_continued_are_refused(
         rollout.generate(prompts, options())
 
 
-def test_a_model_that_it_does_not_know_is_refused_by_name():
+def test_an_unknown_model_is_refused_by_name():
     with pytest.raises(ValueError, match=r"runs Qwen3, .* got .*\.Linear"):
         JkvRollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), Alphabet())
 

@@ -18,7 +18,7 @@ from jkv.integrations.tunix import JkvRollout
 pytestmark = pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning")
 
 
-def test_the_trainer_runs_unmodified_and_rollouts_follow_its_weights():
+def test_rollouts_follow_the_weights_of_the_trainer():
     cluster = train_with_tunix.make_cluster("jkv", seed=0, num_steps=3)
     before = np.array(cluster.rollout.model().embedder.input_embedding[...])
     found = train_with_tunix.train(cluster, seed=0, num_steps=3)
@@ -35,7 +35,7 @@ def test_the_trainer_runs_unmodified_and_rollouts_follow_its_weights():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_rollouts_on_a_device_of_their_own_get_the_weights_of_each_step(monkeypatch):
+def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
     """The trainer hands them over by `update_params`; the engine has arguments."""
     engine = functools.partial(JkvRollout, num_blocks=300, prefix_caching=False)
     monkeypatch.setitem(train_with_tunix.ENGINES, "jkv", engine)

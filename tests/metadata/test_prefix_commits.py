@@ -17,7 +17,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 
 pytestmark = pytest.mark.one_end
 
@@ -30,9 +30,7 @@ def committed(cache, seq_id):
 
 @pytest.mark.parametrize("is_decoding", [True, False], ids=["decoding", "any rows"])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["after", "before"])
-def test_a_shared_block_gives_way_to_one_that_an_earlier_request_enters(
-    order, is_decoding
-):
+def test_a_shared_block_gives_way_to_an_earlier_entry(order, is_decoding):
     cache, _ = allocate(small_cache(prefix_caching=True), [0, 0])
     for seq_id in range(2):
         cache, step = append(cache, seq_id, 3, tokens=TEXT[:3])
@@ -52,7 +50,7 @@ def test_a_shared_block_gives_way_to_one_that_an_earlier_request_enters(
     assert committed(cache, 1) == 4
 
 
-def test_what_is_behind_a_shared_block_becomes_visible_with_it():
+def test_what_follows_a_shared_block_shows_with_it():
     cache, _ = allocate(small_cache(prefix_caching=True), [0, 0])
     cache, step = append(cache, [1, 0], 8, tokens=TEXT * 2)
     cache, _ = fork(cache, 0, [4])

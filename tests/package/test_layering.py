@@ -74,6 +74,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "stepping",
         "generation",
     ),
+    "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
 }
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
@@ -137,7 +138,7 @@ def test_imports_point_down_inside_rooms(room: str) -> None:
         assert not above, f"{door} may not import {sorted(above)} ({path.name})"
 
 
-def test_what_check_recounts_shares_no_code_with_the_verbs() -> None:
+def test_check_shares_no_code_with_the_verbs() -> None:
     names = "invariants", "recount", "block_invariants", "index_invariants", "arrays"
     for name in names:
         used = imported_modules(PACKAGE / "inspection" / f"{name}.py")
@@ -187,7 +188,7 @@ def _with_members(path: pathlib.Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_importing_the_package_imports_little_beside_jax() -> None:
+def test_the_package_imports_little_beside_jax() -> None:
     """Not chex, which assertions need, nor Pallas, which kernels need on a GPU."""
     program = """
 import sys

@@ -67,7 +67,7 @@ class TestModels:
             self.generate(self.all_rows, prompts)
         assert f"[{len(prompts)}, V]" in str(caught.value)
 
-    def test_all_rows_where_a_chunk_has_as_many_rows_as_there_are_prompts(self):
+    def test_all_rows_of_a_chunk_as_large_as_the_batch(self):
         with pytest.raises(ValueError, match=r"batch\.last_rows"):
             self.generate(self.all_rows, chunk_size=2, row_counts=None)
 
@@ -120,12 +120,12 @@ class TestModels:
             np.array([[1, 2, 3], [4, 255, 255]], np.uint8),
         ],
     )
-    def test_prompts_may_be_lists_and_numpy_arrays_of_any_integers(self, prompts):
+    def test_prompts_may_be_lists_or_arrays_of_integers(self, prompts):
         result = self.generate(self.last_rows, prompts)
         assert result.tokens.shape == (2, 2)
 
     @pytest.mark.one_end
-    def test_a_list_is_read_as_the_array_padded_with_minus_one(self):
+    def test_a_list_is_read_as_its_padded_array(self):
         """All that a generation goes on from is the same."""
         options = dict(max_new_tokens=2, **ONE_SIZE)
         start = functools.partial(begin, self.last_rows, None, small_cache(), **options)
@@ -184,7 +184,7 @@ class TestBatches:
             with pytest.raises(ValueError, match=f"another cache.*{name} .* here"):
                 jax.eval_shape(call, other)
 
-    def test_a_rank_inside_shard_map_may_have_a_part_of_the_heads(self):
+    def test_a_rank_in_shard_map_may_have_some_heads(self):
         cache, batch = stepped()
         (group,) = batch.sizes.groups
         sizes = batch.sizes._replace(groups=(group._replace(num_kv_heads=2),))
@@ -299,7 +299,7 @@ class TestCalls:
         with pytest.raises(TypeError, match=r"jkv\.init\(config\)"):
             jkv.allocate(small_config(), 0)
 
-    def test_an_argument_that_is_missing_is_named_by_python(self):
+    def test_a_missing_argument_is_named_by_python(self):
         with pytest.raises(TypeError, match="missing.*'cache'"):
             jkv.stats()
         with pytest.raises(TypeError, match="missing.*'batch'"):

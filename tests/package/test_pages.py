@@ -20,7 +20,7 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_every_test_named_in_the_table_of_features_exists() -> None:
+def test_every_test_in_the_table_of_features_exists() -> None:
     """Each row names a test as `file` or `file::test`, or says "later"."""
     files = {
         path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
@@ -90,7 +90,7 @@ def test_the_linter_looks_for_unused_parameters() -> None:
         assert "noqa: ARG" not in path.read_text(), path
 
 
-def test_measured_results_are_kept_with_machine_and_versions() -> None:
+def test_results_are_kept_with_machine_and_versions() -> None:
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert results
     for path in results:
@@ -110,18 +110,3 @@ def names_and_values(value: object, name: str = "") -> Iterator[tuple[str, str]]
     elif isinstance(value, list):
         for inner in value:
             yield from names_and_values(inner, name)
-
-
-def test_training_goes_alike_with_either_engine_of_rollouts() -> None:
-    """GRPO of the example: rewards rise, and each engine's are within the other's."""
-    path = ROOT / "benchmarks" / "results" / "trainer.json"
-    ends: dict[str, list[float]] = {"jkv": [], "vanilla": []}
-    for run in json.loads(path.read_text())["runs"]:
-        for curve in run["curves"]:
-            first, last = curve["rewards"][:10], curve["rewards"][-10:]
-            assert sum(last) > 3 * sum(first), (curve["engine"], curve["seed"])
-            ends[curve["engine"]].append(sum(last) / len(last))
-    assert len(ends["jkv"]) == len(ends["vanilla"]) >= 3
-    ours, theirs = ends["jkv"], ends["vanilla"]
-    assert min(theirs) < sum(ours) / len(ours) < max(theirs)
-    assert min(ours) < sum(theirs) / len(theirs) < max(ours)

@@ -108,7 +108,7 @@ def section(text: str, title: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(public_functions()))
-def test_a_public_function_says_what_it_takes_returns_and_refuses(name: str) -> None:
+def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
     function = public_functions()[name]
     text, signature = inspect.getdoc(function) or "", inspect.signature(function)
     arguments = section(text, "Args")

@@ -27,7 +27,7 @@ def find_blocks(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_and_the_ports_equal_the_dense_model() -> None:
+def test_the_tutorial_runs_and_equals_the_dense_model() -> None:
     """Each block in order; they compare with the dense original themselves."""
     for package in ("flax", "equinox"):
         pytest.importorskip(package)
@@ -43,7 +43,7 @@ def test_the_tutorial_runs_and_the_ports_equal_the_dense_model() -> None:
     assert np.abs(dense - names["expected"]).max() > 1e-2
 
 
-def test_the_port_of_the_readme_is_that_of_the_tutorial() -> None:
+def test_the_port_of_the_readme_is_the_tutorials() -> None:
     before, after, usage = find_blocks(README)
     for name, block in (("before", before), ("after", after)):
         assert f"<!-- {name} -->\n```python\n{block}```" in TUTORIAL
@@ -103,7 +103,7 @@ def test_the_readme_is_short_and_stands_alone() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_readme_says_what_was_never_timed_where_it_names_the_cards() -> None:
+def test_the_readme_says_which_cards_were_never_timed() -> None:
     (paragraph,) = (p for p in README.split("\n\n") if "written for AMD GPUs" in p)
     assert "on AMD's cards only compiled so far" in paragraph
 

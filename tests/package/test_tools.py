@@ -57,7 +57,7 @@ def test_everything_has_all_but_the_extras() -> None:
     assert "--strict" in everything["docs"].arguments
 
 
-def test_one_failure_is_shown_and_stops_nothing_but_what_needs_it(
+def test_a_failure_is_shown_and_stops_what_needs_it(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     jobs = [

@@ -25,7 +25,7 @@ from jkv.serving import RequestRefused, RequestState
 
 
 @pytest.mark.parametrize("seed", few(range(6), 1))
-def test_requests_that_come_and_go_at_random_are_what_they_are_alone(seed):
+def test_random_requests_get_the_texts_they_get_alone(seed):
     rng = np.random.default_rng(seed)
     free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))
     nan_every = int(rng.choice([0, 17]))
@@ -79,7 +79,7 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
 
 
 @pytest.mark.one_end
-def test_smaller_priorities_go_first_and_equal_ones_in_order():
+def test_smaller_priorities_first_equal_ones_in_order():
     engine = make_engine(free_rows=1)  # one runs at a time
     asked = dict(tokens=[5], max_new_tokens=1)
     order = [engine.submit(**asked, priority=p) for p in (3, 3, 1, 2, 1, 0)]
@@ -102,7 +102,7 @@ def refused(engine, *args, **options):
 
 
 @pytest.mark.one_end
-def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
+def test_what_never_fits_is_refused_with_the_numbers():
     engine = make_engine(free_blocks=2)
     text, reason = refused(engine, range(9))
     assert "9 tokens and needs 3 blocks of 4; the cache has 2" in text

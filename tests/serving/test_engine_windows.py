@@ -63,7 +63,7 @@ def test_all_pools_are_made_anew_when_a_step_failed():
     assert engine.stats().cached_tokens == 11 + 11
 
 
-def test_a_prompt_needs_no_more_blocks_than_a_window_keeps():
+def test_a_prompt_needs_the_blocks_that_a_window_keeps():
     """Ten blocks are too few for all layers of 41 tokens, and enough for a window."""
     config = jkv.CacheConfig(
         num_blocks=10, max_sequences=4, sliding_window=WINDOW, **SIZES

@@ -59,9 +59,7 @@ def poisoned(loop, monkeypatch, *, after):
 @pytest.mark.parametrize("place", ["run", "exchange", "read"])
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.one_end
-def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
-    monkeypatch, caplog, place, after
-):
+def test_a_step_that_raises_fails_the_requests_in_it(monkeypatch, caplog, place, after):
     engine = make_engine(free_rows=22)  # nobody else has a row
     engine.warm_up()
     num_compiled = programs.run_window._cache_size()
@@ -95,7 +93,7 @@ def test_a_step_that_raises_fails_those_on_the_device_and_no_other(
 
 
 @pytest.mark.one_end
-def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
+def test_after_an_interrupt_the_engine_can_go_on(monkeypatch, caplog):
     engine = make_engine(free_rows=22)
     loop = engine._scheduler.loop
     number = engine.submit([1, 2])
@@ -108,7 +106,7 @@ def test_an_interrupt_is_raised_and_the_engine_can_go_on(monkeypatch, caplog):
     assert_given_back(engine, free_rows=22)
 
 
-def test_an_engine_ends_where_a_step_that_raises_loses_what_others_have(monkeypatch):
+def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
     engine = make_engine()
     loop = engine._scheduler.loop
     monkeypatch.setattr(loop, "run", failing_once(loop.run, after=0))
@@ -122,7 +120,7 @@ def test_an_engine_ends_where_a_step_that_raises_loses_what_others_have(monkeypa
 
 
 @pytest.mark.one_end
-def test_a_detokenizer_that_raises_fails_its_own_request():
+def test_a_raising_detokenizer_fails_its_own_request():
     def decode(ids):
         if 7 in ids:
             raise Boom
@@ -152,7 +150,7 @@ def test_a_detokenizer_that_raises_fails_its_own_request():
 
 
 @pytest.mark.one_end
-def test_a_consumer_that_leaves_cancels_and_one_that_stops_reading_harms_nobody():
+def test_a_lost_consumer_cancels_a_slow_one_does_not():
     engine = make_engine()
     slow, left, read = (engine.submit([i, i], max_new_tokens=12) for i in (1, 2, 3))
     slow_stream, left_stream = engine.stream(slow), engine.stream(left)
@@ -233,7 +231,7 @@ def _is_known(engine, number):
 
 
 @pytest.mark.one_end
-def test_many_requests_leave_memory_and_blocks_where_they_began():
+def test_many_requests_leave_memory_and_blocks_free():
     engine = make_engine(max_results=20, checks=False)
     rng = np.random.default_rng(5)
     requests = [draw_request(rng, timeout=1000.0) for _ in range(40)]

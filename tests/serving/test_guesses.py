@@ -127,7 +127,7 @@ def test_drafted_texts_are_what_they_are_alone(free_blocks, of_draft):
     assert_given_back(engine, free_blocks)
 
 
-def test_a_text_is_drafted_for_as_if_no_other_had_had_its_number():
+def test_a_reused_number_drafts_nothing_older():
     """A number comes again after `num_prompts` requests, here in the same place."""
     engine = make_engine(draft())
     others, text = [[1], [2], [3]], [9] * 9

@@ -59,7 +59,7 @@ def test_a_program_is_traced_once_for_all_runs(kept):
 
 
 @pytest.mark.one_end
-def test_a_program_is_found_only_for_what_it_was_made_of(kept, tmp_path):
+def test_a_program_is_found_only_for_its_own_inputs(kept, tmp_path):
     """Not for another version, other code, sizes, shapes, types or settings."""
     file = tmp_path / "model.py"
     file.write_text("SCALE = 2")

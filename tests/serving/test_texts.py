@@ -63,7 +63,7 @@ def test_pieces_of_any_size_give_the_same_text_and_end(seed):
         assert (ended, stream.text) == (count, text)
 
 
-def test_a_part_of_a_stop_string_waits_and_is_shown_if_it_was_none():
+def test_a_part_of_a_stop_string_waits_until_decided():
     stream = TextStream(lambda ids: "".join(map(chr, ids)), [], ["STOP", "OPEN"])
     shown = []
     for character in "a STO, STOPEN":

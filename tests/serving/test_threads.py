@@ -92,7 +92,7 @@ async def _read_all(events):
     return [event async for event in events]
 
 
-def test_an_event_loop_that_is_closed_is_a_consumer_that_left():
+def test_a_closed_event_loop_is_a_consumer_that_left():
     engine = make_engine(checks=False)
     number = engine.submit([1, 2], max_new_tokens=12)
     engine.warm_up()

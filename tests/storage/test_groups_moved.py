@@ -311,7 +311,7 @@ class TestNewPools:
             jkv.check(again)
             assert_stored(again, {seq_id: text})
 
-    def test_the_oldest_cached_blocks_of_a_follower_go_first(self):
+    def test_the_oldest_cached_blocks_of_a_group_go_first(self):
         cache, _ = jkv.free(busy(), list(TEXTS))
         known = int(find_known(cache.metadata, 0).sum())
         assert known > 3

@@ -28,13 +28,13 @@ HALF_STEP = {
     "float8_e5m2": 2.0**-3,
 }
 HEADS, HEAD_DIM, VALUE_DIM = 2, 16, 8
-quantise = jax.jit(quantization.quantise, static_argnums=1)
+quantize = jax.jit(quantization.quantize, static_argnums=1)
 restore = jax.jit(quantization.restore, static_argnums=2)
 
 
 def meaning(rows, dtype):
     """What rows are once they are stored."""
-    return np.asarray(restore(*quantise(rows, dtype), dtype))
+    return np.asarray(restore(*quantize(rows, dtype), dtype))
 
 
 LATENT = dict(num_kv_heads=1, values_in_keys=True)
@@ -97,7 +97,7 @@ class TestRows:
     def test_come_back_within_half_a_step(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        back = np.asarray(restore(*quantise(keys, dtype), dtype))
+        back = np.asarray(restore(*quantize(keys, dtype), dtype))
         largest = np.max(np.abs(keys), axis=-1, keepdims=True)
         reach = largest if dtype == jnp.int8 else np.abs(keys)
         # A scale rounded up makes steps of int8 up to 2**-7 wider; fp8 has subnormals.
@@ -113,7 +113,7 @@ class TestRows:
     def test_use_the_range_and_never_leave_it(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
-        elements, scales = quantise(keys, dtype)
+        elements, scales = quantize(keys, dtype)
         numbers = np.asarray(restore(elements, None, dtype), np.float32)
         most = np.abs(numbers).max(axis=-1)
         limit = largest_number(dtype)
@@ -129,17 +129,17 @@ class TestRows:
     def test_of_zeros_stay_zeros(self, dtype):
         dtype = jnp.dtype(dtype)
         rows = np.zeros((3, 1, 8), np.float32)
-        assert not restore(*quantise(rows, dtype), dtype).any()
+        assert not restore(*quantize(rows, dtype), dtype).any()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
     @pytest.mark.one_end
     def test_that_are_not_finite_are_seen_to_be(self, dtype, poison):
-        """Quantising hides no mistake, and spoils no other row."""
+        """Quantizing hides no mistake, and spoils no other row."""
         dtype = jnp.dtype(dtype)
         rows = np.ones((3, 1, 8), np.float32)
         rows[1, 0, 4] = poison
-        back = np.asarray(restore(*quantise(rows, dtype), dtype))
+        back = np.asarray(restore(*quantize(rows, dtype), dtype))
         assert np.isnan(back[1]).all() and np.isfinite(back[[0, 2]]).all()
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +148,7 @@ class TestRows:
     def test_of_any_size(self, dtype, size):
         dtype = jnp.dtype(dtype)
         rows = np.full((1, 1, 8), size, np.float32)
-        back = np.asarray(restore(*quantise(rows, dtype), dtype), np.float64)
+        back = np.asarray(restore(*quantize(rows, dtype), dtype), np.float64)
         np.testing.assert_allclose(back, size, rtol=0.1)
 
 
@@ -160,14 +160,14 @@ class TestContents:
             keys, values, length = jax.device_get(jkv.read(cache, layer, 1))
             wrote = random_rows(cache, 16, seed=layer)
             expected = np.asarray(
-                restore(*quantise(wrote[0], cache.dtype), cache.dtype)
+                restore(*quantize(wrote[0], cache.dtype), cache.dtype)
             )
             np.testing.assert_array_equal(keys[:6], expected[9:15])
             if wrote[1] is None:
                 np.testing.assert_array_equal(values, keys[..., :VALUE_DIM])
             else:
                 expected = np.asarray(
-                    restore(*quantise(wrote[1], cache.dtype), cache.dtype)
+                    restore(*quantize(wrote[1], cache.dtype), cache.dtype)
                 )
                 np.testing.assert_array_equal(values[:6], expected[9:15])
             assert not keys[6:].any() and not values[6:].any() and length == 6
@@ -234,8 +234,8 @@ class TestContents:
     def test_the_comparison_can_fail(self, array):
         cache = filled("int8")
         before, storage = contents(cache, 0), cache.storage[0]
-        shifted = jnp.asarray(np.roll(np.asarray(storage.pools[array]), 1, axis=1))
-        other = cache.with_group_storage(0, storage.with_pools({array: shifted}))
+        shifted = jnp.asarray(np.roll(np.asarray(storage.arrays[array]), 1, axis=1))
+        other = cache.with_group_storage(0, storage.with_arrays({array: shifted}))
         with pytest.raises(AssertionError):
             assert contents(other, 0) == before
 
@@ -255,7 +255,7 @@ class TestContents:
             dict(value_scales=storage.value_scales[:, :-1]),
         ):
             with pytest.raises(jkv.InvariantError, match="shapes"):
-                jkv.check(cache.with_group_storage(0, storage.with_pools(broken)))
+                jkv.check(cache.with_group_storage(0, storage.with_arrays(broken)))
 
 
 @pytest.mark.one_end
@@ -279,5 +279,5 @@ class TestWrite:
         values = keys[..., :VALUE_DIM]
         cache = jkv.write(cache, 0, step.batch, keys, values)
         found = np.asarray(jkv.read(cache, 0, 0)[0])[0]
-        expected = restore(*quantise(keys, cache.dtype), cache.dtype)[0]
+        expected = restore(*quantize(keys, cache.dtype), cache.dtype)[0]
         np.testing.assert_array_equal(found, expected)

@@ -113,7 +113,7 @@ class TestAWholeCache:
         jkv.save(path, cache)
         assert_same(jkv.load(path), cache)
 
-    def test_a_loaded_cache_goes_on_in_the_programs_of_the_old(self, path):
+    def test_a_loaded_cache_runs_the_programs_of_the_old(self, path):
         cache = opened(5)
         jkv.save(path, cache)
         step = jax.jit(lambda cache: jkv.append(cache, [0])[0])
@@ -165,7 +165,7 @@ class TestSequences:
         assert table(other, first)[:2] == table(other, second)[:2]
         assert int(jkv.num_free_blocks(other)) == 8 - 4
 
-    def test_into_the_cache_they_came_from_beside_the_living(self, path):
+    def test_into_the_cache_they_left_beside_live_ones(self, path):
         cache = opened(9)
         jkv.save(path, cache, 0)
         cache = copied(grow(cache, 0, [99]))
@@ -281,7 +281,7 @@ class TestTheFile:
             jkv.save(path, opened(5))
         assert os.listdir(path.parent) == []
 
-    def test_has_the_rights_of_any_new_file_and_follows_links(self, tmp_path):
+    def test_has_usual_permissions_and_follows_links(self, tmp_path):
         jkv.save(tmp_path / "a", opened(5))
         (tmp_path / "b").write_bytes(b"")
         assert os.stat(tmp_path / "a").st_mode == os.stat(tmp_path / "b").st_mode
@@ -291,7 +291,7 @@ class TestTheFile:
         assert_same(jkv.load(tmp_path / "b"), jkv.load(tmp_path / "a"))
 
     @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
-    def test_keeps_the_permissions_of_the_file_that_it_replaces(self, path, mode):
+    def test_keeps_the_permissions_of_a_replaced_file(self, path, mode):
         path.write_bytes(b"")
         path.chmod(mode)
         jkv.save(path, opened(5))

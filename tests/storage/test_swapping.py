@@ -68,7 +68,7 @@ class TestOutAndBack:
         assert stored_tokens(cache, seq_id) == list(range(100, 110))
 
     @pytest.mark.one_end
-    def test_the_order_of_the_call_is_kept_and_padding_vanishes(self):
+    def test_keeps_the_order_of_the_call_without_padding(self):
         cache, swapped = jkv.swap_out(opened(5, 9, 2), [2, -1, 0])
         assert swapped.seq_ids.tolist() == [2, 0]
         assert swapped.context_lengths.tolist() == [2, 5]
@@ -141,7 +141,7 @@ class TestOutAndBack:
         assert jkv.tokens(cache, back.seq_ids[0]).tolist() == [-1] * 14
 
     @pytest.mark.one_end
-    def test_reservations_are_kept_and_their_contents_are_not(self):
+    def test_reservations_are_kept_without_contents(self):
         cache, _ = allocate(small_cache(), [13])
         cache = grow(cache, 0, range(5))
         cache, swapped = jkv.swap_out(cache, 0)
@@ -320,7 +320,7 @@ class TestDecodingGoesOn:
 @pytest.mark.one_end
 class TestRefusals:
     @pytest.mark.parametrize("seq_ids", [[3], [0, 0], [-2], [4], [0, 1, 2**31 - 1]])
-    def test_ids_that_are_not_open_raise_and_change_nothing(self, seq_ids):
+    def test_ids_not_open_raise_and_change_nothing(self, seq_ids):
         cache = opened(5, 9, 2)
         before = state(cache)
         with pytest.raises(jkv.InvalidSequence) as caught:

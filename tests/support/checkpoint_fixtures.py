@@ -57,7 +57,7 @@ class Case:
     dtype: str = "float16"
     max_shard_size: str = "5GB"
     old_form: bool = False  # config.json as transformers 4 wrote it
-    quantised: str | None = None  # the method of quantization_config
+    quantized: str | None = None  # the method of quantization_config
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
 
@@ -306,7 +306,7 @@ CASES = {
             ),
         ),
         seed=12,
-        quantised="mxfp4",
+        quantized="mxfp4",
     ),
     "deepseek_v2": Case(
         "deepseek_v2",
@@ -361,7 +361,7 @@ CASES = {
         ),
         seed=2,
         dtype="float32",
-        quantised="fp8",
+        quantized="fp8",
     ),
 }
 
@@ -389,8 +389,8 @@ def write_checkpoint(name: str, folder: Path) -> None:
         path.chmod(0o644)  # safetensors are saved readable by their owner alone
     if case.old_form:
         _rewrite_config_in_old_form(folder / "config.json")
-    if case.quantised:
-        QUANTISERS[case.quantised](folder)
+    if case.quantized:
+        QUANTIZERS[case.quantized](folder)
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -582,7 +582,7 @@ def _store_fp8(folder: Path) -> None:
     _rewrite_tensors(folder, store, settings | dict(activation_scheme="dynamic"))
 
 
-QUANTISERS = {"mxfp4": _store_mxfp4, "fp8": _store_fp8}
+QUANTIZERS = {"mxfp4": _store_mxfp4, "fp8": _store_fp8}
 
 
 def _rewrite_tensors(

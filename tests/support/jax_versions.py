@@ -1,30 +1,31 @@
-"""What each end of the range of JAX runs.
+"""Which tests run with the oldest JAX supported, and which with the newest.
 
-The tests run with the oldest and with the newest JAX supported. The oldest, which
-compiles in half the time, runs everything; the newest runs what may differ there, each
-kind of it once:
+The oldest, which compiles in half the time, runs all tests but those
+dealt to the newest. The newest runs what may differ there, each kind of it once:
 
-* names and arguments of JAX: each room of `jkv/`, each public verb, each file of the
-  examples that users start, the libraries of models beside JAX;
-* what the compiler makes of donation, aliasing, loops and collectives: tests that look
-  at compiled modules, for elements as they are, as bits, and with scales;
-* Pallas: a lowering for each kind of operands, an interpreted call, an export;
-* meshes of either kind of axis, `shard_map`, several processes, kinds of memory;
-* what tracing depends on: promotion, weak types, 64 bits, what is traced once, trees
-  whose leaves are anything, gradients, callbacks, errors that JAX raises;
-* what is written and read again by JAX: exported and kept programs, pickled values;
-* one random game of each kind: it plays what verbs do together.
+    what the test is about                           oldest  newest          said by
+    ----------------------------------------------  ------  --------------  ----------
+    names and arguments of JAX: each room, public    all     one of each
+      verb, example, and library of models
+    what XLA makes of donation, aliasing, loops,     all     one for plain,
+      collectives (compiled modules)                           raw, scaled
+    Pallas: lowering for each kind of operands, an   all     one of each
+      interpreted call, an export
+    meshes of either kind of axis, `shard_map`,      all     one of each
+      several processes, kinds of memory
+    tracing: promotion, weak types, 64 bits, counts  all     one of each
+      of traces, pytrees, gradients, callbacks,
+      errors that JAX raises
+    files: exported and kept programs, pickles       all     one of each
+    random games, random options of attention        half    the other half  `dealt`
+    further values, options, dtypes of a program     all     chosen cases    `few`
+    a verb's bookkeeping, computing on the host,     all     none            `one_end`
+      errors of jkv, pages, docstrings
 
-The oldest alone runs further values, options and dtypes of a program that the newest
-has run once, single cases of a verb's bookkeeping, what the host computes, errors that
-jkv raises itself, pages and docstrings. A test says so in one of three ways:
-
-* `@pytest.mark.one_end` stands at a test, a class or a file for the oldest alone;
-* `few(cases, *chosen)` are the cases of a test of which the newest plays the chosen;
-* `dealt(cases)` is for many cases of one thing, such as the random games or the options
-  of attention: each end plays those that the other does not.
-
-`JKV_ALL_CASES=1` runs everything on the JAX at hand.
+A test without a mark runs with both. `@pytest.mark.one_end` stands at a test, a class
+or a file; examples in docstrings have it all. `few(cases, *chosen)` and `dealt(cases)`
+make the cases of a parametrised test. `JKV_ALL_CASES=1` runs everything with the JAX
+at hand.
 """
 
 import os

@@ -314,13 +314,13 @@ MUTATIONS = (
         "column = jnp.where(positions < 0, group.max_blocks_per_sequence, column)",
         "column = jnp.maximum(column, 0)",
     ),
-    # Quantised rows, copies of tails, contents on the host, swapping, files.
+    # Quantized rows, copies of tails, contents on the host, swapping, files.
     Mutation(
         "scales-left-behind",
         "storage",
         "Copying a tail copies the elements of one byte and not their scales.",
-        "lambda _, pools: jax.tree.map(copy, pools)",
-        "lambda _, pools: {n: copy(p) if p.ndim == 5 else p for n, p in pools.items()}",
+        "lambda _, arrays: jax.tree.map(copy, arrays)",
+        "lambda _, kept: {n: copy(a) if a.ndim > 4 else a for n, a in kept.items()}",
     ),
     Mutation(
         "tokens-of-a-tail-left-behind",
@@ -454,7 +454,7 @@ MUTATIONS = (
         "prefill-ignores-sinks",
         "attention/xla",
         "Rows of a prefill have no sink.",
-        "sinks = call.sinks.reshape(call.pools.num_kv_heads, call.group, 1)",
+        "sinks = call.sinks.reshape(call.pools.num_kv_heads, call.heads_per_kv, 1)",
         "sinks = None",
     ),
     Mutation(

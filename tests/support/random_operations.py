@@ -210,8 +210,8 @@ def make_verbs(mode, changing=CHANGING, looking=LOOKING):
 
 @functools.partial(jax.jit, static_argnums=1)
 def stored(rows, dtype):
-    """What is read back of rows, quantised or not."""
-    return quantization.restore(*quantization.quantise(rows, dtype), dtype)
+    """What is read back of rows, quantized or not."""
+    return quantization.restore(*quantization.quantize(rows, dtype), dtype)
 
 
 class Game:
@@ -296,7 +296,7 @@ class Game:
                 [VALUE_HEAD_DIM for _ in self.layer_groups],
             )
         )
-        # And what is read back, quantised or not.
+        # And what is read back, quantized or not.
         kept = self.cache.storage[0].dtype
         self.stored_keys, self.stored_values = (
             [np.asarray(stored(rows, kept)) for rows in tables]

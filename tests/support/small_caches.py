@@ -101,9 +101,9 @@ def with_storage_filled(cache, value, blocks=None, group=None):
         if group in (None, number):
             filled = {
                 name: _filled(pool, _bits_of(name, pool, storage, value), blocks)
-                for name, pool in storage.pools.items()
+                for name, pool in storage.arrays.items()
             }
-            cache = cache.with_group_storage(number, storage.with_pools(filled))
+            cache = cache.with_group_storage(number, storage.with_arrays(filled))
     return cache
 
 

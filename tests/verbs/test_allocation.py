@@ -147,7 +147,7 @@ class TestFree:
         order = [table(cache, seq_id) for seq_id in result.seq_ids]
         assert order == [[5, 4, 3], [2, 1, 0]]
 
-    def test_a_shared_block_returns_with_its_last_reference(self):
+    def test_a_shared_block_is_freed_by_its_last_reference(self):
         cache, _ = fork(with_free_blocks(opened(8), 2), [0, 0])
         for seq_id, blocks_free in ((0, 2), (3, 2), (2, 4)):
             assert stored_tokens(cache, 2) == list(range(8))

@@ -109,7 +109,7 @@ class TestRows:
         assert batch.seq_ids.tolist() == [-1, 0, 9]  # as asked
 
 
-def test_context_lengths_of_refused_padding_and_invalid():
+def test_context_lengths_of_requests_not_served():
     cache = opened(3, 6)
     seq_ids, counts = i32(1, -1, 7, 0), i32(15, 1, 1, -1)
     _, batch = jkv.append(cache, seq_ids, counts, capacity=8)
@@ -177,7 +177,7 @@ class TestBlocks:
         assert names(step.status) == ["OK"]
         assert num_taken(cache) == 2
 
-    def test_a_shorter_append_than_the_reservation_needs_no_negative_number(self):
+    def test_an_append_may_be_shorter_than_the_reservation(self):
         cache, _ = allocate(small_cache(), 14)
         cache, step = append(cache, 0, 2)
         assert names(step.status) == ["OK"]

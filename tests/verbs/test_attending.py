@@ -47,7 +47,7 @@ def test_is_causal_up_to_its_own_position():
 
 
 @pytest.mark.one_end
-def test_a_row_for_each_request_sees_what_packed_rows_see():
+def test_padded_rows_see_what_packed_rows_see():
     cache, batch = advance(opened(3, 5), [1, 0], 1)
     packed = attended(cache, batch)[:2]
     cache, batch = jkv.append(opened(3, 5), np.array([1, 0], np.int32))
@@ -75,7 +75,7 @@ def test_returns_the_dtype_of_the_queries(dtype):
         assert found.dtype == query_dtype
 
 
-def test_a_window_counts_the_token_itself_and_may_be_traced():
+def test_a_window_counts_its_token_and_may_be_traced():
     cache, batch = advance(opened(3), 0, 1)
     newest = np.asarray(jkv.read(cache, 0, 0)[1])[3]  # [K, D] of the one token seen
     queries = np.ones((ROWS, 2, 2), np.float32)
@@ -128,7 +128,7 @@ def test_query_head_h_reads_kv_head_h_over_group():
 
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.one_end
-def test_nan_of_a_token_reaches_no_row_that_is_promised_to_be_without(name):
+def test_nan_of_a_token_stays_where_it_is_allowed(name):
     """In a key only rows that see it, in a value rows of its own request alone."""
     cache, step = append(opened(3, 5), [0, 1], [4, 3])
     clean = np.ones((ROWS, 1, 2), np.float32)

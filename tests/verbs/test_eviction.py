@@ -57,7 +57,7 @@ def test_created_last_used_and_number_of_uses():
     assert cache.metadata.sequences.last_used.tolist() == before
 
 
-def test_the_least_recently_used_go_until_enough_is_free():
+def test_least_recently_used_go_until_enough_is_free():
     cache = opened(8, 4, 8, 4)  # 2 + 1 + 2 + 1 blocks of 8
     cache, _ = touch(cache, 0)
     order = jkv.least_recently_used(cache, 4, exclude=NOBODY)
@@ -115,7 +115,7 @@ def test_sequences_of_an_age_are_evicted():
             jkv.evict_older_than(cache, age)
 
 
-def test_with_groups_each_has_the_blocks_that_are_wanted():
+def test_each_group_has_the_blocks_that_are_wanted():
     # 40 tokens are 10 blocks of group 0, and the 3 that a window of 8 tokens needs.
     cache = grouped_cache([40, 40, 4, 40])
     assert count_free(cache) == [13, 10]

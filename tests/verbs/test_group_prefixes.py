@@ -102,7 +102,7 @@ def test_a_text_is_found_in_all_groups():
     assert stored(computed, 0, seq_id)[12:] == [*TEXT[12:], 1, 2, 3, 4, 5]
 
 
-def test_the_longest_beginning_from_which_all_groups_go_on():
+def test_the_longest_prefix_that_all_groups_have():
     """Of the windowed blocks only those of columns 3 and 2 are left, let go last."""
     texts = [TEXT[:9], TEXT[:13], TEXT]
     assert match(remembering(), texts) == [8, 12, 15]
@@ -136,7 +136,7 @@ def test_equal_blocks_are_stored_once_in_each_group():
         assert free_count(same_step, group) == (14, 10)[group]
 
 
-def test_who_still_has_a_block_is_found_for_one_who_gave_it_back():
+def test_a_block_given_back_is_found_at_another_owner():
     """A late commit finds the windowed blocks of columns 2 and 3 alone."""
     cache, _ = allocate(fresh(), 0)
     steps = []
@@ -175,7 +175,7 @@ def test_a_block_that_is_written_again_is_not_found():
     assert found.tolist() == [12, 24]
 
 
-def test_what_stood_beside_a_block_before_it_was_handed_out():
+def test_a_reused_block_forgets_what_stood_beside_it():
     """Four blocks for all tokens: they are known again by another text."""
     cache, _ = allocate(fresh(num_blocks=4), 0)
     cache, _ = free(compute(cache, 0, TEXT[:8]), 0)

@@ -176,7 +176,7 @@ def test_who_is_cut_off_leaves_its_row():
     jkv.check(cache)
 
 
-def test_who_lacks_a_block_in_one_group_shuts_out_who_needs_one_in_another():
+def test_lack_in_one_group_refuses_blocks_of_another():
     """Sequence 0 needs blocks of both groups; 1 has all reserved but for its window."""
     cache, _ = jkv.allocate(jkv.init(grouped_config((12, 16)), storage=False), [0, 40])
     cache, _ = jkv.append(cache, [0, 1], [8, 12], capacity=20)
@@ -190,7 +190,7 @@ def test_who_lacks_a_block_in_one_group_shuts_out_who_needs_one_in_another():
     jkv.check(after)
 
 
-def test_a_pool_for_windows_serves_texts_that_it_could_not_hold():
+def test_a_windowed_pool_serves_texts_longer_than_it():
     config = jkv.GroupedConfig.for_context_length(
         48, max_sequences=4, layer_windows=WINDOWS, step_tokens=2, **SIZES
     )
@@ -271,7 +271,7 @@ def test_sequences_leave_and_come_back_in_all_groups():
         jkv.swap_in(plain, swapped)
 
 
-def test_eviction_goes_on_until_every_group_has_as_many():
+def test_eviction_goes_on_until_every_group_has_enough():
     """Each sequence has two blocks in either pool, of 9 and of 7."""
     cache, _ = jkv.allocate(jkv.init(grouped_config((9, 7)), storage=False), [0] * 3)
     for seq_id in (2, 0, 1):

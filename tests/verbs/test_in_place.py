@@ -45,7 +45,7 @@ def make_cache(dtype, **changes):
 
 
 def pools_of(cache):
-    return [pool for storage in cache.storage for pool in storage.pools.values()]
+    return [pool for storage in cache.storage for pool in storage.arrays.values()]
 
 
 def pool_bytes(cache):
@@ -197,7 +197,7 @@ REUSING = VERBS | {
 
 @pytest.mark.parametrize("prefix_caching", few([False, True], True))
 @pytest.mark.parametrize("verb", ["allocate", "append", "fork", "free", "truncate"])
-def test_a_donated_verb_copies_nothing_the_size_of_the_pool(verb, prefix_caching):
+def test_a_donated_verb_copies_no_pool(verb, prefix_caching):
     """Not even of the small integers: its cost does not grow with the pool."""
     changes = dict(prefix_caching=True) if prefix_caching else {}
     cache = make_cache(jnp.float32, **changes)
@@ -213,19 +213,19 @@ def test_a_donated_verb_copies_nothing_with_a_window(verb):
 
 
 @pytest.mark.parametrize("verb", few(["prefill", "evict", "evict_cached"], "evict"))
-def test_a_donated_reusing_verb_copies_nothing_the_size_of_the_pool(verb):
+def test_a_donated_verb_copies_no_pool_with_prefixes(verb):
     cache = make_cache(jnp.float32, prefix_caching=True)
     assert copied_metadata(REUSING[verb], cache, IDS) == []
 
 
-def test_a_donated_commit_copies_nothing_the_size_of_the_pool():
+def test_a_donated_commit_copies_no_pool():
     cache = make_cache(jnp.float32, prefix_caching=True)
     for verb in ("append", "prefill"):
         _, batch = jax.eval_shape(REUSING[verb], cache, IDS)
         assert copied_metadata(jkv.commit, cache, batch) == []
 
 
-def test_a_donated_step_of_a_reusing_cache_updates_in_place():
+def test_a_donated_step_with_prefixes_is_in_place():
     def step(cache, prompts, hidden):
         cache, opened = jkv.allocate(cache, 64, tokens=prompts)
         cache, batch = jkv.append(cache, opened.seq_ids, tokens=prompts[:, 0])
@@ -290,7 +290,7 @@ def test_a_donated_commit_copies_nothing_in_groups():
 
 @pytest.mark.parametrize("verb", ["allocate", "append", "free"])
 @pytest.mark.one_end
-def test_an_eager_metadata_verb_passes_the_storage_around(verb):
+def test_an_eager_metadata_verb_keeps_the_storage(verb):
     cache = small_cache()
     ids = jnp.arange(BATCH_SIZE, dtype=jnp.int32)
     after, _ = VERBS[verb](cache, ids)

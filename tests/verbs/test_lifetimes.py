@@ -44,7 +44,7 @@ def live_bytes():
 
 
 @pytest.mark.one_end
-def test_ten_thousand_donated_steps_leave_no_array_behind():
+def test_ten_thousand_donated_steps_leave_no_array():
     step = jax.jit(turn, donate_argnums=0)
     cache = copied(opened(6))
     number = jnp.float32(1)
@@ -83,7 +83,7 @@ def test_a_donated_cache_raises():
     assert len(repr(cache).splitlines()) < 25
 
 
-def test_old_values_stay_readable_while_other_threads_make_new_ones():
+def test_old_values_stay_readable_beside_other_threads():
     old = opened(6, 9)
     expected = [stored_tokens(old, 0), stored_tokens(old, 1)]
     failures = []

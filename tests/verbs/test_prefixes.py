@@ -156,7 +156,7 @@ def test_domains_share_nothing():
     jkv.check(cache)
 
 
-def test_cached_blocks_go_least_recently_used_first_and_tail_before_head():
+def test_cached_blocks_go_oldest_first_tails_first():
     first, second = PROMPT[:9], [50 + i for i in range(9)]
     cache = with_free_blocks(started(first, second), 0)
     cache, _ = free(cache, [0, 1])  # tables 0 1 2 and 3 4 5
@@ -204,7 +204,7 @@ def test_a_decoding_step_is_committed_like_any_other():
     assert first.tolist() == [shared, shared, own, shared]
 
 
-def test_a_write_never_reaches_a_cached_block_that_others_have():
+def test_a_write_never_reaches_a_shared_cached_block():
     cache, _ = fork(started(PROMPT), 0)
     cache, status = truncate(cache, 0, 6)
     assert status.tolist() == [0] and table(cache, 0) == [0, 4]
@@ -215,7 +215,7 @@ def test_a_write_never_reaches_a_cached_block_that_others_have():
     jkv.check(cache)
 
 
-def test_a_cut_into_a_cached_block_that_nobody_shares_needs_no_other():
+def test_a_cut_into_an_unshared_block_needs_no_other():
     """In a full pool roll-back works; what was cached past the cut is forgotten."""
     cache = started(PROMPT)
     cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # and another end, cached
@@ -272,7 +272,7 @@ def test_evict_cached_forgets_the_oldest():
     assert free_count(cache) == 8
 
 
-def test_forks_and_reordered_sequences_go_on_being_committed():
+def test_forks_and_reordered_sequences_still_commit():
     cache = started(PROMPT[:6])
     cache, _ = fork(cache, 0)
     cache, _ = told(cache, 1, [30, 31])
@@ -359,7 +359,7 @@ def test_one_trace_however_the_values_change():
 
 
 @pytest.mark.parametrize("verb", ["match", "evict_cached", "invalidate", "clear"])
-def test_without_an_index_the_error_says_how_to_get_one(verb):
+def test_without_an_index_the_error_says_how_to_get_it(verb):
     cache = small_cache()
     with pytest.raises(ValueError, match="prefix_caching=True"):
         if verb == "match":
@@ -393,7 +393,7 @@ def test_cached_blocks_are_evicted_and_live_ones_never():
     assert found(cache, first, second) == [8, 0]  # live, still found
 
 
-def test_an_open_sequence_without_a_token_goes_on_committing_when_forgotten():
+def test_an_empty_sequence_commits_after_forgetting():
     cache, _ = allocate(started(PROMPT), 0)
     cache = jkv.invalidate(cache, 0)
     assert found(cache, PROMPT) == [0]
@@ -404,7 +404,7 @@ def test_an_open_sequence_without_a_token_goes_on_committing_when_forgotten():
     jkv.check(cache)
 
 
-def test_a_block_shared_before_its_commit_is_not_entered():
+def test_a_block_shared_before_commit_is_not_entered():
     cache, _ = allocate(reusing(), 0)
     cache, batch = told(cache, 0, PROMPT[:8], commit=False)
     cache, _ = fork(cache, 0)

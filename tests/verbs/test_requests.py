@@ -289,7 +289,7 @@ class TestWhoGetsTheLastBlocks:
         cache, result = allocate(cache, 12)
         assert names(result.status) == ["OK"] and free_count(cache) == 0
 
-    def test_a_request_that_needs_no_block_is_always_served(self):
+    def test_a_request_without_need_of_blocks_is_served(self):
         cache, result = allocate(with_free_blocks(opened(1), 3), [13, 0, 4])
         assert names(result.status) == ["OUT_OF_BLOCKS", "OK", "OUT_OF_BLOCKS"]
         cache, step = append(with_free_blocks(opened(4, 3), 0), [0, 1])
@@ -318,7 +318,7 @@ class TestWhoGetsTheLastBlocks:
         assert stored_tokens(cache, 0) == [0, 1, 2, 3]
         jkv.check(cache)
 
-    def test_one_refused_for_want_of_blocks_takes_no_sequence(self):
+    def test_one_refused_for_lack_of_blocks_takes_no_row(self):
         cache = with_free_rows(with_free_blocks(small_cache(), 3), 1)
         cache, result = allocate(cache, [13, 0, 1])
         assert names(result.status) == ["OUT_OF_BLOCKS", "OK", "OUT_OF_SEQUENCES"]

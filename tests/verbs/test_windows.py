@@ -73,7 +73,7 @@ class TestReserving:
 
 
 class TestAppending:
-    def test_a_sequence_keeps_two_or_three_blocks_however_long_it_is(self):
+    def test_a_long_sequence_keeps_two_or_three_blocks(self):
         cache, _ = allocate(small_cache(**WINDOW), 0)
         held = []
         for length in range(40):
@@ -95,7 +95,7 @@ class TestAppending:
         cache, _ = append(cache, 0)
         assert columns(cache, 0) == [7, 8, 9] and kept(cache, 0) == 28
 
-    def test_a_refused_step_and_one_without_tokens_give_nothing_back(self):
+    def test_refused_and_empty_steps_give_nothing_back(self):
         cache = grow_to(20)
         before = columns(cache, 0)
         cache, _ = append(cache, 0, 0)
@@ -113,7 +113,7 @@ class TestAppending:
         assert_refused(cache, (refused, step), "OUT_OF_BLOCKS")
 
     @pytest.mark.parametrize("num_tokens", [1, 3, 6])
-    def test_a_pool_with_most_blocks_for_each_never_runs_out(self, num_tokens):
+    def test_a_pool_with_most_blocks_of_all_never_runs_out(self, num_tokens):
         config = jkv.CacheConfig(
             num_layers=1,
             num_kv_heads=1,
@@ -152,7 +152,7 @@ class TestSinks:
         slots = jkv.slots(cache, 0, [7, 8, 15, 16])
         assert (np.asarray(slots.block_ids) == 8).tolist() == [False, True, True, False]
 
-    def test_rows_see_sinks_and_window_as_a_dense_model_does(self):
+    def test_rows_see_sinks_and_window_as_a_dense_model(self):
         """Three sinks and the last eight tokens, in steps of several tokens and of one.
 
         Blocks given back hold NaN.
@@ -194,7 +194,7 @@ class TestSinks:
 
 
 class TestSharing:
-    def test_a_shared_block_is_free_when_its_last_owner_leaves_it(self):
+    def test_a_shared_block_is_freed_by_its_last_owner(self):
         cache, child = fork(grow_to(20), 0)
         assert child.seq_ids.tolist() == [1]
         assert [columns(cache, i) for i in (0, 1)] == [[2, 3, 4]] * 2
@@ -249,7 +249,7 @@ def test_free_returns_what_is_left():
 
 
 class TestAttending:
-    def test_a_window_that_looks_too_far_is_refused_when_traced(self):
+    def test_a_window_that_looks_too_far_is_refused(self):
         cache = grow_to(20)
         cache, step = append(cache, 0)
         queries = jnp.ones((step.batch.num_rows, 1, 2))
@@ -282,7 +282,7 @@ class TestAttending:
 
 
 class TestMoving:
-    def test_sequences_return_to_a_cache_that_needs_no_more(self):
+    def test_sequences_return_and_need_no_more_blocks(self):
         cache = grow_to(20)
         cache, swapped = jkv.swap_out(cache, 0)
         assert swapped.num_blocks == 3
@@ -375,7 +375,7 @@ class TestPrefixes:
         assert found.num_cached.tolist() == [15] and columns(cache, 1) == [0, 2, 3]
         jkv.check(cache)
 
-    def test_another_beginning_is_not_found_by_the_same_end(self):
+    def test_another_prefix_is_not_found_by_the_same_end(self):
         cache = remembering()
         for other in ([49, *TEXT[1:]], [*TEXT[4:8], *TEXT[:4], *TEXT[8:]]):
             assert match(cache, [other]) == [0]
@@ -404,7 +404,7 @@ class TestPrefixes:
         cache, _ = free(cache, 0)
         assert not bool(jkv.block_info(cache, cut).is_cached)
 
-    def test_a_late_commit_of_what_is_gone_makes_nothing_visible(self):
+    def test_a_late_commit_of_freed_blocks_enters_nothing(self):
         cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
         steps = []
         for start in (0, 8):

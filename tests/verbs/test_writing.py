@@ -36,7 +36,7 @@ def test_casts_to_the_storage(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contents_of_any_dtype_follow_forks_and_rollbacks(dtype):
+def test_any_dtype_follows_forks_and_rollbacks(dtype):
     cache, _ = fork(opened(6, dtype=dtype), 0)
     cache, _ = truncate(cache, 1, 2)
     assert stored_tokens(cache, 0) == list(range(6))
@@ -96,8 +96,8 @@ def test_a_cache_that_was_cast_is_named(dtype, cast):
     """Its bits would mean something else; `check` says so, too."""
     cache, step = append(opened(5, dtype=dtype), 0)
     (storage,) = cache.storage
-    pool = storage.pools[cast].astype(np.float16)
-    cache = cache.with_storage((storage.with_pools({cast: pool}),))
+    pool = storage.arrays[cast].astype(np.float16)
+    cache = cache.with_storage((storage.with_arrays({cast: pool}),))
     with pytest.raises(TypeError, match=f"{cast} has dtype float16, and {dtype} is"):
         write_tokens(cache, step, [1])
     with pytest.raises(jkv.InvariantError, match=f"storage.0.{cast} is float16"):

@@ -129,8 +129,8 @@ def launch(
         kernel(*inputs, *refs[len(leaves) :])
 
     body.__name__ = name
-    # JAX 0.11 and later say so when they lower a kernel. It is known, and the reason
-    # why one file holds a backend.
+    # JAX 0.11 and later say so when they lower a kernel. It is known: the backend is in
+    # one file, so that it can be exchanged.
     warnings.filterwarnings(
         "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
     )
@@ -167,7 +167,7 @@ def defer(
     A Pallas call cannot be lowered for CPU, not even where a program for several
     platforms never gets to it; and lowering all branches for all platforms is what
     `platform_dependent` does in such a program. So what launches kernels is a primitive
-    of its own, which other platforms lower to zeros that nobody sees. Where no GPU is
+    of its own, which other platforms lower to zeros that are not used. Where no GPU is
     meant, nothing of it is ever traced.
 
     Inside `shard_map`, where Pallas takes nothing that varies over a mesh, the function

@@ -55,7 +55,7 @@ def attend_range(
     del output_before, lse_before
     o, work = operands, operands.work
     num_heads, head_dim = o.queries.shape[1:]
-    group = num_heads // o.keys.shape[2]
+    heads_per_kv = num_heads // o.keys.shape[2]
     value_sections = cut(variant.value_dim)
     key_sections = cut(head_dim)
     if o.values is None:
@@ -66,14 +66,14 @@ def attend_range(
     # The head tiles of an entry follow each other: they may read the same tokens.
     program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
     entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
-    tiles_per_head = jnp.int32(-(-group // variant.row_heads))
+    tiles_per_head = jnp.int32(-(-heads_per_kv // variant.row_heads))
     kv_head = lax.div(head_tile, tiles_per_head)
     index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
     offset = index >> (variant.row_heads.bit_length() - 1)
     head = lax.rem(head_tile, tiles_per_head) * variant.row_heads
     head += index & (variant.row_heads - 1)
-    valid = (head < group) & (offset < work.num_rows[entry])
-    head += kv_head * group
+    valid = (head < heads_per_kv) & (offset < work.num_rows[entry])
+    head += kv_head * heads_per_kv
     row = work.row[entry] + offset
 
     def find_last(position: jax.Array) -> jax.Array:
@@ -210,7 +210,7 @@ def attend_range(
         )
 
     # Stores are never clamped: two of them would share an address.
-    total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that nobody stores
+    total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
     row = jnp.broadcast_to(entry, index.shape) if variant.is_decode else row
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         where = (row[:, None], head[:, None], columns_of(start, size))

@@ -34,7 +34,7 @@ from jkv.attention.pools import Pools
 
 # Query heads of a kv head that models have, rounded up to powers of two; and those of
 # latent caches, whose only kv head serves all or, on a mesh, some of them.
-_GROUPS, _LATENT_GROUPS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
+_HEADS_PER_KV, _LATENT_HEADS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
 
 
 class _Sizes(NamedTuple):
@@ -77,16 +77,16 @@ def plan_work(
     tuning = find_card_tuning(pools)
     if tuning is None or not num_rows or not num_requests:
         return None
-    groups = _GROUPS if pools.values is not None else _LATENT_GROUPS
+    counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
     decode, prefill = set(), set()
-    for group in groups:
-        row_heads = count_decode_heads(group, tuning)
-        head_tiles = count_head_tiles(share.num_kv_heads, group, row_heads)
+    for heads_per_kv in counts:
+        row_heads = count_decode_heads(heads_per_kv, tuning)
+        head_tiles = count_head_tiles(share.num_kv_heads, heads_per_kv, row_heads)
         wanted = count_pieces(tuning.programs, head_tiles)
         max_tokens = max_blocks * share.part_size
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
         if num_rows > 1 and not is_decoding:
-            tile_rows = cut_prefill_rows(group, tuning)[1]
+            tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
         requests,

@@ -33,36 +33,36 @@ class Variant:
 
 def decode_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     """Return the variant for requests of one row."""
-    row_heads = count_decode_heads(call.group, tuning)
+    row_heads = count_decode_heads(call.heads_per_kv, tuning)
     return _make_variant(call, tuning.decode, row_heads, 1, True, interpret)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     """Return the variant for requests of several rows."""
-    row_heads, row_tokens = cut_prefill_rows(call.group, tuning)
+    row_heads, row_tokens = cut_prefill_rows(call.heads_per_kv, tuning)
     return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
 
 
-def count_decode_heads(group: int, tuning: Tuning) -> int:
-    """Return how many query heads of a kv head, of `group`, share a decode tile."""
+def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
+    """Return how many of a kv head's query heads share a decode tile."""
     # Heads that do not exist fill the least number of rows that can be multiplied.
-    return max(_MIN_ROWS, min(_pad(group), tuning.decode.rows))
+    return max(_MIN_ROWS, min(_pad(heads_per_kv), tuning.decode.rows))
 
 
-def cut_prefill_rows(group: int, tuning: Tuning) -> tuple[int, int]:
-    """Return how many query heads, of `group`, of how many tokens share a tile."""
-    row_heads = min(_pad(group), tuning.prefill.rows)
+def cut_prefill_rows(heads_per_kv: int, tuning: Tuning) -> tuple[int, int]:
+    """Return how many of a kv head's query heads, of how many tokens, share a tile."""
+    row_heads = min(_pad(heads_per_kv), tuning.prefill.rows)
     return row_heads, tuning.prefill.rows // row_heads
 
 
-def count_head_tiles(num_kv_heads: int, group: int, row_heads: int) -> int:
+def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> int:
     """Return the tiles of `row_heads` query heads that those of all kv heads make."""
-    return num_kv_heads * -(-group // row_heads)
+    return num_kv_heads * -(-heads_per_kv // row_heads)
 
 
-def _pad(group: int) -> int:
+def _pad(heads_per_kv: int) -> int:
     """Return G, rounded up to a power of two."""
-    return 1 << (group - 1).bit_length()
+    return 1 << (heads_per_kv - 1).bit_length()
 
 
 def _make_variant(
@@ -78,7 +78,9 @@ def _make_variant(
         tile=tile,
         row_tokens=row_tokens,
         row_heads=row_heads,
-        head_tiles=count_head_tiles(call.pools.num_kv_heads, call.group, row_heads),
+        head_tiles=count_head_tiles(
+            call.pools.num_kv_heads, call.heads_per_kv, row_heads
+        ),
         value_dim=call.pools.value_dim,
         operand_dtype=find_operand_dtype(call.queries, call.pools),
         weight_dtype=find_weight_dtype(call.queries, call.pools),

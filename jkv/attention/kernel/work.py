@@ -1,4 +1,4 @@
-"""Who works on what: the lists that a kernel's programs read, one entry per program.
+"""The lists that a kernel's programs read, one entry per program.
 
 A Pallas grid is static and its programs should be equally long, while requests differ
 a hundredfold in length and change from step to step. So the number of entries is

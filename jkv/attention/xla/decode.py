@@ -23,8 +23,8 @@ from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.xla.lanes import Lanes, attend_lanes
 from jkv.attention.xla.operations import divide_up, gather, multiply
+from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
 from jkv.attention.xla.pieces import WorkList, list_work
 from jkv.sharding.loops import fori_loop
 

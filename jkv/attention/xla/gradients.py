@@ -17,8 +17,8 @@ from jax import lax
 from jkv.attention.call import Attend, Call
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.pools import add_blocks
-from jkv.attention.xla.loops import scale_queries
 from jkv.attention.xla.operations import multiply
+from jkv.attention.xla.plain_path import scale_queries
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,

@@ -59,7 +59,7 @@ def attend_tile(
     rows = jnp.moveaxis(rows, 0, 2)  # f32[K, G, Q, D]
     sinks = None
     if call.sinks is not None:
-        sinks = call.sinks.reshape(call.pools.num_kv_heads, call.group, 1)
+        sinks = call.sinks.reshape(call.pools.num_kv_heads, call.heads_per_kv, 1)
     sums = empty_sums(rows.shape[:3], call.pools.value_dim, sinks)
     attend = functools.partial(_attend_chunk, tiling, tile, rows)
     sums = fori_loop(jnp.int32(0), tile.num_chunks, attend, sums)

@@ -21,8 +21,8 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
-from jkv.attention.xla.lanes import Lanes, attend_lanes
 from jkv.attention.xla.operations import divide_up, gather, quotient
+from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
 from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
@@ -129,13 +129,13 @@ def _attend_lanes(
     num_rows = readers.last.shape[1]
     sinks = None
     if call.sinks is not None:
-        sinks = call.sinks.reshape(1, shape[1], call.group)
+        sinks = call.sinks.reshape(1, shape[1], call.heads_per_kv)
         sinks = jnp.tile(sinks, (1, 1, num_rows))
     sums = empty_sums(shape, call.pools.value_dim, sinks)
     take_columns = functools.partial(_take_columns, call, queries, readers, width)
     sums = fori_loop(start, end, take_columns, sums)
     if num_rows > 1:
-        sees = jnp.repeat(sees, call.group, axis=1)
+        sees = jnp.repeat(sees, call.heads_per_kv, axis=1)
     return finish_sums(sums, sees[:, None])
 
 
@@ -194,7 +194,7 @@ def _attend_tiles(
         )
         return output, lse
 
-    shape = most_trips * num_lanes, queries.shape[1], _TILE_ROWS * call.group
+    shape = most_trips * num_lanes, queries.shape[1], _TILE_ROWS * call.heads_per_kv
     results = (
         jnp.zeros((*shape, call.pools.value_dim), jnp.float32),
         jnp.zeros(shape, jnp.float32),
@@ -215,9 +215,9 @@ def _to_rows(
 
     def by_row(array: jax.Array) -> jax.Array:
         num_tiles, num_kv_heads, _, *rest = array.shape
-        shape = num_tiles, num_kv_heads, _TILE_ROWS, call.group, *rest
+        shape = num_tiles, num_kv_heads, _TILE_ROWS, call.heads_per_kv, *rest
         rows = jnp.moveaxis(array.reshape(shape), 2, 1)
-        return gather(rows.reshape(-1, num_kv_heads, call.group, *rest), index)
+        return gather(rows.reshape(-1, num_kv_heads, call.heads_per_kv, *rest), index)
 
     output, lse = (by_row(array) for array in found)
     return (

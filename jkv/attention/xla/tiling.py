@@ -47,7 +47,7 @@ class RowTile(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some consecutive blocks of a tile's request and who sees their tokens."""
+    """Some consecutive blocks of a tile's request and which rows see their tokens."""
 
     blocks: jax.Array  # i32[C], ids
     visible: jax.Array  # bool[Q, C * T], which row sees which token

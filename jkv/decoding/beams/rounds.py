@@ -34,7 +34,7 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.beams.state import SearchState
-from jkv.decoding.model.prefill import Chunk, Pending, prefill
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.texts.blocks import BlockSize
@@ -99,9 +99,9 @@ def _compute_prompts(
         cache,
         Pending(state.first_seq_ids, find_tokens),
         (state, logits),
+        Sizes(searcher.num_rows),
         count_left=lambda _, done: prompts.lengths - done,
         note=note,
-        num_rows=searcher.num_rows,
     )
     return cache, state, logits
 

@@ -12,12 +12,12 @@ from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.beams.state import BeamSearch, SearchState
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE, check_counts
+from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.sampling.stopping import Bounds, as_stop_tokens, judge_prompts
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -104,7 +104,6 @@ def beam_search(
     """
     check_counts(
         num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
         num_return=num_return,
         chunk_size=chunk_size,
     )
@@ -120,11 +119,10 @@ def beam_search(
     num_rows = max(texts.lengths.shape[0], min(chunk_size, texts.tokens.size))
     size = find_block_size(cache, (num_rows,))
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
-    state = SearchState.begin(
-        texts, judge_prompts(texts, bounds), num_beams, max_new_tokens
-    )
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
+    reasons = judge_prompts(texts, bounds, vocabulary)
+    state = SearchState.begin(texts, reasons, num_beams, max_new_tokens)
     searcher = Searcher(runner, rules, num_rows, vocabulary, size)
     cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
@@ -152,7 +150,7 @@ def _make_rules(
         raise UsageError(
             f'early_stopping must be True, False or "never", got {early_stopping!r}'
         )
-    stops = jnp.asarray(stop_tokens, jnp.int32)
+    stops = as_stop_tokens(stop_tokens)
     if stops.ndim > 1:
         raise UsageError(
             f"stop_tokens must be i32[E], the same for all prompts, got shape "

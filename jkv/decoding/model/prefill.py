@@ -57,6 +57,24 @@ def run_chunk(
     return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
 
 
+class Sizes(NamedTuple):
+    """How a chunk is divided among texts."""
+
+    num_rows: int  # R, at least B
+    # i32[B], a permutation: texts with the smallest have rows first. None: their order.
+    ages: jax.Array | None = None
+    most_each: int | None = None  # tokens of a text in a chunk; None: as many as rows
+
+    def share(self, left: jax.Array) -> jax.Array:
+        """Return the rows of each text, i32[B], of which so much is left, i32[B]."""
+        ages = self.ages
+        if ages is None:
+            ages = jnp.arange(left.shape[0], dtype=jnp.int32)
+        if self.most_each is not None:
+            left = jnp.minimum(left, self.most_each)
+        return share_rows(left, ages, self.num_rows)
+
+
 class Chunk(NamedTuple):
     """What a chunk brought, for each text."""
 
@@ -70,12 +88,10 @@ def prefill(
     cache: Cache,
     texts: Pending,
     carry: Carry,
+    sizes: Sizes,
     *,
     count_left: Callable[[Carry, jax.Array], jax.Array],
     note: Callable[[Cache, Carry, Chunk], Carry],
-    num_rows: int,
-    ages: jax.Array | None = None,
-    most_each: int | None = None,
 ) -> tuple[Cache, Carry]:
     """Compute texts in chunks, until nothing is left or no text finds a block.
 
@@ -84,16 +100,11 @@ def prefill(
       cache: the cache.
       texts: B of them.
       carry: what `note` changes.
+      sizes: how a chunk is divided.
       count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
         how many more are to be computed.
       note: returns what becomes of the carry after a chunk.
-      num_rows: R, at least B.
-      ages: i32[B], a permutation: texts with the smallest have rows first. None is
-        their order.
-      most_each: most tokens of a text in a chunk, None as many as there are rows.
     """
-    if ages is None:
-        ages = jnp.arange(texts.seq_ids.shape[0], dtype=jnp.int32)
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
         done = texts.count_done(cache)
@@ -105,9 +116,10 @@ def prefill(
     ) -> tuple[Cache, Carry, jax.Array]:
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
-        wanted = left if most_each is None else jnp.minimum(left, most_each)
-        counts = share_rows(wanted, ages, num_rows)
-        cache, batch, logits = run_chunk(runner, cache, texts, done, counts, num_rows)
+        counts = sizes.share(left)
+        cache, batch, logits = run_chunk(
+            runner, cache, texts, done, counts, sizes.num_rows
+        )
         is_served = batch.query_lengths > 0
         carry = note(cache, carry, Chunk(logits, batch, is_served & (counts == left)))
         return cache, carry, jnp.any(is_served)

@@ -44,6 +44,20 @@ class Model(Protocol):
         ...
 
 
+def check_model(model: object, params: object) -> None:
+    """Refuse a model that cannot be called.
+
+    Raises:
+      UsageError: for one, which says so where its params could be.
+    """
+    if not callable(model):
+        swapped = ", as its params are: were they swapped?" if callable(params) else ""
+        raise UsageError(
+            f"model must be callable as model(params, tokens, cache, batch){swapped} "
+            f"got {type(model).__name__}; the order is model, params, cache"
+        )
+
+
 def call_model(
     model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
 ) -> tuple[jax.Array, Cache]:
@@ -63,6 +77,7 @@ def call_model(
     Raises:
       UsageError: for logits of another shape or dtype, or what is no pair of these.
     """
+    check_model(model, params)
     answer = model(params, tokens, cache, batch)
     if not (
         isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Cache)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import find_owners
-from jkv.metadata.requests import saturating_cumsum
+from jkv.metadata.requests import check_counts, saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
 
 # Rows of a step with prompts when the caller does not say: enough to keep a processor
@@ -104,12 +104,3 @@ def choose_size(work: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """Return the index of the smallest size, ascending, that holds the work, i32[]."""
     too_small = [(work > size).astype(jnp.int32) for size in sizes[:-1]]
     return sum(too_small, start=jnp.int32(0))
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse static numbers that are no positive ints, by name."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{name} must be a static int of at least 1, got {count!r}"
-            )

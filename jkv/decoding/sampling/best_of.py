@@ -22,7 +22,7 @@ def select_best(
 
     By "mean_logprob" the one whose tokens are the most likely on average, which does
     not prefer short ones as their sum would. By "majority" the answer that most samples
-    have, which is self-consistency (Wang et al., arXiv 2203.11171); among those who
+    have, which is self-consistency (Wang et al., arXiv 2203.11171); among samples that
     have it, and among answers with as many, the mean log-probability decides, then the
     order. Samples without a token, or without a number for a likelihood, come last.
 

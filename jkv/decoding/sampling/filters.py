@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.sampling.options import (
+    SAMPLING_DTYPES,
+    Sampling,
+    check_sampling,
+)
 from jkv.sharding.loops import while_loop
 
 # The limit of a top-p of 0, which keeps the most likely token alone.
@@ -66,6 +70,8 @@ class PerRow(NamedTuple):
 
 def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     """Return the fields of `Sampling` with one value a row."""
+
+    check_sampling(sampling)
 
     def spread(name: str, dtype: Any) -> jax.Array:
         value = jnp.asarray(getattr(sampling, name))

@@ -113,6 +113,19 @@ def _draw_seed(key: jax.Array) -> jax.Array:
     return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
 
 
+def check_sampling(sampling: object) -> None:
+    """Refuse what does not say how tokens are chosen.
+
+    Raises:
+      UsageError: for anything but a `Sampling`.
+    """
+    if not isinstance(sampling, Sampling):
+        raise UsageError(
+            f"sampling must be a jkv.Sampling, as in Sampling(temperature=0.7), got "
+            f"{sampling!r}"
+        )
+
+
 GREEDY = Sampling()
 
 # What the fields are computed in.

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
-from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.prompts import Prompts, find_malformed
 from jkv.decoding.texts.results import FinishReason
+from jkv.status import UsageError
 
 # Beside a token of a text there can be no such number.
 _ANY = -1
@@ -38,27 +40,24 @@ class Stops:
           sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end.
           num_prompts: Q.
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
+        tokens = as_stop_tokens(tokens)
         if tokens.ndim != 2:
             tokens = tokens.reshape(1, -1)
         _check_rows("stop_tokens", tokens, num_prompts)
         if sequences is None:
             return cls(tokens=tokens, sequences=None)
-        sequences = jnp.asarray(sequences)
-        if sequences.ndim not in (2, 3) or not jnp.issubdtype(
-            sequences.dtype, jnp.integer
-        ):
-            raise ValueError(
-                "stop_sequences must be i32[E, W], one a row and -1 after its end, or "
-                "i32[B, E, W] with those of each prompt, got "
-                f"{sequences.dtype}{list(sequences.shape)}"
-            )
+        sequences = _as_integers(
+            sequences,
+            "stop_sequences must be i32[F, C], one a row and -1 after its end, or "
+            "i32[B, F, C] with those of each prompt",
+            (2, 3),
+        )
         if 0 in sequences.shape:
             return cls(tokens=tokens, sequences=None)
         if sequences.ndim == 2:
             sequences = sequences[None]
         _check_rows("stop_sequences", sequences, num_prompts)
-        return cls(tokens=tokens, sequences=_to_the_right(sequences.astype(jnp.int32)))
+        return cls(tokens=tokens, sequences=_to_the_right(sequences))
 
     def of_prompts(self, prompts: jax.Array) -> "Stops":
         """Return what stops each of these prompts, i32[K], or all of them alike."""
@@ -92,6 +91,30 @@ class Stops:
         tokens = put(self.tokens, stops.tokens)
         assert tokens is not None
         return Stops(tokens=tokens, sequences=put(self.sequences, stops.sequences))
+
+
+def as_stop_tokens(tokens: Any) -> jax.Array:
+    """Return stop tokens as i32[], i32[E] or i32[Q, E].
+
+    Raises:
+      UsageError: for what holds no token ids.
+    """
+    return _as_integers(
+        tokens if np.size(tokens) else np.zeros(np.shape(tokens), np.int32),
+        "stop_tokens must be token ids, i32[E], or i32[B, E] with those of each prompt",
+        (0, 1, 2),
+    )
+
+
+def _as_integers(values: Any, expected: str, axes: tuple[int, ...]) -> jax.Array:
+    """Return integers with so many axes as i32."""
+    array: Any = values if isinstance(values, jax.Array) else np.asarray(values)
+    if array.ndim not in axes or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise UsageError(
+            f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
+            f"strings (`stop=`), the loops inside jit at token ids"
+        )
+    return jnp.asarray(array, jnp.int32)
 
 
 def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:
@@ -139,11 +162,16 @@ def find_first(
     return reasons
 
 
-def judge_prompts(prompts: Prompts, bounds: Bounds) -> jax.Array:
-    """Return why prompts are not begun, RUNNING where they are, i32[Q]."""
+def judge_prompts(prompts: Prompts, bounds: Bounds, vocabulary: int) -> jax.Array:
+    """Return why prompts are not begun, RUNNING where they are, i32[Q].
+
+    Raises:
+      UsageError: for a malformed prompt, where the tokens are known: outside of jit.
+    """
     return find_first(
         prompts.lengths.shape,
         [
+            (FinishReason.MALFORMED_PROMPT, find_malformed(prompts, vocabulary)),
             (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
             (FinishReason.LENGTH, prompts.limits <= 0),
             *bounds.exceeded(prompts.lengths),

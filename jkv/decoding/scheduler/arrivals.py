@@ -128,7 +128,7 @@ def _queue_up(
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
-    reasons = judge_prompts(added, state.bounds(cache))
+    reasons = judge_prompts(added, state.bounds(cache), state.seen.shape[1])
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)

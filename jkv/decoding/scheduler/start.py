@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jkv.decoding.model.rows import check_counts
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
 from jkv.decoding.scheduler.places import Places
@@ -17,7 +16,9 @@ from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.metadata.requests import check_counts
 from jkv.state import Cache
+from jkv.status import UsageError
 
 
 class Sizes(NamedTuple):
@@ -44,6 +45,11 @@ class Sizes(NamedTuple):
         if self.row_counts is None:
             chunk = min(self.chunk_size, most_rows)
             return num_places, tuple(sorted({num_places, max(num_places, chunk)}))
+        if not isinstance(self.row_counts, list | tuple):
+            raise UsageError(
+                f"row_counts must be a tuple of ints, as ({running},) for steps of so "
+                f"many rows, got {self.row_counts!r}"
+            )
         counts = tuple(self.row_counts)
         for count in counts:
             check_counts(row_counts=count)
@@ -65,18 +71,18 @@ def begin_generation(
 ) -> GenerationState:
     """Begin with everything in the queue."""
     max_new_tokens, num_samples = sizes.max_new_tokens, sizes.num_samples
-    check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples)
+    check_counts(num_samples=num_samples)
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
-    reasons = judge_prompts(prompts, bounds)
+    vocabulary = runner.count_vocabulary(cache, num_places)
+    reasons = judge_prompts(prompts, bounds, vocabulary)
     num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
-    vocabulary = runner.count_vocabulary(cache, num_places)
     return GenerationState(
         result=Generation.empty(reasons, max_new_tokens),
         prompts=prompts,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Chunk, Pending, prefill, run_chunk
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill, run_chunk
 from jkv.decoding.sampling.draws import draw
 from jkv.decoding.sampling.filters import PerRow, by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
@@ -169,10 +169,9 @@ def _catch_up(
         rows.cache,
         Pending(rows.seq_ids, texts.tokens, commits=False),
         is_ready,
+        Sizes(max(_ROWS, is_ready.shape[0]), texts.state.places.ages),
         count_left=count_left,
         note=note,
-        num_rows=max(_ROWS, is_ready.shape[0]),
-        ages=texts.state.places.ages,
     )
     return rows._replace(cache=cache), is_ready
 

@@ -63,6 +63,11 @@ def begin_speculation(
     """Return a generation that has not begun, ready for guesses."""
     if options is None:
         return state
+    if not isinstance(options, PromptLookup | DraftModel):
+        raise UsageError(
+            f"speculate must be a PromptLookup or a DraftModel, as in "
+            f"PromptLookup(num_tokens=7), or None; got {options!r}"
+        )
     rows = open_rows(options, state) if isinstance(options, DraftModel) else None
     pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
     return dataclasses.replace(state, speculation=SpeculationState(pace, rows))

@@ -4,13 +4,21 @@ Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lane
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.metadata.requests import (
+    Integers,
+    Texts,
+    as_prompts,
+    broadcast,
+    check_counts,
+)
+from jkv.status import UsageError
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +42,12 @@ class Prompts:
         salts: Integers,
         priorities: Integers = 0,
     ) -> "Prompts":
-        """Take the tokens before each row's first negative entry."""
+        """Take the tokens before each row's first negative entry.
+
+        Raises:
+          UsageError: for arguments of a wrong shape or type.
+        """
+        check_counts(max_new_tokens=max_new_tokens)
         tokens = as_prompts(texts, "prompts")
         if tokens.shape[0] == 0:
             raise ValueError("prompts is empty; give at least one prompt")
@@ -55,6 +68,35 @@ def count_tokens(texts: jax.Array) -> jax.Array:
     """Count the tokens before each row's first negative entry, i32[B, P] to i32[B]."""
     is_token = jnp.cumprod((texts >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32)
     return jnp.sum(is_token, axis=1, dtype=jnp.int32)
+
+
+def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
+    """Return which prompts are no texts, bool[Q]: they are never begun.
+
+    A token behind the first -1, an id below -1, or one that the model does not know.
+
+    Raises:
+      UsageError: for one of these, where the tokens are known: outside of jit.
+    """
+    tokens = prompts.tokens
+    if not isinstance(tokens, jax.core.Tracer):
+        _check_tokens(np.asarray(tokens), vocabulary)
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    is_behind = (tokens >= 0) & (column >= prompts.lengths[:, None])
+    return jnp.any(is_behind | (tokens < -1) | (tokens >= vocabulary), axis=1)
+
+
+def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
+    """Refuse prompts, i32[Q, P], that are no texts."""
+    is_behind = (tokens >= 0) & np.logical_or.accumulate(tokens < 0, axis=1)
+    found = np.argwhere(is_behind | (tokens < -1) | (tokens >= vocabulary))
+    if found.size:
+        row, column = (int(i) for i in found[0])
+        raise UsageError(
+            f"prompt {row} has {tokens[row, column]} at position {column}; a prompt is "
+            f"token ids from 0 to {vocabulary - 1} from the first position on, and -1 "
+            f"behind its end only (no padding on the left, none between tokens)"
+        )
 
 
 def find_tokens(

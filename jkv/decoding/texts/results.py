@@ -4,7 +4,7 @@ Symbols: N sequences, G most new tokens of a sequence.
 """
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,11 @@ class FinishReason(enum.IntEnum):
     OUT_OF_BLOCKS = 4  # it would not fit into the pool if it were alone
     OUT_OF_SEQUENCES = 5  # the cache had no row for it: it never began
     EMPTY_PROMPT = 6  # there was nothing to continue: it never began
-    CANCELLED = 7  # it was cancelled, or its row was freed by somebody else
+    CANCELLED = 7  # it was cancelled, or its row was freed outside of the loop
     NAN_LOGITS = 8  # the model's logits for its next token were not numbers
     DEADLINE = 9  # its time was over (`jkv.serving`)
     FAILED = 10  # an exception in the loop that computed it (`jkv.serving`)
+    MALFORMED_PROMPT = 11  # its prompt had no token ids, or padding between them
 
 
 class Statistics(NamedTuple):
@@ -73,6 +74,14 @@ class Generation(NamedTuple):
     reasons: jax.Array  # i32[N], `FinishReason`
     logprobs: jax.Array  # f32[N, G], of each token under the model, 0 past the end
     statistics: Statistics  # what it took to make them
+
+    @property
+    def status(self) -> NoReturn:
+        """Not there, as a text is never refused: `reasons` says why it ended."""
+        raise AttributeError(
+            "a Generation has no status: reasons, i32[N], says why sequences ended, as "
+            "in jkv.FinishReason(int(result.reasons[0])).name"
+        )
 
     def add_counts(self, **counts: jax.Array) -> "Generation":
         """Return the same with more counted, i32[] each, by their names."""

@@ -99,7 +99,7 @@ class Pool:
 def _count_blocks(call: CallSizes, block_size: int) -> int:
     """Return the blocks that all running sequences may have at the same time.
 
-    Samples share the full blocks of their prompt; one group may be partly done.
+    Samples share the full blocks of their prompt; those of one may be partly done.
     """
     shared = call.prompt_length // block_size
     whole = -(-(call.prompt_length + call.max_new_tokens) // block_size)

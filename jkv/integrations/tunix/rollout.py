@@ -14,6 +14,7 @@ import jkv
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
+from jkv.integrations.tunix.completion_scores import score_completions
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
@@ -23,7 +24,6 @@ from jkv.integrations.tunix.rollout_options import (
     check_options,
     read_options,
 )
-from jkv.integrations.tunix.scoring import score_completions
 
 
 class JkvRollout(BaseRollout):

@@ -95,7 +95,7 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
         sums = jnp.cumsum(terms, dtype=jnp.uint32)
         hashes = (hashes - sums)[first_lane] + sums
         above = jnp.where(is_first, above, jnp.roll(hashes, 1))
-    # Of a run the index knows no parent but the first before it is entered.
+    # Of a run's blocks only the first has its parent in the index before they enter.
     parents = proofs.known_parents(index, before) if lanes.is_alone else None
     wide = proofs.hash_lanes(index, salts, tokens, column, before, first_lane)
     return Columns(

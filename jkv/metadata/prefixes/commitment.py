@@ -16,7 +16,7 @@ from jkv.metadata.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.metadata.prefixes.lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.metadata.prefixes.prefix_index import index_of, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata, PrefixIndex
@@ -57,8 +57,8 @@ def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
     """
     fills = chains.num_columns > 0
 
-    # That a trip has the rank of its columns keeps XLA from working out beforehand, in
-    # kernels of its own, what follows from the ranks.
+    # The trip's number is the rank of its columns. XLA does not know it, so it does not
+    # compute before the loop, in kernels of its own, what follows from ranks.
     def trip(rank: jax.Array, carry: _Carry) -> _Carry:
         ranks = jnp.broadcast_to(rank, fills.shape)
         lanes = CommitLanes(None, ranks, fills, jnp.ones_like(fills), True)
@@ -83,8 +83,8 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
         lanes = CommitLanes(request, rank, valid, unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
-    # No batch fills more blocks than its rows have room for, and one each; one of a row
-    # each has no more than that.
+    # A batch fills as many blocks as its rows could alone, and one more for each
+    # request; with a row for each request it is that one.
     most = len(batch.seq_ids)
     if not batch.is_decoding:
         most += batch.num_rows // start[0].block_size
@@ -158,8 +158,8 @@ def _find_fit(
         ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
         return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
 
-    # What enters lets later lanes be fit, and what is behind these in their chains may
-    # enter in turn. A trip only where a step's full blocks were shared before it.
+    # A block that enters makes equal ones in later lanes fit, and the blocks behind
+    # those may then enter. Trips occur only where the step's full blocks were shared.
     def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         asks, _ = state
         first = find_equals(hashes, asks & is_alone).first

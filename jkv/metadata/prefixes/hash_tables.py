@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.lanes import find_equals
+from jkv.metadata.prefixes.equal_lanes import find_equals
 from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata, PrefixIndex
 
@@ -56,8 +56,8 @@ def resolve(
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)
     is_equal = (block < nothing) & is_same(metadata, equal, prefixes)
-    # Where the hash is known nothing enters. All reads must come before the writes, or
-    # XLA keeps copies of the arrays for them: that is why `is_equal` is asked as well.
+    # A block whose hash is known does not enter. `~is_equal` follows from it: it makes
+    # the writes depend on all reads, or XLA would keep copies of the arrays for them.
     wants = may_enter & (block < nothing) & (equal == nothing) & ~is_equal
     wants &= prefixes.hashes != 0
     first = find_equals(prefixes.hashes, wants).first

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
 from jkv.metadata.prefixes.columns import Columns
-from jkv.metadata.prefixes.lanes import find_equals
+from jkv.metadata.prefixes.equal_lanes import find_equals
 from jkv.metadata.prefixes.prefix_index import (
     beside_of,
     find_partners,
@@ -32,7 +32,7 @@ def pair_blocks(
     """Make a group's blocks found beside those that became visible.
 
     A block that was found before replaces a sequence's own, as equal blocks
-    of the leading group do. Of several that were not the first counts.
+    of the leading group do. Of several that were not found before the first is kept.
 
     Args:
       metadata: the state.
@@ -47,7 +47,7 @@ def pair_blocks(
     row = jnp.where(is_visible, columns.row, group.max_sequences)
     own = tables.blocks_at(group, row, columns.column)
 
-    # What stood beside a block in its life before means nothing any more.
+    # A block that has just entered has no partner of an earlier text.
     beside = beside_of(metadata, number)
     anew = jnp.where(entered & is_visible, leaders, no_leader)
     partners = beside.partners.at[anew].set(nothing, mode="drop")

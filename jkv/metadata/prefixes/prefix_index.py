@@ -169,7 +169,8 @@ def forget_taken(
         return metadata, jnp.int32(0)
     was_known = is_known(metadata, number, block)
     was_read = was_known
-    if number != metadata.leader:  # known or not: what it stands beside is always true
+    if number != metadata.leader:
+        # Always true, and made from what is read: blocks are forgotten known or not.
         above = _find_above(metadata, number, block)
         was_read = above <= metadata.leading.num_blocks
     gone = written_after(was_read, block, metadata.groups[number].num_blocks)
@@ -201,8 +202,8 @@ def _forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
         gone = jnp.zeros((nothing,), bool).at[indexed].set(True, mode="drop")
         above = jnp.where(hashes != 0, index.parents, nothing)
 
-        # Whom a block follows is asked of ever farther ancestors: 1, 2, 4, ... before.
-        # Few steps for the longest chain; a loop would copy what it reads and writes.
+        # A trip asks whether the ancestor 1, 2, 4, ... blocks before is gone: few trips
+        # for the longest chain. A loop of XLA would copy what it reads and writes.
         for _ in range(metadata.max_blocks_per_sequence.bit_length()):
             gone |= gone.at[above].get(mode="fill", fill_value=False)
             above = above.at[above].get(mode="fill", fill_value=nothing)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.prefixes import hash_tables
+from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP
 from jkv.metadata.prefixes.hash_tables import Prefixes, hash_above
-from jkv.metadata.prefixes.lanes import LANES_PER_TRIP
 from jkv.metadata.prefixes.prefix_index import (
     beside_of,
     if_indexed,

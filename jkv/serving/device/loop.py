@@ -188,13 +188,13 @@ class _First(NamedTuple):
     def of(cls, cache: Cache) -> "_First":
         """Note what a fresh one needs."""
         shapes = tuple(
-            group.with_pools(jax.tree.map(_shape_of, group.pools))
+            group.with_arrays(jax.tree.map(_shape_of, group.arrays))
             for group in cache.storage
         )
         on_host = jax.device_get(cache.metadata)
         return cls(
             cache.with_storage(shapes).with_metadata(on_host),
-            [jax.tree.map(_find_placement, group.pools) for group in cache.storage],
+            [jax.tree.map(_find_placement, group.arrays) for group in cache.storage],
             _find_placement(cache.metadata.is_open),
         )
 
@@ -206,10 +206,10 @@ class _First(NamedTuple):
     def make_anew(self) -> Cache:
         """Make one of the same sizes, and nothing in it."""
         storage = tuple(
-            group.with_pools(
+            group.with_arrays(
                 {
                     name: jnp.zeros(pool.shape, pool.dtype, device=where[name])
-                    for name, pool in group.pools.items()
+                    for name, pool in group.arrays.items()
                 }
             )
             for group, where in zip(self.shapes.storage, self.pools, strict=True)

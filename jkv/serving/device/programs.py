@@ -1,8 +1,8 @@
 """What runs on the device: three programs, compiled once for an engine's sizes.
 
-`begin_empty` makes a generation of empty prompts, `exchange` lets sequences go and
-others come, and `run_window` does some steps and reports. Nothing here asks the host;
-cache and state are donated.
+`begin_empty` makes a generation of empty prompts, `exchange` ends sequences and lets
+new prompts wait, and `run_window` does some steps and reports. Nothing here asks the
+host; cache and state are donated.
 
 Symbols: N sequences of the generation, S steps of a window at most.
 """

@@ -6,8 +6,9 @@ U new tokens of a sequence in one.
 
 from typing import NamedTuple
 
-from jkv.decoding.model.rows import check_counts, spread_row_counts
+from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.metadata.requests import check_counts
 from jkv.serving.request.limits import StopSizes
 
 # Prompts that one call of `exchange` takes to the device.
@@ -77,11 +78,6 @@ def find_sizes(
     if row_counts is None:
         most_rows = min(chunk_size, num_prompts * max_prompt_tokens)
         row_counts = spread_row_counts(max_running, most_rows)
-    if isinstance(speculate, DraftModel):
-        guesses: PromptLookup | DraftSizes | None
-        guesses = DraftSizes(speculate.num_tokens, speculate.cost)
-    else:
-        guesses = speculate
     return EngineSizes(
         num_prompts=num_prompts,
         num_samples=max_samples,
@@ -92,5 +88,9 @@ def find_sizes(
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,
-        guesses=guesses,
+        guesses=(
+            DraftSizes(speculate.num_tokens, speculate.cost)
+            if isinstance(speculate, DraftModel)
+            else speculate
+        ),
     )

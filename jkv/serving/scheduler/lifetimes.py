@@ -77,7 +77,7 @@ class Results(Generic[Value]):
         return len(self._entries)
 
     def put(self, number: int, value: Value) -> None:
-        """Keep a value; others go where there is no room or their time is over."""
+        """Keep a value; forget what is too old, and the oldest beyond the most."""
         self._entries[number] = self._clock() + self._seconds, value
         self.forget_old()
         while len(self._entries) > self._max_entries:

@@ -257,7 +257,7 @@ class Scheduler:
         *,
         is_computed: bool,
     ) -> None:
-        """End a sequence: the one place where its blocks are given back."""
+        """End a sequence, whatever the cause; its blocks are given back."""
         self._news.note(request)
         if self.queue.end(sample, reason, is_computed=is_computed):
             self._ended.put(request.request_id, request)

@@ -117,7 +117,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
 
 
 @pytest.mark.one_end
-def test_one_byte_pools_between_two_and_four_gib_are_refused():
+def test_byte_pools_of_two_to_four_gib_are_refused():
     """2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap."""
     for blocks, refused in (
         (2**16, False),

@@ -189,7 +189,7 @@ def test_few_pieces_are_cut_again(count, pieces, longest):
     assert (work.end - work.first).max() == longest
 
 
-def test_a_row_that_several_requests_name_has_no_piece_past_the_list():
+def test_a_row_of_several_requests_stays_in_the_list():
     _, pieces, num_entries = list_alike([4096] * 6, [0, 0, 0, 0, 1, 1], target=40)
     assert int(pieces.first.min()) >= 0 and int(pieces.end.max()) == num_entries
 

@@ -30,7 +30,7 @@ PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else
 FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFORM))
 DTYPE = "float32" if FAMILY in (None, "cdna", "hopper") else "float16"
 
-quantise = jax.jit(quantization.quantise, static_argnums=1)
+quantize = jax.jit(quantization.quantize, static_argnums=1)
 
 LAYER = 1
 NUM_ROWS = 12
@@ -90,7 +90,7 @@ class Case:
         pools = [operands.key_pool, operands.value_pool]
         # Where nothing is stored, NaN becomes a NaN scale.
         pools, scales = zip(
-            *(quantise(pool, jnp.dtype(self.storage)) for pool in pools),
+            *(quantize(pool, jnp.dtype(self.storage)) for pool in pools),
             strict=True,
         )
         if self.is_latent:

@@ -20,7 +20,7 @@ EXPONENT_OF_ONE = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """How a checkpoint stores its matrices.
 
     method: one of ``METHODS``.
@@ -31,7 +31,7 @@ class Quantisation:
     block: tuple[int, int] | None = None
 
 
-def read_quantisation(settings: Settings) -> Quantisation | None:
+def read_quantization(settings: Settings) -> Quantization | None:
     """Read ``quantization_config``; None when weights are stored as they are.
 
     Raises:
@@ -43,18 +43,18 @@ def read_quantisation(settings: Settings) -> Quantisation | None:
     method = given.get("quant_method") if isinstance(given, dict) else given
     if method not in METHODS:
         raise ValueError(
-            f"config.json: checkpoints quantised by {method!r} are not supported, only "
+            f"config.json: checkpoints quantized by {method!r} are not supported, only "
             f"by {' and '.join(METHODS)}; use the float16, bfloat16 or float32 original"
         )
     if method == "mxfp4":
-        return Quantisation(method)
+        return Quantization(method)
     block = given.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
         raise ValueError(
             "config.json: of fp8 checkpoints those with a weight_block_size of two "
             f"numbers are supported, got {block!r}"
         )
-    return Quantisation(method, (block[0], block[1]))
+    return Quantization(method, (block[0], block[1]))
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

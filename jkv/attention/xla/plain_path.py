@@ -58,4 +58,4 @@ def _attend_by_head(
 def scale_queries(call: Call) -> jax.Array:
     """Return the scaled queries by kv head, f32[R, K, G, D]."""
     scaled = call.queries.astype(jnp.float32) * call.scale
-    return scaled.reshape(call.num_rows, call.pools.num_kv_heads, call.group, -1)
+    return scaled.reshape(call.num_rows, call.pools.num_kv_heads, call.heads_per_kv, -1)
