@@ -20,7 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
-from jkv.inspection.findings import DebugError, Watch, find_caller
+from jkv.inspection.findings import (
+    DebugError,
+    Watch,
+    find_caller,
+    is_called_from_outside,
+)
 from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -35,6 +40,8 @@ class StepWatcher:
     # Of each group u32[L, S], stamp of the step last written to a layer of a sequence.
     written: tuple[jax.Array, ...]
     uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
+    planned: jax.Array  # u32[S], stamp of the newest step, or 0
+    starts: jax.Array  # i32[S], position of its first row
     watch: Watch = dataclasses.field(metadata={"static": True})
 
     def call(
@@ -56,6 +63,14 @@ class StepWatcher:
             step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = as_plain_batch(batch)
+        # The loops of this package give tokens to any cache.
+        if named.get("tokens") is not None and plain.metadata.tokens is None:
+            if is_called_from_outside(depth=2):
+                text = (
+                    f"{name}(tokens=) on a cache that records none: they are ignored; "
+                    f"configure record_tokens=True or prefix_caching=True"
+                )
+                self.watch.note(text, find_caller(), True)
         named["cache"] = plain
         answer = function(*bound.args, **bound.kwargs)
         if role is Role.CHECKS:
@@ -112,8 +127,8 @@ class StepWatcher:
                 "prefix_caching call commit(cache, batch) after the last layer's write",
                 served & (pending != 0) & _is_before(created, pending),
             )
-            stamp = cache.metadata.now
-            after = self._with_uncommitted(row, stamp)
+            after = self._with_uncommitted(row, cache.metadata.now)
+        after = after._watch_unwritten(cache, batch, row, created, where)
         fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
         watched = WatchedBatch(
             **fields,
@@ -123,6 +138,45 @@ class StepWatcher:
             site=self.watch.watch_status("append", where, batch.status),
         )
         return dataclasses.replace(cache, watcher=after), watched
+
+    def _watch_unwritten(
+        self,
+        cache: Cache,
+        batch: Batch,
+        row: jax.Array,
+        created: jax.Array,
+        where: str,
+    ) -> Self:
+        """Look whether the steps before one were written, and note the new one.
+
+        Args:
+          cache: the cache after `append`.
+          batch: the step.
+          row: i32[B], its sequences, past the end where it has no rows.
+          created: u32[B], when they were opened.
+          where: the line that appends.
+        """
+        planned = self.planned.at[row].get(mode="fill", fill_value=0)
+        starts = self.starts.at[row].get(mode="fill", fill_value=0)
+        lengths = batch.context_lengths - batch.query_lengths
+        # What was cut off again need not be written.
+        is_left = (planned != 0) & _is_before(created, planned) & (lengths > starts)
+        for number, written in enumerate(self.written):
+            among = f" of group {number}" if len(self.written) > 1 else ""
+            stamps = written.at[:, row].get(mode="fill", fill_value=0)
+            is_unwritten = is_left[None] & _is_before(stamps, planned[None])
+            _note(
+                self.watch,
+                where,
+                f"append to a sequence whose last step was not written to all layers"
+                f"{among}: what their slots hold is undefined",
+                is_unwritten,
+            )
+        return dataclasses.replace(
+            self,
+            planned=self.planned.at[row].set(cache.metadata.now, mode="drop"),
+            starts=self.starts.at[row].set(lengths, mode="drop"),
+        )
 
     def _with_uncommitted(self, row: jax.Array, stamp: jax.Array | int) -> Self:
         """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
@@ -146,6 +200,8 @@ def debug(cache: Cache, enabled: bool = True) -> Cache:
     * `write` or `attend` with a traced layer that does not exist;
     * `attend` before the step is written; with a prefix index, `commit` before all
       layers are;
+    * a layer that is written twice in a step, or not before the sequence's next one;
+    * tokens given to a cache that records none;
     * a batch of another cache of the same sizes, or one whose sequence was freed since,
       its id perhaps given out again;
     * steps not committed although the cache has a prefix index;
@@ -188,6 +244,8 @@ is written to it (1 times)
             jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
+        planned=jnp.zeros((num_sequences,), jnp.uint32),
+        starts=jnp.zeros((num_sequences,), jnp.int32),
         watch=Watch(_keys_of(cache)),
     )
     return dataclasses.replace(cache, watcher=watcher)
@@ -242,9 +300,16 @@ class _Step:
 
 
 def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
-    """Note that a step was written to a layer."""
-    (group, number), _ = step.find_layer(layer)
+    """Note that a step was written to a layer, once."""
+    (group, number), is_there = step.find_layer(layer)
     written = list(step.watcher.written)
+    stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
+    which = layer if isinstance(layer, int | np.integer) else "(traced)"
+    step.note(
+        f"write to layer {which} for the second time in one step: the first rows are "
+        f"gone",
+        step.served & is_there & (stamps == step.batch.stamp),
+    )
     written[group] = (
         written[group].at[number, step.row].set(step.batch.stamp, mode="drop")
     )

@@ -117,6 +117,11 @@ class Watch:
         return [f"{text} ({n} times)" for text, n in found.items()]
 
 
+def is_called_from_outside(depth: int) -> bool:
+    """Return whether the frame so many calls above is outside of this package."""
+    return not sys._getframe(1 + depth).f_code.co_filename.startswith(PACKAGE)
+
+
 def find_caller() -> str:
     """Return file and line of the innermost frame outside this package and JAX."""
     frame = sys._getframe(1)

@@ -116,6 +116,44 @@ def test_a_traced_layer_that_does_not_exist(layer, caplog):
     assert "does not exist" in caplog.text
 
 
+def test_a_layer_written_twice_or_not_at_all():
+    cache = watched()
+
+    @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def step(cache, layers):
+        cache, batch = jkv.append(cache, IDS)
+        return write(cache, batch, layers), batch.status
+
+    cache, _ = step(cache, (0, 1, 1))
+    (finding,) = found_by(cache)
+    assert "write to layer 1 for the second time" in finding
+    cache, _ = step(cache, (0,))
+    jkv.check(cache)
+    cache, _ = step(cache, (0, 1))
+    (finding,) = found_by(cache)
+    assert "last step was not written to all layers" in finding
+
+
+@pytest.mark.one_end
+def test_what_was_cut_off_need_not_be_written():
+    cache = watched()
+    lengths = jkv.context_lengths(cache)[jnp.asarray(IDS)]
+    cache, batch = jkv.append(cache, IDS)
+    jkv.raise_for_status(batch)
+    cache, _ = jkv.truncate(cache, IDS, lengths)
+    cache, batch = jkv.append(cache, IDS)
+    jkv.raise_for_status(batch)
+    jkv.check(cache)
+
+
+@pytest.mark.one_end
+def test_tokens_given_to_a_cache_that_records_none():
+    cache, opened = jkv.allocate(watched(), [0], tokens=[[5]])
+    jkv.raise_for_status(opened)
+    (finding,) = found_by(cache)
+    assert "allocate(tokens=) on a cache that records none" in finding
+
+
 def test_attending_before_writing():
     cache = watched()
 
@@ -163,8 +201,9 @@ def test_a_batch_whose_sequence_is_another_one_by_now():
 def test_steps_that_are_not_committed():
     cache = watched(prefix_caching=True)
     for _ in range(2):
-        cache, _ = jkv.append(cache, IDS)
-    (finding,) = found_by(cache)
+        cache, batch = jkv.append(cache, IDS)
+        cache = write(cache, batch)
+    finding, _copied = sorted(found_by(cache))
     assert "not committed" in finding and "commit(cache, batch)" in finding
 
 
@@ -224,6 +263,7 @@ class TestStatuses:
     @pytest.mark.one_end
     def test_of_a_generation_is_its_own_matter(self):
         def model(_params, tokens, cache, batch):
+            cache = write(cache, batch)
             return jax.nn.one_hot(tokens, 5)[batch.last_rows], cache
 
         cache = jkv.debug(jkv.init(config(num_blocks=1)))

@@ -150,6 +150,106 @@ class TestModels:
             self.generate(self.last_rows, prompts)
 
 
+@pytest.mark.one_end
+class TestPrompts:
+    """A prompt is token ids that the model knows, and padding behind them."""
+
+    WRONG = {
+        "padding between tokens": [1, -1, 3],
+        "padding on the left": [-1, 1, 3],
+        "an id below -1": [1, -2, -1],
+        "an id past the vocabulary": [1, VOCABULARY, -1],
+    }
+
+    @pytest.fixture(params=["generate", "extend", "beam_search"])
+    def loop(self, request):
+        """A loop, of prompts."""
+        cache = opened(0, 0, 0, 0)
+        options = dict(max_new_tokens=2, chunk_size=4)
+        model = TestModels.last_rows
+        if request.param == "extend":
+            ids = np.arange(4, dtype=np.int32)
+            return lambda prompts: jkv.extend(
+                model, None, cache, ids[: len(prompts)], prompts, **options
+            )
+        if request.param == "beam_search":
+            options["num_beams"] = 1
+        call = getattr(jkv, request.param)
+        return lambda prompts: call(model, None, small_cache(), prompts, **options)
+
+    @pytest.mark.parametrize("wrong", WRONG)
+    def test_are_refused_outside_of_jit(self, loop, wrong):
+        prompts = [[1, 2, 3], self.WRONG[wrong]]
+        with pytest.raises(ValueError, match="prompt 1 has .* behind its end only"):
+            loop(prompts)
+
+    def test_have_a_reason_of_their_own_in_jit(self, loop):
+        prompts = np.array([*self.WRONG.values()], np.int32)
+        reasons = jax.jit(lambda prompts: loop(prompts)[1].reasons)(prompts)
+        assert {jkv.FinishReason(r).name for r in reasons} == {"MALFORMED_PROMPT"}
+
+
+@pytest.mark.one_end
+class TestOptions:
+    """An option of another type is answered with what it should be."""
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (dict(sampling=0.7), r"Sampling\(temperature=0.7\), got 0.7"),
+            (dict(max_new_tokens=6.0), "max_new_tokens must be a static int"),
+            (dict(row_counts=8), "row_counts must be a tuple of ints"),
+            (dict(stop_tokens="x"), "stop_tokens must be token ids"),
+            (dict(stop_sequences="x"), "stop_sequences must be"),
+            (dict(speculate=3), "a PromptLookup or a DraftModel"),
+        ],
+        ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+    )
+    def test_of_generate(self, options, said):
+        cache, given = small_cache(), ONE_SIZE | dict(max_new_tokens=2) | options
+        with pytest.raises(ValueError, match=said):
+            jax.eval_shape(
+                lambda cache: jkv.generate(
+                    TestModels.last_rows, None, cache, [[1, 2]], **given
+                ),
+                cache,
+            )
+
+    def test_chunks_without_rows(self):
+        with pytest.raises(ValueError, match="chunk_size must be a static int"):
+            jkv.extend(
+                TestModels.last_rows,
+                None,
+                opened(0),
+                [0],
+                [[1]],
+                max_new_tokens=2,
+                chunk_size=0,
+            )
+
+    def test_model_and_params_swapped(self):
+        with pytest.raises(ValueError, match=r"were they swapped\? got dict"):
+            jkv.generate(
+                {}, TestModels.last_rows, small_cache(), [[1]], max_new_tokens=2
+            )
+
+    def test_init_of_no_configuration(self):
+        with pytest.raises(ValueError, match="init takes a jkv.CacheConfig"):
+            jkv.init(dict(num_layers=1))
+
+    def test_caches_that_were_stacked(self):
+        stacked = jax.tree.map(lambda a: jnp.stack([a, a]), small_cache())
+        with pytest.raises(ValueError, match=r"leading axes \[2\].*jax.vmap"):
+            jkv.allocate(stacked, [1])
+
+    def test_a_generation_has_no_status(self):
+        result = jkv.Generation.empty(jnp.zeros(1, jnp.int32), 1)
+        with pytest.raises(AttributeError, match="reasons"):
+            _ = result.status
+        with pytest.raises(ValueError, match="a generation has reasons"):
+            jkv.raise_for_status(result)
+
+
 class TestBatches:
     """A batch is used with the cache that planned it."""
 
