@@ -183,10 +183,13 @@ class TestPrompts:
         with pytest.raises(ValueError, match="prompt 1 has .* behind its end only"):
             loop(prompts)
 
-    def test_have_a_reason_of_their_own_in_jit(self, loop):
+    def test_have_a_reason_of_their_own_in_jit(self):
+        """All loops judge their prompts alike."""
         prompts = np.array([*self.WRONG.values()], np.int32)
-        reasons = jax.jit(lambda prompts: loop(prompts)[1].reasons)(prompts)
-        assert {jkv.FinishReason(r).name for r in reasons} == {"MALFORMED_PROMPT"}
+        start = functools.partial(begin, TestModels.last_rows, None, small_cache())
+        state = jax.jit(functools.partial(start, max_new_tokens=2))(prompts)
+        reasons = {jkv.FinishReason(each).name for each in state.result.reasons}
+        assert reasons == {"MALFORMED_PROMPT"}
 
 
 @pytest.mark.one_end
