@@ -1,12 +1,24 @@
 """What tests of examples share."""
 
+import argparse
 import functools
 import io
+import json
 import runpy
+import shutil
+import socket
 import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from support.paths import EXAMPLES
+
+import jkv
 
 
 @pytest.fixture
@@ -31,3 +43,131 @@ def one_size(monkeypatch):
 
     engine = functools.partial(command.Engine, row_counts=(16,))
     monkeypatch.setattr(command, "Engine", engine)
+
+
+# A prompt of this token alone has no numbers as logits.
+POISON = 3071
+
+
+def start_server(app, bounds):
+    """Start uvicorn in a thread; return it, the thread and the address."""
+    import uvicorn
+    from served.connections import make_config
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=500)
+    server = uvicorn.Server(make_config(app, bounds, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    return server, thread, f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """The bundled model as the servers load it, with a template: 12 blocks, 4 run."""
+    pytest.importorskip("tokenizers")
+    import pretrained
+    from served import loading
+
+    class Poisonable(pretrained.Decoder):
+        def __call__(self, params, tokens, cache, batch):
+            logits, cache = super().__call__(params, tokens, cache, batch)
+            last = jnp.take(tokens, batch.last_rows, mode="fill", fill_value=0)
+            is_poison = (last == POISON) & (batch.context_lengths == 1)
+            return jnp.where(is_poison[:, None], jnp.nan, logits), cache
+
+    def load(folder, **options):
+        model, params = pretrained.load(folder, **options)
+        return Poisonable(model.config), params
+
+    folder = tmp_path_factory.mktemp("models") / "pydoc"
+    shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    parser = argparse.ArgumentParser()
+    loading.add_options(parser)
+    sizes = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
+    options = parser.parse_args([*sizes.split(), "--model", str(folder)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "pretrained", SimpleNamespace(**vars(pretrained)))
+        patch.setattr(loading.pretrained, "load", load)
+        patch.setattr(loading.pretrained, "keep_programs", lambda _: None)
+        served = loading.load(options, max_waiting=100)
+    served.engine.warm_up()
+    return served
+
+
+@pytest.fixture(scope="session")
+def bounds():
+    """What clients of the tests' server may take."""
+    from served.connections import Bounds
+
+    return Bounds(
+        head_seconds=1.0,
+        head_bytes=4096,
+        body_seconds=1.5,
+        reading_seconds=1.0,
+        closing_seconds=2,
+    )
+
+
+@pytest.fixture(scope="session")
+def address(served, bounds):
+    """The address of a server."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(name)
+    from served.api import make_app
+
+    server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
+    yield address
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def client(address):
+    """The API's own client."""
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def nothing_is_left(served):
+    """After a test the engine is idle, and every block is free."""
+    yield
+    end = time.monotonic() + 60
+    while not served.engine.is_idle:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert int(jkv.num_free_blocks(served.engine.cache)) == 12
+    jkv.check(served.engine.cache)
+
+
+@pytest.fixture
+def continued(served):
+    """Tell what the engine gives, greedily."""
+
+    def ask(prompt, **options):
+        ids = served.tokenizer.encode(prompt).ids
+        return served.engine.results(served.engine.submit(ids, **options))[0]
+
+    return ask
+
+
+@pytest.fixture
+def post(address):
+    """Tell what the server answers to bytes: the status, and the JSON."""
+
+    def ask(body, path="/v1/completions", method="POST", **headers):
+        request = urllib.request.Request(
+            f"{address}{path}", data=body, method=method, headers=headers
+        )
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    return ask
