@@ -1,20 +1,14 @@
 """What tests of examples share."""
 
-import argparse
 import functools
 import io
 import json
 import runpy
-import shutil
-import socket
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 from support.paths import EXAMPLES
 
@@ -45,57 +39,13 @@ def one_size(monkeypatch):
     monkeypatch.setattr(command, "Engine", engine)
 
 
-# A prompt of this token alone has no numbers as logits.
-POISON = 3071
-
-
-def start_server(app, bounds):
-    """Start uvicorn in a thread; return it, the thread and the address."""
-    import uvicorn
-    from served.connections import make_config
-
-    listening = socket.create_server(("127.0.0.1", 0), backlog=500)
-    server = uvicorn.Server(make_config(app, bounds, log_level="critical"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    return server, thread, f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """The bundled model as the servers load it, with a template: 12 blocks, 4 run."""
+    """The bundled model as the servers load it: 12 blocks, 4 texts run."""
     pytest.importorskip("tokenizers")
-    import pretrained
-    from served import loading
+    from support.http_server import load_served
 
-    class Poisonable(pretrained.Decoder):
-        def __call__(self, params, tokens, cache, batch):
-            logits, cache = super().__call__(params, tokens, cache, batch)
-            last = jnp.take(tokens, batch.last_rows, mode="fill", fill_value=0)
-            is_poison = (last == POISON) & (batch.context_lengths == 1)
-            return jnp.where(is_poison[:, None], jnp.nan, logits), cache
-
-    def load(folder, **options):
-        model, params = pretrained.load(folder, **options)
-        return Poisonable(model.config), params
-
-    folder = tmp_path_factory.mktemp("models") / "pydoc"
-    shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    parser = argparse.ArgumentParser()
-    loading.add_options(parser)
-    sizes = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
-    options = parser.parse_args([*sizes.split(), "--model", str(folder)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "pretrained", SimpleNamespace(**vars(pretrained)))
-        patch.setattr(loading.pretrained, "load", load)
-        patch.setattr(loading.pretrained, "keep_programs", lambda _: None)
-        served = loading.load(options, max_waiting=100)
-    served.engine.warm_up()
-    return served
+    return load_served(tmp_path_factory.mktemp("models") / "pydoc")
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +68,7 @@ def address(served, bounds):
     for name in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(name)
     from served.api import make_app
+    from support.http_server import start_server
 
     server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
     yield address
