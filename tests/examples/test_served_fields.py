@@ -16,6 +16,7 @@ from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served import fields
 from support.http_server import POISON
+from support.paths import ROOT
 
 pytestmark = [
     pytest.mark.one_end,
@@ -38,6 +39,12 @@ def test_the_table_has_every_field_of_the_real_client(params, names_served):
     names = set(typing.get_type_hints(params)) | {"stream"}
     assert names <= names_served | set(fields.REFUSED)
     assert not (names_served & set(fields.REFUSED)) - {"echo", "best_of"}
+
+
+def test_the_page_has_every_field_that_is_served():
+    page = (ROOT / "docs" / "how-to" / "http.md").read_text()
+    for name in fields.SERVED_OF_TEXTS | fields.SERVED_OF_CHATS:
+        assert f"`{name}`" in page, name
 
 
 def test_what_is_not_served_is_refused_by_name(post):
