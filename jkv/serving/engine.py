@@ -19,7 +19,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.sizes import find_sizes
@@ -126,7 +126,8 @@ class Engine:
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
             needed for stop strings, and for results to have a text.
           max_waiting: most requests that wait on the host, one with more than
-            `max_samples` sequences counting for several; None is any number.
+            `max_samples` sequences counting for several, at least 1; None is any
+            number.
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
           checks: whether to look at the cache's invariants after each window (slow).
@@ -137,6 +138,8 @@ class Engine:
         Raises:
           ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
         """
+        if max_waiting is not None:
+            check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
         sizes = find_sizes(
             max_running=max_running,

@@ -34,6 +34,10 @@ def read_request(
     Raises:
       RequestRefused: for what is no request, or what the limits do not allow.
     """
+    counts = {"n": n, "max_new_tokens": max_new_tokens, "priority": priority}
+    for name, count in counts.items():
+        if count is not None and not isinstance(count, int | np.integer):
+            raise RequestRefused(f"{name} must be an int, got {count!r}")
     most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
     stops = limits.stop_tokens if stop_tokens is None else stop_tokens
     if isinstance(stop_strings, str):
@@ -41,7 +45,7 @@ def read_request(
     request = Request(
         tokens=as_token_ids("the prompt", tokens),
         n=n,
-        max_new_tokens=most,
+        max_new_tokens=int(most),
         sampling=_spread_sampling(sampling, n),
         stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
         stop_sequences=tuple(
