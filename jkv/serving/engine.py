@@ -189,8 +189,8 @@ class Engine:
           tokens: i32[P] or a list, the prompt.
           n: sequences that continue it.
           max_new_tokens: most new tokens of each; None is the engine's most.
-          sampling: how tokens are chosen, each field one number or n. Of one seed,
-            sequence j draws with `seeds + j`.
+          sampling: how tokens are chosen, each field one number or n. Of one seed
+            each sequence has its own (`jkv.decoding.spread_seeds`).
           stop_tokens: tokens that end a sequence, and are kept; None: the engine's.
           stop_sequences: lists of tokens, likewise.
           stop_strings: a sequence ends where its text has one, or the only one. It is
@@ -247,7 +247,8 @@ class Engine:
           prompts: i32[B, P], -1 after each one's end, or a list of token ids for each.
           n: sequences of each prompt, which is `num_samples` of `jkv.generate`.
           max_new_tokens: most new tokens of any; None is the engine's most.
-          sampling: each field one number or B * n; one seed is the first of all.
+          sampling: each field one number or B * n; of one seed each sequence has its
+            own.
           limits: i32[B], most new tokens of each.
           salts: i32[B] or int, domains of the prefix cache.
           **options: of `submit`, the same for all.

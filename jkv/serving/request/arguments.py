@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling, spread_seeds
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.limits import Limits, RequestRefused
 from jkv.serving.request.request import Request
@@ -119,8 +119,7 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
     """Return the fields of `Sampling` with a value for each sequence.
 
     Args:
-      sampling: each field one number or `count`; one seed is the first of consecutive
-        ones.
+      sampling: each field one number or `count`; of one seed each sequence has its own.
       count: how many sequences there are.
 
     Raises:
@@ -135,7 +134,6 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
                 f"got shape {value.shape}"
             )
         if name == "seeds" and value.ndim == 0:
-            # Past 32 bits they begin again, as in the jit.
-            value = value.astype(np.int64) + np.arange(count)
+            value = spread_seeds(value, count)
         fields[name] = np.broadcast_to(value.astype(dtype), (count,))
     return fields
