@@ -99,16 +99,24 @@ def as_stop_tokens(tokens: Any) -> jax.Array:
     Raises:
       UsageError: for what holds no token ids.
     """
+    array = _as_array(tokens)
     return _as_integers(
-        tokens if np.size(tokens) else np.zeros(np.shape(tokens), np.int32),
+        array if array.size else np.zeros(array.shape, np.int32),
         "stop_tokens must be token ids, i32[E], or i32[B, E] with those of each prompt",
         (0, 1, 2),
     )
 
 
+def _as_array(values: Any) -> Any:
+    """Return an array; a list that went through jit holds traced numbers."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
+        return jnp.asarray(values)
+    return np.asarray(values)
+
+
 def _as_integers(values: Any, expected: str, axes: tuple[int, ...]) -> jax.Array:
     """Return integers with so many axes as i32."""
-    array: Any = values if isinstance(values, jax.Array) else np.asarray(values)
+    array = _as_array(values)
     if array.ndim not in axes or not jnp.issubdtype(array.dtype, jnp.integer):
         raise UsageError(
             f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
