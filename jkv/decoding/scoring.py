@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model.protocol import Model, call_model
-from jkv.decoding.texts.prompts import count_tokens
+from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
@@ -45,9 +45,12 @@ def score(
     """Return the log-probability of each token of continuations after their prompts.
 
     Each prompt is computed once for all of its continuations: Q * P + N * (C - 1) rows
-    in one call of the model, instead of N * (P + C). Differentiable in `params`, as the
-    loss of a policy gradient needs it. Jit it with `model` and `config` static. What
-    `generate` returned for the same prompts can be given as it is:
+    in one call of the model, instead of N * (P + C). Differentiable in `params` once
+    and backwards (`jax.grad`, `jax.vjp`), as the loss of a policy gradient needs it:
+    attention has no `jax.jvp` and no second derivative. Jit it with `model` and
+    `config` static.
+
+    What `generate` returned for the same prompts can be given as it is:
     `score(model, params, prompts, result.tokens, config=config)`.
 
     The model is asked for the logits of Q + N * (C - 1) rows, `batch.last_rows`, in one
@@ -64,12 +67,14 @@ def score(
         kept, in float32.
 
     Returns:
-      f32[N, C], 0 past each continuation's end; NaN for a token with nothing before it,
-      the first one after an empty prompt.
+      f32[N, C], 0 past each continuation's end. NaN for a token with nothing before it,
+      the first one after an empty prompt; inside jit also for a token of a continuation
+      that is outside the vocabulary, V or above. (What such a token in a prompt does is
+      up to the model.)
 
     Raises:
       ValueError: for texts of a wrong shape or type, or a model whose logits are not
-        [B, V], when it is traced.
+        [B, V], when it is traced; outside jit for a token outside the vocabulary.
 
     Example:
       >>> import jax, jax.numpy as jnp, jkv
@@ -87,6 +92,8 @@ def score(
     cache, batch = _plan(config, asked, given)
     tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
     logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
+    for name, texts in (("prompt", asked), ("continuation", given)):
+        refuse_unknown(name, texts, logits.shape[-1])
     return _score_tokens(logits.astype(jnp.float32), count_tokens(asked), given)
 
 

@@ -186,3 +186,41 @@ class TestMistakes:
 
         with pytest.raises(ValueError, match="commit: a model that is scored may"):
             traced_rows(PROMPTS, CONTINUATIONS, model)
+
+
+@pytest.mark.one_end
+def test_tokens_outside_the_vocabulary_are_refused_outside_jit():
+    def flat(_params, _tokens, cache, batch):
+        return jnp.zeros((batch.last_rows.shape[0], 10), jnp.float32), cache
+
+    score = functools.partial(make_score(flat), None)
+    for prompt, text, message in [
+        ([1, 2, 3], [3, 4, 10], "continuation 0 has 10 at position 2"),
+        ([1, 11, 3], [3, 4, 5], "prompt 0 has 11 at position 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"{message}.*from 0 to 9"):
+            score([prompt], [text])
+    # Nothing counts past an end; inside jit it is NaN.
+    behind = np.array([[1, -1, 99], [9, -100, 99]], np.int32)
+    assert np.isfinite(score(behind[:1], behind[1:])).all()
+    texts = np.array([[1, 2, 3], [3, 10, 4]], np.int32)
+    scores = np.asarray(jax.jit(score)(texts[:1], texts[1:]))
+    assert np.isnan(scores).tolist() == [[False, True, False]]
+
+
+@pytest.mark.one_end
+def test_other_derivatives_than_the_first_are_errors():
+    """As the docstring says: not a wrong number."""
+
+    @jax.jit
+    def loss(params):
+        return make_score()(params, [[1, 2, 3]], [[3, 4, 5]]).sum()
+
+    def slope(params):
+        return sum(array.sum() for array in jax.tree.leaves(jax.grad(loss)(params)))
+
+    params = attention_params()
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss, (params,), (params,))
+    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+        jax.eval_shape(jax.grad(slope), params)

@@ -99,6 +99,30 @@ def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
         )
 
 
+def refuse_unknown(name: str, texts: jax.Array, vocabulary: int) -> None:
+    """Refuse texts with a token that the model does not know, outside of jit.
+
+    Args:
+      name: what the texts are, one of them.
+      texts: i32[B, P], negative past each text's end.
+      vocabulary: tokens that the model knows, V.
+
+    Raises:
+      UsageError: for a token of V or above, where the tokens are known.
+    """
+    if isinstance(texts, jax.core.Tracer):
+        return
+    tokens = np.asarray(texts)
+    is_token = np.logical_and.accumulate(tokens >= 0, axis=1)
+    found = np.argwhere(is_token & (tokens >= vocabulary))
+    if found.size:
+        row, column = (int(i) for i in found[0])
+        raise UsageError(
+            f"{name} {row} has {tokens[row, column]} at position {column}; the model's "
+            f"logits are of token ids from 0 to {vocabulary - 1}"
+        )
+
+
 def find_tokens(
     prompts: Prompts, result: Generation, sequences: jax.Array, positions: jax.Array
 ) -> jax.Array:
