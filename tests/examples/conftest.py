@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import runpy
 import sys
 
@@ -31,3 +32,9 @@ def one_size(monkeypatch):
 
     engine = functools.partial(command.Engine, row_counts=(16,))
     monkeypatch.setattr(command, "Engine", engine)
+
+
+@pytest.fixture(autouse=True)
+def ending_this_test_alone(monkeypatch):
+    """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
