@@ -8,13 +8,13 @@ the one that greedy search finds, and the blocks in use at the peak beside those
 copies of the cache would take.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least, text
+from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -39,28 +39,24 @@ beam_search = jax.jit(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser = Parser(__doc__)
+    parser.add_argument("prompt", nargs="?", type=text, default=PROMPT)
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
-    parser.add_argument("--beams", type=int, default=6)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--beams", type=at_least(1), default=6)
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=32)
     parser.add_argument("--length-penalty", type=float, default=1.0)
     options = parser.parse_args()
     keep_compiled_programs()
-    try:
+    with answering_errors():
         model, params = pretrained.load(options.model)
         tokenizer = pretrained.load_tokenizer(options.model)
         prompt = tokenizer.encode(options.prompt).ids
         length = len(prompt) + options.max_new_tokens
-        if not prompt or options.beams < 1 or options.max_new_tokens < 1:
-            raise ValueError("the prompt and both numbers must be at least 1 long")
         if length > model.config.max_context_length:
             raise ValueError(
                 f"{length} tokens do not fit the context of "
                 f"{model.config.max_context_length}"
             )
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
     cache = jkv.init(
         jkv.CacheConfig.for_context_length(
@@ -105,4 +101,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -8,14 +8,13 @@ as they grow. By majority the samples vote with what `--answer` finds in their t
 first (self-consistency); without it, with their whole texts.
 """
 
-import argparse
-import re
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least, pattern, text
+from generating.ending import answering_errors, ending_in_one_line
 from generating.prompts import pad
 
 import jkv
@@ -42,21 +41,19 @@ choose = jax.jit(select_best, static_argnames=("num_samples", "by"))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("prompts", nargs="*", default=PROMPTS)
+    add("prompts", nargs="*", type=text, default=PROMPTS)
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--samples", type=int, default=8, help="of each prompt; %(default)s")
-    add("--max-new-tokens", type=int, default=48)
-    add("--temperature", type=float, default=0.9)
+    add("--samples", type=at_least(1), default=8, help="of each prompt; %(default)s")
+    add("--max-new-tokens", type=at_least(1), default=48)
+    add("--temperature", type=at_least(0, float), default=0.9)
     add("--by", choices=["mean_logprob", "majority"], default="mean_logprob")
-    add("--answer", help="regular expression of what samples vote with")
+    add("--answer", type=pattern, help="regular expression of what samples vote with")
     options = parser.parse_args()
     keep_compiled_programs()
-    try:
+    with answering_errors():
         show(options)
-    except (OSError, ValueError, re.error) as error:
-        sys.exit(f"error: {error}")
 
 
 def show(options):
@@ -105,11 +102,12 @@ def find_answers(texts, pattern):
     """Number the answers, alike for texts that answer alike; -1 is none, i32[N]."""
     said = list(texts)
     if pattern:
-        matches = [re.search(pattern, text) for text in texts]
+        matches = [pattern.search(text) for text in texts]
         said = [m.group(m.lastindex or 0) if m else None for m in matches]
     names = list(dict.fromkeys(answer for answer in said if answer is not None))
     return np.array([-1 if a is None else names.index(a) for a in said], np.int32)
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

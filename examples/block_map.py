@@ -7,9 +7,10 @@ One cell is a block. A letter, and a colour of its own, say which sequence holds
 and `.` a free one. What is played stands in `pool_map/game.py`.
 """
 
-import argparse
 import time
 
+from generating.arguments import Parser, at_least, new_file
+from generating.ending import answering_errors, ending_in_one_line
 from pool_map import cells, drawing, game
 from rich.live import Live
 
@@ -18,10 +19,12 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--delay", type=float, default=0.1, help="seconds a step")
-    parser.add_argument("--save", help="a .png of the last step, a .gif of all")
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--steps", type=at_least(1), default=120)
+    add("--delay", type=at_least(0, float), default=0.1, help="seconds a step")
+    file = new_file(".png", ".gif")
+    add("--save", type=file, help="a .png of the last step, a .gif of all")
     options = parser.parse_args()
     keep_compiled_programs()
     cache, frames = jkv.init(game.CONFIG, storage=False), []
@@ -32,8 +35,10 @@ def main():
             time.sleep(options.delay)
     print(jkv.stats(state))
     if options.save:
-        drawing.save_picture(options.save, frames)
+        with answering_errors():
+            drawing.save_picture(str(options.save), frames)
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -13,57 +13,55 @@ A line is a message; one that begins with a slash is a command:
 A model without a chat template, as the bundled one, continues the text.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-from chatting.commands import COMMANDS
-from chatting.turns import Chat
-
-import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
-
-BUNDLED = Path(__file__).parent / "models" / "pydoc"
+from generating.arguments import Parser, at_least
+from generating.ending import answering_errors, ending_in_one_line
+from generating.options import BUNDLED
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+    parser = Parser(__doc__)
+    add, number = parser.add_argument, at_least(1)
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--context", type=int, default=2048, help="tokens of a conversation")
-    add("--branches", type=int, default=4, help="at most; %(default)s")
-    add("--max-new-tokens", type=int, default=128, help="of an answer; %(default)s")
-    add("--temperature", type=float, default=0.0, help="0 is greedy; %(default)s")
+    add("--context", type=number, default=2048, help="tokens of a conversation")
+    add("--branches", type=number, default=4, help="at most; %(default)s")
+    add("--max-new-tokens", type=number, default=128, help="of an answer; %(default)s")
+    temperature = at_least(0, float)
+    add("--temperature", type=temperature, default=0.0, help="0 is greedy; %(default)s")
     options = parser.parse_args()
+    # Imported here, so that --help comes at once and Ctrl-C is answered meanwhile.
+    from chatting.turns import Chat
+
+    from jkv.commands.compiled_programs import keep_compiled_programs
+
     keep_compiled_programs()
-    try:
+    with answering_errors():
         chat = Chat(options)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
     while True:
         try:
             line = input("> ")
-            if line.startswith("/"):
-                run_command(chat, line)
-            elif line.strip():
-                chat.take_turn(line)
         except EOFError:
             return
-        except KeyboardInterrupt:
-            print("\n(interrupted)")
-            return
+        if line.strip():
+            answer(chat, line)
 
 
-def run_command(chat, line):
+def answer(chat, line):
     """Do what a line says, or say why not; nothing is lost."""
-    name, _, argument = line[1:].partition(" ")
+    from chatting.commands import COMMANDS
+
+    from jkv import CacheError
+
     try:
+        if not line.startswith("/"):
+            return chat.take_turn(line)
+        name, _, argument = line[1:].partition(" ")
         if name not in COMMANDS:
             raise ValueError(f"no command /{name}; there are /{', /'.join(COMMANDS)}")
         print(f"({COMMANDS[name](chat, argument.strip())})")
-    except (OSError, ValueError, jkv.CacheError) as error:
+    except (OSError, ValueError, CacheError) as error:
         print(f"({error})")
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

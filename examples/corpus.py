@@ -32,6 +32,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from generating.arguments import Parser
+from generating.ending import ending_in_one_line
+
 # One document in ten is held out.
 HELD_OUT_ONE_IN = 10
 # Shorter documents are mostly a heading.
@@ -192,10 +195,12 @@ def _without_repeats(text: str, seen: set[str]) -> str:
 
 
 def main() -> None:
+    Parser(__doc__).parse_args()
     for side, documents in zip(("trained", "held out"), split(), strict=True):
         size = sum(len(document.text.encode()) for document in documents)
         print(f"{side}: {len(documents)} documents, {size:,} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

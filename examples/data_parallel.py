@@ -8,11 +8,11 @@ bundled model (its weights and the kv heads are divided between them), so there 
 replicas with a pool each. Blocks and sequences of one know nothing of the other's.
 """
 
-import argparse
-
 import jax
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least, text
+from generating.ending import answering_errors, ending_in_one_line
 from generating.options import BUNDLED
 from jax.sharding import AxisType
 
@@ -27,26 +27,32 @@ PROMPTS = (
     "def main():",
     "Return a copy of",
 )
+NUM_BLOCKS, BLOCK_SIZE = 64, 16  # of each pool
 
 
 def main() -> None:
     """Continue prompts on all replicas, and say what each did."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompts", nargs="*", default=PROMPTS)
-    parser.add_argument("--replicas", type=int, default=2, help="%(default)s")
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="%(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="%(default)s")
+    parser = Parser(__doc__)
+    add, number = parser.add_argument, at_least(1)
+    add("prompts", nargs="*", type=text, default=PROMPTS)
+    add("--replicas", type=number, default=2, help="%(default)s")
+    add("--tensor-parallel", type=number, default=2, help="%(default)s")
+    add("--max-new-tokens", type=number, default=32, help="%(default)s")
     options = parser.parse_args()
     keep_compiled_programs()
-    mesh = make_mesh(options.replicas, options.tensor_parallel)
-
-    model, params = pretrained.load(BUNDLED, mesh=mesh)
-    tokenizer = pretrained.load_tokenizer(BUNDLED)
-    prompts = [each.ids for each in tokenizer.encode_batch([*options.prompts])]
+    with answering_errors():
+        mesh = make_mesh(options.replicas, options.tensor_parallel)
+        model, params = pretrained.load(BUNDLED, mesh=mesh)
+        tokenizer = pretrained.load_tokenizer(BUNDLED)
+        prompts = [each.ids for each in tokenizer.encode_batch([*options.prompts])]
+        longest = max(map(len, prompts)) + options.max_new_tokens
+        if longest > NUM_BLOCKS * BLOCK_SIZE:
+            raise ValueError(f"a pool has no room for a text of {longest} tokens")
     config = jkv.CacheConfig(
-        num_blocks=64,  # of each pool
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
         max_sequences=4,
-        max_context_length=max(map(len, prompts)) + options.max_new_tokens,
+        max_context_length=longest,
         dtype=params["embedding"].dtype,
         **model.cache_fields,
     )
@@ -93,7 +99,7 @@ def make_mesh(num_replicas: int, num_sharing: int) -> jax.sharding.Mesh:
     # Only before JAX is asked for a device, and for CPUs only.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
-        raise SystemExit(f"error: {count} devices wanted, {jax.device_count()} there")
+        raise ValueError(f"{count} devices wanted, {jax.device_count()} there")
     devices = np.asarray(jax.devices()[:count]).reshape(num_replicas, num_sharing)
     return jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
@@ -107,4 +113,5 @@ def pad(prompts: list[list[int]]) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -14,6 +14,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from generating.arguments import Parser
+from generating.ending import ending_in_one_line
 
 import jkv
 
@@ -116,4 +118,6 @@ def main(num_tokens: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        Parser(__doc__).parse_args()
+        main()

@@ -9,12 +9,13 @@ only `jkv.init` is told of the mesh.
 """
 
 import argparse
-import importlib
 import pydoc
 
 import jax
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least
+from generating.ending import answering_errors, ending_in_one_line
 from generating.options import BUNDLED
 from jax.sharding import AxisType
 
@@ -26,25 +27,30 @@ BLOCK_SIZE = 16  # of each device's part
 
 def main() -> None:
     """Continue a long text, and say what each device held of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=4, help="%(default)s")
-    parser.add_argument("--module", default="textwrap", help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=1000, help="%(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="%(default)s")
+    parser = Parser(__doc__)
+    add, number = parser.add_argument, at_least(1)
+    add("--devices", type=number, default=4, help="%(default)s")
+    add("--module", type=document, default="textwrap", help="%(default)s")
+    add("--tokens", type=number, default=1000, help="%(default)s")
+    add("--max-new-tokens", type=number, default=32, help="%(default)s")
     options = parser.parse_args()
     keep_compiled_programs()
-    mesh = make_mesh(options.devices)
-
+    with answering_errors():
+        mesh = make_mesh(options.devices)
+        model, params = pretrained.load(BUNDLED)
+        tokenizer = pretrained.load_tokenizer(BUNDLED)
+        prompt = tokenizer.encode(options.module).ids[: options.tokens]
+        length = len(prompt) + options.max_new_tokens
+        if length > model.config.max_context_length:
+            raise ValueError(
+                f"{length} tokens do not fit the context of "
+                f"{model.config.max_context_length}"
+            )
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    model, params = pretrained.load(BUNDLED)
     params = jax.device_put(params, everywhere)
-    tokenizer = pretrained.load_tokenizer(BUNDLED)
-    module = importlib.import_module(options.module)
-    text = pydoc.plain(pydoc.render_doc(module))
-    prompt = tokenizer.encode(text).ids[: options.tokens]
 
     config = jkv.CacheConfig.for_context_length(
-        len(prompt) + options.max_new_tokens,
+        length,
         max_sequences=1,
         block_size=BLOCK_SIZE * options.devices,
         dtype=params["embedding"].dtype,
@@ -79,16 +85,26 @@ def main() -> None:
         )
 
 
+def document(name: str) -> str:
+    """Return what `help` says of a module."""
+    try:
+        return pydoc.plain(pydoc.render_doc(name))
+    except (ImportError, pydoc.ErrorDuringImport) as error:
+        text = f"must be a module that Python finds, got {name!r}"
+        raise argparse.ArgumentTypeError(text) from error
+
+
 def make_mesh(count: int) -> jax.sharding.Mesh:
     """Return a mesh with the axis "cp", of simulated devices if need be."""
     # Only before JAX is asked for a device, and for CPUs only.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
-        raise SystemExit(f"error: {count} devices wanted, {jax.device_count()} there")
+        raise ValueError(f"{count} devices wanted, {jax.device_count()} there")
     return jax.sharding.Mesh(
         np.asarray(jax.devices()[:count]), ("cp",), axis_types=(AxisType.Auto,)
     )
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

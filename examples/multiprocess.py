@@ -17,17 +17,18 @@ in `processes/`: `launching.py` starts and watches, `generation.py` is what each
 
 import sys
 
-from generating.ending import ending_in_one_line
+from generating.ending import answering_errors, ending_in_one_line
 from processes.options import parse_arguments
 
 if __name__ == "__main__":
     with ending_in_one_line():
-        options = parse_arguments(__doc__.splitlines()[0])
+        options = parse_arguments(__doc__)
         # Imported here, as the launcher needs no JAX and a process configures it.
         if options.coordinator is None:
             from processes.launching import launch
 
-            sys.exit(launch(options))
+            with answering_errors():
+                sys.exit(launch(options))
         from processes.generation import run_process
 
         run_process(options)

@@ -7,13 +7,13 @@ copies only the partly filled last one. The script shows the block tables after 
 and how many blocks were in use at the peak, against as many separate prompts.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least, text
+from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
 from jkv import decoding
@@ -42,30 +42,26 @@ decode = jax.jit(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser = Parser(__doc__)
+    parser.add_argument("prompt", nargs="?", type=text, default=PROMPT)
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--samples", type=at_least(1), default=4)
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=40)
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.8)
     options = parser.parse_args()
     num_samples, num_new = options.samples, options.max_new_tokens
     keep_compiled_programs()
 
-    try:
+    with answering_errors():
         model, params = pretrained.load(options.model)
         tokenizer = pretrained.load_tokenizer(options.model)
         prompt = tokenizer.encode(options.prompt).ids
-        if not prompt or num_samples < 1 or num_new < 1:
-            raise ValueError("the prompt and both numbers must be at least 1 long")
         length = len(prompt) + num_new
         if length > model.config.max_context_length:
             raise ValueError(
                 f"{len(prompt)} tokens and {num_new} more do not fit the context of "
                 f"{model.config.max_context_length}"
             )
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
     cache = jkv.init(
         jkv.CacheConfig.for_context_length(
@@ -115,4 +111,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from generating.arguments import Parser
+from generating.ending import answering_errors, ending_in_one_line
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -248,5 +250,16 @@ def write_card(folder: Path) -> str:
     return text
 
 
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--model", type=Path, default=FOLDER, help="a folder to measure"
+    )
+    options = parser.parse_args()
+    with answering_errors():
+        print(write_card(options.model))
+
+
 if __name__ == "__main__":
-    print(write_card(FOLDER))
+    with ending_in_one_line():
+        main()

@@ -1,12 +1,13 @@
-"""The cache on its own: append, write, attend, fork and free in one jitted step.
+"""The cache on its own: append, write, attend, fork and free in one jitted step."""
 
-python examples/quickstart.py
-"""
+import argparse
 
 import jax
 import jax.numpy as jnp
 
 import jkv
+
+argparse.ArgumentParser(description=__doc__).parse_args()  # none but --help
 
 config = jkv.CacheConfig(
     num_layers=2,

@@ -3,23 +3,35 @@
     python examples/serve_batch.py prompts.jsonl results.jsonl --model FOLDER
 
 A line of the first file is an object in the words of OpenAI's API: "prompt" or
-"messages", and if you like "max_tokens", "temperature", "top_p", "seed", "stop", "n".
-Run it again after an interrupt: what is in the second file is not computed again.
-What happens is in `served/batch.py`.
+"messages", and if you like "max_tokens", "temperature", "top_p", "seed", "stop", "n",
+and an "id", which its result has, too. A line that cannot be answered has an "error" as
+its result; then the exit status is 1. Run it again after an interrupt: what is in the
+second file is not computed again. What happens is in `batching/command.py`.
 """
 
-import argparse
-
+from generating.arguments import Parser
 from generating.ending import ending_in_one_line
+
+# Of these options a number below 1 is none.
+COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
+
+
+def main():
+    # Imported here, so that Ctrl-C is answered meanwhile.
+    from batching.command import serve
+    from served.loading import add_options
+
+    parser = Parser(__doc__)
+    parser.add_argument("prompts", help="lines of JSON")
+    parser.add_argument("results", help="where to; what is there is gone on with")
+    add_options(parser)
+    options = parser.parse_args()
+    for name in COUNTS:
+        if (count := getattr(options, name, None)) is not None and count < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
+    serve(options)
+
 
 if __name__ == "__main__":
     with ending_in_one_line():
-        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-        parser.add_argument("prompts", help="lines of JSON")
-        parser.add_argument("results", help="where to; what is there is gone on with")
-        # Imported here, so that Ctrl-C is answered meanwhile.
-        from served.batch import serve
-        from served.loading import add_options
-
-        add_options(parser)
-        serve(parser.parse_args())
+        main()

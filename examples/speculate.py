@@ -8,8 +8,6 @@ the text itself, and with guesses drafted by a model of an eighth of the size, w
 and for each way the steps, the share of guesses that were right, and the time.
 """
 
-import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pretrained
+from generating.arguments import Parser, at_least, text
+from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -47,19 +47,18 @@ def make_cache(model, params, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser = Parser(__doc__)
+    parser.add_argument("prompt", nargs="?", type=text, default=PROMPT)
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
     parser.add_argument("--draft", default=DRAFT, help="one of the same vocabulary")
-    parser.add_argument("--draft-tokens", type=int, default=4, help="guesses a step")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    number = at_least(1)
+    parser.add_argument("--draft-tokens", type=number, default=4, help="guesses a step")
+    parser.add_argument("--max-new-tokens", type=number, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
     keep_compiled_programs()
-    try:
+    with answering_errors():
         show(options)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
 
 def show(options):
@@ -69,8 +68,6 @@ def show(options):
     tokenizer = pretrained.load_tokenizer(options.model)
     prompt = tokenizer.encode(options.prompt).ids
     length = len(prompt) + options.max_new_tokens
-    if not prompt or options.max_new_tokens < 1:
-        raise ValueError("the prompt and the number must be at least 1 long")
     if length > min(m.config.max_context_length for m in (model, drafter)):
         raise ValueError(f"{length} tokens do not fit the models' contexts")
     ways = {
@@ -111,4 +108,5 @@ def show(options):
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

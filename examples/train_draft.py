@@ -14,7 +14,6 @@ It takes some ten minutes on two cores (estimated). A short run, to see that it 
     python examples/train_draft.py --steps 20 --continued 8 --output /tmp/draft
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -27,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pretrained
+from generating.arguments import Parser, at_least
+from generating.ending import answering_errors, ending_in_one_line
 from pydoc_model import CONFIG, FOLDER, Params, encode, forward, init_params, load
 from train_pydoc import learning_rate, make_optimizer, save, take_step
 
@@ -142,15 +143,17 @@ def measure(params: Params, teacher: Params, windows: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--minutes", type=float, help="instead of a number of steps")
-    parser.add_argument("--continued", type=int, default=NUM_CONTINUED)
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=at_least(1), default=NUM_STEPS)
+    minutes = at_least(0.1, float)
+    parser.add_argument("--minutes", type=minutes, help="instead of a number of steps")
+    parser.add_argument("--continued", type=at_least(1), default=NUM_CONTINUED)
     parser.add_argument("--output", type=Path, default=DRAFT_FOLDER)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(DRAFT_CONFIG, indent=2) + "\n"
-    (options.output / "config.json").write_text(config)
+    with answering_errors():
+        options.output.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(DRAFT_CONFIG, indent=2) + "\n"
+        (options.output / "config.json").write_text(config)
     teacher, tokenizer = load(FOLDER)
     documents, held_out = (cut(encode(tokenizer, each)) for each in corpus.split())
 
@@ -171,4 +174,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

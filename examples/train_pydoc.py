@@ -16,7 +16,6 @@ context of 2,048 tokens, where the model learns to use positions it has not seen
 take the same number of tokens.
 """
 
-import argparse
 import json
 import math
 import time
@@ -28,6 +27,8 @@ import corpus
 import jax
 import numpy as np
 import optax
+from generating.arguments import Parser, at_least
+from generating.ending import answering_errors, ending_in_one_line
 from pydoc_model import (
     CONFIG,
     END_OF_TEXT,
@@ -178,13 +179,15 @@ def save(params: Params, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--minutes", type=float, help="instead of a number of steps")
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=at_least(1), default=NUM_STEPS)
+    minutes = at_least(0.1, float)
+    parser.add_argument("--minutes", type=minutes, help="instead of a number of steps")
     parser.add_argument("--output", type=Path, default=FOLDER)
     arguments = parser.parse_args()
     folder = arguments.output
-    folder.mkdir(parents=True, exist_ok=True)
+    with answering_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
 
     documents, _ = corpus.split()
@@ -201,4 +204,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -8,20 +8,23 @@ that is the one; after a few dozen steps most are. The trainer is tunix's own: b
 the two engines nothing differs but the argument `rollout_engine`.
 """
 
-import argparse
 import random
 import time
 
 import jax
 import numpy as np
 import optax
-from flax import nnx
-from tunix.models.qwen3 import model as qwen3
-from tunix.rl import rl_cluster
-from tunix.rl.grpo import grpo_learner
-from tunix.rl.rollout import base_rollout
+from generating.arguments import Parser, at_least
+from generating.ending import ending_in_one_line
 
-from jkv.integrations.tunix import JkvRollout
+with ending_in_one_line():
+    from flax import nnx
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo import grpo_learner
+    from tunix.rl.rollout import base_rollout
+
+    from jkv.integrations.tunix import JkvRollout
 
 ENGINES = {"jkv": JkvRollout, "vanilla": "vanilla"}
 LETTERS = "abcdefgh"
@@ -116,10 +119,10 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="jkv")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=at_least(1), default=60)
     options = parser.parse_args()
     cluster = make_cluster(options.engine, options.seed, options.steps)
     found = train(cluster, options.seed, options.steps)
@@ -128,4 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_in_one_line():
+        main()

@@ -1,8 +1,7 @@
 """python -m jkv.doctor: what works on this machine (`jkv.commands.diagnosis`)."""
 
-import sys
-
 from jkv.commands.diagnosis import main
+from jkv.commands.ending import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

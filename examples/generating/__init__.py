@@ -1,6 +1,7 @@
-"""What `examples/generate.py` does.
+"""What `examples/generate.py` does, and what other examples share.
 
 Files in reading order: ``command.py`` (the generation), ``prompts.py`` (texts become
-tokens), ``output.py`` (tokens become text), ``options.py`` (the command line) and
-``ending.py`` (how the command ends).
+tokens), ``output.py`` (tokens become text), ``options.py`` (the command line); and for
+all examples ``arguments.py`` (values that are checked) and ``ending.py`` (how a command
+ends).
 """

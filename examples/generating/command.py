@@ -15,11 +15,13 @@ from tokenizers import Tokenizer
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.config.dtypes import checked_dtype
 from jkv.decoding import spread_seeds
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
+from .ending import answering_errors
 from .options import SAMPLING
 
 # Fewer steps a window show text sooner, more spend less time between windows.
@@ -44,10 +46,8 @@ def generate(options: argparse.Namespace) -> None:
     """Do what the command line says."""
     keep_compiled_programs()
     console = Console(stderr=True)
-    try:
+    with answering_errors():
         task = prepare(options)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
     began = time.perf_counter()
     with console.status("compiling"):
         engine = make_engine(task, options.num_samples)
@@ -133,6 +133,8 @@ def prepare(options: argparse.Namespace) -> Task:
         raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
+    if options.kv_dtype:
+        checked_dtype(options.kv_dtype)
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
     model, params = pretrained.load(

@@ -1,25 +1,97 @@
-"""How a command ends when it does not end by itself."""
+"""How a command ends when it does not end by itself: in one line, whatever the cause.
+
+Ctrl-C ends the process at once, by `os._exit`. JAX compiles on threads of its own: the
+main thread is interrupted, the compiler is not, and it takes up to half a minute. What
+Python and C++ do at exit destroys the client and the tables that it works with, and the
+process dies of a SIGSEGV. A client that is kept alive does not help: half of the
+processes then died in LLVM, whose own tables go when `exit` runs.
+"""
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
 
 # What a shell reports of a process that a signal has ended: 128 and its number.
-INTERRUPTED, NOBODY_READS = 128 + 2, 128 + 13
+INTERRUPTED, OUTPUT_CLOSED = 128 + 2, 128 + 13
+
+# A value that cannot be, as argparse has it; and what failed for another reason.
+BAD_VALUE, FAILED = 2, 1
+
+# The extra of jkv that brings a package; all others are in `examples`.
+EXTRAS = {"tunix": "tunix", "starlette": "http", "uvicorn": "http"}
 
 
 @contextlib.contextmanager
 def ending_in_one_line() -> Iterator[None]:
-    """End with a line and the usual exit status on Ctrl-C and on a closed pipe."""
+    """End with a line and the usual exit status on what is no fault of the program.
+
+    That is Ctrl-C, a closed pipe, and a package that is not installed: import what is
+    not Python's own within.
+    """
+    # A job in the background ignores Ctrl-C, and goes on to do so.
+    is_asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_asked:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        end_now(INTERRUPTED, "\ninterrupted")
     except BrokenPipeError:
         # What is still buffered goes nowhere; else Python complains when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("\nstopped: the output was closed", file=sys.stderr)
-        sys.exit(NOBODY_READS)
+        sys.exit(OUTPUT_CLOSED)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(package, "examples")
+        fail(FAILED, f"{error}; pip install 'jkv[{extra}]'")
+    finally:
+        if is_asked:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def answering_errors() -> Iterator[None]:
+    """End with a line on a value that cannot be (2) and on a file that fails (1)."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        fail(BAD_VALUE, error)
+    except OSError as error:
+        fail(FAILED, error)
+
+
+def fail(status: int, reason: object) -> NoReturn:
+    """Say in one line why the command ends."""
+    print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, or end now while a module is imported.
+
+    Modules in C++ that are half imported crash, or tell of it as an ImportError.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_now(INTERRUPTED, "\ninterrupted")
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def end_now(status: int, said: str) -> None:
+    """End the process and all of its threads, as they are."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is answered already
+    # Where a pipe is closed, too, there is nothing to say.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        print(said, file=sys.stderr, flush=True)
+    os._exit(status)

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .arguments import Parser, at_least
+
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
 # Of the fields of `jkv.Sampling`, unless the checkpoint or the command line says more.
@@ -13,18 +15,21 @@ SAMPLING = dict(
 
 def parse_arguments(description: str) -> argparse.Namespace:
     """Return the options; those of `SAMPLING` are None unless given."""
-    parser = argparse.ArgumentParser(prog="generate.py", description=description)
+    parser = Parser(description, prog="generate.py")
     add = parser.add_argument
     add("prompts", nargs="*", help="texts to continue; without any, an example")
     add("--file", help="read prompts from here, one a line; - is standard input")
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
     add("--chat", action="store_true", help="prompts are questions in a chat")
-    add("--max-new-tokens", type=int, default=120, help="of each text; %(default)s")
+    text, number = "of each text; %(default)s", at_least(1)
+    add("--max-new-tokens", type=number, default=120, help=text)
     add("--stop", action="append", default=[], help="end a text before this; may recur")
-    add("--num-samples", type=int, default=1, help="of each prompt; %(default)s")
+    add("--num-samples", type=number, default=1, help="of each prompt; %(default)s")
     add("--json", action="store_true", help="print a line of JSON for each text")
     add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
-    add("--tensor-parallel", type=int, default=1, help="devices that share the model")
+    add(
+        "--tensor-parallel", type=number, default=1, help="devices that share the model"
+    )
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
     for name, value in SAMPLING.items():
         text = f"as in jkv.Sampling; generation_config.json's, else {value}"

@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pretrained
+from generating.ending import BAD_VALUE, answering_errors, fail
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jkv
@@ -47,6 +48,9 @@ def join(options: argparse.Namespace) -> None:
         num_processes=options.num_processes,
         process_id=options.process,
     )
+    if options.process == 0:
+        # Else it listens on all interfaces, and takes orders from any of them.
+        others["coordinator_bind_address"] = options.coordinator
     jax.distributed.initialize(
         **({} if options.coordinator == "auto" else others),
         initialization_timeout=60,
@@ -57,8 +61,9 @@ def join(options: argparse.Namespace) -> None:
 
 def continue_texts(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> list[str]:
     """Continue all prompts on a mesh with the axes "dp" and "tp"."""
-    model, params = pretrained.load(options.model, mesh=mesh)
-    tokenizer = pretrained.load_tokenizer(options.model)
+    with answering_errors():
+        model, params = pretrained.load(options.model, mesh=mesh)
+        tokenizer = pretrained.load_tokenizer(options.model)
     folder = pathlib.Path(options.state)
     prompts = [each.ids for each in tokenizer.encode_batch([*options.prompts])]
     saved = load_state(folder, mesh)
@@ -69,7 +74,7 @@ def continue_texts(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> list
     cache, texts, num_steps = saved
     for found, prompt in zip(texts.collect(len(prompts)), prompts, strict=True):
         if found[: len(prompt)] != prompt:
-            sys.exit(f"error: {folder} has the state of other prompts")
+            fail(BAD_VALUE, f"{folder} has the state of other prompts")
     say(f"go on after {num_steps} steps" if num_steps else "begin")
 
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -33,12 +33,17 @@ def launch(options: argparse.Namespace) -> int:
         The exit status, 0 when all is done.
     """
     pathlib.Path(options.state).mkdir(parents=True, exist_ok=True)
+    # Noted alone: an exception could come between a child's start and its entry here.
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked.append(number))
     for attempt in range(options.restarts + 1):
         if attempt:
             say(f"starting again, {attempt} of {options.restarts}")
-        children = start(options)
+        children: list[Child] = []
         try:
-            if watch(children, options.heartbeat + SECONDS_TO_END):
+            start(options, children)
+            if watch(children, options.heartbeat + SECONDS_TO_END, asked):
                 return 0
         finally:
             kill(children)
@@ -46,11 +51,13 @@ def launch(options: argparse.Namespace) -> int:
     return 1
 
 
-def start(options: argparse.Namespace) -> list[Child]:
-    """Start all processes; the first is the one that the others report to."""
+def start(options: argparse.Namespace, children: list[Child]) -> None:
+    """Start all processes; the first is the one that the others report to.
+
+    Each is on the list as soon as it runs, so that it is ended whatever comes next.
+    """
     with socket.create_server(("localhost", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
-    children = []
     for number in range(options.num_processes):
         log = pathlib.Path(options.state, f"process-{number}.log")
         membership = ["--coordinator", coordinator, "--process", str(number)]
@@ -66,11 +73,12 @@ def start(options: argparse.Namespace) -> list[Child]:
             reader.start()
         say(f"process {number} has pid {process.pid}")
         children.append(Child(number, process, log, reader))
-    return children
 
 
-def watch(children: list[Child], patience: float) -> bool:
+def watch(children: list[Child], patience: float, asked: list[int]) -> bool:
     """Wait until all have ended; after the first failure, no longer than `patience`.
+
+    A signal among those that ask for an end is answered with SystemExit.
 
     Returns:
         Whether all have done their work.
@@ -79,6 +87,9 @@ def watch(children: list[Child], patience: float) -> bool:
     waiting = list(children)
     while waiting:
         time.sleep(0.05)
+        if asked:
+            say(f"ended by {signal.Signals(asked[0]).name}")
+            sys.exit(128 + asked[0])
         now = time.monotonic()
         for child in [each for each in waiting if each.process.poll() is not None]:
             waiting.remove(child)

@@ -1,7 +1,10 @@
 """The command line of `multiprocess.py`."""
 
 import argparse
+import re
+from pathlib import Path
 
+from generating.arguments import Parser, at_least, text
 from generating.options import BUNDLED
 
 PROMPTS = (
@@ -12,24 +15,50 @@ PROMPTS = (
 )
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(prog="multiprocess.py", description=description)
+def parse_arguments(doc: str | None) -> argparse.Namespace:
+    """Return the options, checked before a process is started."""
+    parser, number = Parser(doc, prog="multiprocess.py"), at_least(1)
     add = parser.add_argument
-    add("prompts", nargs="*", default=PROMPTS, help="texts to continue")
+    add("prompts", nargs="*", type=text, default=PROMPTS, help="texts to continue")
     add("--state", required=True, help="a folder that all processes can read")
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--max-new-tokens", type=int, default=64, help="of each text; %(default)s")
-    add("--save-every", type=int, default=16, help="steps; %(default)s")
-    add("--num-processes", type=int, default=2, help="%(default)s")
-    text = "simulated in each process, %(default)s; 0 takes those that are there"
-    add("--devices", type=int, default=2, help=text)
-    text = "devices that share the model; default those of one process"
-    add("--tensor-parallel", type=int, help=text)
-    add("--restarts", type=int, default=0, help="after a failure; %(default)s")
-    text = "seconds without a sign of life after which a process counts as dead"
-    add("--heartbeat", type=int, default=10, help=f"{text}; %(default)s")
-    text = "host:port of process 0, or auto; without it, this starts all processes"
-    add("--coordinator", help=text)
-    add("--process", type=int, help="which one this is, from 0")
-    return parser.parse_args()
+    add("--max-new-tokens", type=number, default=64, help="of each text; %(default)s")
+    add("--save-every", type=number, default=16, help="steps; %(default)s")
+    add("--num-processes", type=number, default=2, help="%(default)s")
+    said = "simulated in each process, %(default)s; 0 takes those that are there"
+    add("--devices", type=at_least(0), default=2, help=said)
+    said = "devices that share the model; default those of one process"
+    add("--tensor-parallel", type=number, help=said)
+    add("--restarts", type=at_least(0), default=0, help="after a failure; %(default)s")
+    said = "seconds without a sign of life after which a process counts as dead"
+    add("--heartbeat", type=number, default=10, help=f"{said}; %(default)s")
+    said = "host:port of process 0, or auto; without it, this starts all processes"
+    add("--coordinator", type=address, help=said)
+    add("--process", type=at_least(0), help="which one this is, from 0")
+    options = parser.parse_args()
+    if problem := find_problem(options):
+        parser.error(problem)
+    return options
+
+
+def find_problem(options: argparse.Namespace) -> str | None:
+    """Say which options do not go together."""
+    is_by_hand = options.coordinator not in (None, "auto")
+    if is_by_hand != (options.process is not None):
+        return "--process N goes with --coordinator HOST:PORT, and only with it"
+    if is_by_hand and options.process >= options.num_processes:
+        return f"--process must be below --num-processes {options.num_processes}"
+    devices = options.num_processes * options.devices
+    if options.tensor_parallel and devices % options.tensor_parallel:
+        return f"--tensor-parallel must divide the {devices} devices"
+    if not Path(options.model, "config.json").is_file():
+        return f"--model {options.model} has no config.json"
+    return None
+
+
+def address(given: str) -> str:
+    """Read where process 0 listens."""
+    port = re.fullmatch(r"[^\s:]+:(\d+)|\[[\da-fA-F:.]+\]:(\d+)", given)
+    if given == "auto" or (port and int(port[1] or port[2]) < 2**16):
+        return given
+    raise argparse.ArgumentTypeError(f"must be host:port or auto, got {given}")

@@ -4,13 +4,13 @@ Reads the sizes of a model from its config.json, takes its weights and a reserve
 memory of each device, and says what the rest holds as a cache. Nothing is allocated.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jkv.commands.ending import BAD_VALUE, Parser
 from jkv.config.cache_config import CacheConfig
 from jkv.config.description import describe
 from jkv.config.grouped_config import GroupedConfig
@@ -63,9 +63,19 @@ class Plan:
             *self._described(),
             f"per token   {human_bytes(self.bytes_per_token)}{here}",
             "",
+            self._introduction(),
             *self._table(),
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _introduction(self) -> str:
+        """Say how the table of lengths goes with the tables of the configuration."""
+        shown = self.groups or self.config
+        return (
+            f"The tables above are for {shown.max_sequences:,} sequences. Each line "
+            f"below is a configuration of its\nown, with tables for all sequences of "
+            f"its length that fit (max_sequences):"
+        )
 
     def _table(self) -> Iterator[str]:
         """Yield a line for each context length; with windows, what they spare."""
@@ -122,8 +132,10 @@ def make_plan(
 
     Raises:
       FileNotFoundError: without a config.json.
-      ValueError: if nothing fits, or the heads cannot be divided.
+      ValueError: if nothing fits, the heads cannot be divided, or a number cannot be.
     """
+    if step_tokens < 1:
+        raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
     kept_back = _find_reserve(total := _read_memory(memory), reserve)
     fields, notes, layer_windows, layer_heads = read_sizes(folder, overrides)
     refuse_different(layer_heads, folder)
@@ -173,7 +185,7 @@ def make_plan(
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and print a plan."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jkv.plan", description="Say what cache fits beside a model."
     )
     parser.add_argument(
@@ -194,7 +206,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         given = {name: value for name, value in options.items() if value is not None}
         print(make_plan(folder, memory, **given).report())
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        parser.exit(BAD_VALUE, f"error: {error}\n")
+    except OSError as error:
         sys.exit(f"error: {error}")
 
 

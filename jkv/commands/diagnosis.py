@@ -3,23 +3,20 @@
 For users of cards that jkv's developers do not have: it prints what is installed,
 names combinations known to be bad, runs the bookkeeping and the attention on the
 device against their specifications, tries each collective between several devices,
-measures how much of the memory's bandwidth a copy and a decode step reach, and writes
-all of it to a file to attach to a report. On a CPU it checks what can be checked there
-and says what could not be.
+and measures how much of the memory's bandwidth a copy and a decode step reach. With
+`--report FILE` all of it is written to a file, too, to attach to a report. On a CPU it
+checks what can be checked there and says what could not be.
 
 `--quick` compares a few features in one dtype and measures nothing: it takes less than
 half a minute on two cores. Ctrl-C ends the examination with a report of what was found.
 
-The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C.
+The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C, and 2
+if the command line is wrong.
 """
 
-import argparse
-import dataclasses
 import functools
 import itertools
-import json
 import pathlib
-import sys
 
 from jkv.commands import correctness
 from jkv.commands.bandwidth import measure_bandwidth
@@ -27,36 +24,34 @@ from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import check_implementation, note_missing_kernel
+from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.report import Report, Step, run_checks
-
-INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all checks; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jkv.doctor", description=__doc__.splitlines()[0]
-    )
+    parser = Parser(prog="python -m jkv.doctor", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--report",
-        type=pathlib.Path,
-        default=pathlib.Path("jkv-doctor.json"),
-        help="file to write (default: %(default)s)",
+        "--report", type=pathlib.Path, metavar="FILE", help="write a file as well"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few features, no measurements"
     )
     options = parser.parse_args(arguments)
+    if options.report and not options.report.parent.is_dir():
+        parser.error(f"--report: there is no folder {options.report.parent}")
+    if options.report and options.report.is_dir():
+        parser.error(f"--report: {options.report} is a folder")
     keep_compiled_programs()
     report = Report()
     run_checks(report, plan_steps(is_quick=options.quick))
-    options.report.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
-    print(f"written to {options.report}")
-    print("SOMETHING FAILED" if report.has_failed else "nothing failed")
+    if options.report:
+        report.write(options.report)
+    print(report.summary)
     if report.was_interrupted:
         return INTERRUPTED
-    return int(report.has_failed)
+    return FAILED if report.has_failed else 0
 
 
 def plan_steps(*, is_quick: bool) -> list[Step]:
@@ -108,4 +103,4 @@ def check_combinations(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -1,6 +1,8 @@
 """What the doctor found, printed as it comes, and how much is still to be done."""
 
 import dataclasses
+import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +26,22 @@ class Report:
     def has_failed(self) -> bool:
         """Whether any check failed."""
         return any(each["verdict"] == "FAILED" for each in self.findings)
+
+    @property
+    def summary(self) -> str:
+        """The last line: whether something failed, of what was checked."""
+        if self.was_interrupted:
+            so_far = "something FAILED" if self.has_failed else "nothing had failed"
+            return f"INTERRUPTED: not all was checked; {so_far} until then"
+        return "SOMETHING FAILED" if self.has_failed else "nothing failed"
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write all of it to a file, or say why that is not possible."""
+        try:
+            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+            print(f"written to {path}")
+        except OSError as error:
+            print(f"not written: {error}", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

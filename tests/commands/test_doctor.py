@@ -1,6 +1,7 @@
 """python -m jkv.doctor: a report of what was found, and an exit status."""
 
 import json
+import os
 import re
 import sys
 
@@ -17,6 +18,7 @@ from jkv.commands import (
 )
 from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
+from jkv.commands.ending import run_process
 from jkv.commands.facts import list_known_faults
 from jkv.commands.report import Report, say_duration
 
@@ -125,7 +127,7 @@ def test_a_quick_look_is_a_small_part():
 
 
 @pytest.mark.one_end
-def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch):
+def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys):
     def stop(report):
         report.add("ok", "the first half")
         raise KeyboardInterrupt
@@ -139,6 +141,58 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch):
     assert "the first half" in [each["what"] for each in findings(path, "ok")]
     missed = [each["what"] for each in findings(path, "not checked")]
     assert missed[0] == "bookkeeping on the device" and missed[-1] == "bandwidth"
+    said = capsys.readouterr().out
+    last = said.splitlines()[-1]
+    assert last == "INTERRUPTED: not all was checked; nothing had failed until then"
+    assert "nothing failed" not in said
+
+
+@pytest.mark.one_end
+def test_a_file_is_written_where_one_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
+    monkeypatch.setattr(diagnosis, "plan_steps", lambda **_: [])
+    assert main([]) == 0
+    assert capsys.readouterr().out == "nothing failed\n"
+    assert not list(tmp_path.iterdir())
+    assert main(["--report", "found.json"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert "written to found.json" in capsys.readouterr().out
+
+
+@pytest.mark.one_end
+def test_a_file_that_cannot_be_is_told_before_anything_runs(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(diagnosis, "plan_steps", lambda **_: pytest.fail("too early"))
+    for path in (tmp_path / "none" / "report.json", tmp_path):
+        with pytest.raises(SystemExit) as ended:
+            main(["--report", str(path)])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.startswith("error: --report: ")
+        assert said.count("\n") == 1
+
+
+@pytest.mark.one_end
+def test_after_ctrl_c_the_process_ends_with_all_threads(monkeypatch, capsys):
+    """A compiler goes on in one of them, and crashes if Python ends around it."""
+
+    def stop():
+        raise KeyboardInterrupt
+
+    def end(status):
+        raise SystemExit(f"at once with {status}")
+
+    monkeypatch.setattr(os, "_exit", end)
+    for command, status in (
+        (stop, "at once with 130"),
+        (lambda: 130, "at once with 130"),
+        (lambda: 1, 1),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_process(command)
+        assert ended.value.code == status
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 @pytest.mark.one_end

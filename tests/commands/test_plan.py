@@ -1,6 +1,8 @@
 """python -m jkv.plan: what fits, and why not."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ from support.config_json import LLAMA, folder
 from support.paths import EXAMPLES, ROOT
 
 import jkv
+import jkv.__main__ as listed
 from jkv.commands.capacity import main, make_plan
 
 pytestmark = pytest.mark.one_end
@@ -64,6 +67,7 @@ def test_more_devices_than_heads(tmp_path):
     [
         (dict(tensor_parallel=3), "8 kv heads cannot be shared evenly by 3"),
         (dict(tensor_parallel=0), "at least 1 device"),
+        (dict(step_tokens=0), "step_tokens must be at least 1, got 0"),
         (dict(weights="90GB"), "leave nothing for a cache"),
         (dict(reserve=1.5), "share"),
         (dict(memory="lots"), "no number of bytes"),
@@ -188,3 +192,46 @@ def test_the_command_fails_in_one_sentence(tmp_path, capsys):
     said = ended.value.code  # Python prints a text, and exits with 1
     assert said.startswith("error: ") and "\n" not in said
     assert "config.json is missing" in said and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option, says",
+    [
+        (("--tensor-parallel", "x"), "invalid int value: 'x'"),
+        (("--tensor-parallel", "0"), "at least 1 device"),
+        (("--reserve", "nan"), "a share from 0 to below 1"),
+        (("--dtype", "int3"), "dtype must be one of"),
+        (("--memory", "lots"), "no number of bytes"),
+        (("--speed", "9"), "unrecognized arguments: --speed 9"),
+    ],
+)
+def test_values_that_cannot_be_end_with_status_2(capsys, option, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(PYDOC), "--memory", "1GiB", *option])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and says in said.err and not said.out
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_it_is_said_how_the_two_tables_go_together(tmp_path):
+    """Above there are 256 sequences, below 458 of the same length."""
+    for path, windows in (PYDOC, {}), (None, dict(sliding_window=4096)):
+        found = make_plan(path or folder(tmp_path, **LLAMA, **windows), "24GiB")
+        said = " ".join(found.report().split())
+        shown = found.groups or found.config
+        assert f"tables {shown.max_sequences:,} sequences of up to" in said
+        assert (
+            f"The tables above are for {shown.max_sequences:,} sequences. Each line "
+            "below is a configuration of its own, with tables for all sequences of its "
+            "length that fit (max_sequences): context length"
+        ) in said
+
+
+def test_python_m_jkv_lists_the_commands(capsys):
+    listed.main([])
+    said = capsys.readouterr().out
+    for name in listed.COMMANDS:
+        module = importlib.import_module(name.removeprefix("python -m "))
+        assert callable(module.main) and re.search(rf"^  {name} +\w", said, re.M)
+    faces = {path.stem for path in (ROOT / "jkv").glob("*.py")} - {"__init__"}
+    assert len(listed.COMMANDS) == len(faces - {"__main__", "status"})

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import os
 import runpy
 import sys
 import time
@@ -122,3 +123,9 @@ def post(address):
                 return error.code, json.load(error)
 
     return ask
+
+
+@pytest.fixture(autouse=True)
+def ending_this_test_alone(monkeypatch):
+    """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
+    monkeypatch.setattr(os, "_exit", sys.exit)

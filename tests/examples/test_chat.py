@@ -75,7 +75,7 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
         chat.add(fresh)
         chat.take_turn(line)
         assert chat.branch.messages == branch.messages
-        script["run_command"](chat, "/undo")
+        script["answer"](chat, "/undo")
         assert not chat.branch.tokens
         chat.cache, _ = jkv.free(chat.cache, [chat.branch.seq_id])
 
@@ -110,6 +110,9 @@ def _run(folder, lines, monkeypatch, chats):
     return runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
 
 
-def test_a_model_that_is_not_there(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="error: .*config.json"):
+def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
         _run(tmp_path, [], monkeypatch, [])
+    assert ended.value.code == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and "config.json" in said

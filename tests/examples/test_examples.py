@@ -18,6 +18,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
+import pretrained
+
+import jkv
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
@@ -51,13 +54,32 @@ def run_example(script, *arguments):
     return done
 
 
-def complaint(script, *arguments, monkeypatch):
-    """Run a script in this process and return the message it exits with."""
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert isinstance(stopped.value.code, str)
-    return stopped.value.code
+@pytest.fixture
+def complaint(monkeypatch, capsys):
+    """Run a script in this process; return its exit status and the line it says."""
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        said = capsys.readouterr()
+        assert said.err.endswith("\n") and len(said.err.splitlines()) == 1, said.err
+        assert "error: " in said.err and not said.out
+        return stopped.value.code, said.err
+
+    return run
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Let a model that is read, or a program that is compiled, fail the test."""
+
+    def refuse(*_, **__):
+        raise AssertionError("too early")
+
+    monkeypatch.setattr(pretrained, "load", refuse)
+    monkeypatch.setattr(jkv, "init", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
 @pytest.mark.one_end
@@ -248,18 +270,118 @@ def test_guesses_save_steps_and_change_no_text():
 
 
 @pytest.mark.one_end
-def test_bad_input_is_answered_in_one_sentence(monkeypatch, tmp_path):
-    def says(*arguments):
-        return complaint("generate.py", *arguments, monkeypatch=monkeypatch)
+def test_bad_input_is_answered_in_one_sentence(complaint, tmp_path):
+    def says(*arguments, status=2):
+        found, said = complaint("generate.py", *arguments)
+        assert found == status
+        return said
 
-    assert "config.json is missing" in says("x", "--model", str(tmp_path / "none"))
+    missing = str(tmp_path / "none")
+    assert "config.json is missing" in says("x", "--model", missing, status=1)
     assert "prompt 1 is empty" in says("  ")
     assert "prompt 2 is empty" in says("one", "")
     assert "--max-new-tokens must be at least 1" in says("x", "--max-new-tokens", "0")
-    assert "No such file" in says("--file", str(tmp_path / "none"))
+    assert "No such file" in says("--file", missing, status=1)
     long = "a b c d e f g h " * 400
     assert re.search(r"prompt 1 has \d{4} tokens, the context is 2048", says(long))
-    answer = complaint(
-        "parallel_sampling.py", "x", "--samples", "0", monkeypatch=monkeypatch
-    )
-    assert "at least 1" in answer
+
+
+# Of each script a value that cannot be, and words of what is said of it.
+BAD_VALUES = {
+    "beam_search.py": [
+        ("--beams 0", "--beams must be at least 1, got 0"),
+        ("--max-new-tokens x", "invalid int value: 'x'"),
+        (["   "], "prompt must be a text that is not empty"),
+    ],
+    "best_of_n.py": [
+        ("--samples -1", "--samples must be at least 1"),
+        ("--temperature nan", "--temperature must be at least 0, got nan"),
+        ("--answer (", "--answer must be a regular expression"),
+    ],
+    "block_map.py": [
+        ("--steps -1", "--steps must be at least 1, got -1"),
+        ("--delay inf", "--delay must be at least 0, got inf"),
+        ("--save /nope/x.png", "--save must be in a folder that is there"),
+        ("--save x.txt", "--save must end in .png or .gif"),
+    ],
+    "chat.py": [
+        ("--branches 0", "--branches must be at least 1"),
+        ("--context 0", "--context must be at least 1"),
+        ("--temperature -1", "--temperature must be at least 0"),
+    ],
+    "data_parallel.py": [
+        ("--replicas 0", "--replicas must be at least 1"),
+        ("--tensor-parallel -2", "--tensor-parallel must be at least 1"),
+    ],
+    "generate.py": [
+        ("--tensor-parallel 0", "--tensor-parallel must be at least 1"),
+        ("--kv-dtype int3", "dtype must be one of"),
+        ("--top-p 2", "Sampling.top_p must be from 0 to 1"),
+        ("--stop= x", "--stop needs a text that is not empty"),
+    ],
+    "long_context.py": [
+        ("--devices 0", "--devices must be at least 1"),
+        ("--module nope", "--module must be a module that Python finds, got 'nope'"),
+    ],
+    "parallel_sampling.py": [("x --samples 0", "--samples must be at least 1")],
+    "serve_batch.py": [
+        ("a b --max-running 0", "--max-running must be at least 1"),
+        ("a b --context x", "invalid int value: 'x'"),
+    ],
+    "speculate.py": [
+        ("--draft-tokens 0", "--draft-tokens must be at least 1"),
+        ("--ways dice", "invalid choice: 'dice'"),
+    ],
+}
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize("script", BAD_VALUES)
+def test_bad_values_are_answered_before_anything_is_loaded(complaint, script):
+    for arguments, says in BAD_VALUES[script]:
+        given = arguments.split(" ") if isinstance(arguments, str) else arguments
+        status, said = complaint(script, *given)
+        assert status == 2 and says in said, said
+
+
+@pytest.mark.one_end
+def test_files_that_are_none_are_answered_in_one_line(complaint, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    nowhere, somewhere = str(tmp_path / "none"), str(file)
+    for script, *given in (
+        ("beam_search.py", "--model", nowhere),
+        ("best_of_n.py", "--model", somewhere),
+        ("parallel_sampling.py", "--model", nowhere),
+        ("speculate.py", "--draft", nowhere),
+        ("serve_batch.py", nowhere, somewhere),
+        ("pydoc_model.py", "--model", nowhere),
+        ("train_pydoc.py", "--output", somewhere),
+        ("train_draft.py", "--output", somewhere),
+    ):
+        status, said = complaint(script, *given)
+        assert status == 1 and ("none" in said or "file" in said), said
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_every_script_says_what_it_is_for(monkeypatch, capsys):
+    """With --help; without doing anything, or needing what only trainers bring."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        if path.name in ("train_with_tunix.py", "multiprocess.py"):
+            continue  # the latter in `test_launching.py`
+        monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(path), run_name="__main__")
+        said = capsys.readouterr().out
+        first = path.read_text(encoding="utf-8").split('"""')[1].partition("\n")[0]
+        assert ended.value.code == 0 and said.startswith(f"usage: {path.name}")
+        assert first in " ".join(said.split()), said
+
+
+@pytest.mark.one_end
+def test_a_package_that_is_not_there_is_named(complaint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    status, said = complaint("train_with_tunix.py", "--help")
+    assert status == 1 and "tunix" in said and "pip install 'jkv[tunix]'" in said

@@ -1,12 +1,15 @@
 """`serve_batch.py`: results are neither lost nor repeated, whatever interrupts it."""
 
 import argparse
+import contextlib
 import json
+import pathlib
 import resource
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from support.paths import EXAMPLES
@@ -14,7 +17,13 @@ from support.paths import EXAMPLES
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
-from served import batch, display, lines, loading
+import pretrained
+from batching import command as batch
+from batching import lines
+from served import display, loading
+
+import jkv
+from jkv.serving import Completion, EngineError, Event
 
 pytestmark = pytest.mark.one_end
 
@@ -26,7 +35,7 @@ NUM_LINES = 24
 
 def write_prompts(path):
     asked = [{"prompt": f"The {i} import", "id": f"name {i}"} for i in range(NUM_LINES)]
-    asked[3] = {"prompt": ""}
+    asked[3] = {"prompt": "", "id": "name 3"}
     asked[5] = {"prompt": "Every class", "n": 3, "temperature": 0.7}
     asked[7] = {"prompt": "For a list", "stop": ["e", "zz"]}
     path.write_text("\n".join(map(json.dumps, asked)) + "\n\nnonsense\n")
@@ -49,19 +58,27 @@ def options(prompts, results):
     return chosen
 
 
+def serve_with_errors(prompts, results, chosen=None):
+    """Serve lines of which some have errors: that is told by the exit status."""
+    with pytest.raises(SystemExit) as ended:
+        batch.serve(chosen or options(prompts, results))
+    assert ended.value.code == 1
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     whole, parted = tmp_path / "whole.jsonl", tmp_path / "parted.jsonl"
-    batch.serve(options(prompts, whole))
-    assert f"{NUM_LINES + 1} of {NUM_LINES + 1} results" in capsys.readouterr().err
+    serve_with_errors(prompts, whole)
+    said = f"{NUM_LINES - 1} of {NUM_LINES + 1} lines are answered in {whole}, 2 have"
+    assert said in capsys.readouterr().err
     expected = read_results(whole)
     assert sorted(expected) == list(range(NUM_LINES + 1))
     assert "not empty" in expected[3]["error"] and "error" in expected[NUM_LINES]
     assert len({c["text"] for c in expected[5]["choices"]}) > 1
     stopped = expected[7]["choices"][0]
     assert stopped["finish_reason"] == "length" or "e" not in stopped["text"]
-    assert expected[9]["id"] == "name 9"
+    assert expected[9]["id"] == "name 9" and expected[3]["id"] == "name 3"
 
     # Killed as soon as it has written something, in a write that was not finished.
     command = [EXAMPLES / "serve_batch.py", prompts, parted, *SIZES]
@@ -76,13 +93,13 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
         file.write(b'{"line": 11, "asked": "tor')
     num_before = len(parted.read_bytes().splitlines()) - 1
     assert 0 < num_before < NUM_LINES + 1
-    batch.serve(options(prompts, parted))
+    serve_with_errors(prompts, parted)
     assert read_results(parted) == expected
     # Nothing is left to do: no model is read.
     chosen = options(prompts, parted)
     chosen.model = "nowhere"
     before = parted.read_bytes()
-    batch.serve(chosen)
+    serve_with_errors(prompts, parted, chosen)
     assert parted.read_bytes() == before
 
 
@@ -126,23 +143,147 @@ def test_results_of_other_prompts_are_left_alone(tmp_path):
         lines.ResultLines(path, ["a"])
 
 
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path):
+OWN = ["mine", '{"prompt": "mine"}', "{}", '{"line": 7, "asked": "x"', '{"line": 0, "a']
+
+
+@pytest.mark.parametrize("content", [*OWN, '{"line": 0}\n{"line"'])
+def test_a_file_of_something_else_is_never_cut(tmp_path, content):
+    """Its last line may have no newline, as half of a result has none."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content)
+    is_ours = content == OWN[-1]  # what a killed process may leave
+    if not is_ours:
+        with pytest.raises(ValueError, match="give another file"):
+            lines.ResultLines(path, ["a", "b"])
+        assert path.read_text() == content
+        return
+    with lines.ResultLines(path, ["a", "b"]) as results:
+        assert not results.done
+    assert path.read_text() == ""
+
+
+def test_prompts_named_as_results_stay(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}')
+    with pytest.raises(SystemExit) as ended:
+        batch.serve(options(path, path))
+    assert ended.value.code == 2 and "give another file" in capsys.readouterr().err
+    assert path.read_text() == '{"prompt": "a"}'
+
+
+class Echo:
+    """Stands for an engine: every prompt is continued by itself."""
+
+    cache = None
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, prompt, *, n, **_):
+        self.asked.append((prompt, n))
+        return len(self.asked) - 1
+
+    def step(self):
+        waiting = [number for number, (prompt, _) in enumerate(self.asked) if prompt]
+        return [Event(n, 0, [], [], "", jkv.FinishReason.STOP) for n in waiting]
+
+    def results(self, number, **_):
+        prompt, n = self.asked[number]
+        self.asked[number] = (None, n)
+        stop = jkv.FinishReason.STOP
+        return [Completion(number, i, prompt, [0.0], stop, "x") for i in range(n)]
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    """Let `serve` have an engine that computes nothing."""
+    tokenizer = pretrained.load_tokenizer(loading.BUNDLED)
+    served = loading.Served(Echo(), tokenizer, pathlib.Path(loading.BUNDLED), 64, 24)
+    monkeypatch.setattr(batch, "load", lambda _: served)
+    monkeypatch.setattr(batch, "warm_up", lambda _: 0)
+    still = types.SimpleNamespace(update=lambda _: None)
+    monkeypatch.setattr(batch, "Display", lambda *_: contextlib.nullcontext(still))
+    return served.engine
+
+
+# Lines that cannot be answered, and the id that their results have.
+HOSTILE = [
+    ("[" * 100_000, None),
+    ('{"id": 1, "prompt": ' + "[" * 100_000, None),
+    ('{"id": "a", "prompt": "\\ud800"}', "a"),
+    ('{"id": "b", "prompt": "x", "stop": ["\\udfff"]}', "b"),
+    ('{"id": {"c": [1]}, "messages": [{"role": "user", "content": "\\ud83d"}]}', ...),
+    ('{"id": "\\ud800", "prompt": ""}', "\ud800"),
+    ('{"id": null, "prompt": 7}', None),
+    ('{"id": "d", "prompt": ["two", "prompts"]}', "d"),
+    ("7", None),
+    ('"\\udc00"', None),
+]
+ANSWERED = '{"id": "\\udc00", "prompt": "of an odd id"}'
+
+
+def test_no_line_stops_the_others(tmp_path, capsys, echo):
+    """Each hostile line has an error with its id; the next start reads them."""
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    asked = [line for line, _ in HOSTILE]
+    prompts.write_text("\n".join([*asked, ANSWERED]))
+    for _ in range(2):
+        serve_with_errors(prompts, results)
+        said = capsys.readouterr().err
+        assert f"1 of {len(HOSTILE) + 1} lines are answered" in said
+        assert f"{len(HOSTILE)} have an error there" in said and said.count("\n") == 1
+        found = read_results(results)
+        for number, (_, name) in enumerate(HOSTILE):
+            assert found[number]["error"], number
+            expected = {"c": [1]} if name is ... else name
+            assert found[number].get("id") == expected
+        assert found[len(HOSTILE)]["id"] == "\udc00"
+        assert found[len(HOSTILE)]["choices"][0]["text"] == "x"
+    assert len(echo.asked) == 1  # nothing was computed again
+
+
+def test_lines_that_are_all_answered_end_well(tmp_path, capsys, echo):
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "n": 2}')
+    batch.serve(options(prompts, results))
+    assert f"2 of 2 lines are answered in {results}\n" == capsys.readouterr().err
+    assert [n for _, n in echo.asked] == [1, 2]
+
+
+def test_an_engine_that_fails_can_be_gone_on_with(tmp_path, capsys, echo, monkeypatch):
+    def fail():
+        raise EngineError("a step failed")
+
+    monkeypatch.setattr(echo, "step", fail)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}')
+    serve_with_errors(prompts, tmp_path / "results.jsonl")
+    said = capsys.readouterr().err
+    assert said == "error: a step failed; run it again to go on from what is written\n"
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     results = tmp_path / "results.jsonl"
-    with pytest.raises(SystemExit, match="error: .*No such file"):
-        batch.serve(options(path, results))
+
+    def says(status):
+        with pytest.raises(SystemExit) as ended:
+            batch.serve(options(path, results))
+        said = capsys.readouterr().err
+        assert ended.value.code == status and said.startswith("error: ")
+        assert said.count("\n") == 1
+        return said
+
+    assert "No such file" in says(1)
     path.write_text(" \n")
-    with pytest.raises(SystemExit, match="error: .* has no line"):
-        batch.serve(options(path, results))
+    assert " has no line" in says(2)
     path.write_bytes(b"\xff")
-    with pytest.raises(SystemExit, match="error: .* is not UTF-8"):
-        batch.serve(options(path, results))
+    assert " is not UTF-8" in says(2)
 
 
 def test_the_picture_shows_progress_speed_and_pool(monkeypatch):
     import io
 
-    import jkv
     from jkv.serving.scheduler.measures import Measures
 
     class Engine:

@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     # Each folder imports one trainer or engine, and nothing else imports the folder.
     "integrations": {"decoding"},
     # Faces for `python -m`.
+    "__main__": set(),
     "doctor": {"commands"},
     "plan": {"commands"},
 }

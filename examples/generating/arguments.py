@@ -1,0 +1,74 @@
+"""Command lines whose mistakes are answered in one line, before anything is loaded."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .ending import BAD_VALUE
+
+
+class Parser(argparse.ArgumentParser):
+    """Describes itself by the first line of a script's docstring."""
+
+    def __init__(self, doc: str | None, **options: Any):
+        super().__init__(description=(doc or "").partition("\n")[0], **options)
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line, and exit status 2."""
+        # "argument --steps: must be ..." is "--steps must be ...".
+        message = re.sub(r"^argument (\S+): must", r"\1 must", message)
+        self.exit(BAD_VALUE, f"{self.prog}: error: {message}\n")
+
+
+def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
+    """Return what reads a number from a smallest one on; infinity and NaN are none."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse says: invalid int value
+    return read
+
+
+def text(given: str) -> str:
+    """Read a text that has a character to go on from, and can be encoded."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError("must be a text that is not empty")
+    if any("\ud800" <= character <= "\udfff" for character in given):
+        raise argparse.ArgumentTypeError("must be UTF-8")
+    return given
+
+
+def pattern(given: str) -> re.Pattern[str]:
+    """Read a regular expression."""
+    try:
+        return re.compile(given)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a regular expression: {error}"
+        ) from error
+
+
+def new_file(*endings: str) -> Callable[[str], Path]:
+    """Return what reads the name of a file to write, in a folder that is there."""
+
+    def read(given: str) -> Path:
+        path = Path(given)
+        if endings and path.suffix not in endings:
+            names = " or ".join(endings)
+            raise argparse.ArgumentTypeError(f"must end in {names}, got {given}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"must be in a folder that is there, got {given}"
+            )
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"must be a file, {given} is a folder")
+        return path
+
+    return read

@@ -1,0 +1,118 @@
+"""`multiprocess.py`: what it takes, how its children end, and where it listens.
+
+Here, as `tools/` has a module of the name of its package: this is another process.
+"""
+
+import argparse
+import os
+import runpy
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+from processes import generation, launching, options
+from support.paths import EXAMPLES
+
+pytestmark = pytest.mark.one_end
+
+# The launcher, and what it starts: the same script with --coordinator.
+SCRIPT = """
+import argparse, sys, time
+
+if "--coordinator" in sys.argv:
+    print("waiting", flush=True)
+    time.sleep(600)
+from processes.launching import launch
+
+sizes = dict(num_processes=2, restarts=1, heartbeat=5)
+sys.exit(launch(argparse.Namespace(state=sys.argv[1], **sizes)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_its_children(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES)},
+    )
+    assert launcher.stdout.readline() == "waiting\n"
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=30)
+    *started, last = said.splitlines()
+    assert launcher.returncode == 128 + number
+    assert last == f"launcher: ended by {signal.Signals(number).name}"
+    pids = [int(line.rpartition(" ")[2]) for line in started]
+    assert len(pids) == 2  # it was not started again
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_coordinator_is_bound_to_the_address_given(monkeypatch, process):
+    """JAX would bind it to all interfaces."""
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
+    sizes = dict(devices=0, num_processes=2, heartbeat=5, process=process)
+    generation.join(argparse.Namespace(coordinator="10.0.0.7:1234", **sizes))
+    assert given["coordinator_address"] == "10.0.0.7:1234"
+    bound = given.get("coordinator_bind_address")
+    assert bound == ("10.0.0.7:1234" if process == 0 else None)
+
+
+def test_what_finds_the_others_itself_is_told_nothing(monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
+    sizes = dict(devices=0, num_processes=2, heartbeat=5, process=None)
+    generation.join(argparse.Namespace(coordinator="auto", **sizes))
+    assert not any(name.startswith("coordinator") for name in given)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("--num-processes 0", "--num-processes must be at least 1"),
+        ("--heartbeat 0", "--heartbeat must be at least 1"),
+        ("--model nowhere", "--model nowhere has no config.json"),
+        ("--process 0", "goes with --coordinator HOST:PORT"),
+        ("--coordinator a:1", "--process N goes with --coordinator"),
+        ("--coordinator here", "must be host:port or auto, got here"),
+        ("--coordinator a:99999 --process 0", "must be host:port or auto"),
+        ("--coordinator a:1 --process 2", "must be below --num-processes 2"),
+        ("--tensor-parallel 3", "must divide the 4 devices"),
+    ],
+)
+def test_bad_values_are_answered_in_one_line(monkeypatch, capsys, arguments, says):
+    given = ["multiprocess.py", "--state", "x", *arguments.split()]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit) as ended:
+        options.parse_arguments("a test")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("coordinator", ["localhost:0", "10.0.0.7:80", "[::1]:8476"])
+def test_addresses_that_are_some(coordinator):
+    assert options.address(coordinator) == coordinator
+
+
+@pytest.mark.parametrize(
+    "arguments, status, says",
+    [(["--help"], 0, "usage: multiprocess.py"), (["--state", __file__], 1, "error: ")],
+)
+def test_the_script_answers_help_and_a_file_that_is_no_folder(
+    monkeypatch, capsys, arguments, status, says
+):
+    monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("too early"))
+    monkeypatch.setattr(sys, "argv", ["multiprocess.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "multiprocess.py"), run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == status and (said.out + said.err).startswith(says)

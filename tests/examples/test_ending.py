@@ -1,0 +1,115 @@
+"""How scripts end on Ctrl-C: in one line, at once, whatever runs on other threads."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from generating import ending
+from support.paths import EXAMPLES
+
+pytestmark = pytest.mark.one_end
+
+# A program that takes about a second to compile.
+COMPILING = """
+with ending_in_one_line():
+    import jax
+    import jax.numpy as jnp
+
+    def sort_often(x):
+        for i in range(60):
+            x = jnp.sort(x * (i + 1)) + jnp.sin(x)
+        return x
+
+    lowered = jax.jit(sort_often).lower(jnp.ones(8))
+    print("compiling", flush=True)
+    lowered.compile()
+    print("compiled", flush=True)
+"""
+
+
+def test_ctrl_c_while_xla_compiles():
+    """Else the compiler goes on while Python takes its client away: SIGSEGV."""
+    script = "from generating.ending import ending_in_one_line\n" + COMPILING
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if "CACHE_DIR" not in k}
+        | {"PYTHONPATH": str(EXAMPLES), "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdout.readline() == "compiling\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
+
+
+def test_ctrl_c_during_an_import_ends_at_once(tmp_path, monkeypatch, capsys):
+    """Half of a module in C++ crashes, or turns the interrupt into an ImportError."""
+    (tmp_path / "interrupted_module.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt as error:\n"
+        "    raise ImportError('half of it') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+        importlib.import_module("interrupted_module")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_ctrl_c_elsewhere_can_be_cleaned_up_after(capsys):
+    done = []
+    with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            done.append("cursor shown")
+    assert ended.value.code == 130 and done
+    assert capsys.readouterr().err == "\ninterrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_job_in_the_background_goes_on(capsys):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending.ending_in_one_line():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, status, says",
+    [
+        (ValueError("a number\n  of two lines"), 2, "error: a number of two lines\n"),
+        (FileNotFoundError(2, "No such file", "x"), 1, "[Errno 2] No such file: 'x'"),
+        (ModuleNotFoundError("no rich", name="rich.live"), 1, "'jkv[examples]'"),
+        (ModuleNotFoundError("no uvicorn", name="uvicorn"), 1, "'jkv[http]'"),
+    ],
+)
+def test_what_is_no_fault_of_the_program(capsys, error, status, says):
+    with (
+        pytest.raises(SystemExit) as ended,
+        ending.ending_in_one_line(),
+        ending.answering_errors(),
+    ):
+        raise error
+    said = capsys.readouterr().err
+    assert ended.value.code == status and says in said and said.count("\n") == 1
+
+
+def test_faults_of_the_program_keep_their_traceback():
+    with (
+        pytest.raises(KeyError),
+        ending.ending_in_one_line(),
+        ending.answering_errors(),
+    ):
+        raise KeyError("a bug")
