@@ -96,7 +96,9 @@ def _read_sampling(body: Mapping[str, Any]) -> jkv.Sampling:
 
 
 def _read_stops(body: Mapping[str, Any]) -> list[str]:
-    stops = body.get("stop") or []
+    stops = body.get("stop")
+    if stops is None or stops == "":
+        return []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise Refused("stop must be a text or a list of texts", "stop")

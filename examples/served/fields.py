@@ -135,7 +135,7 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
                 code="unsupported_parameter",
             )
     for name in LABELS:
-        if not isinstance(body.get(name) or "", str):
+        if not isinstance(body.get(name), str | None):
             raise Refused(f"{name} must be a text", name)
 
 

@@ -80,7 +80,7 @@ def _read_message(message: Any) -> dict[str, Any]:
             raise Refused(
                 f"{name[:60]!r} of a message is not served; leave it out", "messages"
             )
-    if not isinstance(message.get("name") or "", str):
+    if not isinstance(message.get("name"), str | None):
         raise Refused("the name of a message must be a text", "messages")
     return {**message, "content": _read_content(message.get("content"))}
 

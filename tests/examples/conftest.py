@@ -50,28 +50,14 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def bounds():
-    """What clients of the tests' server may take."""
-    from served.connections import Bounds
-
-    return Bounds(
-        head_seconds=1.0,
-        head_bytes=4096,
-        body_seconds=1.5,
-        reading_seconds=1.0,
-        closing_seconds=2,
-    )
-
-
-@pytest.fixture(scope="session")
-def address(served, bounds):
+def address(served):
     """The address of a server."""
     for name in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(name)
     from served.api import make_app
     from support.http_server import start_server
 
-    server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
+    server, thread, address = start_server(make_app(served))
     yield address
     server.should_exit = True
     thread.join()

@@ -19,7 +19,10 @@ pytest.importorskip("uvicorn")
 import openai
 from served import prompts
 from served.api import make_app
+from served.connections import Bounds
 from support.http_server import start_server
+
+from jkv.serving import EngineError
 
 pytestmark = [
     pytest.mark.one_end,
@@ -27,8 +30,31 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
 ]
 
+QUICK = Bounds(
+    head_seconds=1.0,
+    head_bytes=4096,
+    body_seconds=1.5,
+    reading_seconds=1.0,
+    closing_seconds=2,
+)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 HALF = HEAD + b"Content-Length: 99\r\n\r\n{"
+
+
+@pytest.fixture
+def serving(served):
+    """Start servers of the same engine; they end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(app=None, bounds=QUICK, **options):
+            app = app or make_app(served, bounds=bounds, **options)
+            server, thread, address = start_server(app, bounds)
+            stack.callback(thread.join, timeout=20)
+            stack.callback(setattr, server, "should_exit", True)
+            return server, thread, address
+
+        yield start
+    served.engine.start()  # the end of a server is the end of its thread
 
 
 @contextlib.contextmanager
@@ -59,7 +85,8 @@ def read_to_end(connection):
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n", b"408"),
     ],
 )
-def test_what_does_not_come_is_not_waited_for(address, sent, expected):
+def test_what_does_not_come_is_not_waited_for(serving, sent, expected):
+    _, _, address = serving()
     with connected(address, sent) as connection:
         start = time.monotonic()
         assert expected in read_to_end(connection)
@@ -67,8 +94,9 @@ def test_what_does_not_come_is_not_waited_for(address, sent, expected):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/health"])
-def test_an_endless_upload_ends(address, path):
+def test_an_endless_upload_ends(serving, path):
     """In bytes, when it is fast; the answer came before."""
+    _, _, address = serving()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connected(address, head.encode()) as connection:
         start, num_sent = time.monotonic(), 0
@@ -80,8 +108,9 @@ def test_an_endless_upload_ends(address, path):
         assert num_sent < 2**25 and time.monotonic() - start < 10
 
 
-def test_a_slow_upload_ends_after_its_answer(address):
-    """In time, though each byte comes before anyone grows tired of waiting."""
+def test_a_slow_upload_ends_after_its_answer(serving):
+    """In time, though the connection is never idle."""
+    _, _, address = serving()
     head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n"
     with connected(address, head) as connection:
         assert b"404" in connection.recv(2**16)
@@ -93,14 +122,14 @@ def test_a_slow_upload_ends_after_its_answer(address):
         assert time.monotonic() - start < 5
 
 
-def test_a_client_that_does_not_read_is_left(bounds):
+def test_a_client_that_does_not_read_is_left(serving):
     async def tell_much(_, __, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
             part = {"type": "http.response.body", "body": b"a" * 2**20}
             await send(part | {"more_body": True})
 
-    server, thread, address = start_server(tell_much, bounds)
+    server, _, address = serving(tell_much)
     with connected(address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
         while not server.server_state.connections:
             time.sleep(0.01)
@@ -109,12 +138,11 @@ def test_a_client_that_does_not_read_is_left(bounds):
             assert time.monotonic() - start < 10
             time.sleep(0.01)
         assert time.monotonic() - start > 0.9
-    server.should_exit = True
-    thread.join()
 
 
-def test_sigterm_ends_the_server_with_300_half_sent_requests(served, bounds):
-    server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
+def test_sigterm_ends_the_server_with_300_half_sent_requests(served, serving):
+    patient = QUICK._replace(head_seconds=60, body_seconds=60)
+    server, thread, address = serving(bounds=patient)
     with contextlib.ExitStack() as stack:
         for i in range(300):
             stack.enter_context(connected(address, (HALF, HEAD)[i % 2]))
@@ -124,21 +152,20 @@ def test_sigterm_ends_the_server_with_300_half_sent_requests(served, bounds):
         last = stack.enter_context(connected(address, whole))
         while not served.engine.stats().running + served.engine.stats().waiting:
             time.sleep(0.001)
+        assert len(server.server_state.connections) == 301
         start = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)  # what the signal does
         assert b"200 OK" in read_to_end(last)
         thread.join(timeout=20)
         assert not thread.is_alive() and time.monotonic() - start < 5
-    served.engine.start()
 
 
-def test_a_reply_that_takes_too_long_is_told_of_the_end(served, bounds, monkeypatch):
+def test_a_reply_that_takes_too_long_is_told_of_the_end(serving, monkeypatch):
     async def wait_for_ever(*_):
         await asyncio.sleep(1000)
 
     monkeypatch.setattr("served.api.reply_whole", wait_for_ever)
-    quick = bounds._replace(closing_seconds=1)
-    server, thread, address = start_server(make_app(served, bounds=quick), quick)
+    server, thread, address = serving(bounds=QUICK._replace(closing_seconds=1))
     body = b'{"prompt": "The", "max_tokens": 2}'
     sent = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with connected(address, sent) as connection:
@@ -147,7 +174,6 @@ def test_a_reply_that_takes_too_long_is_told_of_the_end(served, bounds, monkeypa
         assert b"the server is going down" in read_to_end(connection)
     thread.join(timeout=20)
     assert not thread.is_alive()
-    served.engine.start()
 
 
 def test_long_prompts_hold_nothing_up(post, monkeypatch):
@@ -173,14 +199,12 @@ def test_long_prompts_hold_nothing_up(post, monkeypatch):
     ask.join()
 
 
-def test_without_the_key_nothing_but_health(served, bounds):
-    app = make_app(served, api_key="secret", bounds=bounds)
-    server, thread, address = start_server(app, bounds)
-    for key in ("none", "secre", "secret2", "\u00e9"):
+def test_without_the_key_nothing_but_health(serving):
+    _, _, address = serving(api_key="secret")
+    for key in ("none", "secre", "secret2"):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
-        if key.isascii():
-            with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
-                client.models.list()
+        with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+            client.models.list()
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
     assert client.models.list().data[0].id == "pydoc"
     host, port = address.removeprefix("http://").split(":")
@@ -189,6 +213,18 @@ def test_without_the_key_nothing_but_health(served, bounds):
         connection.request("GET", path)
         assert connection.getresponse().status == status
         connection.close()
-    server.should_exit = True
-    thread.join()
-    served.engine.start()
+
+
+def test_a_server_whose_engine_failed_says_so(served, serving, monkeypatch):
+    def fail(*_, **__):
+        raise EngineError("the engine has failed")
+
+    _, _, address = serving()
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    assert client.get("/../health", cast_to=object) == {"status": "ok"}
+    monkeypatch.setattr(served.engine, "submit", fail)
+    with pytest.raises(openai.InternalServerError, match="has failed") as caught:
+        client.completions.create(model="pydoc", prompt="a")
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_failed")
+    with pytest.raises(openai.InternalServerError, match="has failed"):
+        client.get("/../health", cast_to=object)

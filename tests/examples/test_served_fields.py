@@ -94,7 +94,8 @@ def test_what_is_not_served_is_refused_by_name(post):
         ({"prompt": "a", "stop_token_ids": [1] * 9}, "stop_token_ids", "takes 8"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 256"),
         ({"prompt": "a", "priority": 2**31}, "priority", "from -"),
-        ({"prompt": "a", "user": 5}, "user", "must be a text"),
+        ({"prompt": "a", "user": 0}, "user", "must be a text"),
+        ({"prompt": "a", "stop": False}, "stop", "must be a text"),
         ({"prompt": "a", "top_k": -2}, "top_k", "from -1"),
         (
             {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 1},

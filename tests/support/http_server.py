@@ -55,7 +55,7 @@ def load_served(folder):
     return served
 
 
-def start_server(app, bounds):
+def start_server(app, bounds=None):
     """Start uvicorn in a thread; return it, the thread and the address."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=500)
     server = uvicorn.Server(make_config(app, bounds, log_level="critical"))
