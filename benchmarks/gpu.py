@@ -10,11 +10,12 @@ of 32 layers with and without its bookkeeping. The floor is reading keys and val
 once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
-keeps partial results in the queries' dtype), PyTorch's scaled-dot-product attention
-over contiguous keys and values of equal lengths. A peer that is absent or refuses is
-listed with its reason. What is not begun after `--minutes` is left out, and said. On a
-CPU a tiny run shows that the benchmark itself works. The kernel's tests, compiled for
-the card, are `python -m pytest tests/attention/kernel/test_pallas.py`.
+keeps partial results in the queries' dtype, and takes two blocks a step: with blocks of
+16 that is not its best setting, and no fair ratio), PyTorch's scaled-dot-product
+attention over contiguous keys and values of equal lengths. A peer that is absent or
+refuses is listed with its reason. What is not begun after `--minutes` is left out, and
+said. On a CPU a tiny run shows that the benchmark itself works. The kernel's tests,
+compiled for the card, are `python -m pytest tests/attention/kernel/test_pallas.py`.
 """
 
 import argparse

@@ -2,7 +2,10 @@
 
 A model's step has a call in each of its layers, so a program here has several, one
 after the other, each on a layer of its own as far as these are needed to be more than
-a card's caches hold. The host starts programs, not calls, and does not count.
+an H100's cache of 50 MB holds. (An MI300X's last cache has 256 MB: there 16 calls of
+1 x 2,048, 128 MB, would be read from it.) No call takes what another one gives, so the
+end of one may overlap the beginning of the next, which a model's layers do not allow.
+The host starts programs, not calls, and does not count.
 """
 
 import concurrent.futures
@@ -25,7 +28,7 @@ MAX_CALLS = 16  # in a program
 PROGRAM_BYTES = 8e9  # that a program reads, about
 SAMPLE_BYTES = 6e10  # that the programs of a sample read, about: some 30 ms
 SAMPLE_OPERATIONS = 1e13  # likewise of prompts
-POOL_BYTES = 2**28  # of all layers at the least: more than a card's caches
+POOL_BYTES = 2**28  # of all layers, if there are calls enough
 PATTERN = 64  # blocks of random numbers, which then come again
 
 
@@ -233,7 +236,8 @@ def attend_by_jax(queries: jax.Array, operands: Operands, layer: int) -> jax.Arr
     """Call the paged attention that comes with JAX, on keys and values as it has them.
 
     Each layer is an array of its own, [K, N, T, D], and it wants queries scaled. So
-    that it fits into shared memory it takes two blocks at a time.
+    that blocks of 64 fit into shared memory it takes two at a time; of smaller blocks
+    it could take more.
     """
     from jax.experimental.pallas.ops.gpu import paged_attention
 

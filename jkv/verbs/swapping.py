@@ -95,7 +95,8 @@ def swap_in(
 
     Raises:
       ValueError: for sequences from a cache of other groups, or another shape or dtype,
-        or that have given back what this cache's window sees.
+        or that have given back what this cache's window sees: a larger window than
+        the one they left is judged by what was kept, whole blocks.
 
     Example:
       >>> import jkv

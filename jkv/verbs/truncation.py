@@ -34,7 +34,9 @@ def truncate(
       seq_ids: i32[B] or int; -1 is padding.
       lengths: i32[B] or int, tokens to keep, 0 to the context length. With a sliding
         window, what the row after them sees must be kept still: the last `append` can
-        always be undone, and a sequence can begin anew from 0.
+        always be undone, and a sequence can begin anew from 0. A length among the
+        first `num_sink_tokens` is too short, once blocks behind the sinks are given
+        back, though the sinks themselves are kept.
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a

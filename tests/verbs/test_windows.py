@@ -233,6 +233,22 @@ class TestTruncating:
         jkv.check(cache)
         assert_refused(cache, truncate(cache, 0, 18), "INVALID_ARGUMENT")
 
+    @pytest.mark.parametrize("length", [1, 4, 5, 6])
+    def test_kept_sinks_are_no_beginning(self, length):
+        """Five sinks in two blocks, behind which others were given back."""
+        cache, _ = allocate(small_cache(**WINDOW, num_sink_tokens=5), 0)
+        cache = grow(cache, 0, range(8))
+        # Everything is there still.
+        other, status = truncate(cache, 0, length)
+        assert names(status) == ["OK"] and lengths(other)[0] == length
+        for start in range(8, 32, 8):
+            cache = grow(cache, 0, range(start, start + 8))
+        assert columns(cache, 0) == [0, 1, 4, 5, 6, 7]
+        assert_refused(cache, truncate(cache, 0, length), "INVALID_ARGUMENT")
+        cache, status = truncate(cache, 0, 0)
+        assert names(status) == ["OK"] and columns(cache, 0) == []
+        jkv.check(cache)
+
     def test_nothing_is_left_to_be_seen_from_0_on(self):
         cache, status = truncate(grow_to(20), 0, 0)
         assert names(status) == ["OK"] and kept(cache, 0) == 0
@@ -295,6 +311,12 @@ class TestMoving:
                 jkv.swap_in(small_cache(**WINDOW | changes), swapped)
         with pytest.raises(ValueError, match="num_sink_tokens of the cache they left"):
             jkv.swap_in(small_cache(**WINDOW, num_sink_tokens=2), swapped)
+        # The row after 20 tokens sees those from 8 on, with a window of 12 or 13.
+        for window in (9, 13):
+            wider = small_cache(**WINDOW | dict(sliding_window=window))
+            wider, back = jkv.swap_in(wider, swapped)
+            assert names(back.status) == ["OK"] and kept(wider, 0) == 8
+            jkv.check(wider)
         narrower, back = jkv.swap_in(
             small_cache(**WINDOW | dict(sliding_window=3)), swapped
         )
