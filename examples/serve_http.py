@@ -4,10 +4,14 @@
 
     curl localhost:8000/v1/completions -d '{"prompt": "The with statement"}'
 
-`/metrics` has the numbers for Prometheus. What happens is in `served/api.py`.
+With JKV_API_KEY in the environment clients need that key. `/health` says that the
+server is there, `/metrics` has numbers for Prometheus. What happens is in
+`served/api.py`.
 """
 
 import argparse
+import os
+import sys
 
 from generating.ending import ending_in_one_line
 
@@ -17,18 +21,30 @@ def main():
     from served.loading import add_options, load
 
     add_options(parser)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-waiting", type=int, default=256, help="more are refused")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
+    add("--port", type=int, default=8000, help="%(default)s")
+    add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
+    add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
     options = parser.parse_args()
+    api_key = options.api_key
+    if api_key is None:
+        api_key = os.environ.get("JKV_API_KEY")
+    if api_key == "":
+        parser.error("the API key is empty")
 
     import uvicorn
     from served.api import make_app
+    from served.connections import make_config
     from served.display import warm_up
 
-    served = load(options, max_waiting=options.max_waiting)
+    try:
+        served = load(options, max_waiting=options.max_waiting)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     print(f"{warm_up(served.engine)} programs are ready")
-    uvicorn.run(make_app(served), host=options.host, port=options.port)
+    app = make_app(served, api_key=api_key)
+    uvicorn.Server(make_config(app, host=options.host, port=options.port)).run()
 
 
 if __name__ == "__main__":

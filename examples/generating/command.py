@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.config.dtypes import checked_dtype
+from jkv.decoding import spread_seeds
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.serving import Engine, StopSizes
 
@@ -103,14 +104,15 @@ def make_engine(task: Task, num_samples: int) -> Engine:
 
 def submit(task: Task, engine: Engine, options: argparse.Namespace) -> list[int]:
     """Submit all prompts; sample j of prompt i draws with its own seed."""
-    numbers = []
+    numbers, n = [], options.num_samples
+    seeds = spread_seeds(task.sampling.seeds, n * len(task.prompts))
     for i, ids in enumerate(task.prompts):
-        seed = task.sampling.seeds + i * options.num_samples
+        mine = seeds[i * n : (i + 1) * n]
         numbers.append(
             engine.submit(
                 ids,
-                n=options.num_samples,
-                sampling=dataclasses.replace(task.sampling, seeds=seed),
+                n=n,
+                sampling=dataclasses.replace(task.sampling, seeds=mine),
                 stop_strings=options.stop,
             )
         )

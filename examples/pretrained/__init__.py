@@ -9,7 +9,8 @@ is read as it is: config.json, one or many safetensors files, tokenizer.json.
 
 Files in reading order: ``architectures.py`` (the table: in what each differs from
 Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
-``windows.py``, ``rope_settings.py`` and ``parts.py`` are for parts of it), ``model.py``
+``windows.py``, ``rope_settings.py``, ``parts.py`` and, of models that also see,
+``text_part.py`` are for parts of it), ``model.py``
 (the forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``),
 ``tensors.py`` and ``checkpoint.py`` (weights; ``files.py``, ``quantized.py``, and
 ``spreading.py`` for several devices), ``tokenizer.py`` (texts and chats),
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from .architectures import ARCHITECTURES, Architecture
 from .checkpoint import Params, random_params, read_params
-from .config import DecoderConfig, parse_config, read_config
+from .config import DecoderConfig, fix_context, parse_config, read_config
 from .keeping import keep_programs
 from .model import Decoder
 from .rope import Rope
@@ -60,6 +61,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     *,
     scan_layers: bool = False,
+    max_context_length: int | None = None,
 ) -> tuple[Decoder, Params]:
     """Read a checkpoint folder.
 
@@ -70,14 +72,22 @@ def load(
         mesh: devices over whose axis "tp" the weights are spread as they are read.
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
+        max_context_length: most tokens that a text will have, at most the model's.
+            With longrope (Phi-3) it chooses the factors of all texts: the short ones
+            up to the length before scaling, else the long ones. None takes them for
+            the length that each text has so far, so that a text which passes the
+            length before scaling depends on how it came in pieces.
 
     Returns:
         The model, a callable with static settings, and its parameters.
 
     Raises:
         FileNotFoundError: when a file is missing.
-        ValueError: when the checkpoint is damaged or of a kind not supported here.
+        ValueError: when the checkpoint is damaged or of a kind not supported here, or
+            trained for shorter texts.
     """
     config = dataclasses.replace(read_config(folder), scan_layers=scan_layers)
+    if max_context_length is not None:
+        config = fix_context(config, max_context_length)
     put = put_whole if mesh is None else spread_over(mesh, config)
     return Decoder(config), read_params(folder, config, dtype, put)

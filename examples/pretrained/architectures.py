@@ -109,6 +109,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         GEMMA,
         defaults=GEMMA.defaults
         | dict(
+            # What the text parts of larger models leave out.
+            vocab_size=262_208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
             max_position_embeddings=131_072,
             rope_theta=1e6,
             rope_local_base_freq=1e4,

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 from .architectures import ARCHITECTURES, Architecture
 from .parts import Experts, Latent
 from .quantized import Quantization, read_quantization
-from .rope import Rope
+from .rope import Rope, fix_length
 from .rope_settings import read_rope
 from .settings import Settings, read_json
+from .text_part import TEXT_PARTS, find_text_part
 from .windows import read_windows
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
@@ -122,6 +123,23 @@ class DecoderConfig:
         return next((rope.dim for rope in self.ropes if rope), 0)
 
 
+def fix_context(config: DecoderConfig, longest: int) -> DecoderConfig:
+    """Return the configuration for texts of at most `longest` tokens.
+
+    Longrope then has the factors for that length in every text (`rope.fix_length`).
+
+    Raises:
+        ValueError: for more tokens than the model was trained for.
+    """
+    if not 1 <= longest <= config.max_context_length:
+        raise ValueError(
+            f"max_context_length {longest} must be from 1 to "
+            f"{config.max_context_length}, the positions that the model was trained for"
+        )
+    ropes = tuple(rope and fix_length(rope, longest) for rope in config.ropes)
+    return dataclasses.replace(config, max_context_length=longest, ropes=ropes)
+
+
 def read_config(folder: str | Path) -> DecoderConfig:
     """Read the config.json (and generation_config.json) of a checkpoint folder.
 
@@ -151,6 +169,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: when it asks for something that this model does not compute.
     """
+    raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
     settings = Settings(raw, row.defaults)
@@ -243,7 +262,7 @@ def _supported_model_type(raw: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"config.json names the architecture {model_type!r}; supported are "
-            + ", ".join(ARCHITECTURES)
+            + ", ".join([*ARCHITECTURES, *TEXT_PARTS])
         )
     names = raw.get("architectures") or ()
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

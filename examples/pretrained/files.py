@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .quantized import Quantization, decode_mxfp4, scale_blocks
+from .text_part import name_tensors
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 # What a quantized matrix has beside its own name.
@@ -58,7 +59,8 @@ class Tensors:
         self, paths: dict[str, Path], quantization: Quantization | None
     ) -> None:
         """Take where each tensor lies, and how matrices are stored."""
-        self.paths = paths
+        self._stored = name_tensors(paths)
+        self.paths = {name: paths[stored] for name, stored in self._stored.items()}
         self._quantization = quantization
         self._files: dict[Path, Any] = {}
         self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
@@ -99,11 +101,11 @@ class Tensors:
         if name not in self.paths:
             hint = "; is tie_word_embeddings missing?" if "lm_head" in name else ""
             raise ValueError(f"the checkpoint lacks the tensor {name!r}{hint}")
-        path = self.paths[name]
+        path, stored_name = self.paths[name], self._stored[name]
         if path not in self._files:
             self._files[path] = _open(path)
         try:
-            stored = self._files[path].get_slice(name)
+            stored = self._files[path].get_slice(stored_name)
         except SafetensorError as error:
             raise ValueError(f"{path} does not hold {name!r}: {error}") from error
         if stored.get_dtype() not in types:
@@ -113,8 +115,10 @@ class Tensors:
                 "in quantization_config that is supported"
             )
         if stored.get_dtype() == "F8_E4M3":
-            return self._load_small_floats(path, name)
-        return self._files[path].get_tensor(name) if index is None else stored[index]
+            return self._load_small_floats(path, stored_name)
+        if index is None:
+            return self._files[path].get_tensor(stored_name)
+        return stored[index]
 
     def _load_small_floats(self, path: Path, name: str) -> np.ndarray:
         """Return a tensor of float8_e4m3fn, which safetensors cannot give to numpy."""

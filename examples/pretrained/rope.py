@@ -83,6 +83,19 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
     return base.astype(np.float32)
 
 
+def fix_length(rope: Rope, longest: int) -> Rope:
+    """Return a rope whose frequencies no longer depend on how long a text is.
+
+    Of "longrope" all texts get the factors that one of `longest` tokens has, short
+    texts too. Every other scaling is returned as it is.
+    """
+    if rope.scaling != "longrope":
+        return rope
+    is_long = longest > rope.original_context
+    factors = rope.long_factors if is_long else rope.short_factors
+    return dataclasses.replace(rope, short_factors=factors, long_factors=factors)
+
+
 def turns(
     rope: Rope | None, dim: int, positions: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

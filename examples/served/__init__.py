@@ -1,7 +1,12 @@
 """What `examples/serve_batch.py` and `examples/serve_http.py` are made of.
 
 Files in reading order: ``loading.py`` (a checkpoint becomes an engine), ``asking.py``
-(what a line or a client asks for), ``lines.py`` (results that survive an interrupt),
-``batch.py`` and ``display.py`` (a file of prompts), ``replies.py`` and ``api.py`` (the
-endpoints of OpenAI's API).
+(what a line or a client asks of the engine: ``prompts.py``, ``values.py``, and
+``mistakes.py`` where it cannot be), ``lines.py`` (results that survive an interrupt),
+``batch.py`` and ``display.py`` (a file of prompts).
+
+The endpoints of OpenAI's API: ``api.py``, then a request's way through ``gate.py`` (the
+key, the body), ``showing.py`` and ``fields.py`` (each field is served, or refused by
+name), ``answers.py`` (the engine) and ``replies.py``; ``connections.py`` are uvicorn's,
+with limits.
 """

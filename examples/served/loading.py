@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 import jkv
 from jkv.serving import Engine, StopSizes
 
+MOST_STOP_TOKENS = 8  # of a request, beside the model's own
+
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
 
@@ -22,6 +24,19 @@ class Served(NamedTuple):
     folder: Path
     context: int  # most tokens of a prompt and its answer
     max_new_tokens: int
+    stop_tokens: tuple[int, ...] = ()  # the model's own
+    max_waiting: int | None = None  # most sequences that wait; None is any number
+    longest_token: int = 1  # characters
+
+    @property
+    def name(self) -> str:
+        """The model's name: its folder's."""
+        return self.folder.resolve().name
+
+    @property
+    def most_characters(self) -> int:
+        """Most characters of a text; one with more is refused without tokenizing it."""
+        return self.context * self.longest_token
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +51,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
 
 
-def load(options: argparse.Namespace, **changes: object) -> Served:
+def load(
+    options: argparse.Namespace, *, max_waiting: int | None = None, **changes: object
+) -> Served:
     """Read a checkpoint, and make an engine of the command line's sizes.
 
     Args:
         options: of `add_options`.
-        **changes: arguments of `jkv.serving.Engine`.
+        max_waiting: of `jkv.serving.Engine`.
+        **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
         OSError: when a file cannot be read.
@@ -59,16 +77,25 @@ def load(options: argparse.Namespace, **changes: object) -> Served:
     )
     if options.blocks:
         config = dataclasses.replace(config, num_blocks=options.blocks)
-    stop_tokens = model.config.stop_tokens
+    stop_tokens = tuple(model.config.stop_tokens)
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=min(options.max_new_tokens, context),
         row_counts=(options.rows,) if options.rows else None,
         stop_tokens=stop_tokens,
-        stop_sizes=StopSizes(len(stop_tokens), 0, 0),
+        stop_sizes=StopSizes(len(stop_tokens) + MOST_STOP_TOKENS, 0, 0),
         detokenize=tokenizer.decode,
+        max_waiting=max_waiting,
         kept_programs=pretrained.keep_programs(model),
     )
     engine = Engine(model, params, jkv.init(config), **(fields | changes))
-    most = min(options.max_new_tokens, context)
-    return Served(engine, tokenizer, Path(options.model), context, most)
+    return Served(
+        engine,
+        tokenizer,
+        Path(options.model),
+        context,
+        max_new_tokens=min(options.max_new_tokens, context),
+        stop_tokens=stop_tokens,
+        max_waiting=max_waiting,
+        longest_token=max(map(len, tokenizer.get_vocab())),
+    )

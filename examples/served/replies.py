@@ -1,93 +1,162 @@
-"""Replies in the words of OpenAI's API: texts, chats, pieces of both, and mistakes."""
+"""Replies in the words of OpenAI's API: texts and chats, and pieces of both."""
 
 import time
+import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jkv import FinishReason
 from jkv.serving import Completion, Event
+from jkv.serving.request.texts import TextStream
+
+from .loading import Served
+from .mistakes import Refused
+from .showing import Asked, Shown
+
+# The API has few words for why a text ended.
+REASONS = {
+    FinishReason.RUNNING: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT_FULL: "length",
+    FinishReason.OUT_OF_BLOCKS: "length",
+}
+
+LEAST_LOGPROB = -9999.0  # as the API writes what is less likely
 
 
-class Reply(NamedTuple):
-    """What all parts of one reply have in common."""
+class Reply:
+    """One reply: what all of its parts have in common, and its choices."""
 
-    name: str  # of the reply
-    model: str
-    is_chat: bool
-    created: int  # seconds
-
-    @classmethod
-    def begin(cls, number: int, model: str, *, is_chat: bool) -> "Reply":
-        """Begin the reply to the first request of a body."""
+    def __init__(self, served: Served, asked: Asked, shown: Shown, *, is_chat: bool):
         kind = "chatcmpl" if is_chat else "cmpl"
-        return cls(f"{kind}-{number}", model, is_chat, int(time.time()))
+        self.name = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())  # seconds
+        self._model, self._is_chat = served.name, is_chat
+        self._num_prompt = sum(map(len, asked.prompts))
+        self._choices = [
+            Choice(served, prompt, echo, shown.has_logprobs, is_chat=is_chat)
+            for prompt, echo in zip(asked.prompts, shown.echoes, strict=True)
+            for _ in range(shown.num_choices)
+        ]
 
-    def whole(self, found: Sequence[Completion], num_prompt: int) -> dict[str, Any]:
+    def whole(self, found: Sequence[Completion], num_new: int) -> dict[str, Any]:
         """Return the whole reply.
 
         Args:
-            found: of all prompts, in order.
-            num_prompt: tokens of all prompts.
+            found: what came of each choice.
+            num_new: tokens, those of texts that are not shown, too.
         """
         choices = [
-            self._choice(i, each.text or "", each.reason, "message")
-            for i, each in enumerate(found)
+            {"index": i, **choice.write(each, "message")}
+            for i, (choice, each) in enumerate(zip(self._choices, found, strict=True))
         ]
-        num_new = sum(len(each.tokens) for each in found)
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._frame(kind, choices) | {"usage": usage(num_prompt, num_new)}
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return self._frame(kind, choices) | self._usage(num_new)
 
     def piece(self, index: int, event: Event) -> dict[str, Any]:
         """Return a part of choice `index`."""
-        choice = self._choice(index, event.text, event.reason, "delta")
+        choice = {"index": index, **self._choices[index].write(event, "delta")}
         return self._frame(self._piece_kind, [choice])
 
-    def closing(self, num_prompt: int, num_new: int) -> dict[str, Any]:
+    def closing(self, num_new: int) -> dict[str, Any]:
         """Return the part that says what it took."""
-        return self._frame(self._piece_kind, []) | {"usage": usage(num_prompt, num_new)}
+        return self._frame(self._piece_kind, []) | self._usage(num_new)
 
     @property
     def _piece_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _choice(
-        self, index: int, text: str, reason: FinishReason, part: str
-    ) -> dict[str, Any]:
-        written = {part: {"role": "assistant", "content": text}}
-        return {
-            "index": index,
-            **(written if self.is_chat else {"text": text}),
-            "logprobs": None,
-            "finish_reason": find_reason(reason),
-        }
+        return "chat.completion.chunk" if self._is_chat else "text_completion"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.name,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self._model,
             "choices": choices,
         }
 
-
-def find_reason(reason: FinishReason) -> str | None:
-    """Return why a choice ended in the API's words, which has few."""
-    if reason == FinishReason.RUNNING:
-        return None
-    return "stop" if reason == FinishReason.STOP else "length"
-
-
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    """Return the tokens that a reply took."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-    }
+    def _usage(self, num_new: int) -> dict[str, Any]:
+        """Return the tokens that the reply took."""
+        counts = {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": self._num_prompt + num_new,
+        }
+        return {"usage": counts}
 
 
-def mistake(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return what the API says of a request that it does not answer."""
-    error = {"message": text, "type": kind, "param": None, "code": None}
-    return {"error": error}
+class Choice:
+    """One text of a reply, written at once or in pieces."""
+
+    def __init__(
+        self,
+        served: Served,
+        prompt: Sequence[int],
+        echo: str,
+        has_logprobs: bool,
+        *,
+        is_chat: bool,
+    ):
+        self._echo, self._is_chat = echo, is_chat
+        self._tokens: TextStream | None = None
+        if has_logprobs:
+            self._tokens = TextStream(served.tokenizer.decode, prompt, ())
+
+    def write(self, new: Completion | Event, part: str) -> dict[str, Any]:
+        """Return what is new, or all, in the API's words."""
+        text, self._echo = self._echo + (new.text or ""), ""
+        written = {part: {"role": "assistant", "content": text}}
+        return {
+            **(written if self._is_chat else {"text": text}),
+            "logprobs": self._write_logprobs(new),
+            "finish_reason": REASONS[new.reason],
+        }
+
+    def _write_logprobs(self, new: Completion | Event) -> dict[str, Any] | None:
+        """Return each token's own logprob; the texts of all tokens are the text."""
+        if self._tokens is None:
+            return None
+        starts, texts = [], []
+        for token in new.tokens:
+            starts.append(len(self._tokens.text))
+            self._tokens.advance([token])
+            texts.append(self._tokens.text[starts[-1] :])
+        logprobs = [max(logprob, LEAST_LOGPROB) for logprob in new.logprobs]
+        if not self._is_chat:
+            return {
+                "tokens": texts,
+                "token_logprobs": logprobs,
+                "top_logprobs": None,
+                "text_offset": starts,
+            }
+        content = [
+            {
+                "token": text,
+                "logprob": logprob,
+                "bytes": list(text.encode()),
+                "top_logprobs": [],
+            }
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def check_reason(reason: FinishReason) -> None:
+    """Refuse to tell of a text that was not ended by its model or its limit.
+
+    Raises:
+        Refused: with what ended it.
+    """
+    if reason in REASONS:
+        return
+    if reason == FinishReason.NAN_LOGITS:
+        raise Refused(
+            "the model's logits were not numbers (NaN): the text cannot go on",
+            status=500,
+            code="nan_logits",
+        )
+    if reason == FinishReason.CANCELLED:
+        raise Refused("the server is going down", status=503)
+    name = reason.name.lower()
+    raise Refused(f"the text ended: {name}", status=500, code=name)

@@ -15,6 +15,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.description import describe
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import Windows, count_windows
 from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
@@ -136,7 +137,8 @@ def make_plan(
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
     kept_back = _find_reserve(total := _read_memory(memory), reserve)
-    fields, notes, layer_windows = read_sizes(folder, overrides)
+    fields, notes, layer_windows, layer_heads = read_sizes(folder, overrides)
+    refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if "sliding_window" in overrides:
         windows = None  # the one that is given, of all layers

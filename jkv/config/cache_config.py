@@ -301,7 +301,9 @@ class CacheConfig:
 
         Raises:
           FileNotFoundError: without a config.json.
-          ValueError: if no block fits, or for a model whose sizes cannot be told.
+          ValueError: if no block fits, or for a model whose sizes cannot be told, or
+            whose layers differ in their heads (Gemma 4, MiMo-V2-Flash), for which
+            `GroupedConfig.from_model` has a group of each.
         """
         return sizing.fit_model(cls, folder, budget, **overrides)
 

@@ -1,25 +1,23 @@
 """GroupedConfig: the sizes of a cache whose layers differ in how far back they see.
 
 Layers whose keys and values have the same life are a group: those that see everything,
-and those of each window. A group has a pool of its own; the sequences are the same in
-all of them.
+and those of each window; layers with other heads are a group of their own. A group has
+a pool; the sequences are the same in all of them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import jax
 
+from jkv.config import grouping
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import check_window, checked_num_blocks
 from jkv.config.description import describe
 from jkv.config.huggingface import read_sizes
-from jkv.config.layer_windows import order_windows
 from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
-from jkv.config.units import parse_bytes
 
 # The groups of a layer by their numbers: one, or a tuple of none or one.
 LayerGroups: TypeAlias = int | tuple[int, ...]
@@ -30,7 +28,7 @@ SHARED = ("max_sequences", "max_context_length", "block_size")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig:
-    """Sizes of a cache for a model whose layers differ in their windows.
+    """Sizes of a cache for a model whose layers differ in their windows or heads.
 
     Args:
       groups: a `CacheConfig` for each group of layers, in any order. All have the same
@@ -197,28 +195,15 @@ class GroupedConfig:
           ValueError: unless either `max_sequences` or `budget` is given; if not even
             one sequence fits, or for a size that cannot work.
         """
-        if (max_sequences is None) == (budget is None):
-            raise ValueError("give max_sequences or budget, and not both")
-        sizes["max_context_length"] = max_context_length
-        fit_sequences = functools.partial(
-            cls._fit,
-            layer_windows=layer_windows,
+        return grouping.fit_context_length(
+            cls,
+            [grouping.LayerSizes(window, None) for window in layer_windows],
+            sizes | {"max_context_length": max_context_length},
+            max_sequences=max_sequences,
+            budget=budget,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
-            sizes=sizes,
         )
-        if budget is None:
-            assert max_sequences is not None
-            return fit_sequences(max_sequences)
-        # Bytes are linear in the number of sequences: two points give the line.
-        limit = parse_bytes(budget)
-        one, two = (fit_sequences(count).bytes for count in (1, 2))
-        if one > limit:
-            raise ValueError(
-                f"one sequence of {max_context_length} tokens takes {one} bytes, the "
-                f"budget is {limit}; raise the budget, or lower max_context_length"
-            )
-        return fit_sequences(1 + (limit - one) // (two - one))
 
     @classmethod
     def from_model(
@@ -233,8 +218,8 @@ class GroupedConfig:
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint.
 
-        The folder's config.json tells which layers have a window, beside what
-        `CacheConfig.from_model` reads of it.
+        The folder's config.json tells which layers have a window, and which have other
+        heads than the rest, beside what `CacheConfig.from_model` reads of it.
 
         Args:
           folder: where config.json lies.
@@ -245,50 +230,28 @@ class GroupedConfig:
           **overrides: fields of `CacheConfig`, instead of what the model says.
 
         Returns:
-          The configuration, a group for each different window.
+          The configuration, a group for each different window, and for each kind of
+          heads; those that see furthest come first.
 
         Raises:
           FileNotFoundError: without a config.json.
           ValueError: as `for_context_length`, or for a model of unknown sizes.
         """
-        fields, _, layer_windows = read_sizes(folder, overrides)
+        fields, _, windows, heads = read_sizes(folder, overrides)
         sizes = dict(fields | overrides)
         del sizes["num_layers"]
-        return cls.for_context_length(
-            sizes.pop("max_context_length"),
-            layer_windows=layer_windows,
+        layers = [
+            grouping.LayerSizes(window, heads[layer] if heads else None)
+            for layer, window in enumerate(windows)
+        ]
+        return grouping.fit_context_length(
+            cls,
+            layers,
+            sizes,
             max_sequences=max_sequences,
             budget=budget,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
-            **sizes,
-        )
-
-    @classmethod
-    def _fit(
-        cls,
-        max_sequences: int,
-        layer_windows: Sequence[int | None],
-        step_tokens: int,
-        prefix_caching: bool,
-        sizes: dict[str, Any],
-    ) -> Self:
-        """Return the configuration with blocks for so many sequences."""
-        windows = order_windows(layer_windows)
-        layers = tuple(windows.index(window) for window in layer_windows)
-        groups = []
-        for i, window in enumerate(windows):
-            group = CacheConfig(
-                num_layers=layers.count(i),
-                num_blocks=1,
-                max_sequences=max_sequences,
-                sliding_window=window,
-                **sizes,
-            )
-            blocks = max_sequences * group.most_blocks(step_tokens)
-            groups.append(dataclasses.replace(group, num_blocks=blocks))
-        return cls(
-            groups=tuple(groups), layer_groups=layers, prefix_caching=prefix_caching
         )
 
 

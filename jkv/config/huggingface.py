@@ -9,24 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jkv.config.layer_windows import list_windows
-from jkv.config.text_part import find_text_part
-
-# What transformers assumes when a config.json of this model type leaves a key out.
-DEFAULTS: dict[str, dict[str, int]] = {
-    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
-    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
-    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8},
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"head_dim": 128, "use_sliding_window": False},
-    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
-    "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
-}
+from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
+from jkv.config.layer_kinds import name_layers
+from jkv.config.layer_windows import WINDOWED, list_windows
+from jkv.config.text_part import DEFAULTS, find_text_part
 
 # One size goes by several names.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -55,7 +41,12 @@ MIXED_LAYERS = (
     "ssm_cfg",
 )
 
-MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
+GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
+
+MIXED_HEADS = (*GLOBAL_HEADS, "block_configs")
+
+# The fields that say what a token takes in a layer.
+HEADS = ("num_kv_heads", "head_dim", "value_head_dim")
 
 
 class ModelSizes(NamedTuple):
@@ -65,6 +56,8 @@ class ModelSizes(NamedTuple):
     notes: list[str]
     # The window of each layer that keeps keys and values, None for all tokens.
     layer_windows: tuple[int | None, ...]
+    # The heads of each of them, where they differ: `fields` then has none.
+    layer_heads: tuple[Heads, ...] | None
 
 
 def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
@@ -76,8 +69,8 @@ def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
         looked at.
 
     Returns:
-      The fields, those given among them, notes on what the cache does not mirror, and
-      the window of each layer.
+      The fields, those given among them, notes on what the cache does not mirror, the
+      window of each layer, and its heads if layers differ in them.
 
     Raises:
       FileNotFoundError: without a config.json.
@@ -109,29 +102,36 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         raise ValueError(
             "encoders with decoders keep a second cache, which jkv has not"
         )
-    readers = {
-        "num_layers": lambda: _num_layers(model, notes),
-        "num_kv_heads": lambda: _num_kv_heads(model),
-        "head_dim": lambda: _head_dim(model),
-        "max_context_length": lambda: _read_count(
-            model, CONTEXT_LENGTH, "max_context_length"
-        ),
-        "dtype": lambda: _dtype([model, *around], notes),
-    }
-    latent: dict[str, Any] = {}
-    if given.keys().isdisjoint(("num_kv_heads", "head_dim", "value_head_dim")):
-        latent = _latent_fields(model, notes)
-    known = latent | dict(given)
-    fields = latent | {
-        name: known[name] if name in known else read() for name, read in readers.items()
-    }
-    return ModelSizes(fields, notes, list_windows(model, fields["num_layers"]))
+    totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
+    kinds = name_layers(model, next((n for n in totals if isinstance(n, int)), 0))
+    num_layers = given.get("num_layers") or _num_layers(model, kinds, notes)
+    windows = list_windows(model, kinds, num_layers)
+    heads: tuple[Heads, ...] | None = None
+    if given.keys().isdisjoint(HEADS) and model.get("kv_lora_rank") is not None:
+        _refuse(model, ("per_layer_config",), "num_kv_heads and head_dim")
+        fields = _latent_fields(model, notes)
+    else:
+        heads = _read_heads(model, kinds, windows, given)
+        fields = _name_fields(heads[0]) if len(set(heads)) == 1 else {}
+    context = given.get("max_context_length") or _read_count(
+        model, CONTEXT_LENGTH, "max_context_length"
+    )
+    fields |= dict(
+        num_layers=num_layers,
+        max_context_length=context,
+        dtype=given.get("dtype") or _dtype([model, *around], notes),
+    )
+    different = heads if "num_kv_heads" not in fields else None
+    return ModelSizes(fields, notes, windows, different)
 
 
-def _num_layers(model: dict[str, Any], notes: list[str]) -> int:
+def _num_layers(
+    model: dict[str, Any], kinds: list[str] | None, notes: list[str]
+) -> int:
     """Count the layers that have keys and values of their own."""
-    kinds = model.get("layer_types") or model.get("layers_block_type")
     total = _read_count(model, NUM_LAYERS, "num_layers")
+    if not (model.get("layer_types") or model.get("layers_block_type")):
+        _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")
     if kinds is not None:
         unknown = set(kinds) - ATTENDING - WITHOUT_KEYS
         if unknown:
@@ -142,16 +142,47 @@ def _num_layers(model: dict[str, Any], notes: list[str]) -> int:
         total = sum(kind in ATTENDING for kind in kinds)
         if total < len(kinds):
             notes.append(f"{total} of {len(kinds)} layers attend, the others do not")
-    else:
-        _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")
     shared = model.get("num_kv_shared_layers") or 0
     if shared:
         notes.append(f"the last {shared} layers use the keys and values of others")
     return total - int(shared)
 
 
+def _read_heads(
+    model: dict[str, Any],
+    kinds: list[str] | None,
+    windows: tuple[int | None, ...],
+    given: Mapping[str, Any],
+) -> tuple[Heads, ...]:
+    """Return the heads of each layer that keeps keys and values; at least one."""
+    heads = given.get("num_kv_heads") or _num_kv_heads(model)
+    dim = given.get("head_dim") or _head_dim(model)
+    of_values = dim if "head_dim" in given else model.get("v_head_dim") or dim
+    usual = Heads(heads, dim, given.get("value_head_dim") or of_values)
+    if {"num_kv_heads", "head_dim"} <= given.keys() or not may_differ(model):
+        return (usual,)
+    layers = [i for i, kind in enumerate(kinds or ()) if kind in ATTENDING]
+    windowed = {
+        layer: kinds is not None and kinds[layer] in WINDOWED
+        for layer, _ in zip(
+            layers if kinds else range(len(windows)), windows, strict=False
+        )
+    }
+    fixed = {name: given[name] for name in HEADS if name in given}
+    own = tuple(each._replace(**fixed) for each in list_heads(model, usual, windowed))
+    return own or (usual,)
+
+
+def _name_fields(heads: Heads) -> dict[str, int]:
+    """Return heads as fields; values that are as wide as keys go without saying."""
+    fields = heads._asdict()
+    if heads.value_head_dim == heads.head_dim:
+        del fields["value_head_dim"]
+    return fields
+
+
 def _num_kv_heads(model: dict[str, Any]) -> int:
-    _refuse(model, MIXED_HEADS, "num_kv_heads and head_dim")
+    _refuse_mixed_heads(model)
     # One head for all queries, by an older name.
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
         return 1
@@ -161,7 +192,7 @@ def _num_kv_heads(model: dict[str, Any]) -> int:
 
 
 def _head_dim(model: dict[str, Any]) -> int:
-    _refuse(model, MIXED_HEADS, "num_kv_heads and head_dim")
+    _refuse_mixed_heads(model)
     if model.get("head_dim") is not None:
         return _read_count(model, ("head_dim",), "head_dim")
     hidden, heads = (
@@ -201,6 +232,13 @@ def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> in
     raise ValueError(f"it has none of {', '.join(names)}; give {field}")
 
 
+def _refuse_mixed_heads(model: dict[str, Any]) -> None:
+    """Refuse heads that differ, of model types for which it is not known how."""
+    known = GLOBAL_HEADS if model.get("model_type") in GLOBAL_HEAD_DIM else ()
+    keys = tuple(key for key in MIXED_HEADS if key not in known)
+    _refuse(model, keys, "num_kv_heads and head_dim")
+
+
 def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
     """Refuse a model with one of these keys."""
     for key in keys:
@@ -212,14 +250,12 @@ def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
 
 def _latent_fields(model: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the layout of a model that caches one latent vector for all heads."""
-    rank = model.get("kv_lora_rank")
-    if rank is None:
-        return {}
-    width = int(rank) + int(model.get("qk_rope_head_dim") or 0)
+    rank = int(model["kv_lora_rank"])
+    width = rank + int(model.get("qk_rope_head_dim") or 0)
     notes.append(f"latent attention: one vector of {width} a token, values its {rank}")
     return {
         "num_kv_heads": 1,
         "head_dim": width,
-        "value_head_dim": int(rank),
+        "value_head_dim": rank,
         "values_in_keys": True,
     }

@@ -13,8 +13,8 @@ WINDOWED = {"sliding_attention", "chunked_attention"}
 # And those whose keys are needed for ever.
 FULL = {"full_attention", "attention"}
 
-# Every how many-th layer sees everything, where the model type alone says it.
-FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "gemma3_text": 6}
+# Model types whose `sliding_window_size` counts the tokens before the token itself.
+PAST_TOKENS = {"mimo_v2_flash"}
 
 
 class Windows(NamedTuple):
@@ -24,35 +24,28 @@ class Windows(NamedTuple):
     length: int
 
 
-def list_windows(model: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+def list_windows(
+    model: dict[str, Any], kinds: Sequence[str] | None, num_layers: int
+) -> tuple[int | None, ...]:
     """Return the window of each layer that keeps keys and values, None for all tokens.
 
     Args:
       model: the language model's settings, from a config.json.
+      kinds: of all layers of the model, as `name_layers` returns them.
       num_layers: layers that keep keys and values, the first of the model's.
     """
     length = model.get("sliding_window") or model.get("attention_chunk_size")
+    if model.get("model_type") in PAST_TOKENS and model.get("sliding_window_size"):
+        length = model["sliding_window_size"] + 1
     if not isinstance(length, int) or not model.get("use_sliding_window", True):
         return (None,) * num_layers
-    return tuple(
-        length if has_window else None for has_window in _have_window(model, num_layers)
-    )
-
-
-def _have_window(model: dict[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers have the window, bool[num_layers]."""
-    kinds = model.get("layer_types")
-    every = model.get("sliding_window_pattern") or FULL_EVERY.get(
-        str(model.get("model_type"))
-    )
-    first = model.get("max_window_layers") or 0
-    if isinstance(kinds, list):
+    if kinds is None:
+        first = model.get("max_window_layers") or 0
+        windowed = [layer >= first for layer in range(num_layers)]
+    else:
         windowed = [kind in WINDOWED for kind in kinds if kind in WINDOWED | FULL]
         windowed += [False] * (num_layers - len(windowed))
-        return windowed[:num_layers]
-    if isinstance(every, int):
-        return [(layer + 1) % every != 0 for layer in range(num_layers)]
-    return [layer >= first for layer in range(num_layers)]
+    return tuple(length if each else None for each in windowed[:num_layers])
 
 
 def count_windows(layers: Sequence[int | None]) -> Windows | None:

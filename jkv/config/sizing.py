@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jkv.config.counts import count_window_blocks
 from jkv.config.huggingface import read_sizes
+from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
 from jkv.config.names import check_names
@@ -38,13 +39,17 @@ MEDIUM = Preset(12 * 10**9, 32, 64, 16_384)
 LARGE = Preset(40 * 10**9, 64, 256, 65_536)
 
 
-class Sized(Protocol):
-    """What these functions ask of a configuration."""
+class Weighed(Protocol):
+    """What a budget asks of a configuration."""
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache."""
         ...
+
+
+class Sized(Weighed, Protocol):
+    """What these functions ask of a configuration."""
 
     @property
     def max_sequences(self) -> int:
@@ -58,6 +63,8 @@ class Sized(Protocol):
 
 
 Config = TypeVar("Config", bound=Sized)
+
+AnyConfig = TypeVar("AnyConfig", bound=Weighed)
 
 
 def fit_memory(make: Callable[..., Config], budget: int | str, **sizes: Any) -> Config:
@@ -84,27 +91,46 @@ def fit_context_length(
 ) -> Config:
     """Return one that never lacks blocks: `CacheConfig.for_context_length`."""
     check_names("for_context_length", make, sizes, "max_sequences", "budget")
-    if (max_sequences is None) == (budget is None):
-        raise ValueError("give max_sequences or budget, and not both")
 
     def fit_sequences(count: int) -> Config:
         tables = make(num_blocks=1, max_sequences=count, **sizes)
         blocks = tables.max_sequences * tables.max_blocks_per_sequence
         return make(num_blocks=blocks, max_sequences=count, **sizes)
 
+    return fit_either(fit_sequences, sizes["max_context_length"], max_sequences, budget)
+
+
+def fit_either(
+    fit_sequences: Callable[[int], AnyConfig],
+    max_context_length: int,
+    max_sequences: int | None,
+    budget: int | str | None,
+) -> AnyConfig:
+    """Return what fits so many sequences, or the most that fit a budget.
+
+    Args:
+      fit_sequences: returns the configuration for a number of sequences.
+      max_context_length: tokens of each, for the message.
+      max_sequences: how many; None for as many as fit the budget.
+      budget: bytes, or text such as "40GB"; None where the number is given.
+
+    Raises:
+      ValueError: unless one of the two is given; if not even one sequence fits.
+    """
+    if (max_sequences is None) == (budget is None):
+        raise ValueError("give max_sequences or budget, and not both")
     if budget is None:
         assert max_sequences is not None
         return fit_sequences(max_sequences)
-    # Bytes are linear in the number of sequences, too.
+    # Bytes are linear in the number of sequences, too: two points give the line.
     limit = parse_bytes(budget)
-    one = fit_sequences(1).bytes
-    each = fit_sequences(2).bytes - one
+    one, two = (fit_sequences(count).bytes for count in (1, 2))
     if one > limit:
         raise ValueError(
-            f"one sequence of {sizes['max_context_length']} tokens takes {one} bytes, "
-            f"the budget is {limit}; raise the budget, or lower max_context_length"
+            f"one sequence of {max_context_length} tokens takes {one} bytes, the "
+            f"budget is {limit}; raise the budget, or lower max_context_length"
         )
-    return fit_sequences(1 + (limit - one) // each)
+    return fit_sequences(1 + (limit - one) // (two - one))
 
 
 def fit_preset(make: Callable[..., Config], preset: Preset, **sizes: Any) -> Config:
@@ -124,7 +150,8 @@ def fit_model(
     check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
-    fields, notes, layer_windows = read_sizes(folder, overrides)
+    fields, notes, layer_windows, layer_heads = read_sizes(folder, overrides)
+    refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if windows and overrides.get("sliding_window") is None:
         notes.append(

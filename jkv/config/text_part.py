@@ -45,6 +45,29 @@ LEFT_OUT: dict[str, tuple[int, ...]] = {
 }
 
 
+# What transformers assumes when a config.json of this model type leaves a key out, of
+# a plain model as well.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "gemma3n_text": {"head_dim": 256, "num_key_value_heads": 2},
+    "gemma4_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "gemma4_unified_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8},
+    "lfm2": {"num_key_value_heads": 8},
+    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 128, "use_sliding_window": False},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
+}
+
+
 class TextPart(NamedTuple):
     """The settings of a language model, and those of what it is a part of."""
 

@@ -9,7 +9,7 @@ from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.sampling.best_of import select_best
 from jkv.decoding.sampling.draws import sample
 from jkv.decoding.sampling.filters import filter_logits
-from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.options import Sampling, spread_seeds
 from jkv.decoding.scheduler.arrivals import add_prompts
 from jkv.decoding.scheduler.cancellation import cancel
 from jkv.decoding.scheduler.state import GenerationState
@@ -42,4 +42,5 @@ __all__ = [
     "score",
     "select_best",
     "spread_row_counts",
+    "spread_seeds",
 ]

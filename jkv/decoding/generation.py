@@ -68,6 +68,7 @@ def generate(
     to be computed again: a sequence ends with OUT_OF_BLOCKS only if it would not fit
     alone. So tokens and reasons are those that each sequence has alone, whatever else
     runs: to the bit where the model's arithmetic does not depend on the number of rows.
+    (With a `DraftModel` and a temperature it is their distribution that does not.)
 
     A cache with several pools (`init(..., pools=)`) has the prompts dealt to them, each
     to the pool with most blocks left; results are in the order of the prompts, and

@@ -19,7 +19,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.sizes import find_sizes
@@ -126,7 +126,8 @@ class Engine:
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
             needed for stop strings, and for results to have a text.
           max_waiting: most requests that wait on the host, one with more than
-            `max_samples` sequences counting for several; None is any number.
+            `max_samples` sequences counting for several, at least 1; None is any
+            number.
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
           checks: whether to look at the cache's invariants after each window (slow).
@@ -137,6 +138,8 @@ class Engine:
         Raises:
           ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
         """
+        if max_waiting is not None:
+            check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
         sizes = find_sizes(
             max_running=max_running,
@@ -186,8 +189,8 @@ class Engine:
           tokens: i32[P] or a list, the prompt.
           n: sequences that continue it.
           max_new_tokens: most new tokens of each; None is the engine's most.
-          sampling: how tokens are chosen, each field one number or n. Of one seed,
-            sequence j draws with `seeds + j`.
+          sampling: how tokens are chosen, each field one number or n. Of one seed
+            each sequence has its own (`jkv.decoding.spread_seeds`).
           stop_tokens: tokens that end a sequence, and are kept; None: the engine's.
           stop_sequences: lists of tokens, likewise.
           stop_strings: a sequence ends where its text has one, or the only one. It is
@@ -244,7 +247,8 @@ class Engine:
           prompts: i32[B, P], -1 after each one's end, or a list of token ids for each.
           n: sequences of each prompt, which is `num_samples` of `jkv.generate`.
           max_new_tokens: most new tokens of any; None is the engine's most.
-          sampling: each field one number or B * n; one seed is the first of all.
+          sampling: each field one number or B * n; of one seed each sequence has its
+            own.
           limits: i32[B], most new tokens of each.
           salts: i32[B] or int, domains of the prefix cache.
           **options: of `submit`, the same for all.

@@ -6,12 +6,15 @@ A consumer of events that leaves before the end cancels its request.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Generic, TypeVar
 
 from jkv.serving.request.request import Request
 from jkv.serving.request.results import Cursor, Event
+
+logger = logging.getLogger("jkv.serving")
 
 Found = TypeVar("Found")
 Brought = TypeVar("Brought")
@@ -44,10 +47,11 @@ class Turns(Generic[Brought]):
 
     def with_turn(self, function: Callable[[], Found]) -> Found:
         """Do something else instead of a step."""
-        with self._turn:
-            result = function()
-        self.tell()
-        return result
+        try:
+            with self._turn:
+                return function()
+        finally:
+            self.tell()
 
     def tell(self) -> None:
         """Wake the threads that wait: something has changed."""
@@ -93,7 +97,11 @@ class Turns(Generic[Brought]):
                 self._news.wait_for(lambda: self._is_closing or not self._is_idle())
                 if self._is_closing:
                     return
-            self.take()
+            try:
+                self.take()
+            except BaseException:
+                # The requests have failed with the cause; others are served on.
+                logger.exception("a step ended with what is no Exception")
 
 
 def read_events(

@@ -13,7 +13,7 @@ from scipy.special import log_softmax, softmax
 from support.jax_versions import few
 
 from jkv import decoding
-from jkv.decoding import Sampling
+from jkv.decoding import Sampling, spread_seeds
 
 # Compiled once for each shape, whatever the parameters.
 filter_logits = jax.jit(decoding.filter_logits)
@@ -285,16 +285,29 @@ def test_a_key_becomes_a_seed():
         Sampling(key=3)
 
 
-def test_one_seed_means_consecutive_seeds():
+def test_of_one_seed_each_sequence_has_its_own():
     flat = np.zeros((6, VOCABULARY), np.float32)
     one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))
-    each, _ = sample(flat, Sampling(temperature=1.0, seeds=np.arange(40, 46)))
+    seeds = spread_seeds(40, 6)
+    each, _ = sample(flat, Sampling(temperature=1.0, seeds=seeds))
     np.testing.assert_array_equal(one, each)
     assert len(set(one.tolist())) > 3
     # Another seed and another count give other numbers.
     other, _ = sample(flat, Sampling(temperature=1.0, seeds=1000))
     later, _ = sample(flat, Sampling(temperature=1.0, seeds=40), 1)
     assert one.tolist() != other.tolist() and one.tolist() != later.tolist()
+
+
+@pytest.mark.one_end
+def test_neighbouring_seeds_have_no_sequence_in_common():
+    seeds = np.concatenate([spread_seeds(seed, 500) for seed in range(-20, 20)])
+    assert len(set(seeds.tolist())) == seeds.size
+    assert seeds[::500].tolist() == list(range(-20, 20))
+    # The host makes the same ones as a program, for numbers without a sign, too.
+    traced = jax.jit(lambda seed: spread_seeds(seed, 500))
+    for seed in (0, -1, 2**31 - 1, -(2**31)):
+        np.testing.assert_array_equal(traced(np.int32(seed)), spread_seeds(seed, 500))
+    np.testing.assert_array_equal(spread_seeds(2**32 - 1, 9), spread_seeds(-1, 9))
 
 
 @pytest.mark.one_end

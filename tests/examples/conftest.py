@@ -2,12 +2,18 @@
 
 import functools
 import io
+import json
 import os
 import runpy
 import sys
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 from support.paths import EXAMPLES
+
+import jkv
 
 
 @pytest.fixture
@@ -38,3 +44,88 @@ def one_size(monkeypatch):
 def ending_this_test_alone(monkeypatch):
     """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
     monkeypatch.setattr(os, "_exit", sys.exit)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """The bundled model as the servers load it: 12 blocks, 4 texts run."""
+    pytest.importorskip("tokenizers")
+    from support.http_server import load_served
+
+    return load_served(tmp_path_factory.mktemp("models") / "pydoc")
+
+
+@pytest.fixture(scope="session")
+def bounds():
+    """What clients of the tests' server may take."""
+    from served.connections import Bounds
+
+    return Bounds(
+        head_seconds=1.0,
+        head_bytes=4096,
+        body_seconds=1.5,
+        reading_seconds=1.0,
+        closing_seconds=2,
+    )
+
+
+@pytest.fixture(scope="session")
+def address(served, bounds):
+    """The address of a server."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(name)
+    from served.api import make_app
+    from support.http_server import start_server
+
+    server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
+    yield address
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def client(address):
+    """The API's own client."""
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def nothing_is_left(served):
+    """After a test the engine is idle, and every block is free."""
+    yield
+    end = time.monotonic() + 60
+    while not served.engine.is_idle:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert int(jkv.num_free_blocks(served.engine.cache)) == 12
+    jkv.check(served.engine.cache)
+
+
+@pytest.fixture
+def continued(served):
+    """Tell what the engine gives, greedily."""
+
+    def ask(prompt, **options):
+        ids = served.tokenizer.encode(prompt).ids
+        return served.engine.results(served.engine.submit(ids, **options))[0]
+
+    return ask
+
+
+@pytest.fixture
+def post(address):
+    """Tell what the server answers to bytes: the status, and the JSON."""
+
+    def ask(body, path="/v1/completions", method="POST", **headers):
+        request = urllib.request.Request(
+            f"{address}{path}", data=body, method=method, headers=headers
+        )
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    return ask

@@ -180,6 +180,31 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
     assert (ours[~is_scored] == 0).all()
 
 
+def test_logps_behind_a_chosen_pad_are_those_drawn(rollout, module):
+    """A padding token inside a text is one of its tokens; those at its end are not."""
+    rng = np.random.default_rng(5)
+    prompts = rng.integers(3, 20, (3, 6)).astype(np.int32)
+    completions = rng.integers(3, 20, (3, 7)).astype(np.int32)
+    completions[0, [0, 2]] = completions[1, 3] = PAD
+    completions[1, 5:] = completions[2, :] = PAD
+    ours = np.asarray(rollout.get_per_token_logps(prompts, completions))
+    unused = 21  # with which nothing counts as padding
+    expected = common.compute_per_token_logps(
+        *nnx.split(module),
+        prompt_tokens=jnp.array(prompts),
+        completion_tokens=jnp.array(completions),
+        pad_id=unused,
+        eos_id=EOS,
+    )
+    for row, (has, want, ended) in enumerate(
+        zip(ours, expected, (7, 6, 1), strict=True)
+    ):
+        np.testing.assert_allclose(
+            has[:ended], want[:ended], atol=TOLERANCE, err_msg=str(row)
+        )
+        assert (has[:ended] < 0).all() and (has[ended:] == 0).all()
+
+
 def test_logps_of_a_prompt_without_tokens_are_refused(rollout):
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         rollout.get_per_token_logps(np.array([[PAD, 5], [PAD, PAD]]), np.ones((2, 3)))

@@ -20,7 +20,7 @@ from support.small_engines import (
     run_all,
 )
 
-from jkv.decoding import FinishReason, Sampling
+from jkv.decoding import FinishReason, Sampling, spread_seeds
 from jkv.serving import RequestRefused, RequestState
 
 
@@ -54,13 +54,13 @@ def test_random_requests_get_the_texts_they_get_alone(seed):
 
 @pytest.mark.one_end
 def test_a_batch_is_continued_as_each_prompt_is_alone():
-    """As `jkv.generate` does it: of one seed each sequence has the next number."""
+    """As `jkv.generate` does it: of one seed each sequence has its own."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 10, 1, 0, 7, 5)]
     limits, salts = [4, 12, 0, 5, 9, 12], [0, 1, 0, 1, 0, 1]
     sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seeds=11)
     stops = dict(stop_tokens=[7, 11], stop_sequences=[[3, 4], [9]])
-    engine = make_engine()
+    engine, seeds = make_engine(), spread_seeds(11, 6 * MOST_SAMPLES)
     found = engine.generate(
         prompts, n=MOST_SAMPLES, sampling=sampling, limits=limits, salts=salts, **stops
     )
@@ -71,7 +71,7 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
             tokens=prompt,
             n=MOST_SAMPLES,
             max_new_tokens=limit,
-            sampling=dataclasses.replace(sampling, seeds=11 + first),
+            sampling=dataclasses.replace(sampling, seeds=seeds[first:][:MOST_SAMPLES]),
         )
         assert_alone(found[first : first + MOST_SAMPLES], asked | stops)
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}

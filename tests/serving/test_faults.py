@@ -1,6 +1,8 @@
 """What goes wrong: steps that raise, consumers that leave, time that runs out."""
 
+import asyncio
 import gc
+import threading
 import tracemalloc
 
 import jax
@@ -17,7 +19,7 @@ from support.small_engines import (
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import EngineError, QueueFull, RequestState
+from jkv.serving import EngineError, QueueFull, RequestRefused, RequestState
 from jkv.serving.device import programs
 
 
@@ -120,10 +122,11 @@ def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
 
 
 @pytest.mark.one_end
-def test_a_raising_detokenizer_fails_its_own_request():
+@pytest.mark.parametrize("error", [Boom, asyncio.CancelledError])
+def test_a_raising_detokenizer_fails_its_own_request(error):
     def decode(ids):
         if 7 in ids:
-            raise Boom
+            raise error
         return "x" * len(ids)
 
     engine = make_engine(detokenize=decode)
@@ -147,6 +150,40 @@ def test_a_raising_detokenizer_fails_its_own_request():
     found = engine.results(engine.submit([1], stop_strings="x!", **request))[0]
     assert (found.text, found.reason) == ("x" * 6, FinishReason.LENGTH)
     assert_given_back(engine)
+
+
+@pytest.mark.one_end
+def test_a_slow_detokenizer_holds_no_request_up():
+    """While it works another thread can take the lock that `submit` takes."""
+    was_free = []
+
+    def try_lock():
+        was_free.append(engine._turns.lock.acquire(blocking=False))
+        if was_free[-1]:
+            engine._turns.lock.release()
+
+    def decode(ids):
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        return "x" * len(ids)
+
+    engine = make_engine(detokenize=decode)
+    assert engine.results(engine.submit([1, 2]))[0].text
+    assert len(was_free) > 1 and all(was_free)
+
+
+@pytest.mark.one_end
+def test_free_blocks_are_right_when_nothing_goes_on():
+    engine = make_engine()
+    free = engine.stats().free_blocks
+    number = engine.submit([1, 2, 3], max_new_tokens=12)
+    for _ in range(2):
+        engine.step()
+    assert engine.stats().free_blocks < free
+    engine.cancel(number)
+    run_all(engine)
+    assert engine.is_idle and engine.stats().free_blocks == free
 
 
 @pytest.mark.one_end
@@ -209,7 +246,11 @@ def test_time_runs_out_where_a_request_is():
 
 @pytest.mark.one_end
 def test_no_more_wait_than_may_and_results_are_bounded():
+    with pytest.raises(ValueError, match="max_waiting must be a static int of at"):
+        make_engine(max_waiting=0)
     engine = make_engine(max_waiting=2, max_results=3)
+    with pytest.raises(RequestRefused, match="max_new_tokens must be an int, got 1.5"):
+        engine.submit([1], max_new_tokens=1.5)
     numbers = [engine.submit([i], max_new_tokens=1) for i in range(2)]
     with pytest.raises(QueueFull, match="2 requests wait"):
         engine.submit([3])

@@ -575,9 +575,9 @@ MUTATIONS = (
     Mutation(
         "a-window-is-read-for-those-who-came-later",
         "serving",
-        "A window's tokens go to whoever has the prompt when it is read.",
-        "sample = window.samples[sequence]",
-        "sample = self.queue.find_computed()[sequence]",
+        "A window's tokens go to the request that has the prompt when it is read.",
+        "if (sample := window.samples[part.sequence]) is not None",
+        "if (sample := self.queue.find_computed()[part.sequence]) is not None",
     ),
     Mutation(
         "a-failed-window-is-read-again",
@@ -611,8 +611,8 @@ MUTATIONS = (
         "stop-strings-leave-a-token",
         "serving",
         "A token too many is kept where a text has its stop string.",
-        "del self.tokens[kept:], self.logprobs[kept:]",
-        "del self.tokens[kept + 1 :], self.logprobs[kept:]",
+        "tokens[:num_new], logprobs[:num_new], stream",
+        "tokens[: num_new + 1], logprobs[:num_new], stream",
     ),
     Mutation(
         "half-a-stop-string-is-shown",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.decoding import FinishReason, Sampling
+from jkv.decoding import FinishReason, Sampling, spread_seeds
 from jkv.serving import Engine, StopSizes
 from support.plain_queue import VOCABULARY, Call, PlainTexts, hash_model
 from support.small_caches import copied, small_cache
@@ -98,7 +98,7 @@ def expected(request, free_blocks=BLOCKS, nan_every=0):
     def spread(name, dtype):
         values = np.asarray(getattr(sampling, name))
         if name == "seeds" and values.ndim == 0:
-            values = values + np.arange(n)
+            values = spread_seeds(values, n)
         values = np.broadcast_to(values, (n,)).astype(dtype)
         # Always as many, so that drawing is compiled once.
         return jnp.asarray(np.resize(values, MOST_SAMPLES))

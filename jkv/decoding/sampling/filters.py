@@ -18,6 +18,7 @@ from jkv.decoding.sampling.options import (
     SAMPLING_DTYPES,
     Sampling,
     check_sampling,
+    spread_seeds,
 )
 from jkv.sharding.loops import while_loop
 
@@ -70,7 +71,6 @@ class PerRow(NamedTuple):
 
 def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     """Return the fields of `Sampling` with one value a row."""
-
     check_sampling(sampling)
 
     def spread(name: str, dtype: Any) -> jax.Array:
@@ -85,7 +85,8 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     rows = PerRow(**{name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()})
     if jnp.ndim(sampling.seeds) > 0:
         return rows
-    return rows._replace(seeds=rows.seeds + jnp.arange(num_rows, dtype=jnp.int32))
+    seeds = spread_seeds(jnp.asarray(sampling.seeds, jnp.int32), num_rows)
+    return rows._replace(seeds=seeds)
 
 
 def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:

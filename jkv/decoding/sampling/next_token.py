@@ -163,7 +163,7 @@ def sampling_of(
     """
     rows = by_row(sampling, num_sequences)._asdict()
     is_one = {name: jnp.ndim(getattr(sampling, name)) == 0 for name in rows}
-    # A number for all is the first of consecutive seeds.
+    # Of one number each sequence has a seed of its own.
     is_one["seeds"] = False
     picked = {
         name: getattr(sampling, name) if is_one[name] else values[sequences]

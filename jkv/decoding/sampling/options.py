@@ -49,10 +49,10 @@ class Sampling:
         likely one; 0 keeps all.
       repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or
         generated are divided by it when positive, multiplied when negative; 1 is off.
-      seeds: i32 [] or [B]. A single number is the first of consecutive seeds:
-        sequence i draws with `seeds + i`.
+      seeds: i32 [] or [B]. Of a single number each sequence has a seed of its own
+        (`spread_seeds`), the first one the number itself.
       key: key [], of `jax.random.key`, instead of `seeds`, which it becomes: the first
-        of consecutive ones is drawn from it. It may be traced.
+        sequence's is drawn from it. It may be traced.
 
     Raises:
       ValueError: for a number out of its field's range, or a key and seeds.
@@ -111,6 +111,41 @@ def _draw_seed(key: jax.Array) -> jax.Array:
             f"number as seeds"
         )
     return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
+
+
+def spread_seeds(seed: Any, count: int) -> Any:
+    """Return the seeds of sequences of which one number was given.
+
+    The first is the number itself. The others are made of it and of the sequence's
+    index by a hash, so that seeds 0, 1, 2, ... have no sequence in common. Sequence i
+    alone is drawn again with `seeds=spread_seeds(seed, count)[i]`.
+
+    Args:
+      seed: i32[] or int; may be traced.
+      count: how many sequences there are; static.
+
+    Returns:
+      i32[count], in numpy unless the seed is one of JAX's arrays.
+
+    Example:
+      >>> from jkv.decoding import spread_seeds
+      >>> spread_seeds(7, 3).tolist()
+      [7, -2065701882, -506330980]
+    """
+    xp: Any = jnp if isinstance(seed, jax.Array) else np
+    # The bits of a negative number, and of one of 32 bits without a sign.
+    first = xp.asarray(seed).reshape(1)
+    first = first.astype(np.int64 if xp is np else first.dtype).astype(np.uint32)
+    index = xp.arange(count, dtype=np.uint32)
+    seeds = xp.where(index == 0, first, _mix(_mix(first) + index))
+    return seeds.astype(np.uint32).view(np.int32)
+
+
+def _mix(bits: Any) -> Any:
+    """Return u32[...] hashed, each bit by all (lowbias32 of C. Wellons, 2018)."""
+    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return bits ^ (bits >> np.uint32(16))
 
 
 def check_sampling(sampling: object) -> None:

@@ -100,19 +100,21 @@ def as_stop_tokens(tokens: Any) -> jax.Array:
       UsageError: for what holds no token ids.
     """
     return _as_integers(
-        tokens if np.size(tokens) else np.zeros(np.shape(tokens), np.int32),
+        tokens,
         "stop_tokens must be token ids, i32[E], or i32[B, E] with those of each prompt",
         (0, 1, 2),
     )
 
 
 def _as_integers(values: Any, expected: str, axes: tuple[int, ...]) -> jax.Array:
-    """Return integers with so many axes as i32."""
-    array: Any = values if isinstance(values, jax.Array) else np.asarray(values)
-    if array.ndim not in axes or not jnp.issubdtype(array.dtype, jnp.integer):
+    """Return integers with so many axes as i32; nothing has no dtype of its own."""
+    is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
+    array: Any = (jnp if is_array else np).asarray(values)
+    is_integer = array.size == 0 or jnp.issubdtype(array.dtype, jnp.integer)
+    if array.ndim not in axes or not is_integer:
         raise UsageError(
             f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
-            f"strings (`stop=`), the loops inside jit at token ids"
+            f"strings (`stop_strings`), the loops inside jit at token ids"
         )
     return jnp.asarray(array, jnp.int32)
 

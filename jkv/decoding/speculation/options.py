@@ -69,7 +69,9 @@ class DraftModel:
     Inference from Transformers via Speculative Decoding", 2023; Chen et al.,
     "Accelerating Large Language Model Decoding with Speculative Sampling", 2023). So
     tokens have the distribution that they have without drafts, whatever the draft model
-    is; greedy texts are the same.
+    is; greedy texts are the same. With a temperature, which tokens are drawn depends on
+    where drafts were checked, and that on the texts beside: a text drawn with the same
+    seed alone may be another of the same distribution.
 
     Attributes:
       model: a `Model` with the same vocabulary; static.

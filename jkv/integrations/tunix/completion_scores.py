@@ -28,8 +28,9 @@ def score_completions(
 ) -> jax.Array:
     """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
 
-    The first token of the padding is scored too: where texts are padded with the token
-    that ends them, it is that one.
+    A padding token with another token behind it was chosen, and is a token like any
+    other. Of those at the end the first is scored too: where texts are padded with the
+    token that ends them, it is that one.
 
     Args:
       model: of tunix.
@@ -49,8 +50,8 @@ def score_completions(
     repeats = find_repeats(texts)
     prompts = pad_right([texts[prompt] for prompt in repeats.first], given.shape[1])
     completions = np.asarray(completion_tokens, np.int32)[repeats.prompts]
-    is_padding = completions == pad_id
-    is_past = np.cumsum(is_padding, axis=1) - is_padding > 0
+    ends = find_ends(completions, pad_id)
+    is_past = np.arange(completions.shape[1]) > ends[:, None]
     scores = _score(
         model,
         Params(weights, 1.0),
@@ -59,6 +60,13 @@ def score_completions(
         config=_configure(pages, block_size),
     )
     return jnp.zeros_like(scores).at[repeats.prompts].set(scores)
+
+
+def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
+    """Return where the padding of each completion begins, i64[B], C without any."""
+    is_token = completions != pad_id
+    behind = np.argmax(is_token[:, ::-1], axis=1)  # the padding of texts that have any
+    return np.where(is_token.any(axis=1), completions.shape[1] - behind, 0)
 
 
 @functools.cache

@@ -138,9 +138,11 @@ class JkvRollout(BaseRollout):
     ) -> jax.Array:
         """Return log-probabilities of completions at temperature 1.
 
-        They are those of tunix's own engine, to rounding. A prompt that is given
-        several times is computed once (`jkv.score`); past the first token of a
-        completion's padding they are 0.
+        They are those of tunix's own engine, to rounding, but behind a padding token
+        that was chosen inside a text: tunix leaves such a token out of attention, here
+        what follows it has its probability after it, as `generate` drew it. A prompt
+        that is given several times is computed once (`jkv.score`); past the first
+        token of the padding at a completion's end they are 0.
 
         Args:
           prompt_tokens: i32[B, P], padded on the left.

@@ -29,6 +29,8 @@ class Loop:
     Attributes:
       cache: the newest value; what is computed on it may not be done yet.
       num_blocks: blocks that one sequence can find in each group of layers.
+      num_free_blocks: i32[], those that are free after an exchange, until the next
+        window is started.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Loop:
         self._first = _First.of(cache)
         self._first_draft = None if draft is None else _First.of(draft.cache)
         self._generation: Any = None  # state and sampling
+        # i32[], after an exchange that no window has followed yet.
+        self.num_free_blocks: jax.Array | None = None
 
     @property
     def caches(self) -> list[Cache]:
@@ -95,7 +99,7 @@ class Loop:
     ) -> None:
         """End what was cancelled, and let at most K prompts wait (`Arrivals.of`)."""
         state, sampling = self._begun()
-        self.cache, *self._generation = self._exchange(
+        self.cache, *self._generation, self.num_free_blocks = self._exchange(
             cache=self.cache,
             state=state,
             sampling=sampling,
@@ -106,6 +110,7 @@ class Loop:
     def run(self, num_steps: int) -> WindowReport:
         """Start the next window; the report's arrays come when it is done."""
         state, sampling = self._begun()
+        self.num_free_blocks = None  # the report tells it
         report: WindowReport
         self.cache, state, report = self._run_window(
             params=self._params,
@@ -156,6 +161,7 @@ class Loop:
             )
         # The old pools are gone before there are new ones.
         self._generation, self.cache, self._draft_cache = None, first.shapes, None
+        self.num_free_blocks = None
         self.cache = first.make_anew()
         if first_draft is not None:
             self._draft_cache = first_draft.make_anew()

@@ -69,8 +69,12 @@ def exchange(
     sampling: Sampling,
     arrivals: Arrivals,
     cancelled: jax.Array,  # bool[N]
-) -> tuple[Cache, GenerationState, Sampling]:
-    """End what was cancelled, then let prompts wait: an index may be free only now."""
+) -> tuple[Cache, GenerationState, Sampling, jax.Array]:
+    """End what was cancelled, then let prompts wait: an index may be free only now.
+
+    Returns:
+      The cache, the state, the sampling, and i32[]: blocks that are free then.
+    """
     cache, state = decoding.cancel(cache, state, cancelled)
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
     state = decoding.add_prompts(
@@ -92,7 +96,8 @@ def exchange(
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
-    return cache, state, Sampling(**fields)
+    free = sum_groups(count_free_blocks(cache))
+    return cache, state, Sampling(**fields), free
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("cache", "state"))

@@ -93,6 +93,16 @@ def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] |
     return np.full((count, stops.sequences, stops.length), -1, np.int32)
 
 
+class SequenceNews(NamedTuple):
+    """A sequence's row of a window's report."""
+
+    sequence: int
+    tokens: list[int]  # new ones
+    logprobs: list[float]  # theirs
+    reason: FinishReason  # why it ended, RUNNING if it did not
+    stage: RequestState
+
+
 class WindowReport(NamedTuple):
     """What a window brought, for all N sequences of the generation."""
 
@@ -104,17 +114,11 @@ class WindowReport(NamedTuple):
     statistics: Statistics  # of the window
     num_free_blocks: jax.Array  # i32[], of all groups of layers together
 
-    def read_news(
-        self,
-    ) -> Iterator[tuple[int, list[int], list[float], FinishReason, RequestState]]:
+    def read_news(self) -> Iterator[SequenceNews]:
         """Return what is new, row by row; the arrays are in numpy.
 
         Most sequences that wait have nothing new, and there may be many: they are left
         out.
-
-        Returns:
-          The sequence, its new tokens, their logprobs, why it ended if it did, and its
-          stage.
         """
         is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
         rows = np.flatnonzero(is_new | (self.stages != _WAITING))
@@ -122,11 +126,11 @@ class WindowReport(NamedTuple):
         tokens, logprobs, counts, reasons, stages = (
             np.asarray(array)[rows].tolist() for array in arrays
         )
-        return zip(
+        return map(
+            SequenceNews,
             rows.tolist(),
             [row[:count] for row, count in zip(tokens, counts, strict=True)],
             [row[:count] for row, count in zip(logprobs, counts, strict=True)],
             [_REASONS[reason] for reason in reasons],
             [STAGES[stage] for stage in stages],
-            strict=True,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling, spread_seeds
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.limits import Limits, RequestRefused
 from jkv.serving.request.request import Request
@@ -34,6 +34,10 @@ def read_request(
     Raises:
       RequestRefused: for what is no request, or what the limits do not allow.
     """
+    counts = {"n": n, "max_new_tokens": max_new_tokens, "priority": priority}
+    for name, count in counts.items():
+        if count is not None and not isinstance(count, int | np.integer):
+            raise RequestRefused(f"{name} must be an int, got {count!r}")
     most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
     stops = limits.stop_tokens if stop_tokens is None else stop_tokens
     if isinstance(stop_strings, str):
@@ -41,7 +45,7 @@ def read_request(
     request = Request(
         tokens=as_token_ids("the prompt", tokens),
         n=n,
-        max_new_tokens=most,
+        max_new_tokens=int(most),
         sampling=_spread_sampling(sampling, n),
         stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
         stop_sequences=tuple(
@@ -115,8 +119,7 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
     """Return the fields of `Sampling` with a value for each sequence.
 
     Args:
-      sampling: each field one number or `count`; one seed is the first of consecutive
-        ones.
+      sampling: each field one number or `count`; of one seed each sequence has its own.
       count: how many sequences there are.
 
     Raises:
@@ -131,7 +134,6 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
                 f"got shape {value.shape}"
             )
         if name == "seeds" and value.ndim == 0:
-            # Past 32 bits they begin again, as in the jit.
-            value = value.astype(np.int64) + np.arange(count)
+            value = spread_seeds(value, count)
         fields[name] = np.broadcast_to(value.astype(dtype), (count,))
     return fields

@@ -6,7 +6,7 @@ Symbols: P tokens of the prompt, n sequences of the request.
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,29 +63,41 @@ class Sample:
         """What can be shown so far; None without a detokenizer."""
         return None if self.stream is None else self.stream.text
 
-    def extend(
+    def read(
         self, tokens: list[int], logprobs: list[float], reason: FinishReason
-    ) -> FinishReason:
-        """Take what the device computed, up to a stop string.
+    ) -> "Extension":
+        """Read what the device computed, up to a stop string; change nothing.
 
         Args:
           tokens: new ones.
           logprobs: theirs.
           reason: why it ended there, RUNNING if it did not.
-
-        Returns:
-          Why it ends now; the caller sets it.
         """
-        self.tokens += tokens
-        self.logprobs += logprobs
         if self.stream is None:
-            return reason
-        has_ended = reason != FinishReason.RUNNING
-        kept = self.stream.advance(tokens, has_ended=has_ended)
+            return Extension(tokens, logprobs, None, reason)
+        stream, has_ended = self.stream.copy(), reason != FinishReason.RUNNING
+        kept = stream.advance(tokens, has_ended=has_ended)
         if kept is None:
-            return reason
-        del self.tokens[kept:], self.logprobs[kept:]
-        return FinishReason.STOP
+            return Extension(tokens, logprobs, stream, reason)
+        num_new = kept - len(self.tokens)
+        return Extension(
+            tokens[:num_new], logprobs[:num_new], stream, FinishReason.STOP
+        )
+
+    def take(self, extension: "Extension") -> None:
+        """Take new tokens, and the text with them."""
+        self.tokens += extension.tokens
+        self.logprobs += extension.logprobs
+        self.stream = extension.stream
+
+
+class Extension(NamedTuple):
+    """What a sample takes from a window."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stream: TextStream | None  # the text with them
+    reason: FinishReason  # why it ends with them, RUNNING if it does not
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -116,15 +128,17 @@ class Request:
     # Called when there is something new; each from the thread that does the steps.
     listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
-    def begin(self, request_id: int, now: float, detokenize: Detokenize | None) -> None:
+    def make_stream(self, detokenize: Detokenize | None) -> TextStream | None:
+        """Return the text that samples begin with."""
+        if detokenize is None:
+            return None
+        return TextStream(detokenize, self.tokens.tolist(), self.stop_strings)
+
+    def begin(self, request_id: int, now: float, stream: TextStream | None) -> None:
         """Take a number, and a sample for each of the n sequences."""
         self.request_id, self.submitted = request_id, now
-        for index in range(self.n):
-            stream = None
-            if detokenize is not None:
-                prompt = self.tokens.tolist()
-                stream = TextStream(detokenize, prompt, self.stop_strings)
-            self.samples.append(Sample(request_id, index, stream))
+        # A sample reads on a copy of its stream, so they can share the first.
+        self.samples += [Sample(request_id, index, stream) for index in range(self.n)]
 
     @property
     def has_ended(self) -> bool:

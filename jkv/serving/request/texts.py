@@ -62,11 +62,11 @@ class TextStream:
             self._extend(tokens)
             self._show(has_ended)
             return None
-        before = copy.copy(self), list(self._ids)
+        before = self.copy()
         self._extend(tokens)
         if self._find_stop() is not None:
             # One after the other: how many tokens it takes.
-            vars(self).update(vars(before[0]), _ids=before[1])
+            vars(self).update(vars(before))
             for token in tokens:
                 self._extend([token])
                 start = self._find_stop()
@@ -76,6 +76,12 @@ class TextStream:
                     return self._num_tokens
         self._show(has_ended)
         return None
+
+    def copy(self) -> "TextStream":
+        """Return a stream that goes on from here, and leaves this one as it is."""
+        other = copy.copy(self)
+        other._ids = list(self._ids)
+        return other
 
     def _extend(self, tokens: Sequence[int]) -> None:
         self._ids += tokens

@@ -5,6 +5,7 @@ next window, and reads the last one. Every end of a sequence, whatever its cause
 through `_end`.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,8 +17,14 @@ from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import WindowReport
-from jkv.serving.request.request import EngineError, Request, RequestState, Sample
+from jkv.serving.device.transfers import SequenceNews, WindowReport
+from jkv.serving.request.request import (
+    EngineError,
+    Extension,
+    Request,
+    RequestState,
+    Sample,
+)
 from jkv.serving.request.results import Event, News, wake
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
@@ -100,13 +107,15 @@ class Scheduler:
           QueueFull: if too many do.
           EngineError: if the engine cannot go on.
         """
+        # The user's detokenizer may be slow: the lock is not held.
+        stream = request.make_stream(self._options.detokenize)
         with self._lock:
             if self._failure is not None:
                 raise EngineError("the engine has failed") from self._failure
             if not self.has_room:
                 raise QueueFull(f"{self.queue.num_waiting} requests wait already")
             now = self._options.clock()
-            request.begin(self._next_id, now, self._options.detokenize)
+            request.begin(self._next_id, now, stream)
             self._next_id += 1
             self.queue.add(request)
             self._news.follow(request)
@@ -151,6 +160,8 @@ class Scheduler:
         """Return a snapshot."""
         with self._lock:
             states = self.queue.count_states()
+            if self._unread is None and self.loop.num_free_blocks is not None:
+                self.measures.free_blocks = int(self.loop.num_free_blocks)
             return self.measures.read(
                 sum(each.num_blocks for each in self.loop.cache.metadata.groups),
                 self._options.clock(),
@@ -194,21 +205,24 @@ class Scheduler:
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
-        news, num_tokens = report.read_news(), 0
+        # The user's detokenizer may be slow: the lock is not held.
+        news = [
+            (sample, part, _read(sample, part))
+            for part in report.read_news()
+            if (sample := window.samples[part.sequence]) is not None
+        ]
+        num_tokens = 0
         with self._lock:
             now = self._options.clock()
-            for sequence, tokens, logprobs, reason, stage in news:
-                sample = window.samples[sequence]
-                if sample is None or sample.has_ended:
+            for sample, part, brought in news:
+                if sample.has_ended:
                     continue
-                sample.stage = stage
-                if not tokens and reason == FinishReason.RUNNING:
+                sample.stage = part.stage
+                if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
                 request = self.queue.requests[sample.request_id]
-                before = len(sample.tokens)
-                self._extend(request, sample, tokens, logprobs, reason)
-                self.measures.add_times(request, sample, len(tokens), now)
-                num_tokens += len(sample.tokens) - before
+                num_tokens += self._extend(request, sample, part, brought)
+                self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
@@ -216,21 +230,20 @@ class Scheduler:
         self,
         request: Request,
         sample: Sample,
-        tokens: list[int],
-        logprobs: list[float],
-        reason: FinishReason,
-    ) -> None:
-        """Give a sequence what a window brought for it."""
+        part: SequenceNews,
+        brought: Extension | BaseException,
+    ) -> int:
+        """Give a sequence what a window brought for it; return how many tokens."""
         self._news.note(request)
-        try:
-            ended = sample.extend(tokens, logprobs, reason)
-        except Exception as error:  # of the user's detokenizer
-            request.error = error
+        if isinstance(brought, BaseException):
+            request.error = brought
             self._end_all(request, FinishReason.FAILED)
-            return
-        if ended != FinishReason.RUNNING:
-            goes_on = reason == FinishReason.RUNNING
-            self._end(request, sample, ended, is_computed=goes_on)
+            return 0
+        sample.take(brought)
+        if brought.reason != FinishReason.RUNNING:
+            goes_on = part.reason == FinishReason.RUNNING
+            self._end(request, sample, brought.reason, is_computed=goes_on)
+        return len(brought.tokens)
 
     # How a request ends.
 
@@ -287,3 +300,13 @@ class Scheduler:
         for request in requests:
             request.error = error
             self._end_all(request, FinishReason.FAILED)
+
+
+def _read(sample: Sample, part: SequenceNews) -> Extension | BaseException:
+    """Return what a sequence takes from a window, or what its detokenizer raised."""
+    if not part.tokens and part.reason == FinishReason.RUNNING:
+        return Extension([], [], sample.stream, part.reason)
+    try:
+        return sample.read(part.tokens, part.logprobs, part.reason)
+    except (Exception, asyncio.CancelledError) as error:
+        return error

@@ -1,0 +1,120 @@
+"""Connections that end: uvicorn's, with limits in time and bytes.
+
+uvicorn bounds a head's bytes, idle connections, their number and the time of its end.
+What it lets go on is bounded here: a head that comes slowly, what a client sends after
+its answer, a client that does not read, and half a body when the server ends.
+"""
+
+import asyncio
+import functools
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Bounds(NamedTuple):
+    """What a client may take."""
+
+    head_seconds: float = 10.0  # for a head, from its first byte or the connection's
+    head_bytes: int = 2**14
+    body_seconds: float = 30.0
+    body_bytes: int = 2**20
+    reading_seconds: float = 30.0  # in which a client reads nothing of its reply
+    closing_seconds: int = 5  # for replies under way when the server ends
+    connections: int = 512  # at one time; more are told to come later
+
+
+def make_config(
+    app: ASGIApp, bounds: Bounds | None = None, **options: Any
+) -> uvicorn.Config:
+    """Return uvicorn's settings.
+
+    Args:
+        app: what answers.
+        bounds: what a client may take.
+        **options: of `uvicorn.Config`, such as host and port.
+    """
+    bounds = bounds or Bounds()
+    settings: dict[str, Any] = dict(
+        http=functools.partial(Connection, bounds),
+        ws="none",
+        h11_max_incomplete_event_size=bounds.head_bytes,
+        limit_concurrency=bounds.connections,
+        timeout_graceful_shutdown=bounds.closing_seconds,
+        server_header=False,
+    )
+    return uvicorn.Config(app, **(settings | options))
+
+
+class Connection(H11Protocol):
+    """A connection whose client has to go on."""
+
+    def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._head_clock = Clock(self.loop, bounds.head_seconds)
+        self._reading_clock = Clock(self.loop, bounds.reading_seconds)
+        # Bytes that belong to no request which is being answered.
+        self._num_between = 0
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is here that has no answer yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._head_clock.start(transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.is_answering:
+            self._head_clock.stop()
+            self._num_between = 0
+            return
+        # The next head, or the rest of a body that was answered before its end.
+        self._head_clock.start(self.transport.abort)
+        self._num_between += len(data)
+        if self._num_between > self._bounds.body_bytes:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_clock.start(self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading_clock.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_clock.stop()
+        self._reading_clock.stop()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End with the server; half a body is not waited for."""
+        if self.is_answering and self.cycle.more_body:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+
+class Clock:
+    """Calls something after a time, unless it is stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float):
+        self._loop, self._seconds = loop, seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, act: Any) -> None:
+        """Begin; a clock that runs goes on as it is."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, act)
+
+    def stop(self) -> None:
+        """End without a call."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

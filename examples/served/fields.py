@@ -1,0 +1,159 @@
+"""The fields of the API's bodies: those that are served, and why the others are not.
+
+No field is ignored: one that is not served is refused by its name, unless its value
+asks for nothing (null, or what stands behind the reason here).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .mistakes import Refused
+
+
+class Refusal(NamedTuple):
+    """Why a field is not served."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing
+
+
+# `user` and the two beside it name a client for the API's owner, and no reply depends
+# on them.
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
+
+SERVED = {
+    *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "add_special_tokens"),
+    *("stream", "stream_options", *LABELS),
+}
+SERVED_OF_TEXTS = SERVED | {"prompt", "best_of", "echo"}
+SERVED_OF_CHATS = SERVED | {"messages"}
+
+_STEERING = "is not served yet: it needs steering of the logits"
+_TOOLS = "is not served yet: calls of tools need steering of the logits"
+_PENALTY = "is not served yet; repetition_penalty is"
+_TEXT_ONLY = "is not served: the model reads and writes text"
+_OF_THE_TEMPLATE = "is not served: the checkpoint's own template is used as it is"
+_NOT_STORED = "is not served: nothing is stored"
+_AS_IT_IS = "is not served: tokens are told as texts"
+
+REFUSED = {
+    # What needs steering.
+    "logit_bias": Refusal(_STEERING, ({},)),
+    "min_tokens": Refusal(_STEERING, (0,)),
+    "bad_words": Refusal(_STEERING, ([],)),
+    "allowed_token_ids": Refusal(_STEERING),
+    "logits_processors": Refusal(_STEERING, ([],)),
+    "response_format": Refusal(_STEERING, ({"type": "text"},)),
+    "structured_outputs": Refusal(_STEERING),
+    "guided_json": Refusal(_STEERING),
+    "guided_regex": Refusal(_STEERING),
+    "guided_choice": Refusal(_STEERING),
+    "guided_grammar": Refusal(_STEERING),
+    "guided_decoding_backend": Refusal(_STEERING),
+    "guided_whitespace_pattern": Refusal(_STEERING),
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ("none",)),
+    "parallel_tool_calls": Refusal(_TOOLS, (True, False)),
+    "functions": Refusal(_TOOLS, ([],)),
+    "function_call": Refusal(_TOOLS, ("none",)),
+    "presence_penalty": Refusal(_PENALTY, (0, 0.0)),
+    "frequency_penalty": Refusal(_PENALTY, (0, 0.0)),
+    # What the model or the loop does not do.
+    "top_logprobs": Refusal(
+        "is not served: each token's own logprob is told, not those of others", (0,)
+    ),
+    "prompt_logprobs": Refusal(
+        "is not served: jkv.score tells the logprobs of a text that is there"
+    ),
+    "suffix": Refusal("is not served: texts are continued, not filled in", ("",)),
+    "use_beam_search": Refusal("is not served; best_of is", (False,)),
+    "length_penalty": Refusal("is not served: it is of beam search", (1, 1.0)),
+    "early_stopping": Refusal("is not served: it is of beam search", (False,)),
+    "truncate_prompt_tokens": Refusal("is not served: cut the prompt before"),
+    "prompt_embeds": Refusal("is not served: give the prompt as text or token ids"),
+    "modalities": Refusal(_TEXT_ONLY, (["text"],)),
+    "audio": Refusal(_TEXT_ONLY),
+    "mm_processor_kwargs": Refusal(_TEXT_ONLY),
+    "prediction": Refusal("is not served: the engine guesses by itself or not at all"),
+    "reasoning_effort": Refusal("is not served: ask for it in the messages"),
+    "include_reasoning": Refusal("is not served: a text is told whole", (True,)),
+    "verbosity": Refusal("is not served: ask for it in the messages"),
+    "web_search_options": Refusal("is not served: nothing is searched"),
+    "moderation": Refusal("is not served: nothing is moderated"),
+    # How a prompt is made of messages.
+    "chat_template": Refusal(_OF_THE_TEMPLATE),
+    "chat_template_kwargs": Refusal(_OF_THE_TEMPLATE, ({},)),
+    "documents": Refusal(_OF_THE_TEMPLATE, ([],)),
+    "add_generation_prompt": Refusal(_OF_THE_TEMPLATE, (True,)),
+    "continue_final_message": Refusal(_OF_THE_TEMPLATE, (False,)),
+    "echo": Refusal("is not served of chats", (False,)),
+    "best_of": Refusal("is not served of chats; n is"),
+    # How a text is shown.
+    "skip_special_tokens": Refusal(_AS_IT_IS, (True,)),
+    "spaces_between_special_tokens": Refusal(_AS_IT_IS, (True,)),
+    "return_tokens_as_token_ids": Refusal(_AS_IT_IS, (False,)),
+    "return_token_ids": Refusal(_AS_IT_IS, (False,)),
+    "include_stop_str_in_output": Refusal(
+        "is not served: a text ends before its stop", (False,)
+    ),
+    # What is around a reply.
+    "store": Refusal(_NOT_STORED, (False,)),
+    "metadata": Refusal(_NOT_STORED, ({},)),
+    "service_tier": Refusal("is not served: there is one", ("auto", "default")),
+    "prompt_cache_retention": Refusal("is not served: prompts are kept while they may"),
+    "prompt_cache_options": Refusal("is not served: prompts are kept while they may"),
+    "request_id": Refusal("is not served: ids are made here"),
+    "kv_transfer_params": Refusal("is not served: there is one engine"),
+    "vllm_xargs": Refusal("is not served"),
+}
+
+
+def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Refuse what is asked for and not served.
+
+    Raises:
+        Refused: with the field's name, and why.
+    """
+    served = SERVED_OF_CHATS if is_chat else SERVED_OF_TEXTS
+    for name, value in body.items():
+        if value is None or name in served:
+            continue
+        refusal = REFUSED.get(name)
+        if refusal is None:
+            raise Refused(
+                f"{name[:60]!r} is no field of this endpoint; leave it out",
+                name[:60],
+                code="unknown_parameter",
+            )
+        if not _is_one_of(value, refusal.neutral):
+            raise Refused(
+                f"{name} {refusal.reason}; leave it out",
+                name,
+                code="unsupported_parameter",
+            )
+    for name in LABELS:
+        if not isinstance(body.get(name) or "", str):
+            raise Refused(f"{name} must be a text", name)
+
+
+def check_texts(body: Mapping[str, Any]) -> None:
+    """Refuse halves of surrogate pairs: they are no text, though JSON can write them.
+
+    Raises:
+        Refused: with the field's name.
+    """
+    for name, value in body.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise Refused(
+                f"{name[:60]} has half of a surrogate pair, which is no text", name[:60]
+            ) from error
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these, of the same type: 0 is not False."""
+    return any(type(value) is type(each) and value == each for each in values)

@@ -1,0 +1,127 @@
+"""The prompts of a body as token ids: a text, tokens, several of them, or a chat.
+
+Tokenizers take their time, and only `encode_batch` lets other threads run meanwhile. A
+text that cannot fit is refused by its length before.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pretrained
+
+from .loading import Served
+from .mistakes import Refused
+from .values import is_tokens, read_flag
+
+MOST_PROMPTS = 32
+
+# What templates know of a message; the rest is of tools, audio and refusals.
+OF_A_MESSAGE = ("role", "content", "name")
+
+
+def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
+    """Return the prompts: a text, tokens, or several of one kind.
+
+    Raises:
+        Refused: for anything else, and for what is too long.
+    """
+    prompt = _list_prompts(body)
+    if all(map(is_tokens, prompt)):
+        return prompt
+    has_special = read_flag(body, "add_special_tokens", True)
+    return _encode(served, "prompt", prompt, add_special_tokens=has_special)
+
+
+def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
+    """Return the prompts as texts: as they came, or as their tokens read."""
+    prompt = _list_prompts(body)
+    return [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompt]
+
+
+def read_chat(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
+    """Return what was said as the checkpoint's own template has it.
+
+    Raises:
+        Refused: for what are no messages of texts, and for what is too long.
+        ValueError: when the template refuses them.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages must be a list of messages", "messages")
+    read = list(map(_read_message, messages))
+    _check_length(served, "messages", sum(len(each["content"]) for each in read))
+    text = pretrained.render_chat(served.folder, read)
+    has_special = read_flag(body, "add_special_tokens", False)
+    return _encode(served, "messages", [text], add_special_tokens=has_special)
+
+
+def _list_prompts(body: Mapping[str, Any]) -> list[Any]:
+    """Return a list of texts, or one of lists of tokens."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or is_tokens(prompt):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise Refused(
+            "prompt must be a text, a list of token ids, or several", "prompt"
+        )
+    if len(prompt) > MOST_PROMPTS:
+        raise Refused(f"a request takes {MOST_PROMPTS} prompts at most", "prompt")
+    is_text = [isinstance(text, str) and bool(text) for text in prompt]
+    if not all(is_text) and not all(map(is_tokens, prompt)):
+        raise Refused("every prompt must be a text that is not empty", "prompt")
+    return prompt
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused("a message is an object with role and content", "messages")
+    for name, value in message.items():
+        if name not in OF_A_MESSAGE and value is not None and value != []:
+            raise Refused(
+                f"{name[:60]!r} of a message is not served; leave it out", "messages"
+            )
+    if not isinstance(message.get("name") or "", str):
+        raise Refused("the name of a message must be a text", "messages")
+    return {**message, "content": _read_content(message.get("content"))}
+
+
+def _read_content(content: Any) -> str:
+    """Return the text of a message, which may come in parts."""
+    if isinstance(content, list) and all(map(_is_part, content)):
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Refused("content must be a text, or parts of type text", "messages")
+    return content
+
+
+def _is_part(part: Any) -> bool:
+    """Whether this is a part of a message, of type text."""
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+        and part.keys() <= {"type", "text"}
+    )
+
+
+def _encode(
+    served: Served, name: str, texts: list[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Return the tokens of texts."""
+    for text in texts:
+        _check_length(served, name, len(text))
+    encoded = served.tokenizer.encode_batch(
+        texts, add_special_tokens=add_special_tokens
+    )
+    return [encoding.ids for encoding in encoded]
+
+
+def _check_length(served: Served, name: str, count: int) -> None:
+    """Refuse a text that has more characters than a context of tokens can have."""
+    if count > served.most_characters:
+        raise Refused(
+            f"{name} has a text of {count} characters; the context is "
+            f"{served.context} tokens, and a text has {served.most_characters} "
+            f"characters at most",
+            name,
+        )

@@ -1,0 +1,61 @@
+"""The values that fields of a body may have: flags, numbers, lists of tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .mistakes import Refused
+
+
+def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a field that is true or false.
+
+    Raises:
+        Refused: for anything else.
+    """
+    value = body.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise Refused(f"{name} must be true or false", name)
+    return value
+
+
+def is_tokens(value: Any) -> bool:
+    """Whether this is a list of integers, one or more."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(token, int) and not isinstance(token, bool) for token in value
+        )
+    )
+
+
+def read_number(
+    body: Mapping[str, Any],
+    name: str,
+    default: float,
+    kind: type,
+    low: float,
+    high: float,
+) -> Any:
+    """Return a field that is a number.
+
+    Args:
+        body: the fields.
+        name: of the field.
+        default: where it is missing or null.
+        kind: int or float.
+        low: the smallest that may be.
+        high: the largest.
+
+    Raises:
+        Refused: for anything else.
+    """
+    value = body.get(name)
+    value = default if value is None else value
+    kinds = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise Refused(f"{name} must be a number of type {kind.__name__}", name)
+    if not low <= value <= high:
+        raise Refused(f"{name} must be from {low} to {high}, got {value}", name)
+    return kind(value)

@@ -1,0 +1,81 @@
+"""What kind each layer of a model is, where a config.json does not list it.
+
+transformers writes `layer_types`. Older files, and those of the models' authors, name
+the layers by keys of their own, or leave it to the model type.
+"""
+
+from typing import Any
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+# Every how many-th layer sees everything, the others a window, where the model type
+# alone says it: counted from the first layer of the model, or so that the first does.
+FULL_EVERY = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gemma4_unified_text": 6,
+    "gpt_oss": 2,
+    "mimo_v2_flash": 6,
+    "olmo3": 4,
+    "vaultgemma": 2,
+}
+
+FULL_FIRST_OF = {"cwm": 4, "granite_swa": 4, "granitemoe_swa": 4}
+
+# Models whose first, or last, layer sees everything besides.
+FIRST_IS_FULL = {"mimo_v2_flash"}
+
+LAST_IS_FULL = {"gemma4_text", "gemma4_unified_text"}
+
+# Models in which positions turn the keys of some layers: whether those have the window.
+TURNED_HAVE_WINDOW = {"llama4_text": True, "smollm3": False}
+
+
+def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
+    """Return the kind of each layer as `layer_types` has it, None if nothing tells.
+
+    Args:
+      model: the language model's settings, from a config.json.
+      num_layers: layers of the model.
+    """
+    model_type = str(model.get("model_type"))
+    layers = range(num_layers)
+    kinds = model.get("layer_types") or model.get("layers_block_type")
+    if isinstance(kinds, list):
+        return _end_full(model_type, kinds)
+    if isinstance(attending := model.get("full_attn_idxs"), list):
+        return [FULL if layer in attending else "conv" for layer in layers]
+    if isinstance(pattern := model.get("hybrid_layer_pattern"), list):
+        return [WINDOWED if has_window else FULL for has_window in pattern]
+    if model_type in TURNED_HAVE_WINDOW:
+        which = TURNED_HAVE_WINDOW[model_type]
+        turned = model.get("no_rope_layers") or [
+            (layer + 1) % (model.get("no_rope_layer_interval") or 4) for layer in layers
+        ]
+        return [WINDOWED if bool(each) is which else FULL for each in turned]
+    if model_type in FULL_FIRST_OF:
+        step = FULL_FIRST_OF[model_type]
+        return [WINDOWED if layer % step else FULL for layer in layers]
+    every = (
+        model.get("sliding_window_pattern")
+        or model.get("global_attn_every_n_layers")
+        or FULL_EVERY.get(model_type)
+    )
+    if not isinstance(every, int):
+        return None
+    kinds = [WINDOWED if (layer + 1) % every else FULL for layer in layers]
+    if kinds and model_type in FIRST_IS_FULL:
+        kinds[0] = FULL
+    return _end_full(model_type, kinds)
+
+
+def _end_full(model_type: str, kinds: list[str]) -> list[str]:
+    """Return the kinds with that of the last layer, where the model type decides it."""
+    if kinds and model_type in LAST_IS_FULL:
+        return [*kinds[:-1], FULL]
+    return kinds

@@ -1,0 +1,139 @@
+"""The text part of a model that also sees: Gemma 3 from 4B on."""
+
+import json
+
+import jax
+import numpy as np
+import pretrained
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import checkpoint_fixtures as fixtures
+from test_pretrained_parity import HAS_TRANSFORMERS
+
+import jkv
+
+PLAIN = fixtures.FIXTURES / "gemma3"
+# By whom names are written: the models' authors and transformers, and transformers 5.0.
+FORMS = {
+    "authors": dict(model="language_model.model.", head="language_model.lm_head."),
+    "newer": dict(model="model.language_model.", head="lm_head."),
+}
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=8,
+    patch_size=4,
+)
+
+
+def wrap_by_hand(folder, form, **beside):
+    """Write the checkpoint of texts as the part of one that also sees."""
+    settings = json.loads((PLAIN / "config.json").read_text())
+    names = settings.pop("architectures"), settings.pop("model_type")
+    assert names == (["Gemma3ForCausalLM"], "gemma3_text")
+    dtype = settings.pop("torch_dtype")
+    around = dict(
+        model_type="gemma3",
+        architectures=["Gemma3ForConditionalGeneration"],
+        text_config=settings,
+        vision_config=VISION,
+        torch_dtype=dtype,
+        **beside,
+    )
+    (folder / "config.json").write_text(json.dumps(around))
+    begin = FORMS[form]
+    tensors = {
+        begin["head"] + name.removeprefix("lm_head.")
+        if name.startswith("lm_head.")
+        else begin["model"] + name.removeprefix("model."): tensor
+        for name, tensor in load_file(PLAIN / "model.safetensors").items()
+    }
+    outer = "model." if form == "newer" else ""
+    for name in ("vision_tower.probe", "multi_modal_projector.weight"):
+        tensors[outer + name] = np.ones(2, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def assert_is_the_plain_one(folder):
+    """A model of equal settings and weights has equal logits."""
+    model, params = pretrained.load(folder)
+    plain, plain_params = pretrained.load(PLAIN)
+    assert model.config == plain.config
+    jax.tree.map(np.testing.assert_array_equal, params, plain_params)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_text_part_is_the_model_of_texts(tmp_path, form):
+    wrap_by_hand(tmp_path, form)
+    assert_is_the_plain_one(tmp_path)
+    found = jkv.CacheConfig.from_model(tmp_path, num_blocks=2)
+    assert found == jkv.CacheConfig.from_model(PLAIN, num_blocks=2)
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
+def test_transformers_computes_the_same_with_eyes(tmp_path):
+    import torch
+    import transformers
+
+    text = transformers.AutoConfig.from_pretrained(PLAIN)
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+        dtype="float16",
+    )
+    kind = transformers.Gemma3ForConditionalGeneration
+    model = kind(config)
+    plain = transformers.Gemma3ForCausalLM.from_pretrained(PLAIN, dtype="float32")
+    model.model.language_model.load_state_dict(plain.model.state_dict())
+    model.lm_head.load_state_dict(plain.lm_head.state_dict())
+    model.to(torch.float16).save_pretrained(tmp_path)
+    assert_is_the_plain_one(tmp_path)
+
+    # The plain one's logits are those of the parity tests.
+    expected = np.load(PLAIN / "expected.npz")
+    first = int(expected["prompt_lengths"][:1].sum())
+    rows = slice(first, first + int(expected["prompt_lengths"][1]))
+    tokens = torch.tensor(expected["prompts"][rows])[None].long()
+    with torch.no_grad():
+        logits = kind.from_pretrained(tmp_path, dtype="float32")(tokens).logits[0]
+    np.testing.assert_allclose(logits.numpy(), expected["prefill"][rows], atol=2e-4)
+
+
+def test_settings_beside_the_part_count(tmp_path):
+    wrap_by_hand(tmp_path, "authors", eos_token_id=[1, 106])
+    assert pretrained.read_config(tmp_path).stop_tokens == (1, 106)
+
+
+def test_sizes_that_a_part_leaves_out():
+    part = dict(hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34)
+    config = pretrained.parse_config(
+        dict(model_type="gemma3", text_config=part | dict(sliding_window=1024))
+    )
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.tied) == (262_208, True)
+    assert config.windows.count(1024) == 29
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(text_config=None), "without a text_config"),
+        (dict(architectures=["Gemma3ForSequenceClassification"]), "does not predict"),
+    ],
+)
+def test_what_continues_no_texts_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        pretrained.parse_config(dict(model_type="gemma3", text_config={}) | changes)
+
+
+def test_unknown_tensors_of_the_text_are_refused(tmp_path):
+    wrap_by_hand(tmp_path, "authors")
+    path = tmp_path / "model.safetensors"
+    extra = {"language_model.model.layers.0.self_attn.sinks": np.ones(2, np.float32)}
+    save_file(load_file(path) | extra, path)
+    with pytest.raises(ValueError, match="1 tensors that this model would not use"):
+        pretrained.load(tmp_path)

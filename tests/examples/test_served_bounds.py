@@ -1,0 +1,194 @@
+"""A server that is exposed: clients that are slow, endless or without a key."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+from served import prompts
+from served.api import make_app
+from support.http_server import start_server
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+HALF = HEAD + b"Content-Length: 99\r\n\r\n{"
+
+
+@contextlib.contextmanager
+def connected(address, sent):
+    """A connection on which something was sent."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        yield connection
+
+
+def read_to_end(connection):
+    """What comes until the other side closes."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(2**16):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent, expected",
+    [
+        (b"", b""),  # nothing
+        (HEAD, b""),  # half a head
+        (HALF, b"408"),  # half a body
+        (HEAD + b"X: " + b"a" * 5000 + b"\r\n", b"400"),  # an endless head
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n", b"408"),
+    ],
+)
+def test_what_does_not_come_is_not_waited_for(address, sent, expected):
+    with connected(address, sent) as connection:
+        start = time.monotonic()
+        assert expected in read_to_end(connection)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/health"])
+def test_an_endless_upload_ends(address, path):
+    """In bytes, when it is fast; the answer came before."""
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(address, head.encode()) as connection:
+        start, num_sent = time.monotonic(), 0
+        chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 2**30:
+                connection.sendall(chunk)
+                num_sent += len(chunk)
+        assert num_sent < 2**25 and time.monotonic() - start < 10
+
+
+def test_a_slow_upload_ends_after_its_answer(address):
+    """In time, though each byte comes before anyone grows tired of waiting."""
+    head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n"
+    with connected(address, head) as connection:
+        assert b"404" in connection.recv(2**16)
+        start = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - start < 20:
+                connection.sendall(b"a")
+                time.sleep(0.05)
+        assert time.monotonic() - start < 5
+
+
+def test_a_client_that_does_not_read_is_left(bounds):
+    async def tell_much(_, __, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            part = {"type": "http.response.body", "body": b"a" * 2**20}
+            await send(part | {"more_body": True})
+
+    server, thread, address = start_server(tell_much, bounds)
+    with connected(address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
+        while not server.server_state.connections:
+            time.sleep(0.01)
+        start = time.monotonic()
+        while server.server_state.connections:
+            assert time.monotonic() - start < 10
+            time.sleep(0.01)
+        assert time.monotonic() - start > 0.9
+    server.should_exit = True
+    thread.join()
+
+
+def test_sigterm_ends_the_server_with_300_half_sent_requests(served, bounds):
+    server, thread, address = start_server(make_app(served, bounds=bounds), bounds)
+    with contextlib.ExitStack() as stack:
+        for i in range(300):
+            stack.enter_context(connected(address, (HALF, HEAD)[i % 2]))
+        # One whole request, which is answered before the end.
+        body = b'{"prompt": "The", "max_tokens": 20}'
+        whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        last = stack.enter_context(connected(address, whole))
+        while not served.engine.stats().running + served.engine.stats().waiting:
+            time.sleep(0.001)
+        start = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)  # what the signal does
+        assert b"200 OK" in read_to_end(last)
+        thread.join(timeout=20)
+        assert not thread.is_alive() and time.monotonic() - start < 5
+    served.engine.start()
+
+
+def test_a_reply_that_takes_too_long_is_told_of_the_end(served, bounds, monkeypatch):
+    async def wait_for_ever(*_):
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr("served.api.reply_whole", wait_for_ever)
+    quick = bounds._replace(closing_seconds=1)
+    server, thread, address = start_server(make_app(served, bounds=quick), quick)
+    body = b'{"prompt": "The", "max_tokens": 2}'
+    sent = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connected(address, sent) as connection:
+        time.sleep(0.3)
+        server.handle_exit(signal.SIGTERM, None)
+        assert b"the server is going down" in read_to_end(connection)
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    served.engine.start()
+
+
+def test_long_prompts_hold_nothing_up(post, monkeypatch):
+    """They are refused by their length; what is tokenized is so in another thread."""
+    start = time.monotonic()
+    for _ in range(5):
+        status, said = post(json.dumps({"prompt": "a b " * 250_000}).encode())
+        assert status == 400 and "1000000 characters" in said["error"]["message"]
+    assert time.monotonic() - start < 2
+    encode = prompts._encode
+
+    def take_long(*arguments, **options):
+        time.sleep(1.0)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(prompts, "_encode", take_long)
+    ask = threading.Thread(target=post, args=[b'{"prompt": "a", "max_tokens": 1}'])
+    ask.start()
+    time.sleep(0.1)
+    start = time.monotonic()
+    assert post(None, "/health", "GET")[0] == 200
+    assert time.monotonic() - start < 0.5 and ask.is_alive()
+    ask.join()
+
+
+def test_without_the_key_nothing_but_health(served, bounds):
+    app = make_app(served, api_key="secret", bounds=bounds)
+    server, thread, address = start_server(app, bounds)
+    for key in ("none", "secre", "secret2", "\u00e9"):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+        if key.isascii():
+            with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+                client.models.list()
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+    assert client.models.list().data[0].id == "pydoc"
+    host, port = address.removeprefix("http://").split(":")
+    for path, status in [("/health", 200), ("/metrics", 401), ("/nowhere", 401)]:
+        connection = http.client.HTTPConnection(host, int(port))
+        connection.request("GET", path)
+        assert connection.getresponse().status == status
+        connection.close()
+    server.should_exit = True
+    thread.join()
+    served.engine.start()

@@ -1,0 +1,256 @@
+"""Each field of the API's bodies does what it says, or is refused by its name."""
+
+import json
+import math
+import typing
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+from openai.types import completion_create_params as of_texts
+from openai.types.chat import completion_create_params as of_chats
+from served import fields
+from support.http_server import POISON
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+GREEDY = {"model": "pydoc", "temperature": 0}
+CHAT = [{"role": "user", "content": "The with"}]
+
+
+@pytest.mark.parametrize(
+    "params, names_served",
+    [
+        (of_texts.CompletionCreateParamsBase, fields.SERVED_OF_TEXTS),
+        (of_chats.CompletionCreateParamsBase, fields.SERVED_OF_CHATS),
+    ],
+)
+def test_the_table_has_every_field_of_the_real_client(params, names_served):
+    names = set(typing.get_type_hints(params)) | {"stream"}
+    assert names <= names_served | set(fields.REFUSED)
+    assert not (names_served & set(fields.REFUSED)) - {"echo", "best_of"}
+
+
+def test_what_is_not_served_is_refused_by_name(post):
+    given = {
+        "logit_bias": {"5": 1},
+        "min_tokens": 2,
+        "response_format": {"type": "json_object"},
+        "tools": [{"type": "function"}],
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "prompt_logprobs": 1,
+        "skip_special_tokens": False,
+        "suffix": "end",
+    }
+    for name in fields.REFUSED.keys() - {"echo", "best_of"}:
+        value = given.get(name, "something")
+        status, said = post(json.dumps({"prompt": "a", name: value}).encode())
+        error = said["error"]
+        assert status == 400 and error["param"] == name, said
+        assert error["message"].startswith(name) and "leave it out" in error["message"]
+    for name in ("logit_bias", "min_tokens", "response_format", "tools", "guided_json"):
+        assert "not served yet" in fields.REFUSED[name].reason
+    status, said = post(b'{"prompt": "a", "frobnicate": 1}')
+    assert status == 400 and said["error"]["param"] == "frobnicate"
+    # What asks for nothing is served.
+    neutral = {n: r.neutral[0] for n, r in fields.REFUSED.items() if r.neutral}
+    nothing = dict.fromkeys(fields.REFUSED.keys() - neutral.keys())
+    body = {"messages": CHAT, "max_tokens": 1, **neutral, **nothing}
+    assert post(json.dumps(body).encode(), "/v1/chat/completions")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body, param, words",
+    [
+        ({"prompt": "a", "logprobs": 3}, "logprobs", "give 0"),
+        ({"prompt": "a", "logprobs": 0, "echo": True}, "echo", "those of a prompt"),
+        ({"prompt": "a", "echo": 1}, "echo", "true or false"),
+        ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "n, 2, or more"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "without stream"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "goes with stream"),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"include_x": 1}},
+            "stream_options.include_x",
+            "not served",
+        ),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "0 or more"),
+        ({"prompt": "a", "stop_token_ids": [1] * 9}, "stop_token_ids", "takes 8"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 256"),
+        ({"prompt": "a", "priority": 2**31}, "priority", "from -"),
+        ({"prompt": "a", "user": 5}, "user", "must be a text"),
+        ({"prompt": "a", "top_k": -2}, "top_k", "from -1"),
+        (
+            {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 1},
+            "max_completion_tokens",
+            "max_tokens or",
+        ),
+        ({"prompt": "a \ud800"}, "prompt", "surrogate"),
+        ({"prompt": "a", "stop": "\udfff"}, "stop", "surrogate"),
+        ({"prompt": "a", "\ud800": 1}, "?", "surrogate"),
+        (
+            {"messages": [{**CHAT[0], "content": "\udc00"}]},
+            "messages",
+            "surrogate",
+        ),
+        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "of type text",
+        ),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "not those of others"),
+    ],
+)
+def test_a_mistake_names_its_field(post, body, param, words):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, said = post(json.dumps(body).encode(), path)
+    assert status == 400 and said["error"]["param"] == param, said
+    assert words in said["error"]["message"]
+
+
+def test_logprobs_are_those_of_the_engine(client, continued):
+    expected = continued("The with", max_new_tokens=8)
+    whole = client.completions.create(
+        prompt="The with", logprobs=0, max_tokens=8, **GREEDY
+    )
+    found = whole.choices[0].logprobs
+    assert found.token_logprobs == expected.logprobs
+    assert "".join(found.tokens) == expected.text and len(found.tokens) == 8
+    assert [
+        expected.text[i:].startswith(t)
+        for i, t in zip(found.text_offset, found.tokens, strict=True)
+    ] == [True] * 8
+    pieces = client.chat.completions.create(
+        messages=CHAT, logprobs=True, max_tokens=8, stream=True, **GREEDY
+    )
+    parts = [part for p in pieces for part in p.choices[0].logprobs.content]
+    assert [part.logprob for part in parts] == expected.logprobs
+    assert bytes(b for p in parts for b in p.bytes).decode() == expected.text
+    plain = client.completions.create(prompt="The", max_tokens=1, **GREEDY)
+    assert plain.choices[0].logprobs is None
+
+
+def test_echo_begins_with_the_prompt_as_it_came(client, continued, served):
+    expected = [continued(p, max_new_tokens=4).text for p in ("The with", "Every")]
+    options = dict(max_tokens=4, echo=True, **GREEDY)
+    whole = client.completions.create(prompt=["The with", "Every"], **options)
+    texts = [choice.text for choice in whole.choices]
+    assert texts == ["The with" + expected[0], "Every" + expected[1]]
+    ids = served.tokenizer.encode("The with").ids
+    pieces = client.completions.create(prompt=ids, stream=True, **options)
+    assert "".join(p.choices[0].text for p in pieces) == texts[0]
+
+
+def test_best_of_shows_the_most_likely(client):
+    options = dict(model="pydoc", prompt="The", temperature=1.3, seed=3, max_tokens=5)
+    each = client.completions.create(n=6, logprobs=0, **options)
+    means = [math.fsum(c.logprobs.token_logprobs) / 5 for c in each.choices]
+    order = sorted(range(6), key=means.__getitem__, reverse=True)
+    best = client.completions.create(n=2, best_of=6, **options)
+    assert [c.text for c in best.choices] == [each.choices[i].text for i in order[:2]]
+    assert [c.index for c in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == each.usage.completion_tokens
+
+
+def test_stop_tokens_of_a_request(client, continued):
+    expected = continued("The with", max_new_tokens=8)
+    third = expected.tokens[2]
+    asked = dict(prompt="The with", max_tokens=8, **GREEDY)
+    found = client.completions.create(extra_body={"stop_token_ids": [third]}, **asked)
+    assert found.choices[0].finish_reason == "stop"
+    first = expected.tokens.index(third) + 1
+    assert found.usage.completion_tokens == first
+    both = {"stop_token_ids": [third], "ignore_eos": True}
+    found = client.completions.create(extra_body=both, **asked)
+    assert found.usage.completion_tokens == first
+
+
+def test_options_reach_the_engine(post, served, monkeypatch):
+    told, submit = [], served.engine.submit
+
+    def note(tokens, **options):
+        told.append((tokens, options))
+        return submit(tokens, **options)
+
+    monkeypatch.setattr(served.engine, "submit", note)
+    body = {
+        "prompt": [5, 6],
+        "max_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.01,
+        "repetition_penalty": 1.5,
+        "seed": 7,
+        "priority": -3,
+        "stop_token_ids": [9],
+        "stop": "x",
+        "user": "me",
+    }
+    for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
+        assert post(json.dumps(body | changes).encode())[0] == 200
+    options = told[0][1]
+    sampling = options.pop("sampling")
+    assert options == dict(
+        n=1,
+        max_new_tokens=2,
+        stop_strings=["x"],
+        stop_tokens=[0, 9],
+        priority=-3,
+        salt=0,
+    )
+    assert told[0][0] == [5, 6] and told[1][1]["stop_tokens"] == [9]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.01, 1.5)
+    assert sampling.seeds == 7
+    salts = [options["salt"] for _, options in told]
+    assert len(set(salts)) == 3
+    assert post(json.dumps(body | {"cache_salt": "a"}).encode())[0] == 200
+    assert told[3][1]["salt"] == salts[1]
+
+
+def test_logits_without_numbers_are_an_error_of_their_own(client):
+    with pytest.raises(openai.InternalServerError, match="not numbers") as caught:
+        client.completions.create(prompt=[[5, 6], [POISON]], max_tokens=4, **GREEDY)
+    assert caught.value.code == "nan_logits"
+    pieces = client.completions.create(
+        prompt=[POISON], max_tokens=4, stream=True, **GREEDY
+    )
+    with pytest.raises(openai.APIError, match="not numbers"):
+        list(pieces)
+    # Others are not touched.
+    found = client.completions.create(prompt=[5, POISON], max_tokens=4, **GREEDY)
+    assert found.choices[0].finish_reason == "length"
+
+
+def test_what_the_server_tells_of_itself(client, post):
+    assert post(None, "/health", "GET") == (200, {"status": "ok"})
+    (model,) = client.models.list().data
+    assert model.created > 1_700_000_000
+    assert client.models.retrieve("pydoc") == model
+    with pytest.raises(openai.NotFoundError, match="is not served here") as caught:
+        client.models.retrieve("a/b")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        client.completions.create(model="gpt", prompt="a")
+    for status, method, path in [
+        (404, "POST", "/v1/embeddings"),
+        (405, "GET", "/v1/completions"),
+        (405, "POST", "/health"),
+    ]:
+        found, said = post(b"{}" if method == "POST" else None, path, method)
+        assert found == status and path in said["error"]["message"]
+        assert said["error"].keys() == {"message", "type", "param", "code"}
+    asked = dict(prompt="a", max_tokens=1, **GREEDY)
+    names = [client.completions.create(**asked).id for _ in range(3)]
+    assert len(set(names)) == 3 and all(len(name) > 30 for name in names)

@@ -1,0 +1,66 @@
+"""A small model that is served, for tests of `examples/serve_http.py`."""
+
+import argparse
+import shutil
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pretrained
+import pytest
+import uvicorn
+from served import loading
+from served.connections import make_config
+
+from support.paths import EXAMPLES
+
+# A prompt of this token alone has no numbers as logits.
+POISON = 3071
+
+SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+class Poisonable(pretrained.Decoder):
+    """The bundled model, but for one prompt."""
+
+    def __call__(self, params, tokens, cache, batch):
+        logits, cache = super().__call__(params, tokens, cache, batch)
+        last = jnp.take(tokens, batch.last_rows, mode="fill", fill_value=0)
+        is_poison = (last == POISON) & (batch.context_lengths == 1)
+        return jnp.where(is_poison[:, None], jnp.nan, logits), cache
+
+
+def load_served(folder):
+    """Load the bundled model as the servers do, from a copy that can chat."""
+
+    def load(*arguments, **options):
+        model, params = pretrained.load(*arguments, **options)
+        return Poisonable(model.config), params
+
+    shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    parser = argparse.ArgumentParser()
+    loading.add_options(parser)
+    options = parser.parse_args([*SIZES.split(), "--model", str(folder)])
+    # Executables that are kept are known by the model's name, which is not this one's.
+    changes = dict(load=load, keep_programs=lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        changed = SimpleNamespace(**vars(pretrained) | changes)
+        patch.setattr(loading, "pretrained", changed)
+        served = loading.load(options, max_waiting=100)
+    served.engine.warm_up()
+    return served
+
+
+def start_server(app, bounds):
+    """Start uvicorn in a thread; return it, the thread and the address."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=500)
+    server = uvicorn.Server(make_config(app, bounds, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    return server, thread, f"http://127.0.0.1:{listening.getsockname()[1]}"
