@@ -11,6 +11,7 @@ from typing import Any
 from generating.ending import FAILED, answering_errors, fail
 from served.asking import read_body
 from served.display import Display, warm_up
+from served.fields import check_texts
 from served.loading import Served, load
 
 from jkv.serving import Completion, EngineError, RequestRefused
@@ -102,7 +103,6 @@ def submit_some(
     A line that cannot be answered has the reason as its result.
     """
     while room > 0 and (number := next(todo, None)) is not None:
-        body: Any = None
         try:
             body = read_line(lines[number])
             # The same again, should it be computed a second time.
@@ -126,11 +126,7 @@ def read_line(line: str) -> dict[str, Any]:
     body = parse(line)
     if not isinstance(body, dict):
         raise ValueError("the line must be an object")
-    asked = {name: value for name, value in body.items() if name != "id"}
-    try:
-        json.dumps(asked, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("the line has half of a surrogate pair") from None
+    check_texts({name: value for name, value in body.items() if name != "id"})
     return body
 
 

@@ -127,6 +127,9 @@ def spread_seeds(seed: Any, count: int) -> Any:
     Returns:
       i32[count], in numpy unless the seed is one of JAX's arrays.
 
+    Raises:
+      ValueError: for a seed that is not one number.
+
     Example:
       >>> from jkv.decoding import spread_seeds
       >>> spread_seeds(7, 3).tolist()
