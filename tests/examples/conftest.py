@@ -40,15 +40,12 @@ def one_size(monkeypatch):
     monkeypatch.setattr(command, "Engine", engine)
 
 
-<<<<<<< HEAD
-=======
 @pytest.fixture(autouse=True)
 def ending_this_test_alone(monkeypatch):
     """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
     monkeypatch.setattr(os, "_exit", sys.exit)
 
 
->>>>>>> work-commands
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
     """The bundled model as the servers load it: 12 blocks, 4 texts run."""
@@ -118,12 +115,3 @@ def post(address):
                 return error.code, json.load(error)
 
     return ask
-<<<<<<< HEAD
-
-
-@pytest.fixture(autouse=True)
-def ending_this_test_alone(monkeypatch):
-    """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
-    monkeypatch.setattr(os, "_exit", sys.exit)
-=======
->>>>>>> work-commands
