@@ -49,7 +49,8 @@ def takes_cache(
             if on_host:
                 _refuse_traced(function, cache)
             if cache.pools is not None and not any_pools:
-                _refuse_pools(function, cache.pools)
+                is_on_host = on_host or role is Role.SETS_DEBUG
+                _refuse_pools(function, cache.pools, argument, is_on_host)
             try:
                 if cache.watcher is not None:
                     return cache.watcher.call(function, cache, (args, kwargs), role)  # type: ignore[no-any-return]
@@ -86,13 +87,34 @@ def _refuse_traced(function: Callable[..., Any], cache: Cache) -> None:
         )
 
 
-def _refuse_pools(function: Callable[..., Any], pools: PoolSharding) -> NoReturn:
-    """Say how a function is called on each of several pools."""
+def _refuse_pools(
+    function: Callable[..., Any], pools: PoolSharding, argument: int, on_host: bool
+) -> NoReturn:
+    """Say how a function is called where there are several pools."""
     name = function.__name__
+    given = (
+        "(arguments by position have an axis of ranks first, keyword arguments are the "
+        "same for all)"
+    )
+    if on_host:
+        advice = (
+            f"jkv.split_pools(cache) returns a copy of each for the host, which {name} "
+            f"takes; nothing that is done to a copy comes back into this cache"
+        )
+    elif argument:
+        advice = (
+            f"call it in a step whose first argument is the cache, and "
+            f"jkv.over_pools(step)(cache, prompts, params=params) calls that on all of "
+            f"them {given}"
+        )
+    else:
+        advice = (
+            f"jkv.over_pools({name})(cache, ...) calls it on all of them {given}, or "
+            f"jkv.over_pools(step) a step that calls it"
+        )
     raise UsageError(
         f"{name} works on one pool, and this cache has one for each rank of mesh axis "
-        f"{pools.axis!r}: jkv.over_pools({name}) calls it on all of them, and "
-        f"jkv.split_pools(cache) returns them"
+        f"{pools.axis!r}: {advice}"
     )
 
 

@@ -1,10 +1,12 @@
 """over_pools: verbs on a cache that has a pool for each rank of a mesh axis."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.processes import bring_whole
@@ -22,15 +24,22 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
     Jit a step of it and donate the cache, as ever.
 
     Args:
-      function: `function(cache, *arguments)` for one pool, such as a verb or a step;
-        arguments and what it returns are pytrees of arrays and caches.
+      function: `function(cache, *arguments, **whole)` for one pool, such as a verb or a
+        step; arguments and what it returns are pytrees of arrays and caches. What takes
+        its cache elsewhere (`beam_search`, `extend`) is called by a step of yours.
 
     Returns:
-      The same for a cache of `init(..., pools=...)`, and for arrays with an axis of
-      ranks before their own.
+      The same for a cache of `init(..., pools=...)`. Arguments by position are arrays
+      with an axis of ranks before their own, and so is what it returns. Keyword
+      arguments are the same for all ranks: arrays, such as weights that lie on the
+      mesh, are handed over whole; what is no array (numbers of Python, strings,
+      functions) is static. Arrays that a step closes over instead are constants to it,
+      which cannot lie on the mesh.
 
     Raises:
-      ValueError: when it is called with a cache that has no pools.
+      ValueError: when it is called with a cache that has no pools, with an argument
+        that has no axis of ranks, or by keyword with what is neither an array nor
+        hashable.
 
     Example:
       >>> import jax, jkv, numpy as np
@@ -41,30 +50,94 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
       >>> cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[0, 16]]))
       >>> opened.seq_ids.tolist()
       [[0, 1]]
+      >>> cache, batch = jkv.over_pools(jkv.append)(
+      ...     cache, opened.seq_ids, np.array([[5, 3]]), capacity=8)
+      >>> batch.positions.tolist()
+      [[0, 1, 2, 3, 4, 0, 1, 2]]
     """
 
-    def on_rank(divided: tuple[Any, ...], pools: PoolSharding) -> Any:
-        cache, *arguments = without_rank(divided)
-        answer = function(enter_pool(cache), *arguments)
-        return with_rank(leave_pool(answer, pools))
-
-    @jax.jit
-    def on_ranks(cache: Cache, *arguments: Any) -> Any:
+    @functools.partial(jax.jit, static_argnums=3)
+    def on_ranks(
+        cache: Cache,
+        arguments: tuple[Any, ...],
+        whole: list[jax.Array],
+        keywords: _Keywords,
+    ) -> Any:
         pools = cache.pools
-        if pools is None:
+        assert pools is not None
+
+        def on_rank(divided: Any, whole: list[jax.Array]) -> Any:
+            cache, *arguments = without_rank(divided)
+            answer = function(enter_pool(cache), *arguments, **keywords.join(whole))
+            return with_rank(leave_pool(answer, pools))
+
+        ranks = jax.sharding.PartitionSpec(pools.axis)
+        return pools.map(on_rank, (cache, *arguments), whole, out_specs=ranks)
+
+    @functools.wraps(function)
+    def called(cache: Cache, *arguments: Any, **whole: Any) -> Any:
+        if not isinstance(cache, Cache) or cache.pools is None:
             raise UsageError(
                 "over_pools is for a cache with a pool for each rank, of init(config, "
                 "mesh=mesh, pools=axis); call verbs on other caches directly"
             )
-        ranks = jax.sharding.PartitionSpec(pools.axis)
-        return pools.map(
-            lambda divided, _: on_rank(divided, pools),
-            (cache, *arguments),
-            (),
-            out_specs=ranks,
-        )
+        _check_ranks(arguments, cache.pools)
+        keywords, arrays = _Keywords.of(whole)
+        return on_ranks(cache, arguments, arrays, keywords)
 
-    return on_ranks
+    return called
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keywords:
+    """Keyword arguments without their arrays, hashable."""
+
+    structure: Any  # of the arguments by name, a leaf for each array or other value
+    others: tuple[Any, ...]  # by leaf: what is no array; None for an array
+    is_array: tuple[bool, ...]  # by leaf
+
+    @classmethod
+    def of(cls, whole: dict[str, Any]) -> "tuple[_Keywords, list[Any]]":
+        """Take the arrays out of keyword arguments, and return them beside the rest."""
+        for name, value in whole.items():
+            for leaf in jax.tree.leaves(value):
+                if not _is_array(leaf) and not isinstance(leaf, Hashable):
+                    raise UsageError(
+                        f"{name} holds a {type(leaf).__name__}, neither an array nor "
+                        f"hashable; keyword arguments are arrays or static"
+                    )
+        leaves, structure = jax.tree.flatten(whole)
+        is_array = tuple(map(_is_array, leaves))
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        others = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+        return cls(structure, others, is_array), arrays
+
+    def join(self, arrays: list[jax.Array]) -> dict[str, Any]:
+        """Return the keyword arguments with their arrays."""
+        rest = iter(arrays)
+        leaves = [
+            next(rest) if is_array else other
+            for is_array, other in zip(self.is_array, self.others, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _check_ranks(arguments: tuple[Any, ...], pools: PoolSharding) -> None:
+    """Reject arguments by position that are not of all ranks."""
+    for position, argument in enumerate(arguments, start=1):
+        for leaf in jax.tree.leaves(argument):
+            shape = np.shape(leaf)
+            if not shape or shape[0] != pools.num_ranks:
+                raise UsageError(
+                    f"over_pools: argument {position} has an array of shape "
+                    f"{list(shape)}, whose first axis must be the {pools.num_ranks} "
+                    f"ranks of mesh axis {pools.axis!r}; give by keyword what is the "
+                    f"same for all of them"
+                )
 
 
 def enter_pool(cache: Cache) -> Cache:

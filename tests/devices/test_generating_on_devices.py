@@ -120,7 +120,7 @@ def test_generate_on_a_mesh_equals_one_device(play):
 def follow_a_table(params, tokens, cache, _batch, *, all_rows=False):
     """A model whose texts soon go round in circles: each token has one that follows."""
     following = (tokens * 3 + 1) % 8
-    logits = params * jax.nn.one_hot(following, 8)
+    logits = params * jax.nn.one_hot(following, 16)  # prompts have tokens up to 9
     return (logits if all_rows else logits.at[_batch.last_rows].get(mode="clip")), cache
 
 
