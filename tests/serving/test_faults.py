@@ -174,6 +174,15 @@ def test_a_slow_detokenizer_holds_no_request_up():
 
 
 @pytest.mark.one_end
+def test_a_cache_given_to_two_engines_is_named():
+    first = make_engine()
+    second = make_engine(cache=first.cache)
+    assert first.generate([[1, 2]], max_new_tokens=2)[0].tokens
+    with pytest.raises(EngineError, match="cache are gone: it was given to another"):
+        second.generate([[1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.one_end
 def test_free_blocks_are_right_when_nothing_goes_on():
     engine = make_engine()
     free = engine.stats().free_blocks

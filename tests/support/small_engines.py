@@ -45,7 +45,7 @@ def pool(free_blocks=BLOCKS, free_rows=ROWS):
     return cache
 
 
-def make_engine(free_blocks=BLOCKS, free_rows=ROWS, nan_every=0, **options):
+def make_engine(free_blocks=BLOCKS, free_rows=ROWS, nan_every=0, cache=None, **options):
     """An engine that looks at the invariants after each window."""
     fields = dict(
         max_running=RUNNING,
@@ -58,7 +58,7 @@ def make_engine(free_blocks=BLOCKS, free_rows=ROWS, nan_every=0, **options):
         stop_sizes=STOPS,
         checks=True,
     )
-    cache = copied(pool(free_blocks, free_rows))
+    cache = copied(pool(free_blocks, free_rows)) if cache is None else cache
     return Engine(hash_model, np.uint32(nan_every), cache, **(fields | options))
 
 

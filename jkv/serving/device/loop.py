@@ -178,6 +178,8 @@ class Loop:
 
     def _begun(self) -> Any:
         if self._generation is None:
+            _check_owned("cache", self.cache)
+            _check_owned("speculate.cache", self._draft_cache)
             self._generation = self._begin(**self._beginning)
             self._draft_cache = None  # donated
         return self._generation
@@ -224,6 +226,20 @@ class _First(NamedTuple):
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
         has_index = metadata.index is not None
         return clear_prefixes(cache) if has_index else cache
+
+
+def _check_owned(name: str, cache: Cache | None) -> None:
+    """Refuse a cache whose arrays were donated elsewhere.
+
+    Raises:
+      EngineError: for one.
+    """
+    leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
+    if any(leaf.is_deleted() for leaf in leaves):
+        raise EngineError(
+            f"the arrays of {name} are gone: it was given to another engine, or was "
+            f"donated to a call; give each engine caches of its own"
+        )
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
