@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import signal
 
 import chex
 import jax
@@ -13,6 +14,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # No tests; looking for doctests would import what optional extras bring.
 collect_ignore = ["support"]
+
+
+def pytest_configure():
+    """Let Ctrl-C reach processes that tests start: one in the background ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
