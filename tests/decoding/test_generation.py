@@ -529,7 +529,7 @@ def test_wrong_arguments_are_named():
     # A prompt without tokens is none that can begin, but no mistake.
     _, result = jax.eval_shape(lambda: start([[], []], max_new_tokens=1))
     assert result.reasons.shape == (2,)
-    with pytest.raises(ValueError, match=r"stop_sequences must be i32\[E, W\]"):
+    with pytest.raises(ValueError, match=r"stop_sequences must be i32\[F, C\]"):
         start(one, max_new_tokens=1, stop_sequences=np.int32([1, 2]))
     with pytest.raises(ValueError, match=r"logits of shape \[2, 100\].*\[1, V\]"):
         # Logits of rows, not of sequences.
