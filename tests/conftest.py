@@ -29,6 +29,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = here
 
 
+def pytest_collection_finish():
+    """Look for garbage seldom, and not among what was imported: traces make much."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def _is_marked(item):
     """Whether a test is for one end: marked so, or an example of a docstring."""
     is_example = isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py"

@@ -22,7 +22,17 @@ VARIABLES = {
 # Half of the time of the tests is compiling, and was more with LLVM's optimisations and
 # with modules cut in pieces for other cores. What decides about copies and fusion is
 # done before LLVM, and stays as it is.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+ALL_PASSES = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
+# These passes only make programs faster, and take a tenth to a fifth of what is left. A
+# test that looks at a program of XLA asks for all (`support.compiled_hlo.ALL_PASSES`).
+LEFT_OUT = (
+    "while-loop-invariant-code-motion,simplify-while-loops,"
+    "while-loop-trip-count-annotator,while-loop-constant-sinking,constant_folding,"
+    "reshape-mover,simplify-sorts,simplify-conditional,tree_reduction_rewriter"
+)
+QUICK = f"{ALL_PASSES} --xla_disable_hlo_passes={LEFT_OUT}"
 # Half of the rest is MLIR. The oldest JAX can still do without, the newest cannot.
 WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
 
@@ -68,7 +78,7 @@ class Task(NamedTuple):
         return {**VARIABLES, "XLA_FLAGS": flags, **self.variables}
 
 
-def tests(layers: tuple[str, ...], *arguments: str, flags: str = QUICK) -> Task:
+def tests(layers: tuple[str, ...], *arguments: str, flags: str = ALL_PASSES) -> Task:
     """A suite of tests; its arguments are pytest's."""
     return Task(layers, "pytest", arguments, flags)
 
@@ -78,28 +88,33 @@ def but(*paths: str) -> tuple[str, ...]:
     return tuple(f"--ignore={path}" for path in paths)
 
 
+def of_folder(name: str) -> Task:
+    """The suite of a folder of tests."""
+    paths = but(*OF_PROGRAMS, MACHINE_CODE)
+    return tests(OLDEST, f"tests/{name}", *paths, flags=WITHOUT_MLIR)
+
+
 # The dearest first, so that no core waits long at the end.
 SUITES = {
-    "newest-tests": tests(NEWEST, "tests", "README.md", *but(MACHINE_CODE)),
-    # `devices` has eight simulated ones, which a process has from its start or never.
-    "newest-devices": tests(NEWEST, "tests/devices"),
+    "newest-tests": tests(
+        NEWEST, "tests", "README.md", *but(MACHINE_CODE), flags=QUICK
+    ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
+    "oldest-verbs": of_folder("verbs"),
+    "oldest-examples": of_folder("examples"),
+    # `devices` has eight simulated ones, which a process has from its start or never.
     "oldest-devices": tests(OLDEST, "tests/devices"),
-    **{
-        f"oldest-{folder}": tests(
-            OLDEST,
-            f"tests/{folder}",
-            *but(*OF_PROGRAMS, MACHINE_CODE),
-            flags=WITHOUT_MLIR,
-        )
-        for folder in FOLDERS
-    },
     "oldest-rest": tests(
         OLDEST,
         *but(*OF_PROGRAMS, *(f"tests/{folder}" for folder in FOLDERS)),
         flags=WITHOUT_MLIR,
     ),
+    "oldest-decoding": of_folder("decoding"),
     "oldest-programs": tests(OLDEST, *OF_PROGRAMS),
+    "oldest-attention": of_folder("attention"),
+    "newest-devices": tests(NEWEST, "tests/devices"),
+    "oldest-serving": of_folder("serving"),
+    "oldest-storage": of_folder("storage"),
     "tunix": tests(
         ("tunix",),
         "tests/integrations",

@@ -16,6 +16,7 @@ from support.attention_workloads import (
     make_operands,
     shrink,
 )
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt, few
 from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
@@ -606,7 +607,7 @@ def test_compiled_module_never_copies_a_pool(storage):
     compiled = (
         jax.jit(attend_layers, donate_argnums=(1, 2))
         .lower(queries, pool, pool, tables, counts, counts, counts)
-        .compile()
+        .compile(ALL_PASSES)
     )
     layer_elements = blocks * kv_heads * block_size * head_dim
     for line in compiled.as_text().splitlines():

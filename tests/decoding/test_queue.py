@@ -11,7 +11,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support.compiled_hlo import in_the_steps_of_a_loop, pool_sized_operations
+from support.compiled_hlo import (
+    ALL_PASSES,
+    in_the_steps_of_a_loop,
+    pool_sized_operations,
+)
 from support.jax_versions import dealt
 from support.plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
 from support.small_caches import copied, small_cache
@@ -138,7 +142,9 @@ def compiled():
     )
     options = dict(sampling=call.sampling, num_steps=np.int32(0))
     state = begun(call, cache)
-    return jitted.lower(hash_model, np.uint32(0), cache, state, **options).compile()
+    return jitted.lower(hash_model, np.uint32(0), cache, state, **options).compile(
+        ALL_PASSES
+    )
 
 
 def decode(call, cache, state, num_steps=2**31 - 1):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compiled_hlo import ALL_PASSES
 
 import jkv
 from jkv.metadata.xla_cpu import stage
@@ -57,7 +58,9 @@ def test_a_stage_runs_under_transformations():
 
 
 def test_what_a_stage_passes_on_stays_outside():
-    compiled = jax.jit(_shift).lower(_state(), jnp.int32(1)).compile().as_text()
+    compiled = (
+        jax.jit(_shift).lower(_state(), jnp.int32(1)).compile(ALL_PASSES).as_text()
+    )
     (call,) = [line for line in compiled.splitlines() if " call(" in line]
     results, operands = call.split(" call(")
     assert "s32[4]" in results and "s32[256]" not in call
@@ -89,7 +92,9 @@ def test_append_keeps_to_one_thread():
     )
     cache = jkv.init(config, storage=False)
     seq_ids = np.arange(num_sequences, dtype=np.int32)
-    compiled = jax.jit(jkv.append, donate_argnums=0).lower(cache, seq_ids).compile()
+    compiled = (
+        jax.jit(jkv.append, donate_argnums=0).lower(cache, seq_ids).compile(ALL_PASSES)
+    )
     text = compiled.as_text()
     stages = set(re.findall(r" call\(.*to_apply=%([\w.]+)", text))
     assert len(stages) >= 4, "append has stages"

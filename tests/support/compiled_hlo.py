@@ -4,6 +4,10 @@ import collections
 import math
 import re
 
+# Suites leave out passes of XLA that only make programs faster (`tools/tasks.py`). A
+# test that looks at a program compiles it with these options: with all passes.
+ALL_PASSES = {"xla_disable_hlo_passes": ""}
+
 # One operation of a compiled module: its result's type, a tuple's too, and its name.
 OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")

@@ -1,7 +1,7 @@
 """Which tests run with the oldest JAX supported, and which with the newest.
 
-The oldest, which compiles in half the time, runs all tests but those
-dealt to the newest. The newest runs what may differ there, each kind of it once:
+The oldest, which compiles in half the time, runs all tests but those dealt to the
+newest. The newest runs what may differ there, each kind of it once:
 
     what the test is about                           oldest  newest          said by
     ----------------------------------------------  ------  --------------  ----------
@@ -17,7 +17,9 @@ dealt to the newest. The newest runs what may differ there, each kind of it once
       of traces, pytrees, gradients, callbacks,
       errors that JAX raises
     files: exported and kept programs, pickles       all     one of each
-    random games, random options of attention        half    the other half  `dealt`
+    random games: one with prompts of each kind      the     these           `dealt`
+      (plain, windowed, in groups); random options   others
+      of attention
     further values, options, dtypes of a program     all     chosen cases    `few`
     a verb's bookkeeping, computing on the host,     all     none            `one_end`
       errors of jkv, pages, docstrings

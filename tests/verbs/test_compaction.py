@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import random_operations
+from support.compiled_hlo import ALL_PASSES
 from support.random_reuse import ReuseGame, make_reuse_verbs
 from support.small_caches import (
     allocate,
@@ -290,7 +291,9 @@ class TestCompact:
             dtype=dtype,
         )
         cache = jax.eval_shape(lambda: jkv.init(config))
-        compiled = jax.jit(jkv.compact, donate_argnums=0).lower(cache).compile()
+        compiled = (
+            jax.jit(jkv.compact, donate_argnums=0).lower(cache).compile(ALL_PASSES)
+        )
         pools = [
             math.prod(pool.shape) * pool.dtype.itemsize
             for pool in jax.tree.leaves(cache.storage)

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from support.compiled_hlo import pool_sized_operations
+from support.compiled_hlo import ALL_PASSES, pool_sized_operations
 from support.jax_versions import dealt, few
 from support.small_caches import small_cache, small_config, with_metadata
 
@@ -56,7 +56,9 @@ def pool_bytes(cache):
 @functools.cache
 def compile_donated(function, cache, *arguments):
     """The program whose first argument is donated; arguments are told by identity."""
-    return jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile()
+    return (
+        jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile(ALL_PASSES)
+    )
 
 
 def assert_in_place(function, *arguments):

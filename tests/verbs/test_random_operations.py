@@ -10,7 +10,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.jax_versions import dealt
 from support.oracle.cache import INVALID_ARGUMENT, OK
 from support.random_operations import (
     DTYPES,
@@ -26,15 +25,16 @@ import jkv
 
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
-# The newest JAX plays one shape, the oldest the others, each in one mode; with more
-# effort all, in all modes.
-CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(SHAPES)), 1, share=7)
+# The newest JAX plays `test_random_reuse.py`, which has all of these operations. Each
+# shape is played in one mode; with more effort all, in all modes.
+CASES = [(name, MODES[i % 3]) for i, name in enumerate(SHAPES)]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 # Two of the shapes that are played eagerly: their programs are there already.
 EAGER = ["blocks of 16", "roomy"]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
+@pytest.mark.one_end
 def test_random_operations(name, mode, tmp_path):
     verbs = make_verbs(mode)
     for seed in range(EFFORT):
@@ -54,12 +54,12 @@ def test_random_operations(name, mode, tmp_path):
             assert set(game.num_requests) == set(range(7)), game.num_requests
 
 
-# Each end plays with one window in one mode.
-DEALT_WINDOWED = dealt([("window", "donated"), ("window and sinks", "jitted")])
+PLAYED_WINDOWED = [("window", "donated"), ("window and sinks", "jitted")]
 ALL_WINDOWED = [(name, mode) for name in WINDOWED for mode in MODES]
 
 
-@pytest.mark.parametrize("name, mode", DEALT_WINDOWED if EFFORT == 1 else ALL_WINDOWED)
+@pytest.mark.parametrize("name, mode", PLAYED_WINDOWED if EFFORT == 1 else ALL_WINDOWED)
+@pytest.mark.one_end
 def test_random_operations_with_a_window(name, mode, tmp_path):
     """Blocks that no row will see again are given back."""
     verbs, num_gone = make_verbs(mode), 0
@@ -81,12 +81,12 @@ def test_random_operations_with_a_window(name, mode, tmp_path):
     assert num_gone > 50
 
 
-# The newest JAX plays one kind of groups, the oldest the others, each in one mode.
-DEALT_GROUPS = dealt(((name, MODES[-i % 3]) for i, name in enumerate(GROUPED)), share=4)
+PLAYED_GROUPS = [(name, MODES[-i % 3]) for i, name in enumerate(GROUPED)]
 ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 
 
-@pytest.mark.parametrize("name, mode", DEALT_GROUPS if EFFORT == 1 else ALL_GROUPS)
+@pytest.mark.parametrize("name, mode", PLAYED_GROUPS if EFFORT == 1 else ALL_GROUPS)
+@pytest.mark.one_end
 def test_random_operations_in_groups(name, mode, tmp_path):
     """Each group of layers has a pool of its own; a request is served in all."""
     verbs, requests = make_verbs(mode), Counter()

@@ -80,7 +80,9 @@ def test_random_reuse_with_a_window(name, mode, tmp_path):
 
 
 # Each end plays with some groups, the oldest with three of them.
-DEALT_GROUPS = dealt(((name, MODES[i % 3]) for i, name in enumerate(GROUPED)), 1, 4)
+DEALT_GROUPS = dealt(
+    ((name, MODES[(i + 1) % 3]) for i, name in enumerate(GROUPED)), 1, share=4
+)
 ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 
 
