@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jkv.sharding.ranks import PoolSharding
 from jkv.state.cache import Cache, Role
-from jkv.status import UsageError
+from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -140,7 +140,9 @@ def _refuse_cache(
 
 def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> None:
     """Raise a better error where the cache tells why a function failed."""
-    if not isinstance(error, UsageError) and _was_donated(cache):
+    if isinstance(error, UsageError | CacheError):
+        return
+    if _was_donated(cache):
         raise UsageError(
             f"{function.__name__}: this cache was donated to an earlier call, which "
             f"took its arrays; go on with the cache that the call returned, as in "
