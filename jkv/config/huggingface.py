@@ -112,7 +112,7 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         fields = _latent_fields(model, notes)
     else:
         heads = _read_heads(model, kinds, windows, given)
-        fields = _name_fields(heads[0]) if len(set(heads)) == 1 else {}
+        fields = heads[0].as_fields() if len(set(heads)) == 1 else {}
     context = given.get("max_context_length") or _read_count(
         model, CONTEXT_LENGTH, "max_context_length"
     )
@@ -171,14 +171,6 @@ def _read_heads(
     fixed = {name: given[name] for name in HEADS if name in given}
     own = tuple(each._replace(**fixed) for each in list_heads(model, usual, windowed))
     return own or (usual,)
-
-
-def _name_fields(heads: Heads) -> dict[str, int]:
-    """Return heads as fields; values that are as wide as keys go without saying."""
-    fields = heads._asdict()
-    if heads.value_head_dim == heads.head_dim:
-        del fields["value_head_dim"]
-    return fields
 
 
 def _num_kv_heads(model: dict[str, Any]) -> int:

@@ -55,6 +55,13 @@ class Heads(NamedTuple):
     head_dim: int
     value_head_dim: int
 
+    def as_fields(self) -> dict[str, int]:
+        """Return them as fields; values as wide as keys go without saying."""
+        fields = self._asdict()
+        if self.value_head_dim == self.head_dim:
+            del fields["value_head_dim"]
+        return fields
+
     def __str__(self) -> str:
         """Say it in words."""
         values = f", values of {self.value_head_dim}"
