@@ -211,7 +211,7 @@ def test_the_best_of_several_samples(run_here):
     vote = ("--by", "majority", "--answer", "no such words")
     for choice in ((), vote):
         output = run_here("best_of_n.py", *options, *choice).out
-        votes = re.findall(r"prompt \d: sample 0, .*; (\d) of 3 votes", output)
+        votes = re.findall(r"prompt \d: sample \d, .*; (\d) of 3 votes", output)
         assert votes == ["3", "3"]  # they are alike, or alike in having no answer
         # A tail of its own for each sample; the prompts' whole blocks are shared.
         assert "10 blocks at the peak, 18 if each sample" in output
