@@ -16,9 +16,9 @@ VARIABLES = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # Where all can be installed, no test may be left out for want of transformers.
-    "JKV_REQUIRE_PARITY": "1" if os.environ.get("CI") else "",
 }
+# In CI, no test of the suites that have transformers may be left out for want of it.
+REQUIRE_PARITY = {"JKV_REQUIRE_PARITY": "1"}
 # Half of the time of the tests is compiling, and was more with LLVM's optimisations and
 # with modules cut in pieces for other cores. What decides about copies and fusion is
 # done before LLVM, and stays as it is.
@@ -75,7 +75,9 @@ class Task(NamedTuple):
     def all_variables(self) -> dict[str, str]:
         """What it finds in its process environment, beside what is there."""
         flags = f"{self.flags} {os.environ.get('XLA_FLAGS', '')}".strip()
-        return {**VARIABLES, "XLA_FLAGS": flags, **self.variables}
+        must = "parity" in self.layers and os.environ.get("CI")
+        parity = REQUIRE_PARITY if must else {}
+        return {**VARIABLES, **parity, "XLA_FLAGS": flags, **self.variables}
 
 
 def tests(layers: tuple[str, ...], *arguments: str, flags: str = ALL_PASSES) -> Task:
