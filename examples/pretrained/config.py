@@ -218,7 +218,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    settings = Settings(raw, row.defaults)
+    settings = Settings(raw, row.defaults, row.aliases)
     num_layers, head_dim = settings.count("num_hidden_layers"), _read_head_dim(settings)
     fields = _read_biases(settings, row) | dict(
         num_heads=settings.count("num_attention_heads"),
@@ -235,7 +235,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         architecture=model_type,
         vocab_size=settings.count("vocab_size"),
         hidden_size=settings.count("hidden_size"),
-        intermediate_size=settings.count("intermediate_size"),
+        # Models whose layers all have experts name no other size.
+        intermediate_size=settings.count(
+            "intermediate_size", settings.get("moe_intermediate_size")
+        ),
         num_layers=num_layers,
         max_context_length=settings.count("max_position_embeddings"),
         norm_epsilon=settings.number("rms_norm_eps", 1e-6),
