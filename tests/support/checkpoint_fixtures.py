@@ -62,7 +62,7 @@ class Case:
     # Of layers with a state transformers goes on by another form than its full pass,
     # which is off by its own rounding: every step is a full pass then.
     has_states: bool = False
-    # Patterns in names of tensors that it saves by names it reads, but nobody publishes.
+    # Patterns in names of tensors that it saves otherwise than they are published.
     renamed: tuple[tuple[str, str], ...] = ()
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
@@ -429,7 +429,9 @@ CASES = {
         ),
         seed=1,
         has_states=True,
-        renamed=((r"(layers\.1)\.feedforward_layer_norm", r"\1.post_attention_layernorm"),),
+        renamed=(
+            (r"(layers\.1)\.feedforward_layer_norm", r"\1.post_attention_layernorm"),
+        ),
     ),
     # The first of three layers has no experts.
     "kimi_linear": Case(
