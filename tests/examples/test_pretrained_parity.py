@@ -113,12 +113,11 @@ commit = jax.jit(jkv.commit)
 
 def open_sequences(model, num_sequences):
     """Return a cache of small blocks, its storage full of NaN, and open sequences."""
-    config = jkv.CacheConfig(
-        **model.cache_fields,
+    config = model.cache_config(
+        96,
+        max_sequences=num_sequences + 1,
         num_blocks=72,
         block_size=4,
-        max_sequences=num_sequences + 1,
-        max_context_length=96,
         dtype=jnp.float32,
     )
     cache = with_storage_filled(jkv.init(config), np.nan)
