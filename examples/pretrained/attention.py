@@ -57,7 +57,10 @@ def attend(
     if latent is not None:
         # From the latent vector that was attended to, to each head's value.
         heads = jnp.einsum("rhc,hvc->rhv", heads, weights["value_up"])
-    return linear(heads.reshape(x.shape[0], -1), weights, "output"), cache
+    heads = heads.reshape(x.shape[0], -1)
+    if config.has_output_gate:
+        heads = heads * jax.nn.sigmoid(linear(x, weights, "query_gate"))
+    return linear(heads, weights, "output"), cache
 
 
 def _project_heads(
@@ -87,7 +90,8 @@ def _project_latent(
     that of the latent vector with ``query @ key_up``: so queries come to the latent
     vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
     """
-    is_interleaved = config.ropes[0].is_interleaved
+    rope = config.ropes[0]
+    is_interleaved = rope is not None and rope.is_interleaved
     if latent.query_rank is None:
         queries = linear(x, weights, "query")
     else:
