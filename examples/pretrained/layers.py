@@ -24,15 +24,19 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
     """
     if name not in weights:
         return x
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + config.norm_epsilon)
+    normed = scale_to_unit(x.astype(jnp.float32), config.norm_epsilon)
     weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
     if config.norm_offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
         weight = weight.astype(jnp.float32) + config.norm_offset
         return (normed * weight).astype(x.dtype)
     return normed.astype(x.dtype) * weight
+
+
+def scale_to_unit(wide: jax.Array, epsilon: float) -> jax.Array:
+    """Scale f32[...] to unit root mean square over the last axis."""
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(mean_square + epsilon)
 
 
 def perceptron(

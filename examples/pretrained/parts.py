@@ -1,6 +1,7 @@
 """The sizes of a layer's parts that not every model has."""
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,3 +59,56 @@ class Latent:
     plain_dim: int
     turned_dim: int
     value_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """A mixer of Mamba 2.
+
+    num_heads, head_dim: ints, `H` and `P` of `mixers/mamba2.py`.
+    num_groups, state_dim: ints, `G` and `N`.
+    window: int, tokens that its convolution sees, `K`.
+    step_limits: floats, the least and the largest step of a token.
+    has_bias, has_conv_bias: biases of the first projections, and of the convolution.
+    has_output_bias: bias of the last projection.
+    norm: whether heads are normed, by groups, "before" or "after" they are gated; None
+        if they are not.
+    scales: floats that multiply gates, values, keys, queries and steps.
+    input_scale, output_scale: floats that multiply what goes in and what comes out.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    window: int
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    has_output_bias: bool = False
+    norm: Literal["before", "after"] | None = "after"
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Reject heads that cannot share their groups."""
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"config.json: {self.num_heads} heads cannot share {self.num_groups} "
+                "groups of keys and queries evenly"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """A mixer that convolves the last tokens, between two gates.
+
+    channels: int, numbers of a token.
+    window: int, tokens that it sees.
+    has_bias: the projections and the convolution have biases.
+    """
+
+    channels: int
+    window: int
+    has_bias: bool = False

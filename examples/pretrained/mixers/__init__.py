@@ -1,0 +1,1 @@
+"""What layers have beside attention, or instead of it: mixers with a state."""
