@@ -24,6 +24,7 @@ class Architecture:
     read: returns the fields that follow from keys of its own.
     tensors: names of tensors that differ from Llama's, by parameter. Two parameters
         with one name are parts of that tensor.
+    ignored: how names of tensors begin that are not read: layers that guess tokens.
     windows: which layers have the window that config.json speaks of.
     biases: of the projections: those that config.json asks for, those of queries, keys
         and values, or none.
@@ -34,6 +35,7 @@ class Architecture:
     choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Callable[[Settings], dict[str, Any]] = lambda _: {}
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     windows: Pattern = "none"
     biases: Literal["asked", "qkv", "none"] = "asked"
     can_turn_partly: bool = False

@@ -57,7 +57,10 @@ def attend(
     if latent is not None:
         # From the latent vector that was attended to, to each head's value.
         heads = jnp.einsum("rhc,hvc->rhv", heads, weights["value_up"])
-    return linear(heads.reshape(x.shape[0], -1), weights, "output"), cache
+    heads = heads.reshape(x.shape[0], -1)
+    if config.has_output_gate:
+        heads = heads * jax.nn.sigmoid(linear(x, weights, "query_gate"))
+    return linear(heads, weights, "output"), cache
 
 
 def _project_heads(

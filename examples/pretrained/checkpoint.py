@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .architectures import ARCHITECTURES
 from .config import DecoderConfig
 from .files import SUFFIXES, Tensors, find_tensors
 from .spreading import Put, put_whole
@@ -66,7 +67,7 @@ def read_params(
     params["layers"] = [
         {
             name: put(name, _read_stack(tensors, source, names, dtype))
-            for name, source in layer_tensors(config, run.has_experts).items()
+            for name, source in layer_tensors(config, run).items()
             for names in [_layer_names(source.name, range(run.start, run.stop))]
         }
         for run in config.runs
@@ -83,7 +84,7 @@ def random_params(
     1/sqrt(inputs), embeddings 0.02.
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
-    tables = [layer_tensors(config, run.has_experts) for run in config.runs]
+    tables = [layer_tensors(config, run) for run in config.runs]
     keys = iter(jax.random.split(key, sum(map(len, tables)) + 3))
 
     def draw(name: str, source: Source, *stacked: int) -> jax.Array:
@@ -153,7 +154,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
     known = {source.name for source in model_tensors(config).values()}
     known.add("lm_head.weight")
     for run in config.runs:
-        for source in layer_tensors(config, run.has_experts).values():
+        for source in layer_tensors(config, run).values():
             for name in _layer_names(source.name, range(run.start, run.stop)):
                 known |= {name.format(e) for e in range(max(source.num_experts, 1))}
     method = config.quantization.method if config.quantization else ""
@@ -165,6 +166,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
         name
         for name in set(paths) - known
         if not name.endswith("rotary_emb.inv_freq")
+        and not name.startswith(ARCHITECTURES[config.architecture].ignored)
         and not _is_past_the_layers(name, config)
     )
     if unexpected:

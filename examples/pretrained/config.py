@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .architectures import ARCHITECTURES, Architecture
-from .parts import Experts, Latent
+from .parts import DeltaRule, Experts, Latent
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
@@ -23,12 +23,26 @@ from .windows import read_windows
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 
 
+ATTENTION = "attention"
+
+
 class Run(NamedTuple):
     """A layer, or neighbours with the same parameters that one scan goes through."""
 
     start: int
     stop: int
-    has_experts: bool
+    mixers: tuple[str, ...]  # what mixes tokens: "attention", names in `MIXERS`
+    feeds: Literal["perceptron", "experts"] | None  # what every token goes through
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layers have keys and values."""
+        return ATTENTION in self.mixers
+
+    @property
+    def state_mixers(self) -> tuple[str, ...]:
+        """What keeps a state, one at most."""
+        return tuple(name for name in self.mixers if name != ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +59,13 @@ class DecoderConfig:
     tied: the output projection is the embedding.
     has_qkv_bias, has_output_bias, has_mlp_bias: biases of the projections.
     norms: whether attention and perceptron are normed before, after, or both.
+    state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
     qk_norm: queries and keys are normed before they are turned: each "head", or "all".
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
+    has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
     activation: one of ``ACTIVATIONS``.
     swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
     embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, what
@@ -57,6 +73,10 @@ class DecoderConfig:
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
+    mixers: per layer, what mixes tokens: "attention", a name in ``MIXERS``, both, or
+        nothing; empty for attention in all layers.
+    fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
+    delta_rule: the sizes of layers with that mixer; None if there are none.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
@@ -83,12 +103,14 @@ class DecoderConfig:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
+    state_norms: Literal["before", "after", "both"] | None = None
     norm_offset: float = 0.0
     qk_norm: Literal["head", "all"] | None = None
     scale: float | None = None
     soft_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
+    has_output_gate: bool = False
     activation: str = "silu"
     swiglu_limits: tuple[float, float] | None = None
     embedding_scale: float = 1.0
@@ -97,6 +119,9 @@ class DecoderConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
+    mixers: tuple[tuple[str, ...], ...] = ()
+    fed_layers: tuple[bool, ...] = ()
+    delta_rule: DeltaRule | None = None
     scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
@@ -104,12 +129,33 @@ class DecoderConfig:
     quantization: Quantization | None = dataclasses.field(default=None, compare=False)
 
     @property
+    def layer_mixers(self) -> tuple[tuple[str, ...], ...]:
+        """Per layer, what mixes tokens."""
+        return self.mixers or ((ATTENTION,),) * self.num_layers
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers are unlike in what they keep of a sequence."""
+        return any(mixers != (ATTENTION,) for mixers in self.layer_mixers)
+
+    @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers in order, those together that one scan goes through."""
-        kinds = self.expert_layers or (False,) * self.num_layers
-        alike = kinds.__getitem__ if self.scan_layers else None
+        """The layers in order, those together that one scan goes through.
+
+        Layers that keep unlike things of a sequence run one by one.
+        """
+        kinds = [self._list_parts(layer) for layer in range(self.num_layers)]
+        scans = self.scan_layers and not self.has_states
+        alike = kinds.__getitem__ if scans else None
         layers = (tuple(run) for _, run in itertools.groupby(range(len(kinds)), alike))
-        return tuple(Run(run[0], run[-1] + 1, kinds[run[0]]) for run in layers)
+        return tuple(Run(run[0], run[-1] + 1, *kinds[run[0]]) for run in layers)
+
+    def _list_parts(self, layer: int) -> tuple[Any, Any]:
+        """Return what mixes a layer's tokens, and what they go through after it."""
+        is_fed = not self.fed_layers or self.fed_layers[layer]
+        has_experts = bool(self.expert_layers) and self.expert_layers[layer]
+        feeds = ("experts" if has_experts else "perceptron") if is_fed else None
+        return self.layer_mixers[layer], feeds
 
     @property
     def turn_kinds(self) -> tuple[int, ...]:

@@ -13,11 +13,40 @@ import jax
 import jax.numpy as jnp
 
 from .config import DecoderConfig
-from .layers import Weights, activate
+from .layers import Weights, activate, linear, perceptron
 from .parts import Experts
 
 # Rows of one expert that are computed together.
 TILE = 16
+
+
+def mix_experts(
+    config: DecoderConfig,
+    weights: Weights,
+    stacks: Weights,
+    layer: jax.Array,
+    x: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
+    """Send rows through a layer's experts, and through the one that all of them share.
+
+    Args:
+        config: the model's settings.
+        weights: of the layer, without the experts'.
+        stacks: of the experts, as `apply_experts` takes them.
+        layer: i32[], the layer's number in the run.
+        x: [R, E].
+        valid: bool[R].
+    """
+    experts = config.experts
+    chosen = route(experts, weights, x)
+    fed = apply_experts(config, stacks, layer, x, *chosen, valid)
+    if experts.shared_inner:
+        shared = perceptron(config, x, weights, "shared_")
+        if experts.has_shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(x, weights, "shared_weight"))
+        fed = fed + shared
+    return fed
 
 
 def route(

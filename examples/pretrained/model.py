@@ -13,6 +13,7 @@ pool would be copied on every call.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ import jax.numpy as jnp
 import jkv
 
 from .attention import Turns, attend
+from .caches import attention_fields, choose_config
 from .checkpoint import Params
 from .config import DecoderConfig, Run
-from .experts import apply_experts, route
+from .experts import mix_experts
 from .layers import Weights, cap, norm, perceptron
+from .mixers import MIXERS
 from .rope import turns
 
 # A window that no position reaches, for full layers between windowed ones.
@@ -41,18 +44,19 @@ class Decoder:
 
     @property
     def cache_fields(self) -> dict[str, int]:
-        """The fields of ``jkv.CacheConfig`` that the model decides."""
-        fields = {
-            "num_layers": self.config.num_layers,
-            "num_kv_heads": self.config.num_kv_heads,
-            "head_dim": self.config.head_dim,
-        }
-        if self.config.latent:
-            fields |= {
-                "value_head_dim": self.config.latent.rank,
-                "values_in_keys": True,
-            }
-        return fields
+        """The fields of ``jkv.CacheConfig`` that a model without states decides."""
+        return attention_fields(self.config, self.config.num_layers)
+
+    def cache_config(
+        self, max_context_length: int, **sizes: Any
+    ) -> jkv.CacheConfig | jkv.GroupedConfig:
+        """Return what ``jkv.init`` takes, for layers with and without a state.
+
+        Args:
+            max_context_length: most tokens of a sequence.
+            **sizes: of ``caches.choose_config``.
+        """
+        return choose_config(self.config, max_context_length, **sizes)
 
     def __call__(
         self,
@@ -117,29 +121,44 @@ def _run_layers(
 
     def run_layer(carry, index, number, weights, window, kind):
         hidden, cache = carry
-        normed = norm(config, hidden, weights, "attention_norm")
-        turns = tuple(array[kind] for array in all_turns)
-        attended, cache = attend(
-            config, weights, normed, turns, cache, number, batch, window
-        )
-        attended = norm(config, attended, weights, "attention_post_norm")
-        hidden = hidden + attended * config.residual_scale
-        normed = norm(config, hidden, weights, "mlp_norm")
-        if run.has_experts:
-            chosen = route(config.experts, weights, normed)
-            fed = apply_experts(config, experts, index, normed, *chosen, batch.valid)
-            if config.experts.shared_inner:
-                fed = fed + perceptron(config, normed, weights, "shared_")
-        else:
-            fed = perceptron(config, normed, weights)
-        fed = norm(config, fed, weights, "mlp_post_norm")
-        return hidden + fed * config.residual_scale, cache
+        if run.mixers:
+            normed = norm(config, hidden, weights, "attention_norm")
+            turns = tuple(array[kind] for array in all_turns)
+            mixed, cache = _mix(
+                config, run, weights, normed, turns, cache, number, batch, window
+            )
+            mixed = norm(config, mixed, weights, "attention_post_norm")
+            hidden = hidden + mixed * config.residual_scale
+        if run.feeds:
+            normed = norm(config, hidden, weights, "mlp_norm")
+            if run.feeds == "experts":
+                stacks = experts, index
+                fed = mix_experts(config, weights, *stacks, normed, batch.valid)
+            else:
+                fed = perceptron(config, normed, weights)
+            fed = norm(config, fed, weights, "mlp_post_norm")
+            hidden = hidden + fed * config.residual_scale
+        return hidden, cache
 
     carry = hidden, cache
     if run.stop - run.start == 1:
         return _run_alone(config, run, 0, run_layer, carry, others)
     scan = _scan_periods if len(cache.storage) > 1 else _scan_layers
     return scan(config, run, run_layer, carry, others)
+
+
+def _mix(config, run, weights, x, turns, cache, number, batch, window):
+    """Return what a layer's mixers make of rows [R, E], added up, and the cache."""
+    parts = []
+    if run.has_attention:
+        attended, cache = attend(
+            config, weights, x, turns, cache, number, batch, window
+        )
+        parts.append(attended)
+    for name in run.state_mixers:
+        mixed, cache = MIXERS[name].apply(config, weights, x, cache, number, batch)
+        parts.append(mixed)
+    return sum(parts[1:], parts[0]), cache
 
 
 def _run_alone(config, run, index, run_layer, carry, weights):

@@ -12,6 +12,7 @@ class Experts:
     per_token: int, how many a token is sent to.
     inner: int, hidden units of each.
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
+    has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
     is_normalised: the weights of a token's experts add up to one.
     scale: float, multiplies those weights.
@@ -23,6 +24,7 @@ class Experts:
     per_token: int
     inner: int
     shared_inner: int = 0
+    has_shared_gate: bool = False
     has_sigmoid: bool = False
     is_normalised: bool = False
     scale: float = 1.0
@@ -112,3 +114,38 @@ class Convolution:
     channels: int
     window: int
     has_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """Layers whose state is a matrix of each head, corrected by every token.
+
+    num_key_heads, num_heads: ints; a key head serves neighbouring heads of the state.
+    key_dim, value_dim: ints, components of a head's key and value.
+    width: int, tokens that the convolution before it sees, itself counted.
+    gates: int, components of the rank that gates are squeezed to; None if they are not.
+        With it each channel of a key forgets by itself, else each head.
+    strength: float, the most that a token corrects: 2 lets it turn the old value over.
+    norm_epsilon: float, of the norm behind it.
+    gate: the function of the gate that multiplies what was normed.
+    is_grouped: the projections of a key head and its heads lie together in a tensor.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+    gates: int | None = None
+    strength: float = 1.0
+    norm_epsilon: float = 1e-6
+    gate: Literal["silu", "sigmoid"] = "silu"
+    is_grouped: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject heads that cannot be shared."""
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"config.json: {self.num_heads} value heads of linear attention cannot "
+                f"share {self.num_key_heads} key heads evenly"
+            )

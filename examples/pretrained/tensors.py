@@ -7,15 +7,14 @@ layers. Matrices keep the checkpoint's ``[out, in]``; those of experts are
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from .architectures import ARCHITECTURES
-from .config import DecoderConfig
+from .config import DecoderConfig, Run
+from .mixers import MIXERS
 from .parts import Experts, Latent
-
-Shape = tuple[int, ...]
+from .sources import Shape, Source, list_whole
 
 # Llama's names, and those of parts that it has not: rows of `ARCHITECTURES` change
 # some. {} stands for the number of the expert.
@@ -30,6 +29,7 @@ NAMES = {
     "output": "self_attn.o_proj.weight",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
+    "query_gate": "self_attn.q_proj.weight",
     "sinks": "self_attn.sinks",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -37,6 +37,7 @@ NAMES = {
     "shared_gate": "mlp.shared_experts.gate_proj.weight",
     "shared_up": "mlp.shared_experts.up_proj.weight",
     "shared_down": "mlp.shared_experts.down_proj.weight",
+    "shared_weight": "mlp.shared_expert_gate.weight",
     "router": "mlp.gate.weight",
     "choice_bias": "mlp.gate.e_score_correction_bias",
     "expert_gate": "mlp.experts.{}.gate_proj.weight",
@@ -52,33 +53,17 @@ NAMES = {
 }
 
 
-class Source(NamedTuple):
-    """Where a parameter comes from.
-
-    shape: of the parameter.
-    stored: of the tensor, or of each expert's.
-    take: makes the parameter, or each expert's, from the tensor.
-    num_experts: tensors, or parts of one, that are stacked; 0 for none.
-    name: of the tensor in its layer; {} stands for the number of the expert.
-    """
-
-    shape: Shape
-    stored: Shape
-    take: Callable[[np.ndarray], np.ndarray] = lambda tensor: tensor
-    num_experts: int = 0
-    name: str = ""
-
-
-def layer_tensors(
-    config: DecoderConfig, has_experts: bool = False
-) -> dict[str, Source]:
-    """Return, per parameter of a layer, where it comes from."""
-    table = _norms(config)
-    table |= _latent(config, config.latent) if config.latent else _attention(config)
-    if not has_experts:
-        table |= _perceptron(config, "", config.intermediate_size)
-    elif config.experts:
+def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
+    """Return, per parameter of a layer of the run, where it comes from."""
+    table = _norms(config, run)
+    if run.has_attention:
+        table |= _latent(config, config.latent) if config.latent else _attention(config)
+    for mixer in run.state_mixers:
+        table |= MIXERS[mixer].list_tensors(config)
+    if run.feeds == "experts" and config.experts:
         table |= _experts(config, config.experts)
+    elif run.feeds == "perceptron":
+        table |= _perceptron(config, "", config.intermediate_size)
     names = NAMES | ARCHITECTURES[config.architecture].tensors
     named = {}
     for parameter, source in table.items():
@@ -101,59 +86,77 @@ def model_tensors(config: DecoderConfig) -> dict[str, Source]:
     return table
 
 
-def _whole(**shapes: Shape) -> dict[str, Source]:
-    """Return sources of parameters that are tensors as they are."""
-    return {name: Source(shape, shape) for name, shape in shapes.items()}
-
-
-def _norms(config: DecoderConfig) -> dict[str, Source]:
-    before, after = config.norms != "after", config.norms != "before"
+def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
+    norms = config.state_norms if run.state_mixers else None
+    norms = norms or config.norms
+    before, after = norms != "after", norms != "before"
+    mixes, feeds = bool(run.mixers), run.feeds is not None
     is_there = dict(
-        attention_norm=before,
-        attention_post_norm=after,
-        mlp_norm=before,
-        mlp_post_norm=after,
+        attention_norm=before and mixes,
+        attention_post_norm=after and mixes,
+        mlp_norm=before and feeds,
+        mlp_post_norm=after and feeds,
     )
     vector = (config.hidden_size,)
-    return _whole(**{name: vector for name, there in is_there.items() if there})
+    return list_whole(**{name: vector for name, there in is_there.items() if there})
 
 
 def _attention(config: DecoderConfig) -> dict[str, Source]:
     hidden, dim = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
-    table = _whole(
+    table = list_whole(
         query=(heads, hidden),
         key=(kv_heads, hidden),
         value=(kv_heads, hidden),
         output=(hidden, heads),
     )
     if config.has_qkv_bias:
-        table |= _whole(
+        table |= list_whole(
             query_bias=(heads,), key_bias=(kv_heads,), value_bias=(kv_heads,)
         )
     if config.has_output_bias:
-        table |= _whole(output_bias=(hidden,))
+        table |= list_whole(output_bias=(hidden,))
     if config.qk_norm == "head":
-        table |= _whole(query_norm=(dim,), key_norm=(dim,))
+        table |= list_whole(query_norm=(dim,), key_norm=(dim,))
     elif config.qk_norm == "all":
-        table |= _whole(query_norm=(heads,), key_norm=(kv_heads,))
+        table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
+    if config.has_output_gate:
+        table |= _gated_queries(config)
     if config.has_sinks:
-        table |= _whole(sinks=(config.num_heads,))
+        table |= list_whole(sinks=(config.num_heads,))
     return table
+
+
+def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
+    """Return queries and gates: of each head first the rows of one, then the other."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+
+    def take(half: int) -> Callable[[np.ndarray], np.ndarray]:
+        def rows(tensor: np.ndarray) -> np.ndarray:
+            pairs = tensor.reshape(config.num_heads, 2, config.head_dim, hidden)
+            return pairs[:, half].reshape(heads, hidden)
+
+        return rows
+
+    both = {"query": take(0), "query_gate": take(1)}
+    return {
+        name: Source((heads, hidden), (2 * heads, hidden), each)
+        for name, each in both.items()
+    }
 
 
 def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
     hidden, heads = config.hidden_size, config.num_heads
     query_dim = latent.plain_dim + latent.turned_dim
-    table = _whole(
+    table = list_whole(
         latent=(latent.rank + latent.turned_dim, hidden),
         latent_norm=(latent.rank,),
         output=(hidden, heads * latent.value_dim),
     )
     if latent.query_rank is None:
-        table |= _whole(query=(heads * query_dim, hidden))
+        table |= list_whole(query=(heads * query_dim, hidden))
     else:
-        table |= _whole(
+        table |= list_whole(
             query_down=(latent.query_rank, hidden),
             query_down_norm=(latent.query_rank,),
             query_up=(heads * query_dim, latent.query_rank),
@@ -176,9 +179,9 @@ def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
 
 def _perceptron(config: DecoderConfig, prefix: str, inner: int) -> dict[str, Source]:
     hidden = config.hidden_size
-    table = _whole(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
+    table = list_whole(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
     if config.has_mlp_bias:
-        table |= _whole(gate_bias=(inner,), up_bias=(inner,), down_bias=(hidden,))
+        table |= list_whole(gate_bias=(inner,), up_bias=(inner,), down_bias=(hidden,))
     return {f"{prefix}{name}": source for name, source in table.items()}
 
 
@@ -189,21 +192,23 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
         stored = shape[::-1] if len(shape) == 2 else shape
         return Source((count, *shape), stored, np.transpose, count)
 
-    table = _whole(router=(count, hidden)) | dict(
+    table = list_whole(router=(count, hidden)) | dict(
         expert_gate=stack((hidden, inner)),
         expert_up=stack((hidden, inner)),
         expert_down=stack((inner, hidden)),
     )
     if experts.has_biases:
-        table |= _whole(router_bias=(count,)) | dict(
+        table |= list_whole(router_bias=(count,)) | dict(
             expert_gate_bias=stack((inner,)),
             expert_up_bias=stack((inner,)),
             expert_down_bias=stack((hidden,)),
         )
     if experts.has_sigmoid:
-        table |= _whole(choice_bias=(count,))
+        table |= list_whole(choice_bias=(count,))
     if experts.shared_inner:
         table |= _perceptron(config, "shared_", experts.shared_inner)
+    if experts.has_shared_gate:
+        table |= list_whole(shared_weight=(1, hidden))
     return table
 
 

@@ -92,8 +92,8 @@ def write_large(folder, dtype):
     (folder / "config.json").write_text(json.dumps(settings))
     config = pretrained.read_config(folder)
     sources = dict(checkpoint.model_tensors(config))
-    for i in range(config.num_layers):
-        for name, source in checkpoint.layer_tensors(config).items():
+    for i, run in enumerate(config.runs):
+        for name, source in checkpoint.layer_tensors(config, run).items():
             full = f"model.layers.{i}.{source.name}"
             sources[f"{i} {name}"] = source._replace(name=full)
     tensors = {s.name: np.ones(s.stored, dtype) for s in sources.values()}

@@ -1,0 +1,270 @@
+"""Layers with the gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear.
+
+Queries, keys and values go through a short convolution each, whose newest inputs are a
+part of the state; a head's matrix is the other. Queries, keys and values have arrays of
+their own in it, so that devices can share their heads.
+
+Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the matrix, `D` and `V`
+components of a key and a value, `K` tokens that the convolution sees.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+from ..config import DecoderConfig
+from ..layers import Weights, linear
+from ..parts import DeltaRule
+from ..sources import Source, list_whole
+from .convolution import convolve_piece, convolve_token
+from .delta_rule import Tokens, correct_once, correct_piece
+from .mixer import Arrays, Mixer
+
+# Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU, and the
+# triangular system of a piece costs less than its products.
+CHUNK = 64
+
+# Added to the square of a key's length before it is scaled to 1.
+LENGTH_EPSILON = 1e-6
+
+CONVOLVED = ("query", "key", "value")
+
+
+def apply(
+    config: DecoderConfig,
+    weights: Weights,
+    x: jax.Array,
+    cache: jkv.Cache,
+    layer: Any,
+    batch: jkv.Batch,
+) -> tuple[jax.Array, jkv.Cache]:
+    """Send rows through a layer.
+
+    Args:
+        config: the model's settings.
+        weights: of the layer.
+        x: [R, E].
+        cache: the cache.
+        layer: the layer's number in the model.
+        batch: what ``append`` returned.
+
+    Returns:
+        [R, E], and the cache.
+    """
+    sizes = config.delta_rule
+    inputs = _project(sizes, weights, x)
+    rules = _Rules(sizes, weights)
+    heads, cache = jkv.fold_state(
+        cache,
+        layer,
+        batch,
+        rules.read_token,
+        inputs,
+        chunk_rule=rules.read_piece,
+        chunk_size=CHUNK,
+    )
+    gate = linear(_squeeze(weights, x, "delta_gate"), weights, "delta_gate")
+    normed = _norm_heads(sizes, weights, heads, gate.reshape(heads.shape))
+    return linear(normed.reshape(x.shape[0], -1), weights, "delta_output"), cache
+
+
+class _Rules:
+    """The rule for one sequence, in its two forms."""
+
+    def __init__(self, sizes: DeltaRule, weights: Weights) -> None:
+        self._sizes = sizes
+        self._weights = weights
+
+    def read_token(
+        self, state: dict[str, jax.Array], given: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the state after a token, and what its query found, [H, V]."""
+        past, convolved = {}, {}
+        for name in CONVOLVED:
+            old, taps = state[f"past_{name}"], self._find_taps(name)
+            new, convolved[name] = convolve_token(old, given[name], taps)
+            past[f"past_{name}"] = new
+        token = self._make_tokens(convolved, given["decay"], given["strength"])
+        memory, output = correct_once(state["memory"], token)
+        return past | {"memory": memory}, output
+
+    def read_piece(
+        self,
+        state: dict[str, jax.Array],
+        given: dict[str, jax.Array],
+        count: jax.Array,
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the state after the first tokens of a piece, and outputs [C, H, V]."""
+        past, convolved = {}, {}
+        for name in CONVOLVED:
+            old, taps = state[f"past_{name}"], self._find_taps(name)
+            new, convolved[name] = convolve_piece(old, given[name], taps, count)
+            past[f"past_{name}"] = new
+        # Past the count decay and strength are zeros: such a token changes nothing.
+        tokens = self._make_tokens(convolved, given["decay"], given["strength"])
+        memory, outputs = correct_piece(state["memory"], tokens)
+        return past | {"memory": memory}, outputs
+
+    def _find_taps(self, name: str) -> jax.Array:
+        """Return the convolution's weights, [heads, dim, K]."""
+        dim = self._sizes.value_dim if name == "value" else self._sizes.key_dim
+        stored = self._weights[f"delta_{name}_taps"]
+        return stored.reshape(-1, dim, self._sizes.width)
+
+    def _make_tokens(
+        self, convolved: dict[str, jax.Array], decays: jax.Array, strengths: jax.Array
+    ) -> Tokens:
+        """Return what the rule takes of a token, or of a piece."""
+        query, key, value = (jax.nn.silu(convolved[name]) for name in CONVOLVED)
+        sharing = self._sizes.num_heads // self._sizes.num_key_heads
+        query, key = (
+            jnp.repeat(_scale_to_one(array), sharing, axis=-2) for array in (query, key)
+        )
+        query = query * self._sizes.key_dim**-0.5
+        return Tokens(query, key, value, decays, strengths)
+
+
+def list_tensors(config: DecoderConfig) -> dict[str, Source]:
+    """Return where the parameters come from."""
+    sizes, hidden = config.delta_rule, config.hidden_size
+    keys, values = _count_channels(sizes)
+    rates = sizes.num_heads if sizes.gates is None else keys
+    table = list_whole(
+        delta_query=(keys, hidden),
+        delta_key=(keys, hidden),
+        delta_value=(values, hidden),
+        delta_gate=(values, sizes.gates or hidden),
+        delta_strength=(sizes.num_heads, hidden),
+        delta_decay=(rates, sizes.gates or hidden),
+        delta_offset=(rates,),
+        delta_query_taps=(keys, 1, sizes.width),
+        delta_key_taps=(keys, 1, sizes.width),
+        delta_value_taps=(values, 1, sizes.width),
+        delta_norm=(sizes.value_dim,),
+        delta_output=(hidden, values),
+    )
+    # One rate for each head, whatever axes of one element stand beside them.
+    stored = (sizes.num_heads,) if sizes.gates is None else (1, 1, sizes.num_heads, 1)
+    table["delta_rate"] = Source((sizes.num_heads,), stored, np.ravel)
+    if sizes.gates is not None:
+        down = (sizes.gates, hidden)
+        table |= list_whole(delta_gate_down=down, delta_decay_down=down)
+    if sizes.is_grouped:
+        table |= _list_grouped(sizes, hidden)
+    return table
+
+
+def list_state(config: DecoderConfig) -> Arrays:
+    """Return the arrays of a sequence's state."""
+    sizes = config.delta_rule
+    shape = sizes.num_heads, sizes.key_dim, sizes.value_dim
+    past = {
+        f"past_{name}": ((sizes.width - 1, *heads), "float32")
+        for name, heads in _list_heads(sizes).items()
+    }
+    return {"memory": (shape, "float32")} | past
+
+
+def list_inputs(config: DecoderConfig) -> Arrays:
+    """Return what the state after a token follows from."""
+    sizes = config.delta_rule
+    rates = 1 if sizes.gates is None else sizes.key_dim
+    gates = {"decay": (sizes.num_heads, rates), "strength": (sizes.num_heads,)}
+    shapes = _list_heads(sizes) | gates
+    return {name: (shape, "float32") for name, shape in shapes.items()}
+
+
+DELTA_RULE = Mixer(
+    list_tensors,
+    list_state,
+    list_inputs,
+    {"memory": 0, "past_query": 1, "past_key": 1, "past_value": 1},
+    apply,
+)
+
+
+def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.Array]:
+    """Return what the rule gets of each row, in float32."""
+    inputs = {
+        name: linear(x, weights, f"delta_{name}").reshape(x.shape[0], *heads)
+        for name, heads in _list_heads(sizes).items()
+    }
+    # In float32 from here on: a product of many decays shows each one's rounding.
+    raw = linear(_squeeze(weights, x, "delta_decay"), weights, "delta_decay")
+    shifted = (
+        raw.astype(jnp.float32) + weights["delta_offset"].astype(jnp.float32)[None]
+    )
+    rates = jnp.exp(weights["delta_rate"].astype(jnp.float32))[None, :, None]
+    heads = shifted.reshape(x.shape[0], sizes.num_heads, -1)
+    inputs["decay"] = -rates * jax.nn.softplus(heads)
+    strength = jax.nn.sigmoid(linear(x, weights, "delta_strength"))
+    inputs["strength"] = strength * sizes.strength
+    return {name: array.astype(jnp.float32) for name, array in inputs.items()}
+
+
+def _squeeze(weights: Weights, x: jax.Array, name: str) -> jax.Array:
+    """Return rows as the gates are made of, of a lower rank where they have one."""
+    down = f"{name}_down"
+    return linear(x, weights, down) if down in weights else x
+
+
+def _norm_heads(
+    sizes: DeltaRule, weights: Weights, heads: jax.Array, gate: jax.Array
+) -> jax.Array:
+    """Norm each head's output [R, H, V], then weigh it, in the gate's dtype."""
+    mean_square = jnp.mean(heads * heads, axis=-1, keepdims=True)
+    normed = heads * jax.lax.rsqrt(mean_square + sizes.norm_epsilon)
+    normed = normed * weights["delta_norm"].astype(jnp.float32)[None, None, :]
+    wide = gate.astype(jnp.float32)
+    opened = jax.nn.silu(wide) if sizes.gate == "silu" else jax.nn.sigmoid(wide)
+    return (normed * opened).astype(gate.dtype)
+
+
+def _scale_to_one(x: jax.Array) -> jax.Array:
+    """Scale the last axis to the length 1."""
+    square = (x * x).sum(-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + LENGTH_EPSILON)
+
+
+def _list_heads(sizes: DeltaRule) -> dict[str, tuple[int, int]]:
+    """Return heads and components of what is convolved."""
+    keys = sizes.num_key_heads, sizes.key_dim
+    return dict(query=keys, key=keys, value=(sizes.num_heads, sizes.value_dim))
+
+
+def _count_channels(sizes: DeltaRule) -> tuple[int, int]:
+    """Return the channels of all keys, and of all values."""
+    return sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
+
+
+def _list_grouped(sizes: DeltaRule, hidden: int) -> dict[str, Source]:
+    """Return sources of projections that lie together, a key head after the other.
+
+    One tensor has of each key head its query, key, the values of its heads and their
+    gates; another its heads' strengths and decays.
+    """
+    sharing = sizes.num_heads // sizes.num_key_heads
+    keys, values = sizes.key_dim, sharing * sizes.value_dim
+    first = dict(
+        delta_query=keys, delta_key=keys, delta_value=values, delta_gate=values
+    )
+    second = dict(delta_strength=sharing, delta_decay=sharing)
+    table = {}
+    for widths in (first, second):
+        ends = np.cumsum(list(widths.values()))
+        stored = (sizes.num_key_heads * int(ends[-1]), hidden)
+        for (name, width), end in zip(widths.items(), ends, strict=True):
+
+            def take(
+                tensor: np.ndarray, part: slice = slice(end - width, end)
+            ) -> np.ndarray:
+                heads = tensor.reshape(sizes.num_key_heads, -1, hidden)
+                return heads[:, part].reshape(-1, hidden)
+
+            shape = (sizes.num_key_heads * width, hidden)
+            table[name] = Source(shape, stored, take)
+    return table

@@ -1,0 +1,136 @@
+"""fold_rows: the states of many sequences after the rows of one step.
+
+A step mixes sequences that read one token with prompts that read many, packed in rows.
+Single tokens are read side by side, in one pass. What prompts add is done in trips that
+are counted at run time, so that a step without prompts pays nothing for them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.recurrence.pieces import Long, fold_pieces
+from jkv.recurrence.rules import Arrays, ChunkRule, Rule
+from jkv.recurrence.tokens import fold_one, fold_tokens
+from jkv.sharding.loops import when
+
+# A request of at most one row to so many of a piece is read token by token: a piece
+# costs as much as that, however few of its rows it has.
+ROWS_OF_PIECE = 8
+
+
+def fold_rows(
+    rule: Rule,
+    state: Arrays,
+    inputs: Arrays,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    chunk_rule: ChunkRule | None = None,
+    chunk_size: int = 64,
+    first_positions: jax.Array | None = None,
+) -> tuple[Any, Arrays]:
+    """Fold a rule over the rows of each request, in their order.
+
+    Request b owns the rows `starts[b] .. starts[b] + counts[b] - 1`. Which of the two
+    forms reads a request, and where its pieces end, depends on its own rows alone: one
+    of up to `chunk_size // 8` rows is read by `rule`, a longer one by `chunk_rule` in
+    pieces, the first from its first row on. With `first_positions` pieces end at
+    positions that are multiples of `chunk_size`, wherever the request begins. The two
+    forms, and other cuts, differ by rounding. Rows and states of other requests are
+    never let through, whatever they hold.
+
+    Args:
+      rule: `(state, input) -> (state, output)` for one token of one sequence, dicts of
+        arrays; the output is a pytree of arrays.
+      state: {name: [B, ...]}, before the rows.
+      inputs: {name: [R, ...]}.
+      starts: i32[B], the first row of each request.
+      counts: i32[B], how many it has; 0 leaves its state as it is.
+      chunk_rule: `(state, inputs, count) -> (state, outputs)` for one sequence: the
+        first `count`, i32[], of the tokens {name: [C, ...]}; the inputs past those are
+        zeros, and outputs [C, ...] past those are dropped. None: `rule` reads all.
+      chunk_size: C, the most tokens that `chunk_rule` reads at once.
+      first_positions: i32[B], the position of each request's first row.
+
+    Returns:
+      The outputs, a pytree of [R, ...], zeros in rows of nobody; and the states after
+      each request's last row, in the dtypes they came in.
+
+    Raises:
+      ValueError: for a chunk size below 1.
+
+    Example:
+      A sum that halves with every token, of one request with two rows and one with one:
+
+      >>> import jax.numpy as jnp
+      >>> from jkv.recurrence import fold_rows
+      >>> def rule(state, given):
+      ...     total = state["sum"] / 2 + given["x"]
+      ...     return {"sum": total}, total
+      >>> outputs, state = fold_rows(
+      ...     rule, {"sum": jnp.array([8.0, 4.0])}, {"x": jnp.array([1.0, 2.0, 3.0])},
+      ...     jnp.array([0, 2]), jnp.array([2, 1]))
+      >>> outputs.tolist(), state["sum"].tolist()
+      ([5.0, 4.5, 5.0], [4.5, 5.0])
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if first_positions is None:
+        first_positions = jnp.zeros_like(counts)
+    call = state, inputs, starts, counts, first_positions
+    state, inputs, starts, counts, first_positions = jax.tree.map(jnp.asarray, call)
+    num_rows, num_requests = next(iter(inputs.values())).shape[0], counts.shape[0]
+    outputs = _empty_outputs(rule, state, inputs, num_rows)
+    if not num_rows or not num_requests:
+        return outputs, state
+    few = max(chunk_size // ROWS_OF_PIECE, 1)
+    is_long = counts > few
+    valid = (counts > 0) & ~is_long
+    state, outputs = fold_one(rule, state, outputs, inputs, starts, valid)
+    if num_rows == 1:
+        return outputs, state
+    most = min(num_requests, num_rows // (few + 1))
+
+    def fold_others(carry: tuple[Arrays, Any], counts: jax.Array) -> tuple[Arrays, Any]:
+        short = jnp.where(is_long, 0, counts)
+        state, outputs = fold_tokens(rule, *carry, inputs, starts, short, first=1)
+        if not most:
+            return state, outputs
+        long = Long(starts, jnp.where(is_long, counts, 0), first_positions)
+        size = chunk_size if chunk_rule else num_rows
+        piece_rule = chunk_rule or _read_by_tokens(rule)
+        return fold_pieces(piece_rule, state, outputs, inputs, long, size, most)
+
+    state, outputs = when((counts > 1).any(), fold_others, (state, outputs), counts)
+    return outputs, state
+
+
+def _read_by_tokens(rule: Rule) -> ChunkRule:
+    """Return a form for pieces that reads one token after the other."""
+
+    def chunk_rule(
+        state: Arrays, inputs: Arrays, count: jax.Array
+    ) -> tuple[Arrays, Any]:
+        lane = {name: array[None] for name, array in state.items()}
+        num_rows = next(iter(inputs.values())).shape[0]
+        outputs = _empty_outputs(rule, lane, inputs, num_rows)
+        start = jnp.zeros(1, jnp.int32)
+        lane, outputs = fold_tokens(rule, lane, outputs, inputs, start, count[None])
+        return {name: array[0] for name, array in lane.items()}, outputs
+
+    return chunk_rule
+
+
+def _empty_outputs(rule: Rule, state: Arrays, inputs: Arrays, num_rows: int) -> Any:
+    """Return zeros for what a rule puts out, a pytree of [R, ...]."""
+
+    def first(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+    one = jax.tree.map(first, (state, inputs))
+    output = jax.eval_shape(rule, *one)[1]
+    return jax.tree.map(
+        lambda leaf: jnp.zeros((num_rows, *leaf.shape), leaf.dtype), output
+    )

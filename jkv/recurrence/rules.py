@@ -1,0 +1,73 @@
+"""What a layer with a state says about itself: how one token changes the state.
+
+A rule is written for one sequence, and those who call it map it over many. Symbols:
+`B` requests, `R` token rows, `C` tokens of a piece; `...` is the shape of the state of
+one sequence, or of one token's input or output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Arrays = dict[str, jax.Array]
+
+# rule(state {name: [...]}, input {name: [...]}) -> (state, output), of one token.
+Rule = Callable[[Arrays, Arrays], tuple[Arrays, Any]]
+
+# chunk_rule(state {name: [...]}, inputs {name: [C, ...]}, count i32[]) -> (state,
+# outputs [C, ...]), of the first `count` tokens; inputs past them are zeros.
+ChunkRule = Callable[[Arrays, Arrays, jax.Array], tuple[Arrays, Any]]
+
+
+def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
+    """Return the inputs of rows, zeros where there is none.
+
+    Args:
+      inputs: {name: [R, ...]}.
+      rows: i32[*shape].
+      valid: bool[*shape].
+
+    Returns:
+      {name: [*shape, ...]}.
+    """
+
+    def take(array: jax.Array) -> jax.Array:
+        index = jnp.where(valid, rows, array.shape[0])
+        return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
+
+    return {name: take(array) for name, array in inputs.items()}
+
+
+def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
+    """Return the outputs [R, ...] with those of valid rows set.
+
+    Args:
+      outputs: a pytree of [R, ...]; None drops what is new.
+      rows: i32[*shape], different where valid.
+      valid: bool[*shape].
+      new: a pytree of [*shape, ...].
+    """
+    if outputs is None:
+        return None
+    # Indices past the end are different too: the scatter is then free of duplicates,
+    # which accelerators need to run it in parallel.
+    numbers = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)
+
+    def put(array: jax.Array, given: jax.Array) -> jax.Array:
+        index = jnp.where(valid, rows, array.shape[0] + numbers)
+        given = given.astype(array.dtype)
+        return array.at[index].set(given, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put, outputs, new)
+
+
+def keep_where(changes: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """Return states [B, ...], new where bool[B] `changes`, in the old ones' dtypes."""
+
+    def keep(array: jax.Array, given: jax.Array) -> jax.Array:
+        mask = jnp.expand_dims(changes, range(1, array.ndim))
+        return jnp.where(mask, given.astype(array.dtype), array)
+
+    return {name: keep(array, new[name]) for name, array in old.items()}
