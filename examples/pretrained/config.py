@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .architectures import ARCHITECTURES, Architecture
-from .parts import DeltaRule, Experts, Latent
+from .parts import Convolution, DeltaRule, Experts, Latent, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
@@ -76,7 +76,8 @@ class DecoderConfig:
     mixers: per layer, what mixes tokens: "attention", a name in ``MIXERS``, both, or
         nothing; empty for attention in all layers.
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
-    delta_rule: the sizes of layers with that mixer; None if there are none.
+    delta_rule, state_space, convolution: the sizes of layers with those mixers; None if
+        there are none.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
@@ -122,6 +123,8 @@ class DecoderConfig:
     mixers: tuple[tuple[str, ...], ...] = ()
     fed_layers: tuple[bool, ...] = ()
     delta_rule: DeltaRule | None = None
+    state_space: StateSpace | None = None
+    convolution: Convolution | None = None
     scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()

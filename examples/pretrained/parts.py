@@ -67,12 +67,12 @@ class Latent:
 class StateSpace:
     """A mixer of Mamba 2.
 
-    num_heads, head_dim: ints, `H` and `P` of `mixers/mamba2.py`.
+    num_heads, head_dim: ints, `H` and `P` of `mixers/state_space.py`.
     num_groups, state_dim: ints, `G` and `N`.
-    window: int, tokens that its convolution sees, `K`.
+    width: int, tokens that the convolution before it sees, itself counted.
     step_limits: floats, the least and the largest step of a token.
-    has_bias, has_conv_bias: biases of the first projections, and of the convolution.
-    has_output_bias: bias of the last projection.
+    has_bias, has_taps_bias, has_output_bias: biases of the first projection, of the
+        convolution, and of the last projection.
     norm: whether heads are normed, by groups, "before" or "after" they are gated; None
         if they are not.
     scales: floats that multiply gates, values, keys, queries and steps.
@@ -83,10 +83,10 @@ class StateSpace:
     head_dim: int
     num_groups: int
     state_dim: int
-    window: int
+    width: int = 4
     step_limits: tuple[float, float] = (0.0, float("inf"))
     has_bias: bool = False
-    has_conv_bias: bool = True
+    has_taps_bias: bool = True
     has_output_bias: bool = False
     norm: Literal["before", "after"] | None = "after"
     scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -106,13 +106,11 @@ class StateSpace:
 class Convolution:
     """A mixer that convolves the last tokens, between two gates.
 
-    channels: int, numbers of a token.
-    window: int, tokens that it sees.
+    width: int, tokens that it sees, itself counted.
     has_bias: the projections and the convolution have biases.
     """
 
-    channels: int
-    window: int
+    width: int
     has_bias: bool = False
 
 

@@ -5,20 +5,22 @@ The modules compute whole texts, as their models do without a cache.
 
 import dataclasses
 import importlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pretrained.layers import linear
 from pretrained.mixers import mamba2, short_convolution
-from pretrained.parts import StateSpace
+from pretrained.parts import Convolution, StateSpace
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 TOLERANCE = 2e-5
 HIDDEN, EPSILON, LENGTH = 24, 1e-3, 40
-SIZES = dict(num_heads=6, head_dim=8, num_groups=2, state_dim=5, window=4)
+SIZES = dict(num_heads=6, head_dim=8, num_groups=2, state_dim=5)
 
 MAMBA = dict(
     mamba_n_heads=6,
@@ -36,6 +38,21 @@ FALCON = MAMBA | dict(
 )
 FALCON_SCALES = dict(scales=(0.7, 1.3, 0.8, 1.2, 0.9), input_scale=1.25)
 PLAIN = dict(num_heads=6, head_dim=8, n_groups=2, state_size=5, layer_norm_epsilon=1e-3)
+
+PROJECTIONS = ("gate", "x", "b", "c", "step")
+
+MAMBA_NAMES = {f"mamba_{name}": "in_proj.weight" for name in PROJECTIONS}
+MAMBA_NAMES |= {f"mamba_{name}_taps": "conv1d.weight" for name in "xbc"}
+MAMBA_NAMES |= dict(
+    mamba_rate="A_log",
+    mamba_offset="dt_bias",
+    mamba_skip="D",
+    mamba_norm="norm.weight",
+    mamba_output="out_proj.weight",
+)
+
+SHORT_NAMES = {f"short_{name}": "in_proj.weight" for name in ("first", "second", "x")}
+SHORT_NAMES |= dict(short_taps="conv.weight", short_output="out_proj.weight")
 
 # What the module is made of, and what its layer is here.
 CASES = {
@@ -67,7 +84,7 @@ CASES = {
         "Mamba2Config",
         "Mamba2Mixer",
         PLAIN | dict(use_conv_bias=False),
-        dict(has_conv_bias=False),
+        dict(has_taps_bias=False),
     ),
     "falcon_h1": (
         "falcon_h1",
@@ -109,38 +126,22 @@ def make_module(folder, config_name, name, settings):
     return module, {n: p.detach().numpy() for n, p in module.named_parameters()}
 
 
-def cut_weights(sizes, given):
-    """Return the weights of a layer here, cut out of the module's."""
-    heads, inner = sizes.num_heads, sizes.num_heads * sizes.head_dim
-    shared = sizes.num_groups * sizes.state_dim
-    ends = np.cumsum([inner, inner, shared, shared, heads])
-    weights = {
-        f"mixer_{name}{suffix}": part
-        for kind, suffix in (("weight", ""), ("bias", "_bias"))
-        if f"in_proj.{kind}" in given
-        for name, part in zip(
-            ("gate", "x", "b", "c", "dt"),
-            np.split(given[f"in_proj.{kind}"], ends[:-1]),
-            strict=True,
+def cut_weights(table, given, names):
+    """Return the parameters that a table of sources cuts out of a module's.
+
+    Parameters of one tensor lie in it one behind the other.
+    """
+    weights, ends = {}, {}
+    for parameter, source in table.items():
+        name = names.get(parameter) or names[parameter.removesuffix("_bias")].replace(
+            "weight", "bias"
         )
-    }
-    shapes = dict(x=(heads, -1), b=(sizes.num_groups, -1), c=(sizes.num_groups, -1))
-    for kind, suffix in (("weight", ""), ("bias", "_bias")):
-        if f"conv1d.{kind}" in given:
-            kernels = np.split(given[f"conv1d.{kind}"], ends[1:-2] - inner)
-            for (name, shape), kernel in zip(shapes.items(), kernels, strict=True):
-                kernel = kernel[:, 0].T if kernel.ndim > 1 else kernel
-                shape = (*kernel.shape[:-1], *shape)
-                weights[f"conv_{name}{suffix}"] = kernel.reshape(shape)
-    names = dict(
-        decay="A_log",
-        step_bias="dt_bias",
-        skip="D",
-        mixer_norm="norm.weight",
-        mixer_output="out_proj.weight",
-        mixer_output_bias="out_proj.bias",
-    )
-    return weights | {n: given[name] for n, name in names.items() if name in given}
+        start = ends.get(name, 0)
+        ends[name] = start + source.shape[0]
+        weights[parameter] = given[name][start : ends[name]]
+        assert weights[parameter].shape == source.shape
+    assert {name: len(given[name]) for name in ends} == ends
+    return weights
 
 
 def measure_error(actual, expected):
@@ -165,28 +166,27 @@ def test_mamba_layers(case):
     *names, settings, fields = CASES[case]
     module, given = make_module(*names, settings)
     sizes = StateSpace(**SIZES, **fields)
-    weights = cut_weights(sizes, given)
+    config = SimpleNamespace(state_space=sizes, hidden_size=HIDDEN)
+    weights = cut_weights(mamba2.list_tensors(config), given, MAMBA_NAMES)
     x = np.random.default_rng(1).standard_normal((LENGTH, HIDDEN)).astype(np.float32)
     with torch.no_grad():
         expected = module(torch.from_numpy(x)[None])[0].numpy()
 
     gates, inputs = mamba2.project(sizes, weights, jnp.asarray(x))
-    rule, chunk_rule = mamba2.make_rules(sizes, weights)
-    past = dict(past_x=(3, 6, 8), past_b=(3, 2, 5), past_c=(3, 2, 5))
-    state = {name: jnp.zeros(shape) for name, shape in past.items()}
-    state["memory"] = jnp.zeros((6, 8, 5))
-    _, in_chunk = jax.jit(chunk_rule)(state, inputs, jnp.int32(LENGTH))
-    _, by_token = jax.jit(lambda *given: jax.lax.scan(rule, *given))(state, inputs)
-    for outputs in (in_chunk, by_token):
+    rules, arrays = mamba2.Rules(sizes, weights), mamba2.list_state(config)
+    state = {name: jnp.zeros(*array) for name, array in arrays.items()}
+    _, in_piece = jax.jit(rules.read_piece)(state, inputs, jnp.int32(LENGTH))
+    _, by_token = jax.jit(lambda *given: jax.lax.scan(rules.read_token, *given))(
+        state, inputs
+    )
+    for outputs in (in_piece, by_token):
         rows = mamba2.gather_heads(sizes, EPSILON, weights, outputs, gates)
         assert measure_error(rows, expected) < TOLERANCE
     if sizes.norm is None:
-        weights["mixer_norm"] = np.ones(48, np.float32)
+        weights["mamba_norm"] = np.ones(48, np.float32)
     for wrong in wrong_sizes(sizes):
         gates, inputs = mamba2.project(wrong, weights, jnp.asarray(x))
-        _, outputs = mamba2.make_rules(wrong, weights)[1](
-            state, inputs, jnp.int32(LENGTH)
-        )
+        _, outputs = jax.jit(rules.read_piece)(state, inputs, jnp.int32(LENGTH))
         rows = mamba2.gather_heads(wrong, EPSILON, weights, outputs, gates)
         assert measure_error(rows, expected) > 100 * TOLERANCE, wrong
 
@@ -198,19 +198,13 @@ def test_convolutions_between_gates():
     with torch.no_grad():
         expected = module(torch.from_numpy(x)[None])[0].numpy()
 
-    weights = {
-        f"mixer_{name}{suffix}": part
-        for kind, suffix in (("weight", ""), ("bias", "_bias"))
-        for name, part in zip(
-            ("first", "second", "row"),
-            np.split(given[f"in_proj.{kind}"], 3),
-            strict=True,
-        )
-    }
+    config = SimpleNamespace(
+        convolution=Convolution(width=4, has_bias=True), hidden_size=HIDDEN
+    )
+    weights = cut_weights(short_convolution.list_tensors(config), given, SHORT_NAMES)
     gates, inputs = short_convolution.project(weights, jnp.asarray(x))
-    rule = short_convolution.make_rules(
-        given["conv.weight"][:, 0].T, given["conv.bias"]
-    )[1]
-    _, outputs = rule({"past": jnp.zeros((3, HIDDEN))}, inputs, jnp.int32(LENGTH))
-    rows = (outputs * gates) @ given["out_proj.weight"].T + given["out_proj.bias"][None]
+    rules = short_convolution.Rules(weights)
+    state = {"past": jnp.zeros((3, HIDDEN))}
+    _, outputs = rules.read_piece(state, inputs, jnp.int32(LENGTH))
+    rows = linear(outputs * gates, weights, "short_output")
     assert measure_error(rows, expected) < TOLERANCE

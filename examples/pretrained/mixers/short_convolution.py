@@ -1,137 +1,121 @@
-"""Causal convolutions over the last few tokens, for each channel on its own.
+"""Layers of LFM2 that look back a few tokens only (https://arxiv.org/abs/2511.23404).
 
-A layer's state is the K - 1 tokens before the next one. LFM2 has nothing else in such
-a layer, between two gates that are each a product of the layer's input
-(https://arxiv.org/abs/2511.23404); Mamba 2 and the delta rule convolve what their
-states are fed with.
+Between two gates, which are products of the layer's input like what they open for, each
+channel is convolved with its last tokens. Those are all of the state.
 
-Rules come in two forms. That of one token is ``rule(state, input) -> state, output``;
-that of up to C tokens, ``chunk_rule(state, inputs, count) -> state, outputs``, has a
-leading axis C in inputs and outputs, of which the first ``count`` i32[] are tokens.
-What lies behind them is not looked at. Both are for one sequence.
+Symbols: `R` rows, `E` hidden size, `K` tokens that the convolution sees, `C` tokens of
+a piece.
 """
 
-from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import jkv
+
+from ..config import DecoderConfig
 from ..layers import Weights, linear
+from ..sources import Source, list_whole
+from .convolution import convolve_piece, convolve_token
+from .mixer import Arrays, Mixer
 
-Arrays = Mapping[str, jax.Array]
-Rule = Callable[[Arrays, Arrays], tuple[dict[str, jax.Array], jax.Array]]
-ChunkRule = Callable[
-    [Arrays, Arrays, jax.Array], tuple[dict[str, jax.Array], jax.Array]
-]
+# Tokens of a piece. Its work is that of its tokens, however many.
+CHUNK = 64
 
-
-def convolve(
-    past: jax.Array, row: jax.Array, kernel: jax.Array, bias: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Convolve one token with those before it.
-
-    Args:
-        past: [K - 1, *channels], the tokens before it, oldest first.
-        row: [*channels], the token.
-        kernel: [K, *channels], its last row is the token's own.
-        bias: [*channels], added if there is one.
-
-    Returns:
-        f32[*channels], and the next ``past``.
-    """
-    window = jnp.concatenate([past, row.astype(past.dtype)[None]])
-    return _sum_window(window, kernel, bias, 1)[0], window[1:]
+# Parts of the first projection, in the order that tensors have.
+PROJECTED = ("first", "second", "x")
 
 
-def convolve_chunk(
-    past: jax.Array,
-    rows: jax.Array,
-    count: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Convolve several tokens with those before each.
+def apply(
+    config: DecoderConfig,
+    weights: Weights,
+    x: jax.Array,
+    cache: jkv.Cache,
+    layer: Any,
+    batch: jkv.Batch,
+) -> tuple[jax.Array, jkv.Cache]:
+    """Send rows through a layer.
 
     Args:
-        past: [K - 1, *channels], the tokens before the first, oldest first.
-        rows: [C, *channels].
-        count: i32[], how many of the rows are tokens.
-        kernel: [K, *channels], its last row is a token's own.
-        bias: [*channels], added if there is one.
+        config: the model's settings.
+        weights: of the layer.
+        x: [R, E].
+        cache: the cache.
+        layer: the layer's number in the model.
+        batch: what ``append`` returned.
 
     Returns:
-        f32[C, *channels], of which the rows behind the tokens mean nothing; and the
-        ``past`` of the token that comes next.
+        [R, E], and the cache.
     """
-    window = jnp.concatenate([past, rows.astype(past.dtype)])
-    following = jax.lax.dynamic_slice_in_dim(window, count, past.shape[0])
-    return _sum_window(window, kernel, bias, rows.shape[0]), following
+    del config
+    gates, inputs = project(weights, x)
+    rules = Rules(weights)
+    rows, cache = jkv.fold_state(
+        cache,
+        layer,
+        batch,
+        rules.read_token,
+        inputs,
+        chunk_rule=rules.read_piece,
+        chunk_size=CHUNK,
+    )
+    return linear(rows.astype(x.dtype) * gates, weights, "short_output"), cache
 
 
-def keep_tokens(inputs: Arrays, count: jax.Array) -> dict[str, jax.Array]:
-    """Return the inputs [C, ...] of a chunk with zeros behind its tokens."""
+class Rules:
+    """The rule for one sequence, in its two forms."""
 
-    def keep(rows: jax.Array) -> jax.Array:
-        numbers = jnp.arange(rows.shape[0], dtype=jnp.int32)
-        is_token = jnp.expand_dims(numbers < count, range(1, rows.ndim))
-        return jnp.where(is_token, rows, jnp.zeros_like(rows))
+    def __init__(self, weights: Weights) -> None:
+        """Read tokens with the weights of a layer."""
+        self._taps = weights["short_taps"][:, 0]
+        self._bias = weights.get("short_taps_bias", jnp.zeros(1, jnp.float32))
 
-    return {name: keep(rows) for name, rows in inputs.items()}
+    def read_token(
+        self, state: dict[str, jax.Array], given: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the state after a token, and its output, f32[E]."""
+        past, sums = convolve_token(state["past"], given["x"], self._taps)
+        return {"past": past}, sums + self._bias.astype(jnp.float32)
+
+    def read_piece(
+        self,
+        state: dict[str, jax.Array],
+        given: dict[str, jax.Array],
+        count: jax.Array,
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the state after the first tokens of a piece, and outputs [C, E]."""
+        past, sums = convolve_piece(state["past"], given["x"], self._taps, count)
+        return {"past": past}, sums + self._bias.astype(jnp.float32)[None]
 
 
 def project(weights: Weights, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the second gate of each row, and what it feeds to the rules.
+    """Return the second gate of rows [R, E], and what the rule reads: ``x`` f32[E]."""
+    first, second, opened = (linear(x, weights, f"short_{n}") for n in PROJECTED)
+    return second, {"x": (first * opened).astype(jnp.float32)}
 
-    Args:
-        weights: of the layer; of them ``mixer_first`` and ``mixer_second``, the gates,
-            and ``mixer_row``, perhaps with biases.
-        x: [R, E].
 
-    Returns:
-        [R, E], and the inputs of `make_rules` for each row: the first gate times a
-        third product of `x`.
-    """
-    first, second, row = (
-        linear(x, weights, f"mixer_{name}") for name in ("first", "second", "row")
+def list_tensors(config: DecoderConfig) -> dict[str, Source]:
+    """Return where the parameters come from."""
+    sizes, hidden = config.convolution, config.hidden_size
+    names = *(f"short_{name}" for name in PROJECTED), "short_output"
+    table = list_whole(
+        **dict.fromkeys(names, (hidden, hidden)), short_taps=(hidden, 1, sizes.width)
     )
-    return second, {"row": first * row}
+    if sizes.has_bias:
+        biases = (f"{name}_bias" for name in table)
+        table |= list_whole(**dict.fromkeys(biases, (hidden,)))
+    return table
 
 
-def make_rules(kernel: jax.Array, bias: jax.Array | None) -> tuple[Rule, ChunkRule]:
-    """Return both forms of a layer that only convolves.
-
-    Its state is ``past`` [K - 1, *channels], its input ``row`` [*channels], which is
-    all that has to be kept of a token to take it back; outputs are f32[*channels].
-
-    Args:
-        kernel: [K, *channels].
-        bias: [*channels], or None.
-    """
-
-    def rule(state: Arrays, input: Arrays) -> tuple[dict[str, jax.Array], jax.Array]:
-        output, past = convolve(state["past"], input["row"], kernel, bias)
-        return {"past": past}, output
-
-    def chunk_rule(
-        state: Arrays, inputs: Arrays, count: jax.Array
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
-        rows = keep_tokens(inputs, count)["row"]
-        outputs, past = convolve_chunk(state["past"], rows, count, kernel, bias)
-        return {"past": past}, outputs
-
-    return rule, chunk_rule
+def list_state(config: DecoderConfig) -> Arrays:
+    """Return the arrays of a sequence's state."""
+    return {"past": ((config.convolution.width - 1, config.hidden_size), "float32")}
 
 
-def _sum_window(
-    window: jax.Array, kernel: jax.Array, bias: jax.Array | None, num_rows: int
-) -> jax.Array:
-    """Return rows whose tokens end a piece of the window, as long as the kernel."""
-    # Shifted sums, K of them: XLA has no fast convolution by channel on every device.
-    wide = jnp.float32
-    parts = [
-        window[i : i + num_rows].astype(wide) * kernel[i].astype(wide)[None]
-        for i in range(kernel.shape[0])
-    ]
-    if bias is not None:
-        parts.append(bias.astype(wide)[None])
-    return sum(parts[1:], parts[0])
+def list_inputs(config: DecoderConfig) -> Arrays:
+    """Return what the state after a token follows from."""
+    return {"x": ((config.hidden_size,), "float32")}
+
+
+SHORT_CONVOLUTION = Mixer(list_tensors, list_state, list_inputs, {"past": 1}, apply)
