@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .architectures import ARCHITECTURES, Architecture
+from .architecture import Architecture
+from .architectures import ARCHITECTURES
 from .parts import Convolution, DeltaRule, Experts, Latent, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
@@ -20,7 +21,7 @@ from .settings import Settings, read_json
 from .text_part import TEXT_PARTS, find_text_part
 from .windows import read_windows
 
-ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
 
 ATTENTION = "attention"
@@ -67,9 +68,12 @@ class DecoderConfig:
     has_sinks: each head has a logit that takes part in the softmax with no value.
     has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
     activation: one of ``ACTIVATIONS``.
+    is_gated: perceptrons and experts multiply what is activated by a second product.
     swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
     embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, what
         each half of a layer adds, and logits.
+    attention_scales: floats that multiply what goes into attention and comes out.
+    mlp_scales: floats that multiply gates of perceptrons and what comes out of these.
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
@@ -113,10 +117,13 @@ class DecoderConfig:
     has_sinks: bool = False
     has_output_gate: bool = False
     activation: str = "silu"
+    is_gated: bool = True
     swiglu_limits: tuple[float, float] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     latent: Latent | None = None
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
@@ -221,8 +228,11 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    settings = Settings(raw, row.defaults)
-    num_layers, head_dim = settings.count("num_hidden_layers"), _read_head_dim(settings)
+    settings = Settings(raw, row.defaults, row.aliases)
+    # A list of layers tells their number as well.
+    listed = settings.get("layer_types")
+    num_layers = settings.count("num_hidden_layers", listed and len(listed))
+    head_dim = _read_head_dim(settings)
     fields = _read_biases(settings, row) | dict(
         num_heads=settings.count("num_attention_heads"),
         num_kv_heads=_read_kv_heads(settings),
@@ -234,11 +244,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         dim = settings.count("qk_rope_head_dim", head_dim)
         rope = read_rope(settings, dim, can_be_partial=row.can_turn_partly)
         fields["ropes"] = (rope,) * num_layers
-    return DecoderConfig(
+    general = dict(
         architecture=model_type,
         vocab_size=settings.count("vocab_size"),
         hidden_size=settings.count("hidden_size"),
-        intermediate_size=settings.count("intermediate_size"),
         num_layers=num_layers,
         max_context_length=settings.count("max_position_embeddings"),
         norm_epsilon=settings.number("rms_norm_eps", 1e-6),
@@ -247,8 +256,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         stop_tokens=settings.token_ids("eos_token_id"),
         dtype_name=_read_dtype(settings),
         quantization=read_quantization(settings),
-        **fields,
     )
+    if "intermediate_size" not in fields:
+        general["intermediate_size"] = settings.count("intermediate_size")
+    return DecoderConfig(**general | fields)
 
 
 def _read_head_dim(settings: Settings) -> int:

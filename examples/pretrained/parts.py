@@ -11,10 +11,13 @@ class Experts:
     count: int, experts of a layer.
     per_token: int, how many a token is sent to.
     inner: int, hidden units of each.
+    latent: int, numbers of a token that experts see and return; None for the hidden
+        size.
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
     has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
     is_normalised: the weights of a token's experts add up to one.
+    epsilon: float, added to the sum that they are divided by.
     scale: float, multiplies those weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
@@ -23,10 +26,12 @@ class Experts:
     count: int
     per_token: int
     inner: int
+    latent: int | None = None
     shared_inner: int = 0
     has_shared_gate: bool = False
     has_sigmoid: bool = False
     is_normalised: bool = False
+    epsilon: float = 0.0
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1

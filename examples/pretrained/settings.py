@@ -27,10 +27,13 @@ class Settings:
 
     raw: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # What an architecture calls the keys that others have by another name.
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value unchecked, or `default` for null and for what is not named."""
-        value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        stored = key if key in self.raw else self.aliases.get(key, key)
+        value = self.raw[stored] if stored in self.raw else self.defaults.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
