@@ -12,6 +12,7 @@ prompts that begin alike, and evict for the day the pool is full.
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
+from jkv.config.state_config import StateConfig
 from jkv.decoding import (
     BeamSearch,
     FinishReason,
@@ -41,6 +42,9 @@ from jkv.state import (
     Ring,
     Sequences,
     Slots,
+    StateLayer,
+    States,
+    StateStorage,
 )
 from jkv.status import (
     BatchFull,
@@ -77,6 +81,7 @@ from jkv.verbs.lookups import (
     kept_from,
     num_free_blocks,
     slots,
+    snapshots,
     tokens,
 )
 from jkv.verbs.partitioning import partition_specs
@@ -86,6 +91,7 @@ from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
 from jkv.verbs.resizing import resize
 from jkv.verbs.saving import load, save
+from jkv.verbs.states import read_pending, read_state, write_state
 from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
@@ -133,6 +139,10 @@ __all__ = [
     "Sampling",
     "Sequences",
     "Slots",
+    "StateConfig",
+    "StateLayer",
+    "StateStorage",
+    "States",
     "Stats",
     "Status",
     "SwapIn",
@@ -172,13 +182,16 @@ __all__ = [
     "partition_specs",
     "raise_for_status",
     "read",
+    "read_pending",
     "read_slot",
+    "read_state",
     "reorder",
     "resize",
     "save",
     "score",
     "should_compact",
     "slots",
+    "snapshots",
     "split_pools",
     "stats",
     "swap_in",
@@ -187,4 +200,5 @@ __all__ = [
     "touch",
     "truncate",
     "write",
+    "write_state",
 ]

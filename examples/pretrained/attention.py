@@ -90,7 +90,8 @@ def _project_latent(
     that of the latent vector with ``query @ key_up``: so queries come to the latent
     vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
     """
-    is_interleaved = config.ropes[0].is_interleaved
+    rope = config.ropes[0]
+    is_interleaved = rope is not None and rope.is_interleaved
     if latent.query_rank is None:
         queries = linear(x, weights, "query")
     else:

@@ -258,7 +258,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         quantization=read_quantization(settings),
     )
     if "intermediate_size" not in fields:
-        general["intermediate_size"] = settings.count("intermediate_size")
+        # Models whose layers all have experts name no other size.
+        general["intermediate_size"] = settings.count(
+            "intermediate_size", settings.get("moe_intermediate_size")
+        )
     return DecoderConfig(**general | fields)
 
 

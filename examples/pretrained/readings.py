@@ -117,10 +117,9 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         value_dim=settings.count("v_head_dim"),
     )
     num_layers = settings.count("num_hidden_layers")
-    first = settings.count("first_k_dense_replace", least=0)
     return dict(
         experts=_read_routed(settings),
-        expert_layers=tuple(i >= first for i in range(num_layers)),
+        expert_layers=_list_expert_layers(settings, num_layers),
         latent=latent,
         scale=_latent_scale(settings, latent),
         num_kv_heads=1,
@@ -129,10 +128,24 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
     )
 
 
+def _list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: those that are named, or all but the first."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        first = settings.count("first_k_dense_replace", least=0)
+        return tuple(i >= first for i in range(num_layers))
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types must name {num_layers} layers, each dense "
+            f"or sparse, got {kinds!r}"
+        )
+    return tuple(kind == "sparse" for kind in kinds)
+
+
 def _read_routed(settings: Settings) -> Experts:
-    """Read the experts of DeepSeek; those of V3 are chosen by sigmoids."""
+    """Read the experts of DeepSeek; since V3 they are chosen by sigmoids."""
     method = settings.get("topk_method", "greedy")
-    has_sigmoid = settings.get("model_type") == "deepseek_v3"
+    has_sigmoid = settings.get("model_type") != "deepseek_v2"
     known = ("noaux_tc",) if has_sigmoid else ("greedy", "group_limited_greedy")
     if method not in known or (not has_sigmoid and settings.flag("norm_topk_prob")):
         raise ValueError(

@@ -16,6 +16,8 @@ from .config import DecoderConfig
 # Puts a parameter, by name, on its devices.
 Put = Callable[[str, np.ndarray], jax.Array]
 
+DELTA_ROWS = ("query", "key", "value", "gate", "strength", "decay")
+
 # The axis of each parameter, from the end, that is divided; [layers, ...] all of them.
 DIVIDED = {
     **dict.fromkeys(("query", "key", "value", "query_up", "gate", "up"), -2),
@@ -30,6 +32,11 @@ DIVIDED = {
     **{f"short_{name}": -2 for name in ("first", "second", "x")},
     **dict.fromkeys(("mamba_x_taps", "short_taps"), -3),
     "short_output": -1,
+    # Of layers with the delta rule, whose heads are divided as those of attention.
+    **{f"delta_{name}": -2 for name in DELTA_ROWS},
+    **{f"delta_{name}_taps": -3 for name in ("query", "key", "value")},
+    **dict.fromkeys(("delta_offset", "delta_rate", "delta_output"), -1),
+    "query_gate": -2,
 }
 
 # Those of kv heads, which stay whole where the devices are no divisor of them.

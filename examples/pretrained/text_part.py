@@ -1,15 +1,20 @@
 """The text part of a checkpoint whose model also sees.
 
-Gemma 3 from 4B on is such a model. Its config.json holds the language model's settings
-as ``text_config``, and its tensors have longer names, in one of two forms. A text
-without pictures has the logits of the language model alone, so the rest is left out.
+Gemma 3 from 4B on and Qwen3.5 are such models. Their config.json holds the language
+model's settings as ``text_config``, and their tensors have longer names, in one of two
+forms. A text without pictures has the logits of the language model alone, so the rest
+is left out.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Model types with a text part, and the model type of that part.
-TEXT_PARTS = {"gemma3": "gemma3_text"}
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 # Settings of the text that stand beside its part; these count where they are given.
 BESIDE = (
@@ -27,7 +32,7 @@ PREFIXES = {
     "model.language_model.": "model.",
 }
 
-OTHER_PARTS = ("multi_modal_projector.", "vision_tower.")
+OTHER_PARTS = ("multi_modal_projector.", "vision_tower.", "visual.")
 
 
 def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config import sizing
+from jkv.config.arrays import count_bytes
 from jkv.config.counts import (
     check_tables,
     check_window,
@@ -16,7 +17,7 @@ from jkv.config.counts import (
 )
 from jkv.config.description import describe
 from jkv.config.dtypes import checked_dtype, needs_scales
-from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
 
 # The fields that are checked as counts.
 COUNTS = (

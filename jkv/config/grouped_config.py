@@ -1,8 +1,9 @@
-"""GroupedConfig: the sizes of a cache whose layers differ in how far back they see.
+"""GroupedConfig: the sizes of a cache whose layers differ in what they keep.
 
 Layers whose keys and values have the same life are a group: those that see everything,
-and those of each window; layers with other heads are a group of their own. A group has
-a pool; the sequences are the same in all of them.
+and those of each window; layers with other heads are a group of their own. Such a group
+has a pool. Layers that keep a state instead are groups, too. The sequences are the same
+in all of them.
 """
 
 import dataclasses
@@ -13,32 +14,42 @@ from typing import Any, Self, TypeAlias
 import jax
 
 from jkv.config import grouping
+from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import check_window, checked_num_blocks
 from jkv.config.description import describe
 from jkv.config.huggingface import read_sizes
-from jkv.config.layout import Sizes, count_bytes, lay_out, lay_out_storage
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.state_config import StateConfig
+from jkv.config.state_layout import StateSizes, lay_out_state_storage
 
-# The groups of a layer by their numbers: one, or a tuple of none or one.
+# The groups of a layer by their numbers: one, or a tuple of none, one, or one with
+# blocks and one with a state.
 LayerGroups: TypeAlias = int | tuple[int, ...]
 
-# Fields in which all groups of a model agree.
+# Fields in which all groups of a model agree, and all of its groups with a state.
 SHARED = ("max_sequences", "max_context_length", "block_size")
+OF_STATES = ("num_snapshots", "snapshot_every", "max_pending")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig:
-    """Sizes of a cache for a model whose layers differ in their windows or heads.
+    """Sizes of a cache for a model whose layers differ in what they keep.
 
     Args:
-      groups: a `CacheConfig` for each group of layers, in any order. All have the same
-        `max_sequences`, `max_context_length`, `block_size`.
+      groups: a `CacheConfig` for each group of layers that attend, a `StateConfig` for
+        each group of layers with a state, in any order. All have the same
+        `max_sequences`, `max_context_length`, `block_size`; those with a state also the
+        same `num_snapshots`, `snapshot_every`, `max_pending`.
       layer_groups: the group of each layer of the model, by its number in `groups`;
-        `()` for a layer that keeps no keys and values. A tuple of one means its number.
+        `()` for a layer that keeps nothing, a tuple of two for one that attends and has
+        a state. A tuple of one means its number.
       prefix_caching: index full blocks by their tokens, as in a `CacheConfig`, so that
         a prompt goes on from what all groups have of an earlier one. Takes 4 bytes a
         token and 116 a block (128 with a sliding window) of the first group that sees
-        furthest, 4 more for each other group, and 12 a block of the others.
+        furthest, 4 more for each other group, and 12 a block of the others. Groups with
+        a state need `num_snapshots` and `snapshot_every`, and 4 bytes more for each
+        token that a sequence may have.
 
     Raises:
       ValueError: for groups that cannot work together, saying what to change.
@@ -54,7 +65,7 @@ class GroupedConfig:
       [512, 18]
     """
 
-    groups: tuple[CacheConfig, ...]
+    groups: tuple[CacheConfig | StateConfig, ...]
     layer_groups: tuple[LayerGroups, ...]
     prefix_caching: bool = False
 
@@ -66,12 +77,14 @@ class GroupedConfig:
             for each in self.layer_groups
         )
         object.__setattr__(self, "layer_groups", tuple(layers))
+        self._check_kinds()
         self._check_layers()
         for name in SHARED:
             values = [getattr(group, name) for group in self.groups]
             if len(set(values)) > 1:
                 raise ValueError(f"all groups need the same {name}, got {values}")
-        if any(group.prefix_caching for group in self.groups):
+        self._check_states()
+        if any(group.prefix_caching for group in self.block_groups):
             if len(self.groups) > 1:
                 raise ValueError(
                     "groups of layers have one prefix index together: leave "
@@ -79,7 +92,7 @@ class GroupedConfig:
                     "GroupedConfig(..., prefix_caching=True)"
                 )
             object.__setattr__(self, "prefix_caching", True)
-        for group in self.groups:
+        for group in self.block_groups:
             checked_num_blocks(group.num_blocks, self.prefix_caching)
             check_window(
                 group.sliding_window,
@@ -87,6 +100,33 @@ class GroupedConfig:
                 group.block_size,
                 self.prefix_caching,
             )
+
+    def _check_kinds(self) -> None:
+        """Reject what is no group."""
+        for group in self.groups:
+            if not isinstance(group, CacheConfig | StateConfig):
+                raise ValueError(
+                    f"groups must be jkv.CacheConfig or jkv.StateConfig, got "
+                    f"{type(group).__name__}"
+                )
+
+    def _check_states(self) -> None:
+        """Reject groups with a state that do not belong together."""
+        for name in OF_STATES:
+            values = [getattr(group, name) for group in self.state_groups]
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"all groups with a state need the same {name}, got {values}"
+                )
+        for group in self.state_groups:
+            if self.prefix_caching and not (
+                group.num_snapshots and group.snapshot_every
+            ):
+                raise ValueError(
+                    f"prefix_caching with a state needs copies of it to go on from: "
+                    f"give StateConfig num_snapshots and snapshot_every, a multiple of "
+                    f"block_size (got {group.num_snapshots} and {group.snapshot_every})"
+                )
 
     def _check_layers(self) -> None:
         """Reject layers whose groups there are not, and groups without their layers."""
@@ -97,11 +137,16 @@ class GroupedConfig:
                 f"layer, by its number, or () for none, got {self.layer_groups}"
             )
         for layer, groups in enumerate(self.groups_of_layers):
-            if len(groups) > 1:
-                raise ValueError(
-                    f"a layer can be in at most one group with blocks, and "
-                    f"layer_groups puts layer {layer} in {groups}"
-                )
+            has_state = [isinstance(self.groups[i], StateConfig) for i in groups]
+            for kind, count in (
+                ("blocks", has_state.count(False)),
+                ("a state", has_state.count(True)),
+            ):
+                if count > 1:
+                    raise ValueError(
+                        f"a layer can be in at most one group with {kind}, and "
+                        f"layer_groups puts layer {layer} in {groups}"
+                    )
         for i, group in enumerate(self.groups):
             if group.num_layers != named.count(i):
                 raise ValueError(
@@ -115,6 +160,22 @@ class GroupedConfig:
         return tuple(
             each if isinstance(each, tuple) else (each,) for each in self.layer_groups
         )
+
+    @property
+    def block_groups(self) -> tuple[CacheConfig, ...]:
+        """The groups with blocks, in their order."""
+        return tuple(each for each in self.groups if isinstance(each, CacheConfig))
+
+    @property
+    def state_groups(self) -> tuple[StateConfig, ...]:
+        """The groups with a state, in their order."""
+        return tuple(each for each in self.groups if isinstance(each, StateConfig))
+
+    @property
+    def state_numbers(self) -> tuple[int, ...]:
+        """The numbers in `groups` of those with a state."""
+        kinds = enumerate(self.groups)
+        return tuple(i for i, group in kinds if isinstance(group, StateConfig))
 
     @property
     def max_sequences(self) -> int:
@@ -133,24 +194,38 @@ class GroupedConfig:
 
     @property
     def sizes(self) -> tuple[Sizes, ...]:
-        """The fields of each group as `jkv.config.layout` takes them."""
-        return tuple(group.sizes for group in self.groups)
+        """The fields of each group with blocks as `jkv.config.layout` takes them."""
+        return tuple(group.sizes for group in self.block_groups)
+
+    @property
+    def state_sizes(self) -> tuple[StateSizes, ...]:
+        """The fields of each group with a state as `jkv.config.layout` takes them."""
+        return tuple(group.sizes for group in self.state_groups)
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every array of the cache, by its path in the cache."""
-        arrays = lay_out(self.sizes, self.prefix_caching)
+        arrays = lay_out(self.sizes, self.prefix_caching, self.state_sizes)
         return {name: array.struct for name, array in arrays.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
-        return count_bytes(lay_out(self.sizes, self.prefix_caching).values())
+        arrays = lay_out(self.sizes, self.prefix_caching, self.state_sizes)
+        return count_bytes(arrays.values())
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of keys and values of all groups, with their scales."""
-        return sum(count_bytes(lay_out_storage(each).values()) for each in self.sizes)
+        """Bytes of keys and values of all groups, with their scales, and of states.
+
+        Snapshots of states are among them.
+        """
+        blocks = (lay_out_storage(each) for each in self.sizes)
+        states = (
+            lay_out_state_storage(each, self.prefix_caching)
+            for each in self.state_sizes
+        )
+        return sum(count_bytes(each.values()) for each in [*blocks, *states])
 
     @property
     def metadata_bytes(self) -> int:
@@ -159,10 +234,15 @@ class GroupedConfig:
 
     def __str__(self) -> str:
         """Say it in human units: two lines for each group, and two for the whole."""
-        lines = describe(self.sizes, self.prefix_caching)
-        for i in range(len(self.groups)):
-            lines[2 * i] = f"group {i}: {lines[2 * i]}"
-        return "\n".join(lines)
+        return "\n".join(
+            describe(
+                self.sizes,
+                self.prefix_caching,
+                self.state_sizes,
+                self.state_numbers,
+                numbered=True,
+            )
+        )
 
     @classmethod
     def for_context_length(
@@ -255,7 +335,7 @@ class GroupedConfig:
         )
 
 
-def as_grouped(config: CacheConfig | GroupedConfig) -> GroupedConfig:
+def as_grouped(config: CacheConfig | StateConfig | GroupedConfig) -> GroupedConfig:
     """Return a configuration as groups: one of all layers, if it knows of none."""
     if isinstance(config, GroupedConfig):
         return config

@@ -69,6 +69,8 @@ def find_leader(windows: Sequence[int | None]) -> int:
     """Return the index of the window that sees furthest, the first of equal ones.
 
     Args:
-      windows: of each group of layers, None for all tokens.
+      windows: of each group of layers, None for all tokens; of no group it is 0.
     """
+    if not windows:
+        return 0
     return windows.index(order_windows(windows)[0])

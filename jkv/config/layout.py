@@ -9,21 +9,17 @@ Symbols: L layers, N blocks in the pool, K kv heads, T tokens per block, D (Dv) 
 (value) head dim, S sequences, M blocks per sequence.
 """
 
-import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import STORED_AS
+from jkv.config.arrays import ArrayLayout, Arrays, within
 from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, needs_scales
 from jkv.config.layer_windows import find_leader
+from jkv.config.state_layout import StateSizes, lay_out_state_storage, lay_out_states
 from jkv.status import NUM_COUNTERS
-
-# One number for all elements, the numbers of a short array, or those of a long one.
-Fill: TypeAlias = int | tuple[int, ...] | range
 
 # Entries in a row of the prefix index's hash tables.
 BUCKET_SIZE, CHILDREN_SIZE = 8, 16
@@ -58,33 +54,17 @@ class Sizes(NamedTuple):
         return -(-self.max_context_length // self.block_size)
 
 
-class ArrayLayout(NamedTuple):
-    """One array of a cache."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    fill: Fill
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype, as JAX has them."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
-
-
-Arrays: TypeAlias = dict[str, ArrayLayout]
-
-
-def lay_out(groups: tuple[Sizes, ...], prefix_caching: bool) -> Arrays:
+def lay_out(
+    groups: tuple[Sizes, ...],
+    prefix_caching: bool,
+    states: tuple[StateSizes, ...] = (),
+) -> Arrays:
     """Return all arrays of a cache by path: those of the metadata, then the storage.
 
     Args:
-      groups: the sizes of each group of layers.
+      groups: the sizes of each group of layers with blocks.
       prefix_caching: whether the cache has a prefix index.
+      states: the sizes of each group of layers with a state.
 
     Returns:
       The arrays by the fields and numbers that lead to them in a `Cache`, such as
@@ -92,15 +72,22 @@ def lay_out(groups: tuple[Sizes, ...], prefix_caching: bool) -> Arrays:
     """
     leader = find_leader([sizes.sliding_window for sizes in groups])
     has_tokens = prefix_caching or any(sizes.record_tokens for sizes in groups)
-    arrays = _within("metadata.sequences", _lay_out_sequences(groups[0]))
+    max_sequences = (groups[0] if groups else states[0]).max_sequences
+    arrays = within("metadata.sequences", _lay_out_sequences(max_sequences))
     for i, sizes in enumerate(groups):
         of_group = _lay_out_group(sizes, prefix_caching, has_tokens and i == leader)
-        arrays |= _within(f"metadata.groups.{i}", of_group)
+        arrays |= within(f"metadata.groups.{i}", of_group)
     if prefix_caching:
         followers = [sizes for i, sizes in enumerate(groups) if i != leader]
-        arrays |= _within("metadata.index", _lay_out_index(groups[leader], followers))
+        of_leader = groups[leader] if groups else None
+        index = _lay_out_index(max_sequences, of_leader, followers)
+        arrays |= within("metadata.index", index)
+    if states:
+        arrays |= within("metadata.states", lay_out_states(states[0], prefix_caching))
     for i, sizes in enumerate(groups):
-        arrays |= _within(f"storage.{i}", lay_out_storage(sizes))
+        arrays |= within(f"storage.{i}", lay_out_storage(sizes))
+    for i, each in enumerate(states):
+        arrays |= within(f"states.{i}", lay_out_state_storage(each, prefix_caching))
     return arrays
 
 
@@ -121,23 +108,13 @@ def lay_out_storage(sizes: Sizes) -> Arrays:
     return arrays
 
 
-def count_bytes(arrays: Iterable[ArrayLayout]) -> int:
-    """Return the bytes of arrays together."""
-    return sum(array.nbytes for array in arrays)
-
-
-def _within(path: str, arrays: Arrays) -> Arrays:
-    """Return the arrays of a part of a cache by their paths in the whole."""
-    return {f"{path}.{name}": array for name, array in arrays.items()}
-
-
-def _lay_out_sequences(sizes: Sizes) -> Arrays:
+def _lay_out_sequences(max_sequences: int) -> Arrays:
     """Return the arrays of `Sequences`."""
-    rows = (sizes.max_sequences,)
+    rows = (max_sequences,)
     return {
         "context_lengths": ArrayLayout(rows, _I32, fill=0),
         "is_open": ArrayLayout(rows, _BOOL, fill=False),
-        **_within("free_rows", _lay_out_ring(sizes.max_sequences)),
+        **within("free_rows", _lay_out_ring(max_sequences)),
         "created": ArrayLayout(rows, _U32, fill=0),
         "last_used": ArrayLayout(rows, _U32, fill=0),
         "num_uses": ArrayLayout(rows, _U32, fill=0),
@@ -153,7 +130,7 @@ def _lay_out_group(sizes: Sizes, prefix_caching: bool, has_tokens: bool) -> Arra
         "block_tables": ArrayLayout(tables, _I32, fill=blocks),
         "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
         "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
-        **_within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
+        **within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
     }
     if sizes.sliding_window is not None:
         arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
@@ -176,9 +153,11 @@ def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
     return arrays
 
 
-def _lay_out_index(leader: Sizes, followers: list[Sizes]) -> Arrays:
-    """Return the arrays of an empty `PrefixIndex`."""
-    blocks, sequences = leader.num_blocks, leader.max_sequences
+def _lay_out_index(
+    max_sequences: int, leader: Sizes | None, followers: list[Sizes]
+) -> Arrays:
+    """Return the arrays of an empty `PrefixIndex`; without a leader of no block."""
+    blocks, sequences = leader.num_blocks if leader else 0, max_sequences
     arrays = {
         "buckets": ArrayLayout((blocks, BUCKET_SIZE), _I32, fill=blocks),
         "children": ArrayLayout((blocks, CHILDREN_SIZE), _I32, fill=blocks),
@@ -189,7 +168,7 @@ def _lay_out_index(leader: Sizes, followers: list[Sizes]) -> Arrays:
         "sequence_salts": ArrayLayout((sequences,), _I32, fill=0),
         "epochs": ArrayLayout((sequences,), _U32, fill=0),
     }
-    if leader.sliding_window is not None:
+    if leader and leader.sliding_window is not None:
         arrays["wide_hashes"] = ArrayLayout((blocks, 2), _U32, fill=0)
         arrays["hashes_above"] = ArrayLayout((blocks,), _U32, fill=0)
     for i, sizes in enumerate(followers):
@@ -197,5 +176,5 @@ def _lay_out_index(leader: Sizes, followers: list[Sizes]) -> Arrays:
             "partners": ArrayLayout((blocks,), _I32, fill=sizes.num_blocks),
             "beside": ArrayLayout((sizes.num_blocks,), _I32, fill=blocks),
         }
-        arrays |= _within(f"followers.{i}", beside)
+        arrays |= within(f"followers.{i}", beside)
     return arrays

@@ -195,7 +195,7 @@ def _put(slot_rows: jax.Array, batch: Batch, first_row: int) -> jax.Array:
     All groups see everything and are asked for the same, so their slots are the same.
     """
     row = first_row + jnp.arange(batch.num_rows, dtype=jnp.int32)
-    return slot_rows.at[batch.slots_of(0)].set(row, mode="drop")
+    return slot_rows.at[batch.slots_in(0)].set(row, mode="drop")
 
 
 def _copy_tails(

@@ -10,7 +10,11 @@ def named_arrays(cache: Cache) -> dict[str, jax.Array]:
 
     What debug mode keeps beside it is not among them.
     """
-    parts = {"metadata": cache.metadata, "storage": cache.storage}
+    parts = {
+        "metadata": cache.metadata,
+        "storage": cache.storage,
+        "states": cache.states,
+    }
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): array
         for path, array in jax.tree_util.tree_leaves_with_path(parts)

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jkv.config.layout import ArrayLayout, Sizes, lay_out
+from jkv.config.arrays import ArrayLayout
+from jkv.config.layout import Sizes, lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
+from jkv.inspection import state_invariants as states
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
 from jkv.state import Cache, Metadata
@@ -62,6 +64,8 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("mapped_blocks", blocks.check_lengths),
     ("closed_rows", blocks.check_closed_lengths),
     ("free_sequences", blocks.check_free_rows),
+    ("pending_rows", states.check_pending),
+    ("snapshots", states.check_snapshots),
 )
 
 
@@ -83,9 +87,10 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
 
 def _find_broken_index(metadata: Metadata, groups: list[Recount]) -> Iterator[_Broken]:
     """Yield what is wrong with the prefix index, if there is one."""
-    index, leader = metadata.index, groups[metadata.leader]
-    if index is None:
+    index = metadata.index
+    if index is None or not groups:
         return
+    leader = groups[metadata.leader]
     for text in prefixes.check_indexed(index, leader):
         yield _Broken("prefix_index", _name(metadata, leader), text)
     for text in prefixes.check_committed(index, leader):
@@ -104,7 +109,8 @@ def _shapes(cache: Cache) -> Iterator[str]:
     numbers = range(len(cache.storage))
     try:
         sizes = tuple(_implied_sizes(cache, number) for number in numbers)
-        expected = lay_out(sizes, cache.metadata.index is not None)
+        has_index = cache.metadata.index is not None
+        expected = lay_out(sizes, has_index, states.implied_sizes(cache))
     except IndexError:
         yield "the block tables, reference counts or pools of a group lack an axis"
         return

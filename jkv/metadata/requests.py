@@ -263,6 +263,8 @@ def agree(
     """
     if wants is None:
         wants = tuple(need > 0 for need in needs)
+    if not groups:  # no request ever lacks a block
+        return Agreed(jnp.zeros((1,), bool), ())
     kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(groups)
     is_over, before = [], []
     for group, need, keep in zip(groups, needs, kept, strict=True):
@@ -274,8 +276,8 @@ def agree(
 
 
 def any_of(masks: Sequence[jax.Array | np.ndarray]) -> jax.Array:
-    """Return where any of some masks of one shape is true."""
-    return functools.reduce(operator.or_, masks)  # type: ignore[return-value]
+    """Return where any of some masks of one shape is true; of none that is nowhere."""
+    return functools.reduce(operator.or_, masks or [np.bool_(False)])  # type: ignore[return-value,list-item]
 
 
 def is_padding(seq_ids: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator
+from jkv.metadata import allocator, states
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.states import Cut, StateMoves
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
@@ -157,3 +158,37 @@ def take_tails(
     group = metadata.groups[number]
     copies = BlockCopies(source, jnp.where(copied, block, group.num_blocks))
     return metadata.with_group(number, copy_tokens(group, copies)), copies
+
+
+def take_states(
+    metadata: Metadata,
+    row: jax.Array,
+    parents: jax.Array,
+    lengths: jax.Array,
+    cut: Cut | None,
+    *,
+    is_exchange: bool = False,
+) -> tuple[Metadata, StateMoves | None]:
+    """Let rows, i32[B], go on from the states that their parents have at lengths.
+
+    Args:
+      metadata: the state.
+      row: i32[B]; one of S is dropped.
+      parents: i32[B].
+      lengths: i32[B], tokens that each row takes over.
+      cut: what the parents have at these lengths; None without states.
+      is_exchange: whether a parent may be a row of another request.
+    """
+    if cut is None:
+        return metadata, None
+    no_row = metadata.max_sequences
+    is_taken = (row < no_row) & (lengths > 0)
+    source = jnp.where(is_taken, parents, no_row)
+    place = None
+    if metadata.states is not None and metadata.states.snapshots is not None:
+        none = metadata.states.snapshots.lengths.shape[0]
+        place = jnp.where(is_taken, cut.place, none)
+    base = jnp.where(is_taken, lengths - cut.num_pending, 0)
+    moves = StateMoves(row, base, source, place, is_exchange)
+    metadata = states.copy_texts(metadata, moves)
+    return states.set_pending(metadata, row, cut.num_pending), moves

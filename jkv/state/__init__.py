@@ -5,7 +5,7 @@ about blocks can be tested, simulated and jitted without touching storage.
 """
 
 from jkv.state.batch import Batch, Slots
-from jkv.state.cache import Cache, GroupLayer
+from jkv.state.cache import Cache, GroupLayer, LayerPlaces, StateLayer
 from jkv.state.metadata import (
     NO_SEQUENCE,
     Beside,
@@ -15,6 +15,7 @@ from jkv.state.metadata import (
     Sequences,
 )
 from jkv.state.rings import Ring
+from jkv.state.states import Snapshots, States, StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.state.windows import Everything, SlidingWindow
 
@@ -27,10 +28,15 @@ __all__ = [
     "Cache",
     "Everything",
     "GroupLayer",
+    "LayerPlaces",
     "Metadata",
     "PrefixIndex",
     "Ring",
     "Sequences",
     "SlidingWindow",
     "Slots",
+    "Snapshots",
+    "StateLayer",
+    "StateStorage",
+    "States",
 ]

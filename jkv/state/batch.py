@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
 from jkv.status import UsageError
 
@@ -16,10 +17,33 @@ from jkv.status import UsageError
 class StepSizes(NamedTuple):
     """What a batch and the cache that it is used with agree in; letters as ever."""
 
-    groups: tuple[GroupSizes, ...]
+    groups: tuple[GroupSizes, ...]  # those with blocks
+    states: tuple[StateSizes, ...]  # those with a state
+    state_numbers: tuple[int, ...]  # their places among all groups
     block_size: int  # T
     max_sequences: int  # S
     max_context_length: int
+
+
+def find_block_group(
+    number: int, num_groups: int, state_numbers: tuple[int, ...]
+) -> int:
+    """Return the place of a group among those with blocks.
+
+    Args:
+      number: of the group, in the configuration.
+      num_groups: groups with blocks.
+      state_numbers: places of those with a state among all.
+
+    Raises:
+      UsageError: if there is no such group, or it has a state.
+    """
+    known = num_groups + len(state_numbers)
+    if not 0 <= number < known:
+        raise UsageError(f"group must be in 0..{known - 1}, got {number}")
+    if number in state_numbers:
+        raise UsageError(f"group {number} has a state and no blocks")
+    return number - sum(each < number for each in state_numbers)
 
 
 class Slots(NamedTuple):
@@ -52,6 +76,8 @@ class Batch:
     # Of each group i32[R], block of the row's slot, the group's N if invalid.
     blocks_of_groups: tuple[jax.Array, ...]
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
+    # i32[B] each, where tokens may be pending: those before the step and after it.
+    pending_counts: tuple[jax.Array, jax.Array] | None = None
     # What attention found out about the step for all layers; made and read by it alone.
     plan: Any = None
     # i32[...], rows whose logits are asked for, where that is not each request's last.
@@ -81,13 +107,28 @@ class Batch:
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
 
     @property
+    def pending_before(self) -> jax.Array:
+        """Tokens of each sequence that were pending before the step, i32[B]."""
+        return self._pending(0)
+
+    @property
+    def pending_after(self) -> jax.Array:
+        """Tokens of each sequence that are pending after the step, i32[B]."""
+        return self._pending(1)
+
+    def _pending(self, when: int) -> jax.Array:
+        if self.pending_counts is None:
+            return jnp.zeros(self.query_lengths.shape, jnp.int32)
+        return self.pending_counts[when]
+
+    @property
     def block_ids(self) -> jax.Array:
         """Block of each row's slot, i32[R], N if invalid, where there is one group.
 
         Raises:
-          UsageError: with several groups; take `slots_of`.
+          UsageError: with several groups with blocks; take `slots_of`. Or with none.
         """
-        if len(self.blocks_of_groups) > 1:
+        if len(self.blocks_of_groups) != 1:
             raise UsageError(
                 f"this batch has slots in {len(self.blocks_of_groups)} groups of "
                 f"layers; take batch.slots_of(group)"
@@ -95,8 +136,19 @@ class Batch:
         return self.blocks_of_groups[0]
 
     def slots_of(self, group: int) -> Slots:
-        """Return the slot of each row in a group of layers, i32[R] each."""
-        return Slots(self.blocks_of_groups[group], self.offsets)
+        """Return the slot of each row in a group of layers, i32[R] each.
+
+        Args:
+          group: its number in the configuration; a group with blocks.
+        """
+        number = find_block_group(
+            group, len(self.blocks_of_groups), self.sizes.state_numbers
+        )
+        return self.slots_in(number)
+
+    def slots_in(self, place: int) -> Slots:
+        """Return the same for a group by its place among those with blocks."""
+        return Slots(self.blocks_of_groups[place], self.offsets)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step without the rows behind the first ones; none has an owner.

@@ -16,8 +16,9 @@ import numpy as np
 from jkv.config.units import human_bytes
 from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.storage_sharding import StorageSharding
-from jkv.state.batch import StepSizes
+from jkv.state.batch import StepSizes, find_block_group
 from jkv.state.metadata import Metadata
+from jkv.state.states import StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.status import UsageError
 
@@ -47,11 +48,27 @@ class GroupLayer(NamedTuple):
     layer: int | jax.Array  # i32[] or int, which may be traced
 
 
+class StateLayer(NamedTuple):
+    """A layer with a state, by the place of its group among those with one."""
+
+    group: int  # static
+    layer: int | jax.Array  # i32[] or int, its number in the group; may be traced
+
+
+class LayerPlaces(NamedTuple):
+    """A layer that keeps both keys and values, and a state."""
+
+    blocks: GroupLayer
+    state: StateLayer
+
+
 class Role(enum.Enum):
     """What a public function is to debug mode."""
 
     WRITES = enum.auto()  # a step's rows to a layer
     READS = enum.auto()  # a layer, for a step
+    WRITES_STATE = enum.auto()  # of a layer, for a step
+    READS_STATE = enum.auto()  # of a layer, for a step
     COMMITS = enum.auto()  # a step
     CHECKS = enum.auto()  # the cache, and raises what was found
     SETS_DEBUG = enum.auto()  # returns a cache that it has given its watcher
@@ -95,11 +112,16 @@ class Cache:
     """
 
     metadata: Metadata  # which sequence has which blocks
-    storage: tuple[BlockStorage, ...]  # of each group
-    # Static: the groups of each layer of the model, none or one. The layers of a group
-    # are stored in this order.
+    storage: tuple[BlockStorage, ...]  # of each group with blocks
+    # Static: the groups of each layer of the model: none, one, or one with blocks and
+    # one with a state. The layers of a group are stored in this order.
     layer_groups: tuple[tuple[int, ...], ...] = dataclasses.field(
         metadata={"static": True}
+    )
+    states: tuple[StateStorage, ...] = ()  # of each group with a state
+    # Static: the places of those among all groups.
+    state_numbers: tuple[int, ...] = dataclasses.field(
+        default=(), metadata={"static": True}
     )
     # Of which mesh axis each rank has a cache; static, as every array then has one axis
     # more, that of ranks. None for one cache.
@@ -117,6 +139,10 @@ class Cache:
     def with_storage(self, storage: tuple[BlockStorage, ...]) -> Self:
         """Return the cache with other keys and values."""
         return dataclasses.replace(self, storage=storage)
+
+    def with_states(self, states: tuple[StateStorage, ...]) -> Self:
+        """Return the cache with other states."""
+        return dataclasses.replace(self, states=states)
 
     def with_group_storage(self, group: int, storage: BlockStorage) -> Self:
         """Return the cache with other keys and values of one group."""
@@ -136,31 +162,76 @@ class Cache:
         """
         if isinstance(layer, GroupLayer):
             return layer
+        if isinstance(layer, LayerPlaces):
+            return layer.blocks
         # In the only group of all layers a layer has the model's number, traced or not.
-        if set(self.layer_groups) == {(0,)}:
+        if not self.state_numbers and set(self.layer_groups) == {(0,)}:
             return GroupLayer(0, layer)
-        known = range(len(self.layer_groups))
+        number = None if isinstance(layer, StateLayer) else self._known(layer)
+        group = None if number is None else self._group_of(number, has_state=False)
+        if number is None or group is None:
+            has_state = number is None or self.layer_groups[number]
+            raise UsageError(
+                f"layer {layer} keeps no keys and values: layer_groups names no group "
+                f"with blocks for it"
+                + "; it keeps a state, for read_state and write_state"
+                * bool(has_state)
+            )
+        place = group - sum(each < group for each in self.state_numbers)
+        return GroupLayer(place, self._count_before(number, group))
+
+    def find_state(self, layer: Any) -> StateLayer:
+        """Return where the state of a layer is.
+
+        Args:
+          layer: int, of the model; or a `StateLayer`, which is returned. Where all
+            layers are in one group it may be traced.
+
+        Raises:
+          UsageError: with several groups for a traced number; for one that no layer
+            has, or for a layer that keeps no state.
+        """
+        if isinstance(layer, StateLayer):
+            return layer
+        if isinstance(layer, LayerPlaces):
+            return layer.state
+        if set(self.layer_groups) == {(0,)} and self.state_numbers == (0,):
+            return StateLayer(0, layer)
+        number = None if isinstance(layer, GroupLayer) else self._known(layer)
+        group = None if number is None else self._group_of(number, has_state=True)
+        if number is None or group is None:
+            raise UsageError(
+                f"layer {layer} keeps no state: layer_groups names no group with a "
+                f"state (jkv.StateConfig) for it"
+            )
+        place = self.state_numbers.index(group)
+        return StateLayer(place, self._count_before(number, group))
+
+    def _known(self, layer: Any) -> int:
+        """Return the number of a layer; refuse one that is traced or not there."""
         if not hasattr(layer, "__index__") or isinstance(layer, jax.core.Tracer):
             raise UsageError(
                 "with groups a layer must be an int, as its group decides what is "
                 "traced; in a scan over periods of layers take "
                 "cache.find_periodic(layer, period, step)"
             )
-        number = int(layer)
+        number, known = int(layer), range(len(self.layer_groups))
         if number not in known:
             raise UsageError(f"layer must be in 0..{len(known) - 1}, got {number}")
-        if not self.layer_groups[number]:
-            raise UsageError(
-                f"layer {number} keeps no keys and values: layer_groups names no group "
-                f"for it"
-            )
-        (group,) = self.layer_groups[number]
-        before = self.layer_groups[:number]
-        return GroupLayer(group, sum(groups.count(group) for groups in before))
+        return number
+
+    def _group_of(self, layer: int, *, has_state: bool) -> int | None:
+        """Return the number of a layer's group of one kind, if it is in one."""
+        groups = self.layer_groups[layer]
+        return next((g for g in groups if (g in self.state_numbers) == has_state), None)
+
+    def _count_before(self, layer: int, group: int) -> int:
+        """Return how many layers of a group come before one."""
+        return sum(groups.count(group) for groups in self.layer_groups[:layer])
 
     def find_periodic(
         self, layer: int, period: int, step: int | jax.Array
-    ) -> GroupLayer:
+    ) -> "GroupLayer | StateLayer | LayerPlaces":
         """Return layer `step * period + layer` in a scan over periods of layers.
 
         Args:
@@ -169,7 +240,8 @@ class Cache:
           step: i32[] or int, the number of the period; may be traced.
 
         Raises:
-          UsageError: if the groups of the layers do not repeat like that.
+          UsageError: if the groups of the layers do not repeat like that, or the layer
+            keeps nothing.
         """
         groups = self.layer_groups
         pattern = groups[:period]
@@ -179,15 +251,41 @@ class Cache:
                 f"the groups of the layers, {groups}, do not repeat after {period}, or "
                 f"layer {layer} is not in 0..{period - 1}"
             )
+        blocks, state = (
+            self._group_of(layer, has_state=has_state) for has_state in (False, True)
+        )
+
+        def steps_of(group: int | None) -> int | jax.Array:
+            return step * sum(each.count(group) for each in pattern)
+
+        if state is None:
+            first = self.find_layer(layer)
+            return GroupLayer(first.group, first.layer + steps_of(blocks))
+        of_state = self.find_state(layer)
+        of_state = StateLayer(of_state.group, of_state.layer + steps_of(state))
+        if blocks is None:
+            return of_state
         first = self.find_layer(layer)
-        each = sum(of_layer.count(first.group) for of_layer in pattern)
-        return GroupLayer(first.group, first.layer + step * each)
+        first = GroupLayer(first.group, first.layer + steps_of(blocks))
+        return LayerPlaces(first, of_state)
+
+    def find_group(self, number: int) -> int:
+        """Return the place of a group among those with blocks.
+
+        Args:
+          number: of the group, in the configuration.
+
+        Raises:
+          UsageError: if there is no such group, or it has a state and no blocks.
+        """
+        return find_block_group(number, len(self.storage), self.state_numbers)
 
     @property
     def num_layers(self) -> int:
         """Layers of the model; 0 for a cache without storage."""
-        has_storage = any(each.num_layers for each in self.storage)
-        return len(self.layer_groups) if has_storage else 0
+        stored = [each.num_layers for each in self.storage]
+        stored += [each.num_layers for each in self.states]
+        return len(self.layer_groups) if any(stored) else 0
 
     @property
     def num_blocks(self) -> int:
@@ -245,6 +343,8 @@ class Cache:
         """The sizes in which the cache and the batches planned on it agree."""
         return StepSizes(
             groups=tuple(each.sizes for each in self.storage),
+            states=tuple(each.sizes for each in self.states),
+            state_numbers=self.state_numbers,
             block_size=self.block_size,
             max_sequences=self.max_sequences,
             max_context_length=self.max_context_length,
@@ -253,13 +353,15 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
-        arrays = jax.tree.leaves((self.metadata, self.storage))
+        arrays = jax.tree.leaves((self.metadata, self.storage, self.states))
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def devices(self) -> set[Device]:
-        """Devices that hold the K/V arrays."""
-        return set().union(*(each.key_pool.devices() for each in self.storage))
+        """Devices that hold keys, values and states."""
+        arrays = [each.key_pool for each in self.storage]
+        arrays += [each.bases for each in self.states]
+        return set().union(*(array.devices() for array in arrays))
 
     def occupancy(self) -> str:
         """Say in one line how full the cache is (host only)."""
@@ -285,10 +387,10 @@ class Cache:
 
     def _require_one_group(self, name: str, instead: str) -> None:
         """Refuse to say of a cache of several groups what each has for itself."""
-        if len(self.storage) > 1:
+        if len(self.storage) != 1:
             raise UsageError(
                 f"cache.{name} is one number, and each of the {len(self.storage)} "
-                f"groups of layers has its own: take {instead}"
+                f"groups of layers with blocks has its own: take {instead}"
             )
 
     def _list_arrays(self) -> str:
@@ -304,24 +406,27 @@ class Cache:
     def _describe(self) -> str:
         """Say how large the cache is and, if its counts can be had, how full."""
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
-        kinds = dict.fromkeys(
+        kinds = [
             f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.dtype.name}"
             for each in self.storage
-        )
+        ]
+        kinds += ["states"] * bool(self.states)
         size = human_bytes(self.nbytes)
-        head = f"Cache({layers}, {' and '.join(kinds)}, {size})"
+        head = f"Cache({layers}, {' and '.join(dict.fromkeys(kinds))}, {size})"
         if not all(map(_is_concrete, jax.tree.leaves(self.metadata))):
             return head
         blocks, sequences, num_tokens = self._use()
         each = f"{self.block_size} tokens each"
-        if len(blocks) == 1:
+        if len(blocks) == 1 and not self.states:
             lines = [f"  blocks     {blocks[0].replace(' blocks', '')}, {each}"]
         else:
             lines = [
-                f"  group {i}    {used.replace(' blocks', '')}, {each}, "
-                f"{self.storage[i].num_layers} layers"
-                for i, used in enumerate(blocks)
+                f"{used.replace(' blocks', '')}, {each}, {of_group.num_layers} layers"
+                for used, of_group in zip(blocks, self.storage, strict=True)
             ]
+            for number, of_states in zip(self.state_numbers, self.states, strict=True):
+                lines.insert(number, f"states, {of_states.num_layers} layers")
+            lines = [f"  group {i}    {line}" for i, line in enumerate(lines)]
         used = sequences.replace(" sequences", "")
         most = f"at most {self.max_context_length} each"
         lines.append(f"  sequences  {used}, {num_tokens} tokens, {most}")

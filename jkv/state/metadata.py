@@ -16,6 +16,7 @@ import jax
 
 from jkv.config.layer_windows import find_leader
 from jkv.state.rings import Ring
+from jkv.state.states import States
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
 
@@ -39,6 +40,8 @@ class Sequences:
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
     # Most tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
+    # T of all groups; static, as there may be no group with blocks.
+    block_size: int = dataclasses.field(metadata={"static": True})
 
     @property
     def max_sequences(self) -> int:
@@ -169,11 +172,15 @@ class Metadata:
        context length, or -1.
     12. `given_back`: all tokens that the next row of a sequence will see are kept; a
        closed row has given nothing back.
+    13. `pending_rows`: of a sequence's tokens 0 to the most that may be are pending.
+    14. `snapshots`: a snapshot's length is a multiple of what it must be, its text is
+       told up to there, and no other snapshot has the same text.
     """
 
     sequences: Sequences  # which are open, and how long
-    groups: tuple[BlockGroup, ...]  # what they have in each group of layers
+    groups: tuple[BlockGroup, ...]  # what they have in each group with blocks
     index: PrefixIndex | None  # if the configuration has prefix caching
+    states: States | None = None  # if there are groups with a state
 
     def with_group(self, number: int, group: BlockGroup) -> Self:
         """Return the metadata with another group under one number."""
@@ -181,6 +188,12 @@ class Metadata:
             return self
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])
         return dataclasses.replace(self, groups=groups)
+
+    @property
+    def records_tokens(self) -> bool:
+        """Whether `append` keeps the tokens that it is told."""
+        has_texts = self.states is not None and self.states.texts is not None
+        return has_texts or self.tokens is not None
 
     @property
     def leader(self) -> int:
@@ -203,7 +216,7 @@ class Metadata:
     @property
     def tokens(self) -> jax.Array | None:
         """Recorded token ids, i32[N, T] of the leading group, if they are recorded."""
-        return self.leading.tokens
+        return self.leading.tokens if self.groups else None
 
     @property
     def context_lengths(self) -> jax.Array:
@@ -228,7 +241,7 @@ class Metadata:
     @property
     def block_size(self) -> int:
         """Tokens per block in all groups, T."""
-        return self.groups[0].block_size
+        return self.sequences.block_size
 
     @property
     def max_sequences(self) -> int:
@@ -243,4 +256,4 @@ class Metadata:
     @property
     def max_blocks_per_sequence(self) -> int:
         """Columns of the block tables, M."""
-        return self.groups[0].max_blocks_per_sequence
+        return -(-self.max_context_length // self.block_size)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
+from jkv.config.state_config import StateConfig
 from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.processes import is_shared
 from jkv.sharding.ranks import PoolSharding
@@ -36,10 +37,12 @@ class Placements(NamedTuple):
     storage: tuple[Placement, ...]  # of each group's keys, values and scales
     pools: PoolSharding | None  # what the cache remembers
     metadata: Placement
+    # Of each group with a state, where the arrays go that a mesh divides, by path.
+    states: tuple[dict[str, Placement], ...]
 
 
 def choose_placements(
-    cache: CacheConfig | GroupedConfig | Cache,
+    cache: CacheConfig | StateConfig | GroupedConfig | Cache,
     device: Placement,
     mesh: jax.sharding.Mesh | None,
     *,
@@ -66,8 +69,10 @@ def choose_placements(
     if mesh is None:
         for name, axis in axes.items():
             raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
-        num_groups = len(num_kv_heads)
-        return Placements((None,) * num_groups, (device,) * num_groups, None, device)
+        nothing = (None,) * len(num_kv_heads)
+        where = (device,) * len(num_kv_heads)
+        states: tuple[dict[str, Placement], ...] = ({},) * len(_list_state_axes(cache))
+        return Placements(nothing, where, None, device, states)
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
     if len(set(axes.values())) < len(axes):
@@ -100,8 +105,19 @@ def choose_placements(
 
     whole = jax.sharding.PartitionSpec()
     specs = [whole if each is None else each.spec(POOL) for each in shardings]
+    states = tuple(
+        {
+            path: placement_of(_divide_state(mesh, heads, path, *divided))
+            for path, divided in of_group.items()
+        }
+        for of_group in (_list_state_axes(cache) if heads else [])
+    )
     return Placements(
-        shardings, tuple(map(placement_of, specs)), ranks, placement_of(whole)
+        shardings,
+        tuple(map(placement_of, specs)),
+        ranks,
+        placement_of(whole),
+        states or ({},) * len(_list_state_axes(cache)),
     )
 
 
@@ -157,11 +173,60 @@ def put_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array
     return pool
 
 
-def _list_kv_heads(cache: CacheConfig | GroupedConfig | Cache) -> list[int]:
+def _list_kv_heads(
+    cache: CacheConfig | StateConfig | GroupedConfig | Cache,
+) -> list[int]:
     """Return the kv heads of the model in each group."""
     if isinstance(cache, Cache):
         return [each.num_kv_heads for each in cache.storage]
-    return [group.num_kv_heads for group in as_grouped(cache).groups]
+    return [group.num_kv_heads for group in as_grouped(cache).block_groups]
+
+
+def _list_state_axes(
+    cache: CacheConfig | StateConfig | GroupedConfig | Cache,
+) -> list[dict[str, tuple[int, int]]]:
+    """Return, of each group with a state, the axis of arrays that heads are on.
+
+    By path in the group's storage, with the size of that axis.
+    """
+    if isinstance(cache, Cache):
+        return [
+            {
+                path: (axis, each.arrays[path].shape[axis])
+                for path, axis in each.divided_axes.items()
+                if axis >= 0
+            }
+            for each in cache.states
+        ]
+    found = []
+    for sizes in as_grouped(cache).state_sizes:
+        axes = dict(sizes.heads_axes)
+        of_group: dict[str, tuple[int, int]] = {}
+        for parts, arrays, before in (
+            (("rows", "snapshot_rows"), sizes.arrays, 2),
+            (("inputs", "snapshot_inputs"), sizes.inputs, 3),
+        ):
+            for name, shape, _ in arrays:
+                if name in axes:
+                    divided = before + axes[name], shape[axes[name]]
+                    of_group |= {f"{part}.{name}": divided for part in parts}
+        found.append(of_group)
+    return found
+
+
+def _divide_state(
+    mesh: jax.sharding.Mesh, heads: str | None, path: str, axis: int, size: int
+) -> jax.sharding.PartitionSpec:
+    """Return the partition of a state's array over the mesh axis of heads."""
+    assert heads is not None
+    num_devices = mesh.shape[heads]
+    if size % num_devices:
+        raise ValueError(
+            f"axis {axis} of {path} has {size} elements, which the {num_devices} "
+            f"devices of mesh axis {heads!r} cannot share evenly; leave its name out "
+            f"of heads_axes to have it on every device"
+        )
+    return jax.sharding.PartitionSpec(*[None] * axis, heads)
 
 
 def _find_layer_placement(

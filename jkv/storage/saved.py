@@ -51,10 +51,8 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     for name, leaf in fields.list_leaves(_kept(value)):
         if _is_stored(name):
             tensors[name] = _describe_stored(value, name, leaf)
-        elif isinstance(leaf, np.dtype):
-            constants[name] = leaf.name
-        elif isinstance(leaf, int | tuple):
-            constants[name] = leaf
+        elif isinstance(leaf, int | np.dtype | tuple):
+            constants[name] = _as_json(leaf)
         else:
             tensors[name] = Tensor(leaf.dtype, leaf.shape, (bring_whole(leaf),))
     metadata = {"holds": _kind_of(value), "fields": json.dumps(constants)}
@@ -62,7 +60,9 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     # All groups lie on the same devices.
     where: Any = None
     if isinstance(value, Cache):
-        where = value.storage[0].key_pool.sharding
+        arrays = [each.key_pool for each in value.storage]
+        arrays += [each.bases for each in value.states]
+        where = arrays[0].sharding
     if is_shared(where):
         _write_together(path, tensors, metadata, where.mesh)
     else:
@@ -85,6 +85,10 @@ def read_value(path: Path) -> Cache | Swapped:
         kind = _KINDS[metadata["holds"]]
         if metadata["version"] == "1":
             leaves = version_1.rename(metadata["holds"], leaves)
+        # What earlier programs of this version kept in each group.
+        size = leaves.get("metadata.groups.0.block_size")
+        if kind is Cache and size is not None:
+            leaves.setdefault("metadata.sequences.block_size", size)
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
@@ -107,9 +111,17 @@ def _kept(value: Cache | Swapped) -> Cache | Swapped:
     return dataclasses.replace(value, storage=storage, pools=None, watcher=None)
 
 
+def _as_json(leaf: Any) -> Any:
+    """Return a constant whose dtypes are their names."""
+    if isinstance(leaf, tuple):
+        return [_as_json(each) for each in leaf]
+    return leaf.name if isinstance(leaf, np.dtype) else leaf
+
+
 def _is_stored(name: str) -> bool:
     """Return whether a leaf of that name is K/V or scales."""
-    return name.rsplit(".", maxsplit=1)[-1] in STORAGE_NAMES
+    last = name.rsplit(".", maxsplit=1)[-1]
+    return last in STORAGE_NAMES and not name.startswith("states.")
 
 
 def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:

@@ -14,6 +14,7 @@ from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
 from jkv.storage import contents, fields, version_1
 from jkv.storage.contents import Contents
+from jkv.storage.swapped_states import SwappedStates, compare_states, fetch_states
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +62,10 @@ class Swapped:
     num_uses: np.ndarray  # u32[B], as in `Sequences`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
-    groups: tuple[SwappedGroup, ...]  # what they have in each group of layers
+    groups: tuple[SwappedGroup, ...]  # what they have in each group with blocks
     block_size: int  # tokens per block, T
+    states: tuple[SwappedStates, ...] = ()  # and in each group with a state
+    num_pending: np.ndarray | None = None  # i32[B], as in `States`
 
     @property
     def num_sequences(self) -> int:
@@ -86,14 +89,15 @@ class Swapped:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle plain numpy arrays, wherever the pieces are."""
-        return {**self.__dict__, "groups": jax.tree.map(np.asarray, self.groups)}
+        arrays = jax.tree.map(np.asarray, (self.groups, self.states))
+        return {**self.__dict__, "groups": arrays[0], "states": arrays[1]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what was pickled, by version 0.1 too."""
         if "groups" not in state:
             leaves = version_1.rename_sequences(dict(fields.list_leaves(state)))
             state = fields.build(Swapped, leaves).__dict__
-        self.__dict__.update(state)
+        self.__dict__.update({"states": (), "num_pending": None} | state)
 
     def __repr__(self) -> str:
         """Fit one line."""
@@ -132,6 +136,8 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
             _copy_group(cache, number, rows) for number in range(len(cache.storage))
         ),
         block_size=cache.block_size,
+        states=tuple(fetch_states(each, rows.seq_ids) for each in cache.states),
+        num_pending=rows.num_pending,
     )
 
 
@@ -161,6 +167,8 @@ class _Found(NamedTuple):
     salts: Any  # i32[B] or None
     # Of each group i32[B, M] of the tables, and i32[B] columns given back.
     of_groups: tuple[tuple[Any, Any], ...]
+    seq_ids: Any  # i32[B]
+    num_pending: Any  # i32[B] or None
 
 
 @jax.jit
@@ -185,6 +193,8 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
             (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
             for group in metadata.groups
         ),
+        seq_ids,
+        None if metadata.states is None else metadata.states.pending_of(seq_ids),
     )
 
 
@@ -227,6 +237,7 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
             f"has {_count_groups(here)}: make it with the configuration of that cache"
         )
     kinds = {"block_size": (swapped.block_size, cache.block_size)}
+    kinds |= compare_states(swapped.states, cache)
     for number in range(here):
         _check_given_back(cache, swapped, number)
         within = f"group {number}: " if here > 1 else ""

@@ -11,15 +11,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, tables
+from jkv.metadata import allocator, counters, requests, states, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.prefixes import prompt_search
+from jkv.metadata.prefixes.snapshots import mark_used
 from jkv.metadata.requests import Blocks, Integers, Texts
+from jkv.metadata.states import StateMoves
 from jkv.metadata.tails import BlockCopies
 from jkv.state import NO_SEQUENCE, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
+from jkv.storage.state_copies import with_moves
 
 
 class Allocation(NamedTuple):
@@ -86,8 +89,10 @@ def allocate(
         salts=requests.as_domains("salts", salts),
     )
     kept = jax.tree.map(requests.as_index, keep_free)
-    metadata, result, copies = _allocate(cache.metadata, counts, prompts, domains, kept)
-    return with_copies(cache, metadata, copies), result
+    metadata, result, copies, moves = _allocate(
+        cache.metadata, counts, prompts, domains, kept
+    )
+    return with_moves(with_copies(cache, metadata, copies), moves), result
 
 
 @takes_cache()
@@ -151,7 +156,7 @@ def _allocate(
     tokens: jax.Array | None,
     salts: jax.Array,
     keep_free: Blocks,
-) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None]:
+) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None, StateMoves | None]:
     found = prompt_search.find(metadata, tokens, salts)
     decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
@@ -164,10 +169,43 @@ def _allocate(
     metadata, copies = prompt_search.copy_part(metadata, row, found)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = prompt_search.note_found(metadata, row, salts, num_cached)
+    metadata, moves = _open_states(metadata, row, tokens, found, num_cached)
     metadata = prompt_search.count_queries(metadata, served, tokens, num_cached)
     sequences = counters.settle(metadata.sequences, decision.status, served)
     metadata = dataclasses.replace(metadata, sequences=sequences)
-    return metadata, Allocation(seq_ids, decision.status, num_cached), copies
+    return metadata, Allocation(seq_ids, decision.status, num_cached), copies, moves
+
+
+def _open_states(
+    metadata: Metadata,
+    row: jax.Array,
+    tokens: jax.Array | None,
+    found: prompt_search.Found,
+    num_cached: jax.Array,
+) -> tuple[Metadata, StateMoves | None]:
+    """Let rows, i32[B], begin with the states of the snapshots found, or with none.
+
+    Args:
+      metadata: the state.
+      row: i32[B]; one of S is dropped.
+      tokens: i32[B, P], the prompts, if there are some.
+      found: what was found of them.
+      num_cached: i32[B], the tokens found of served ones.
+    """
+    if metadata.states is None:
+        return metadata, None
+    snapshots = metadata.states.snapshots
+    if snapshots is None or found.place is None or tokens is None:
+        metadata = states.set_pending(metadata, row, 0)
+        return metadata, StateMoves(row, jnp.zeros_like(row))
+    none = snapshots.lengths.shape[0]
+    place = jnp.where(row < metadata.max_sequences, found.place, none)
+    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
+    metadata = states.set_pending(metadata, row, pending)
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    metadata = states.record_texts(metadata, row[:, None], position, tokens)
+    metadata = mark_used(metadata, place)
+    return metadata, StateMoves(row, num_cached - pending, place=place)
 
 
 @jax.jit

@@ -18,9 +18,10 @@ from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
+from jkv.metadata.states import record_texts, set_pending, states_of
 from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
-from jkv.status import Status
+from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
 
 
@@ -33,6 +34,7 @@ def append(
     capacity: int | None = None,
     max_query_length: int | None = None,
     tokens: Integers | None = None,
+    num_pending: Integers | None = None,
 ) -> tuple[Cache, Batch]:
     """Grow sequences by `num_tokens` each and plan the rows of the step.
 
@@ -50,10 +52,14 @@ def append(
         owns rows i * Q up to (i + 1) * Q. Give this or `capacity`.
       tokens: i32[R], token ids of the rows, kept if the cache records tokens; -1 is
         kept for rows without. A cache that records none ignores them.
+      num_pending: i32[B] or int, of each request's new tokens how many, the newest, may
+        be taken back by `truncate` (`StateConfig.max_pending` at most). None: as many
+        as can be. Layers with a state keep their inputs; others need not know.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
-      (negative count), CONTEXT_FULL, BATCH_FULL (rows past R) or OUT_OF_BLOCKS.
+      (a negative count, or more tokens pending than can be), CONTEXT_FULL, BATCH_FULL
+      (rows past R) or OUT_OF_BLOCKS.
 
     Raises:
       ValueError: for arguments of wrong type or shape.
@@ -82,11 +88,13 @@ def append(
     num_rows = num_requests * max_query_length if max_query_length else capacity
     told = None if tokens is None else requests.as_tokens(tokens)
     num_rows = _checked_rows(num_rows, told)
+    pending = _read_pending_counts(cache.metadata, num_requests, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        None if cache.metadata.tokens is None else _as_rows(told, num_rows),
+        _as_rows(told, num_rows) if cache.metadata.records_tokens else None,
+        pending,
         num_rows=num_rows,
         max_query_length=max_query_length,
     )
@@ -102,13 +110,14 @@ def _append(
     seq_ids: jax.Array,
     num_tokens: jax.Array,
     tokens: jax.Array | None,
+    num_pending: jax.Array | None,
     *,
     num_rows: int,
     max_query_length: int | None,
 ) -> tuple[Metadata, dict[str, Any]]:
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
-    growth = _judge_growth(metadata, seq_ids, num_tokens, rows)
+    growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
     cells = _find_cells(metadata, seq_ids, rows, growth)
     row = jnp.where(growth.served, seq_ids, metadata.max_sequences)
     block_ids = []
@@ -119,7 +128,10 @@ def _append(
         metadata = metadata.with_group(number, group)
         block_ids.append(tables.blocks_at(group, cells.table_row, cells.column))
     metadata = _note_growth(metadata, row, growth)
-    metadata = _record(metadata, block_ids[metadata.leader], cells.offset, tokens)
+    metadata = _record(metadata, block_ids, cells, tokens)
+    metadata, pending_counts = _note_pending(
+        metadata, seq_ids, row, growth, num_pending
+    )
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
@@ -131,6 +143,7 @@ def _append(
         offsets=cells.offset,
         blocks_of_groups=tuple(block_ids),
         epochs=sequences.epochs(metadata, seq_ids),
+        pending_counts=pending_counts,
     )
 
 
@@ -186,16 +199,24 @@ class _Growth(NamedTuple):
 
 
 def _judge_growth(
-    metadata: Metadata, seq_ids: jax.Array, num_tokens: jax.Array, rows: _Rows
+    metadata: Metadata,
+    seq_ids: jax.Array,
+    num_tokens: jax.Array,
+    num_pending: jax.Array | None,
+    rows: _Rows,
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
     is_first = requests.is_first_mention(metadata, seq_ids)
+    wrong = num_tokens < 0
+    if num_pending is not None:
+        most = states_of(metadata).max_pending
+        wrong |= (num_pending < 0) | (num_pending > most)
     causes = [
         (Status.INVALID_SEQUENCE, ~(live & is_first)),
-        (Status.INVALID_ARGUMENT, num_tokens < 0),
+        (Status.INVALID_ARGUMENT, wrong),
         (Status.CONTEXT_FULL, num_tokens > metadata.max_context_length - length),
         (Status.BATCH_FULL, (num_tokens > rows.room) & (num_tokens > 0)),
     ]
@@ -288,15 +309,69 @@ def _note_growth(metadata: Metadata, row: jax.Array, growth: _Growth) -> Metadat
 
 
 def _record(
-    metadata: Metadata, block: jax.Array, offset: jax.Array, tokens: jax.Array | None
+    metadata: Metadata,
+    blocks: list[jax.Array],
+    cells: _Cells,
+    tokens: jax.Array | None,
 ) -> Metadata:
-    """Record the token of each row, i32[R], in its slot, if tokens are recorded."""
-    group = metadata.leading
-    if tokens is None or group.tokens is None:
+    """Record the token of each row, i32[R], if tokens are recorded.
+
+    In its slot of the leading group, and with states in the sequence's text.
+    """
+    if tokens is None:
         return metadata
-    recorded = group.tokens.at[block, offset].set(tokens, mode="drop")
+    if metadata.states is not None:
+        metadata = record_texts(metadata, cells.table_row, cells.position, tokens)
+    if metadata.tokens is None:
+        return metadata
+    block, group = blocks[metadata.leader], metadata.leading
+    recorded = metadata.tokens.at[block, cells.offset].set(tokens, mode="drop")
     group = dataclasses.replace(group, tokens=recorded)
     return metadata.with_group(metadata.leader, group)
+
+
+def _note_pending(
+    metadata: Metadata,
+    seq_ids: jax.Array,
+    row: jax.Array,
+    growth: _Growth,
+    num_pending: jax.Array | None,
+) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
+    """Note the tokens that are pending after the step, if any may be.
+
+    Returns:
+      The metadata; and i32[B] each, the tokens pending before the step and after it.
+    """
+    if num_pending is None:
+        return metadata, None
+    before = states_of(metadata).pending_of(seq_ids)
+    before = jnp.where(growth.is_live & ~requests.is_padding(seq_ids), before, 0)
+    newest = jnp.minimum(num_pending, growth.query_lengths)
+    after = jnp.where(growth.query_lengths > 0, newest, before)
+    return set_pending(metadata, row, after), (before, after)
+
+
+def _read_pending_counts(
+    metadata: Metadata, num_requests: int, num_pending: Integers | None
+) -> jax.Array | None:
+    """Return how many tokens each request asks to take back, i32[B]; None if none may.
+
+    Without a number that is as many as can be.
+    """
+    most = 0 if metadata.states is None else metadata.states.max_pending
+    is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
+    if is_known and np.any(np.asarray(num_pending) > most):
+        raise UsageError(
+            f"num_pending is at most {most} in this cache, got {num_pending}: tokens "
+            f"can be taken back from a state if its jkv.StateConfig has max_pending "
+            f"and the inputs of a token; layers without a state need no num_pending"
+        )
+    if most == 0:
+        return None
+    if num_pending is None:
+        return jnp.full((num_requests,), most, jnp.int32)
+    (counts,) = requests.broadcast(num_pending=num_pending)
+    return jnp.broadcast_to(counts, (num_requests,))
 
 
 def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
+from jkv.metadata.prefixes.snapshots import find_cut
 from jkv.metadata.requests import Integers
+from jkv.metadata.states import Cut, StateMoves
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata, Sequences
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
+from jkv.storage.state_copies import with_moves
 
 
 class Fork(NamedTuple):
@@ -45,7 +48,8 @@ def fork(
       seq_ids: i32[B] or int, the parents; one may appear many times, -1 is padding.
       lengths: i32[B] or int, tokens that each child takes over, 0 to the parent's
         context length; None takes all. With a sliding window what the row after them
-        sees must be kept, as for `truncate`.
+        sees must be kept, and layers with a state must have it there, as for
+        `truncate`.
 
     Returns:
       The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
@@ -73,17 +77,18 @@ def fork(
         kept = None
     else:
         parents, kept = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
-    metadata, result, copies = _fork(cache.metadata, parents, kept)
-    return with_copies(cache, metadata, copies), result
+    metadata, result, copies, moves = _fork(cache.metadata, parents, kept)
+    return with_moves(with_copies(cache, metadata, copies), moves), result
 
 
 @jax.jit
 def _fork(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None
-) -> tuple[Metadata, Fork, tuple[BlockCopies, ...]]:
+) -> tuple[Metadata, Fork, tuple[BlockCopies, ...], StateMoves | None]:
     """Return the metadata, the children, and the copies due in each group's storage."""
     length = sharing.find_lengths(metadata, parents, lengths)
-    wrong = _are_wrong(metadata, parents, lengths, length)
+    cut = find_cut(metadata, parents, length.tokens)
+    wrong = _are_wrong(metadata, parents, lengths, length, cut)
     status, served = _judge(metadata, parents, length, wrong)
     metadata, children = tables.open_rows(metadata, served)
     copies = []
@@ -95,12 +100,13 @@ def _fork(
         )
         copies.append(copied)
     row = jnp.where(served, children, metadata.max_sequences)
+    metadata, moves = sharing.take_states(metadata, row, parents, length.tokens, cut)
     metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
     of_all = _note_children(metadata.sequences, row, length.tokens, parent)
     of_all = counters.settle(of_all, status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, Fork(children, status), tuple(copies)
+    return metadata, Fork(children, status), tuple(copies), moves
 
 
 def _are_wrong(
@@ -108,6 +114,7 @@ def _are_wrong(
     parents: jax.Array,
     lengths: jax.Array | None,
     length: sharing.Lengths,
+    cut: Cut | None,
 ) -> jax.Array:
     """Return which lengths are none that a child of the parent can go on from, bool[B].
 
@@ -116,6 +123,7 @@ def _are_wrong(
       parents: i32[B].
       lengths: i32[B], as asked; None takes all.
       length: what they come to within the parents.
+      cut: what states there are at those lengths; None without states.
     """
     if lengths is None:
         return jnp.zeros(parents.shape, bool)
@@ -124,7 +132,8 @@ def _are_wrong(
         for group in metadata.groups
     )
     # A length that the parent does not have was clipped, and differs.
-    return requests.any_of([length.tokens != lengths, *cuts_off])
+    has_no_state = [] if cut is None else [cut.is_wrong]
+    return requests.any_of([length.tokens != lengths, *cuts_off, *has_no_state])
 
 
 def _judge(

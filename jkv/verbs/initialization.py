@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.config.layout import ArrayLayout, Sizes, lay_out, lay_out_storage
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.state_config import StateConfig
+from jkv.config.state_layout import StateSizes, lay_out_state_storage
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
@@ -19,7 +22,7 @@ from jkv.storage.placement import Placement, Placements, choose_placements, put
 
 
 def init(
-    config: CacheConfig | GroupedConfig,
+    config: CacheConfig | StateConfig | GroupedConfig,
     *,
     storage: bool = True,
     device: Placement = None,
@@ -31,7 +34,7 @@ def init(
     """Return a fresh cache: every block free, no sequence open.
 
     Args:
-      config: the sizes; for a model whose layers differ in their windows those of each
+      config: the sizes; for a model whose layers differ in what they keep those of each
         group of layers.
       storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
         the metadata alone, to simulate a schedule or to test one.
@@ -71,7 +74,7 @@ def init(
       >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
       ([512, 18], GroupLayer(group=1, layer=2))
     """
-    if not isinstance(config, CacheConfig | GroupedConfig):
+    if not isinstance(config, CacheConfig | StateConfig | GroupedConfig):
         raise UsageError(
             f"init takes a jkv.CacheConfig or a jkv.GroupedConfig, got "
             f"{type(config).__name__}; jkv.CacheConfig(num_layers=..., ...) makes one"
@@ -79,22 +82,32 @@ def init(
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(groups, device, mesh, **axes)
-    sizes = groups.sizes
+    sizes, states = groups.sizes, groups.state_sizes
     if not storage:
         sizes = tuple(each._replace(num_layers=0) for each in sizes)
-    arrays = _make_arrays(sizes, groups.prefix_caching, where)
+        states = tuple(each._replace(num_layers=0) for each in states)
+    arrays = _make_arrays(sizes, states, groups.prefix_caching, where)
     constants = {
         "layer_groups": groups.groups_of_layers,
+        "state_numbers": groups.state_numbers,
         "pools": where.pools,
         "metadata.sequences.max_context_length": groups.max_context_length,
+        "metadata.sequences.block_size": groups.block_size,
     }
     for i, (each, sharding) in enumerate(zip(sizes, where.shardings, strict=True)):
         constants |= _list_constants(i, each, sharding)
+    for i, of_states in enumerate(states):
+        constants |= _list_state_constants(i, of_states, groups.prefix_caching)
+    if not sizes:
+        constants |= {"metadata.groups": (), "storage": ()}
     return fields.build(Cache, arrays | constants)
 
 
 def _make_arrays(
-    sizes: tuple[Sizes, ...], prefix_caching: bool, where: Placements
+    sizes: tuple[Sizes, ...],
+    states: tuple[StateSizes, ...],
+    prefix_caching: bool,
+    where: Placements,
 ) -> dict[str, jax.Array]:
     """Make all arrays of a cache where they belong, by path."""
     # A pool holds each head as often as the devices of its mesh want it.
@@ -103,23 +116,51 @@ def _make_arrays(
         for each, sharding in zip(sizes, where.shardings, strict=True)
     )
     ranks = () if where.pools is None else (where.pools.num_ranks,)
-    storage = {
-        f"storage.{i}.{name}": jnp.zeros(
-            (*ranks, *pool.shape), pool.dtype, device=device
-        )
+    places = {
+        f"storage.{i}.{name}": device
         for i, (each, device) in enumerate(zip(stored, where.storage, strict=True))
-        for name, pool in lay_out_storage(each).items()
+        for name in lay_out_storage(each)
+    }
+    places |= {
+        f"states.{i}.{name}": of_group.get(name, where.metadata)
+        for i, (each, of_group) in enumerate(zip(states, where.states, strict=True))
+        for name in lay_out_state_storage(each, prefix_caching)
+    }
+    arrays = lay_out(stored, prefix_caching, states)
+    storage = {
+        path: jnp.zeros(
+            (*ranks, *arrays[path].shape), arrays[path].dtype, device=device
+        )
+        for path, device in places.items()
     }
     # Under jit, what numpy makes would become constants of the program.
     traced = any(isinstance(pool, jax.core.Tracer) for pool in storage.values())
     numpy = jnp if traced else np
     metadata: Any = {
         path: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
-        for path, array in lay_out(stored, prefix_caching).items()
+        for path, array in arrays.items()
         if path not in storage
     }
     put_all = jax.device_put if traced else put
     return put_all(metadata, where.metadata) | storage
+
+
+def _list_state_constants(
+    group: int, sizes: StateSizes, prefix_caching: bool
+) -> dict[str, Any]:
+    """Return what a group with a state has beside its arrays, by path."""
+    axes = dict(sizes.heads_axes)
+    inputs = sizes.inputs if sizes.max_pending else ()
+    constants: dict[str, Any] = {
+        f"states.{group}.row_dtypes": tuple(dtype for *_, dtype in sizes.arrays),
+        f"states.{group}.input_dtypes": tuple(dtype for *_, dtype in inputs),
+        f"states.{group}.row_axes": tuple(axes.get(n, -1) for n, *_ in sizes.arrays),
+        f"states.{group}.input_axes": tuple(axes.get(n, -1) for n, *_ in inputs),
+        "metadata.states.max_pending": sizes.max_pending,
+    }
+    if prefix_caching:
+        constants["metadata.states.snapshots.every"] = sizes.snapshot_every
+    return constants
 
 
 def _list_constants(

@@ -5,10 +5,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.metadata import requests, tables
 from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes.prefix_index import index_of
+from jkv.metadata.prefixes.snapshots import snapshots_of
 from jkv.metadata.requests import Integer, Integers
+from jkv.metadata.states import states_of
 from jkv.state import BlockGroup, Cache, Metadata, Slots
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -48,7 +52,7 @@ def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax
       >>> jkv.block_ids(cache, 0).tolist()
       [0, 1, 4, 4]
     """
-    chosen = _group_of(cache.metadata, group, "block_ids")
+    chosen = _group_of(cache, group, "block_ids")
     return table_of(cache.metadata, requests.as_index(seq_id), number=chosen)
 
 
@@ -82,7 +86,7 @@ def slots(
       Slots(block_ids=Array([0, 1, 4], dtype=int32), offsets=Array([0, 1, 0], \
 dtype=int32))
     """
-    chosen = _group_of(cache.metadata, group, "slots")
+    chosen = _group_of(cache, group, "slots")
     arrays = requests.broadcast(seq_ids=seq_ids, positions=positions)
     return _slots(cache.metadata, *arrays, number=chosen)
 
@@ -113,6 +117,9 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
       >>> jkv.tokens(cache, 0).tolist()
       [7, 8, 9, -1, -1, -1]
     """
+    states = cache.metadata.states
+    if not cache.metadata.groups and states is not None and states.texts is not None:
+        return _text(cache.metadata, states.texts, requests.as_index(seq_id))
     if cache.metadata.tokens is None:
         raise ValueError(
             "this cache does not record tokens; configure it with "
@@ -148,7 +155,7 @@ def block_info(
       >>> bool(jkv.block_info(cache, 2).is_free)
       True
     """
-    chosen = _group_of(cache.metadata, group, "block_info")
+    chosen = _group_of(cache, group, "block_info")
     return _block_info(cache.metadata, requests.as_index(block_id), number=chosen)
 
 
@@ -207,10 +214,41 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
     """
     groups = cache.metadata.groups
     if group is not None:
-        groups = (groups[_group_of(cache.metadata, group, "kept_from")],)
+        groups = (groups[_group_of(cache, group, "kept_from")],)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
     starts = [each.window.starts_of(rows, each.block_size) for each in groups]
     return functools.reduce(jnp.maximum, starts)
+
+
+@takes_cache()
+def snapshots(cache: Cache, seq_id: Integer) -> jax.Array:
+    """Tell at which lengths of a sequence there is a snapshot of its states.
+
+    `truncate`, and `fork` with lengths, can go back to them.
+
+    Args:
+      cache: the cache.
+      seq_id: i32[] or int; may be traced.
+
+    Returns:
+      bool[max_context_length + 1]; all False for an id that is not open, and without
+      layers with a state or without prefix caching.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.GroupedConfig(groups=(jkv.StateConfig(
+      ...     num_layers=1, arrays={"sum": ((3,), "float32")}, max_sequences=2,
+      ...     max_context_length=8, block_size=2, num_snapshots=4, snapshot_every=4),),
+      ...     layer_groups=(0,), prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, [0], [4], capacity=4, tokens=jnp.arange(4))
+      >>> cache = jkv.commit(cache, batch)  # after the last layer's write_state
+      >>> jnp.flatnonzero(jkv.snapshots(cache, 0)).tolist()
+      [4]
+    """
+    if cache.metadata.states is None:
+        return jnp.zeros((cache.max_context_length + 1,), bool)
+    return _snapshots(cache.metadata, requests.as_index(seq_id))
 
 
 @takes_cache()
@@ -222,7 +260,7 @@ def num_free_blocks(cache: Cache) -> jax.Array:
 
     Returns:
       i32[]; cached blocks count as free. With several groups of layers the smallest of
-      their numbers.
+      their numbers; where no group has blocks, the largest i32.
 
     Example:
       >>> import jkv
@@ -233,6 +271,8 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       2
     """
     counts = [group.free_blocks.count for group in cache.metadata.groups]
+    if not counts:
+        return jnp.int32(jnp.iinfo(jnp.int32).max)
     return functools.reduce(jnp.minimum, counts)
 
 
@@ -277,6 +317,31 @@ def _tokens(metadata: Metadata, recorded: jax.Array, seq_id: jax.Array) -> jax.A
     return jnp.where(valid, rows.reshape(-1)[:most], -1)
 
 
+@jax.jit
+def _text(metadata: Metadata, texts: jax.Array, seq_id: jax.Array) -> jax.Array:
+    row = texts.at[_row(metadata, seq_id)].get(mode="fill", fill_value=-1)
+    position = jnp.arange(row.shape[0], dtype=jnp.int32)
+    return jnp.where(position < length_of(metadata, seq_id), row, -1)
+
+
+@jax.jit
+def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
+    snapshots, states = snapshots_of(metadata), states_of(metadata)
+    length = metadata.max_context_length
+    if snapshots is None or states.texts is None:
+        return jnp.zeros((length + 1,), bool)
+    row = _row(metadata, seq_id)
+    text = states.texts.at[row].get(mode="fill", fill_value=-1)
+    salt = index_of(metadata).sequence_salts.at[row].get(mode="clip")
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    counts = position < snapshots.lengths[:, None]
+    alike = jnp.all((snapshots.texts == text[None]) | ~counts, axis=1)
+    alike &= snapshots.salts == salt
+    alike &= snapshots.lengths <= length_of(metadata, seq_id)
+    at = jnp.where(alike & (snapshots.lengths > 0), snapshots.lengths, length + 1)
+    return jnp.zeros((length + 1,), bool).at[at].set(True, mode="drop")
+
+
 @functools.partial(jax.jit, static_argnames="number")
 def _block_info(metadata: Metadata, block_id: jax.Array, *, number: int) -> BlockInfo:
     group = metadata.groups[number]
@@ -294,16 +359,18 @@ def _row(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     )
 
 
-def _group_of(metadata: Metadata, group: int | None, name: str) -> int:
-    """Return the number of the group that a function was asked about."""
-    known = range(len(metadata.groups))
-    if group is None and len(known) == 1:
+def _group_of(cache: Cache, group: int | None, name: str) -> int:
+    """Return the place, among those with blocks, of the group that was asked about."""
+    num_groups = len(cache.metadata.groups)
+    if group is None and num_groups == 1:
         return 0
     if group is None:
         raise UsageError(
-            f"each of the {len(known)} groups of layers has blocks of its own: name "
+            f"each of the {num_groups} groups of layers has blocks of its own: name "
             f"one, as in {name}(cache, ..., group=0)"
+            if num_groups
+            else f"{name} is about blocks, and no group of layers of this cache has any"
         )
-    if group not in known:
-        raise UsageError(f"group must be in 0..{len(known) - 1}, got {group!r}")
-    return int(group)
+    if not isinstance(group, int | np.integer):
+        raise UsageError(f"group must be an int, got {group!r}")
+    return cache.find_group(int(group))

@@ -19,15 +19,16 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, prompt_search
+from jkv.metadata.prefixes import prefix_index, prompt_search, snapshots
 from jkv.metadata.prefixes.commitment import commit_blocks
-from jkv.metadata.prefixes.prefix_index import if_indexed, index_of, with_index
+from jkv.metadata.prefixes.prefix_index import index_of, with_index
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
+from jkv.storage.state_copies import with_snapshots
 from jkv.verbs.arguments import check_batch
 
 
@@ -80,7 +81,9 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     and the cache is returned as it is. With groups of layers the leading one decides:
     the first that sees everything, or else the one that sees furthest. The blocks of
     the others are found beside its own, and are exchanged for equal ones likewise; what
-    a window has given back is not found in its group.
+    a window has given back is not found in its group. Of a sequence that the step left
+    at a multiple of `StateConfig.snapshot_every`, and that has that length still, the
+    states are copied to a place for snapshots, unless its text has one.
 
     Args:
       cache: the cache that was written.
@@ -105,7 +108,11 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     """
     # A step that was planned before a `resize` may still be committed.
     check_batch(cache, batch, resized=True)
-    return cache.with_metadata(_commit(cache.metadata, batch))
+    if cache.metadata.index is None:
+        return cache
+    metadata, places = _commit(cache.metadata, batch)
+    cache = cache.with_metadata(metadata)
+    return with_snapshots(cache, batch.seq_ids, places)
 
 
 @takes_cache()
@@ -167,7 +174,8 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
 
     They were free and stay free; only their contents are not found any more. A block
     goes before the blocks that lead up to it. With groups of layers so many go in each
-    group, of those that are cached there before the call.
+    group with blocks, of those that are cached there before the call; where no group
+    has any, so many snapshots go instead.
 
     Args:
       cache: a cache with `prefix_caching`.
@@ -196,14 +204,19 @@ def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array
     return found.num_tokens(metadata.block_size)
 
 
-@if_indexed
 @jax.jit
-def _commit(metadata: Metadata, batch: Batch) -> Metadata:
-    return commit_blocks(metadata, batch)
+def _commit(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array | None]:
+    """Return the metadata, and the places to copy the states of sequences to."""
+    metadata, continues = commit_blocks(metadata, batch)
+    if snapshots.snapshots_of(metadata) is None:
+        return metadata, None
+    return snapshots.make(metadata, batch, continues)
 
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
+    if not metadata.groups:
+        return snapshots.evict(metadata, num_blocks)
     # The leading group comes last: other groups have nothing cached beside what it
     # forgets.
     for number in (*metadata.followers, metadata.leader):
@@ -247,9 +260,10 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     """Forget the blocks of one domain, or of all, and let its sequences add none.
 
     The blocks of other groups are found beside those of the leading one: without these
-    they are not.
+    they are not. Snapshots of the domain go, too.
     """
     index = index_of(metadata)
+    metadata = snapshots.forget(metadata, salt)
     in_domain = True if salt is None else index.salts == salt
     is_listed = True if salt is None else index.sequence_salts == salt
     # A sequence without tokens has nothing out of date, and no step under way.

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.prefixes import sequences
+from jkv.metadata.prefixes.snapshots import find_cut
 from jkv.metadata.requests import Integers
+from jkv.metadata.states import StateMoves
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -15,6 +17,7 @@ from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
+from jkv.storage.state_copies import with_moves
 
 
 @takes_cache()
@@ -55,14 +58,16 @@ def reorder(
       [[2, 1], [2, 3]]
     """
     seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
-    metadata, status, copies = _reorder(cache.metadata, seq_ids, parents)
-    return with_copies(cache, metadata, copies), status
+    metadata, status, copies, moves_of_states = _reorder(
+        cache.metadata, seq_ids, parents
+    )
+    return with_moves(with_copies(cache, metadata, copies), moves_of_states), status
 
 
 @jax.jit
 def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
-) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...]]:
+) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...], StateMoves | None]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
@@ -85,12 +90,21 @@ def _reorder(
         )
         copies.append(copied)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
+    metadata, moves_of_states = sharing.take_states(
+        metadata,
+        row,
+        parents,
+        length.tokens,
+        find_cut(before, parents, length.tokens),
+        is_exchange=True,
+    )
     metadata = sequences.inherit(metadata, before, row, parents, length.tokens)
     of_all = metadata.sequences
     lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
     of_all = counters.settle(counters.mark_used(of_all, row), status, served)
-    return dataclasses.replace(metadata, sequences=of_all), status, tuple(copies)
+    metadata = dataclasses.replace(metadata, sequences=of_all)
+    return metadata, status, tuple(copies), moves_of_states
 
 
 def _lacks_blocks(
@@ -114,6 +128,8 @@ def _lacks_blocks(
       moves: bool[B], requests that change something.
       needs: bool[B], those of them that need a block in each group.
     """
+    if not metadata.groups:
+        return jnp.zeros_like(needs)
     rank = running_sum(needs.astype(jnp.int32))
     wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
-from jkv.state import BlockStorage, Cache
+from jkv.state import BlockStorage, Cache, StateStorage
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
 from jkv.storage import saved
@@ -160,8 +160,11 @@ def load(
     storage = tuple(
         _put_storage(group, where, number) for number, group in enumerate(value.storage)
     )
+    states = tuple(
+        _put_states(group, where, number) for number, group in enumerate(value.states)
+    )
     loaded = dataclasses.replace(
-        value.with_storage(storage),
+        value.with_storage(storage).with_states(states),
         metadata=put(value.metadata, where.metadata),
         pools=where.pools,
     )
@@ -176,6 +179,26 @@ def _put_storage(storage: BlockStorage, where: Placements, number: int) -> Block
     }
     return dataclasses.replace(
         storage.with_arrays(arrays), sharding=where.shardings[number]
+    )
+
+
+def _put_states(storage: StateStorage, where: Placements, number: int) -> StateStorage:
+    """Put the states of a group, of numpy arrays, on their devices."""
+    divided = where.states[number]
+
+    def place(part: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {
+            name: put(array, divided.get(f"{part}.{name}", where.metadata))
+            for name, array in arrays.items()
+        }
+
+    return dataclasses.replace(
+        storage,
+        bases=put(storage.bases, where.metadata),
+        rows=place("rows", storage.rows),
+        inputs=place("inputs", storage.inputs),
+        snapshot_rows=place("snapshot_rows", storage.snapshot_rows),
+        snapshot_inputs=place("snapshot_inputs", storage.snapshot_inputs),
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, tables
+from jkv.metadata import allocator, counters, requests, states, tables
 from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
@@ -21,6 +21,7 @@ from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage import contents
 from jkv.storage.swapped import Swapped, SwappedGroup, check_same_kind, copy_out
+from jkv.storage.swapped_states import put_states
 from jkv.verbs.allocation import free
 
 
@@ -124,6 +125,9 @@ def swap_in(
         return cache.with_metadata(metadata), result
 
     cache = cache.with_metadata(metadata)
+    if cache.states and cache.num_layers:
+        seq_ids = np.asarray(result.seq_ids)
+        cache = put_states(cache, swapped.states, seq_ids, donate=donate)
     for number, group in enumerate(swapped.groups):
         blocks = _find_blocks(cache, number, group, np.asarray(rows[number]))
         cache = contents.put(cache, number, blocks, group.contents, donate=donate)
@@ -179,6 +183,7 @@ class _Entering(NamedTuple):
     num_uses: Any  # u32[B]
     committed: Any  # i32[B]
     salts: Any  # i32[B]
+    num_pending: Any  # i32[B]
     too_long: Any  # bool[], whether one does not fit the block tables
     groups: tuple[_EnteringGroup, ...]
 
@@ -188,7 +193,7 @@ class _Entering(NamedTuple):
         columns = cache.max_blocks_per_sequence
         lengths, salts = swapped.context_lengths, swapped.salts
         cut_off = [
-            np.any(group.block_tables[:, columns:] < group.num_blocks)
+            bool(np.any(group.block_tables[:, columns:] < group.num_blocks))
             for group in swapped.groups
         ]
         return cls(
@@ -196,7 +201,12 @@ class _Entering(NamedTuple):
             num_uses=swapped.num_uses,
             committed=_committed_on_return(swapped),
             salts=np.zeros_like(lengths) if salts is None else salts,
-            too_long=np.any(cut_off) | np.any(lengths > cache.max_context_length),
+            num_pending=(
+                np.zeros_like(lengths)
+                if swapped.num_pending is None
+                else swapped.num_pending
+            ),
+            too_long=any(cut_off) | np.any(lengths > cache.max_context_length),
             groups=tuple(_EnteringGroup.of(each, columns) for each in swapped.groups),
         )
 
@@ -233,7 +243,7 @@ def _open(
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),
         (Status.OUT_OF_SEQUENCES, metadata.sequences.free_rows.count < num_rows),
-        (Status.OUT_OF_BLOCKS, functools.reduce(operator.or_, lacks)),
+        (Status.OUT_OF_BLOCKS, functools.reduce(operator.or_, lacks, jnp.bool_(False))),
     ]
     cause = requests.find_status(jnp.bool_(False), causes)
     status = jnp.full((num_rows,), cause)
@@ -256,9 +266,23 @@ def _open(
     )
     metadata = dataclasses.replace(metadata, sequences=opened)
     metadata = sequences.note_opened(metadata, row, entering.salts, entering.committed)
+    metadata = _enter_states(metadata, row, entering.num_pending)
     settled = counters.settle(metadata.sequences, status, served)
     metadata = dataclasses.replace(metadata, sequences=settled)
     return metadata, SwapIn(seq_ids, status), tuple(rows)
+
+
+def _enter_states(
+    metadata: Metadata, row: jax.Array, num_pending: jax.Array
+) -> Metadata:
+    """Note what rows, i32[B], have pending; their texts are not told here."""
+    if metadata.states is None:
+        return metadata
+    metadata = states.set_pending(metadata, row, num_pending)
+    if metadata.states is not None and metadata.states.texts is not None:
+        texts = metadata.states.texts.at[row].set(-1, mode="drop")
+        metadata = states.with_states(metadata, texts=texts)
+    return metadata
 
 
 def _fill_rows(

@@ -6,14 +6,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.metadata import counters, requests, sharing, states, tables
 from jkv.metadata.prefixes import prefix_index, sequences
+from jkv.metadata.prefixes.snapshots import find_cut, mark_used, num_places
 from jkv.metadata.requests import Integers
+from jkv.metadata.states import Cut, StateMoves
 from jkv.metadata.tails import BlockCopies
 from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.copies import with_copies
+from jkv.storage.state_copies import with_moves
 
 
 @takes_cache()
@@ -36,11 +39,14 @@ def truncate(
         window, what the row after them sees must be kept still: the last `append` can
         always be undone, and a sequence can begin anew from 0. A length among the
         first `num_sink_tokens` is too short, once blocks behind the sinks are given
-        back, though the sinks themselves are kept.
+        back, though the sinks themselves are kept. Layers with a state have it at 0, at
+        the present length, at those of the tokens that are pending (`append`), and
+        where a snapshot of the text is (`snapshots`).
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
-      length below 0, above the current one or below the window) or OUT_OF_BLOCKS.
+      length below 0, above the current one, below the window or where no state is) or
+      OUT_OF_BLOCKS.
 
     Raises:
       ValueError: for arguments that are no integers, have more than one axis, or differ
@@ -57,19 +63,21 @@ def truncate(
       (5, 6)
     """
     seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
-    metadata, status, copies = _truncate(cache.metadata, seq_ids, lengths)
-    return with_copies(cache, metadata, copies), status
+    metadata, status, copies, moves = _truncate(cache.metadata, seq_ids, lengths)
+    return with_moves(with_copies(cache, metadata, copies), moves), status
 
 
 @jax.jit
 def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...]]:
+) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...], StateMoves | None]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    cut = find_cut(metadata, seq_ids, lengths)
     wrong = requests.any_of(
         [
+            *([] if cut is None else [cut.is_wrong]),
             (lengths < 0) | (lengths > length),
             *(
                 group.window.cuts_off(seq_ids, lengths, group.block_size)
@@ -95,6 +103,7 @@ def _truncate(
     for number, each in enumerate(tails):
         metadata, copied = _cut(metadata, number, each, seq_ids, lengths, served)
         copies.append(copied)
+    metadata, moves = _cut_states(metadata, row, lengths, cut)
     of_all = metadata.sequences
     shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=shortened)
@@ -102,7 +111,25 @@ def _truncate(
     metadata = sequences.cut_back(metadata, row, lengths)
     of_all = counters.mark_used(metadata.sequences, row)
     of_all = counters.settle(of_all, status, served)
-    return dataclasses.replace(metadata, sequences=of_all), status, tuple(copies)
+    metadata = dataclasses.replace(metadata, sequences=of_all)
+    return metadata, status, tuple(copies), moves
+
+
+def _cut_states(
+    metadata: Metadata, row: jax.Array, lengths: jax.Array, cut: Cut | None
+) -> tuple[Metadata, StateMoves | None]:
+    """Let rows, i32[B], have the states at lengths, i32[B]; a row of S is dropped."""
+    if cut is None:
+        return metadata, None
+    metadata = states.set_pending(metadata, row, cut.num_pending)
+    no_row, none = metadata.max_sequences, num_places(metadata)
+    place = jnp.where(row < no_row, cut.place, none)
+    metadata = mark_used(metadata, place)
+    # Where the state stands before the cut already, only tokens are pending no more.
+    changes = (lengths == 0) | (place < none)
+    target = jnp.where(changes, row, no_row)
+    base = jnp.where(lengths == 0, 0, lengths - cut.num_pending)
+    return metadata, StateMoves(target, base, place=place if none else None)
 
 
 class _Tail(NamedTuple):

@@ -98,7 +98,7 @@ def write(
         arrays=storage.arrays,
         rows=rows,
         layer=any_layer(found.layer, batch),
-        slots=batch.slots_of(found.group),
+        slots=batch.slots_in(found.group),
         valid=batch.valid,
     )
     arrays = store(operands)

@@ -12,6 +12,7 @@ model (``pydoc``) only the logits are written: do so again when it was trained a
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,9 +59,31 @@ class Case:
     max_shard_size: str = "5GB"
     old_form: bool = False  # config.json as transformers 4 wrote it
     quantized: str | None = None  # the method of quantization_config
+    # Of layers with a state transformers goes on by another form than its full pass,
+    # which is off by its own rounding: every step is a full pass then.
+    has_states: bool = False
+    # Patterns in names of tensors that it saves by names it reads, but nobody publishes.
+    renamed: tuple[tuple[str, str], ...] = ()
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
 
+
+# Layers with a state beside one with keys and values, and one more with a state.
+STATES = dict(
+    **NO_IDS,
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+
+# Fewer key heads than heads of the state, whose values are longer than its keys.
+QWEN_STATES = STATES | dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 
 # Seeds were picked for varied text in which no greedy token wins by a hair.
 CASES = {
@@ -363,6 +386,72 @@ CASES = {
         dtype="float32",
         quantized="fp8",
     ),
+    # The second of three layers has no experts.
+    "qwen3_next": Case(
+        "qwen3_next",
+        QWEN_STATES
+        | dict(
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+        seed=1,
+        has_states=True,
+    ),
+    "qwen3_5": Case(
+        "qwen3_5_text",
+        QWEN_STATES | dict(tie_word_embeddings=True),
+        seed=1,
+        has_states=True,
+    ),
+    "qwen3_5_moe": Case(
+        "qwen3_5_moe_text",
+        QWEN_STATES
+        | dict(
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+        ),
+        seed=3,
+        has_states=True,
+    ),
+    # Keys as long as values: transformers cuts their convolutions in equal parts.
+    "olmo_hybrid": Case(
+        "olmo_hybrid",
+        STATES
+        | dict(
+            rope_parameters=None,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        seed=1,
+        has_states=True,
+        renamed=((r"(layers\.1)\.feedforward_layer_norm", r"\1.post_attention_layernorm"),),
+    ),
+    # The first of three layers has no experts.
+    "kimi_linear": Case(
+        "kimi_linear",
+        STATES
+        | dict(
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            moe_intermediate_size=8,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+        ),
+        seed=1,
+        has_states=True,
+        renamed=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),
+    ),
 }
 
 
@@ -372,9 +461,10 @@ def write_checkpoint(name: str, folder: Path) -> None:
     import transformers
 
     case = CASES[name]
-    config = transformers.AutoConfig.for_model(
-        case.model_type, **{**SMALL, **case.settings}
-    )
+    settings = {**SMALL, **case.settings}
+    if case.model_type == "qwen3_5_moe_text":
+        del settings["intermediate_size"]  # all of its layers have experts
+    config = transformers.AutoConfig.for_model(case.model_type, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
@@ -389,6 +479,8 @@ def write_checkpoint(name: str, folder: Path) -> None:
         path.chmod(0o644)  # safetensors are saved readable by their owner alone
     if case.old_form:
         _rewrite_config_in_old_form(folder / "config.json")
+    if case.renamed:
+        _rename_tensors(folder / "model.safetensors", case.renamed)
     if case.quantized:
         QUANTIZERS[case.quantized](folder)
 
@@ -436,7 +528,9 @@ def expected(
     prefill, decode, found, margin = [], [], [], np.inf
     for i, prompt in enumerate(prompts):
         # Each prompt alone: nothing is padded.
-        if generated is None:
+        if generated is None and name in CASES and CASES[name].has_states:
+            logits = _step_anew(model, prompt)
+        elif generated is None:
             logits = _step_greedily(model, prompt)
         else:
             logits = _compute_at_once(model, [*prompt, *generated[i][:-1]])
@@ -471,6 +565,14 @@ def _step_greedily(model: Any, prompt: np.ndarray) -> np.ndarray:
             steps.append(out.logits[0].float().numpy())
             rows = out.logits[0, -1].argmax()[None, None]
     return np.concatenate(steps)
+
+
+def _step_anew(model: Any, prompt: np.ndarray) -> np.ndarray:
+    """Go on with the whole text each time; f32[len(prompt) + NUM_STEPS, V], logits."""
+    text = [int(token) for token in prompt]
+    for _ in range(NUM_STEPS):
+        text.append(int(_compute_at_once(model, text)[-1].argmax()))
+    return _compute_at_once(model, text)
 
 
 def _compute_at_once(model: Any, text: Sequence[int]) -> np.ndarray:
@@ -511,7 +613,14 @@ def _quiet() -> Iterator[None]:
 def _scaled(name: str, drawn: Any, case: Case) -> Any:
     """Scale normal numbers so that every part of the model moves the logits."""
     if name.endswith("norm.weight"):
-        return (0 if case.model_type.startswith("gemma") else 1) + 0.3 * drawn
+        lies_around_0 = case.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+        is_own = "linear_attn" in name
+        return (0 if lies_around_0 and not is_own else 1) + 0.3 * drawn
+    if name.endswith("A_log"):
+        return 0.5 * drawn
+    if name.endswith("dt_bias"):
+        # A state that lasts some tens of tokens, as trained ones do.
+        return drawn - 3
     if name.endswith("sinks"):
         return 1 + drawn
     if name.endswith("bias"):
@@ -580,6 +689,18 @@ def _store_fp8(folder: Path) -> None:
 
     settings = dict(quant_method="fp8", weight_block_size=[block, block])
     _rewrite_tensors(folder, store, settings | dict(activation_scheme="dynamic"))
+
+
+def _rename_tensors(path: Path, patterns: Sequence[tuple[str, str]]) -> None:
+    """Give tensors the names that published checkpoints have."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for pattern, replacement in patterns:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 QUANTIZERS = {"mxfp4": _store_mxfp4, "fp8": _store_fp8}

@@ -147,8 +147,14 @@ def read(cache, seq_id):
     tokens = jkv.tokens(cache, seq_id) if recorded else None
     return tokens, [
         jkv.read(cache, layer, seq_id, return_start=True)
-        for layer in range(cache.num_layers)
+        for layer in layers_with_blocks(cache)
     ]
+
+
+def layers_with_blocks(cache):
+    """The layers of a cache that keep keys and values."""
+    layers = enumerate(cache.layer_groups) if cache.num_layers else ()
+    return [i for i, groups in layers if {*groups} - {*cache.state_numbers}]
 
 
 def read_all(cache, seq_ids):
@@ -159,7 +165,8 @@ def read_all(cache, seq_ids):
 def attend(cache, batch, queries):
     """Attention in each layer, with its window."""
     outputs = []
-    for layer, (group,) in enumerate(cache.layer_groups):
+    for layer in layers_with_blocks(cache):
+        group = cache.find_layer(layer).group
         outputs.append(
             jkv.attend(
                 cache,
@@ -232,14 +239,16 @@ class Game:
         where=None,
         window=(None, 0),
         groups=None,
+        states=None,
     ):
         """Of one group, a shape as in `SHAPES`; of several, one without blocks."""
         if groups is None:
             num_blocks, *shape = shape
             groups = (Pool(num_blocks, *window),)
         self.pools, (block_size, max_sequences, max_context) = groups, shape
+        self.sizes = shape
         # The group of each layer: two layers of the first, one of each other.
-        self.layer_groups = (*reversed(range(len(groups))), 0)
+        self.layer_groups = (*reversed(range(len(groups))), 0) if groups else ()
         configs = tuple(
             jkv.CacheConfig(
                 num_layers=self.layer_groups.count(g),
@@ -252,19 +261,13 @@ class Game:
                 max_context_length=max_context,
                 dtype=dtype,
                 record_tokens=record_tokens,
-                prefix_caching=self.prefix_caching and len(groups) == 1,
+                prefix_caching=self.prefix_caching and len(groups) == 1 and not states,
                 sliding_window=pool.window,
                 num_sink_tokens=pool.num_sink_tokens,
             )
             for g, pool in enumerate(groups)
         )
-        config = configs[0]
-        if len(groups) > 1:
-            config = jkv.GroupedConfig(
-                groups=configs,
-                layer_groups=self.layer_groups,
-                prefix_caching=self.prefix_caching,
-            )
+        config = self.make_config(configs)
         # On which devices, as `init` and `load` are told.
         self.where = where or {}
         fresh = jkv.init(config, storage=storage, **self.where)
@@ -280,6 +283,7 @@ class Game:
             block_size=block_size,
             max_sequences=max_sequences,
             max_context_length=max_context,
+            states=states,
         )
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
@@ -297,13 +301,27 @@ class Game:
             )
         )
         # And what is read back, quantized or not.
-        kept = self.cache.storage[0].dtype
+        kept = np.dtype(dtype) if not groups else self.cache.storage[0].dtype
         self.stored_keys, self.stored_values = (
             [np.asarray(stored(rows, kept)) for rows in tables]
             for tables in (self.keys, self.values)
         )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status
+
+    def make_config(self, configs):
+        """What `init` is given for the configuration of each group."""
+        if len(configs) == 1:
+            return configs[0]
+        return jkv.GroupedConfig(
+            groups=configs,
+            layer_groups=self.layer_groups,
+            prefix_caching=self.prefix_caching,
+        )
+
+    def number_of(self, g):
+        """The number of a group with blocks in the configuration."""
+        return g
 
     # Random arguments.
 
@@ -513,7 +531,7 @@ class Game:
             self.compare_status(status, expected)
             return
         if kind == 1:
-            most = min(pool.num_blocks for pool in self.pools)
+            most = min((pool.num_blocks for pool in self.pools), default=1)
             wanted = int(self.rng.integers(-1, most + 2))
             gone = self.oracle.evict(wanted, seq_ids)
             self.cache, evicted = self.call("evict", wanted, seq_ids)
@@ -532,9 +550,13 @@ class Game:
         """Block lists, slots and blocks, of good and of foreign ids."""
         seq_ids = self.pick_seq_ids()
         positions = self.pick_counts()
+        if not self.pools:
+            return
         g = int(self.rng.integers(len(self.pools)))
         nothing = self.oracle.groups[g].num_blocks
-        slots = jkv.slots(self.cache, i32(seq_ids), i32(positions), group=g)
+        slots = jkv.slots(
+            self.cache, i32(seq_ids), i32(positions), group=self.number_of(g)
+        )
         slots = jax.device_get(slots)
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
             slot = self.oracle.slot(seq_id, position, g)
@@ -543,14 +565,14 @@ class Game:
         for seq_id in set(seq_ids):
             table = self.table_of(seq_id, g)
             rest = self.cache.max_blocks_per_sequence - len(table)
-            found = jkv.block_ids(self.cache, i32(seq_id), group=g)
+            found = jkv.block_ids(self.cache, i32(seq_id), group=self.number_of(g))
             same(found, table + [nothing] * rest)
             if self.has_storage:
                 self.compare_contents(
                     seq_id, *jax.device_get(self.call("read", seq_id))
                 )
         block = int(self.rng.integers(nothing))
-        info = jkv.block_info(self.cache, i32(block), group=g)
+        info = jkv.block_info(self.cache, i32(block), group=self.number_of(g))
         assert int(info.reference_count) == self.oracle.reference_count(block, g)
         is_free = block in self.oracle.groups[g].free
         assert bool(info.is_free) == is_free
@@ -688,7 +710,7 @@ class Game:
             np.array([oracle.slot(seq_id, p, g) is not None for p in places], bool)
             for g in range(len(self.pools))
         ]
-        if self.has_tokens:
+        if self.has_tokens and self.pools:
             told = np.where(kept[oracle.leader], contents, -1)
             same(tokens, [*told, *[-1] * (oracle.max_context - len(contents))])
         for layer, (keys, values, length, start) in enumerate(layers):

@@ -203,6 +203,8 @@ class ReuseGame(Game):
         super().compare_state()
         metadata, oracle = jax.device_get(self.cache.metadata), self.oracle
         index = metadata.index
+        if not oracle.groups:
+            return
         visible = np.flatnonzero(index.hashes)
         same(np.sort(visible), sorted(oracle.known(oracle.leader)))
         for number, each in zip(metadata.followers, index.followers, strict=True):

@@ -22,16 +22,21 @@ from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata, PrefixIndex
 
 
-def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
+def commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
     """Make the blocks that a step filled visible.
 
     Args:
       metadata: with an index; the step's keys and values are written.
       batch: the step.
+
+    Returns:
+      The metadata, and bool[B]: requests that go on with what was visible of them.
     """
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
-    if batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
+    if not metadata.groups:  # there are no blocks, and what is told is visible
+        lengths = chains.num_columns
+    elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
         metadata, lengths = _commit_one_each(start, chains)
     else:
         metadata, lengths = _commit_runs(start, chains, batch)
@@ -42,7 +47,7 @@ def commit_blocks(metadata: Metadata, batch: Batch) -> Metadata:
     )
     row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
     committed = index_of(metadata).committed.at[row].set(visible, mode="drop")
-    return with_index(metadata, committed=committed)
+    return with_index(metadata, committed=committed), chains.continues
 
 
 # The metadata, and i32[B]: the columns of each request that are visible already.

@@ -24,6 +24,7 @@ from jkv.metadata.prefixes.prefix_index import (
     tokens_of,
 )
 from jkv.metadata.prefixes.proofs import Tip
+from jkv.metadata.prefixes.snapshots import find_longest, snapshots_of
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.state import BlockGroup, Metadata
 from jkv.state.windows import Columns
@@ -48,6 +49,8 @@ class Found(NamedTuple):
     num_blocks: jax.Array  # i32[B], leading columns found
     num_part: jax.Array  # i32[B], tokens in common with the part, below T
     groups: tuple[FoundBlocks, ...]
+    # i32[B], the place of the snapshot at the columns' end, P for none; None without.
+    place: jax.Array | None = None
 
     def num_tokens(self, block_size: int) -> jax.Array:
         """Return the tokens found, i32[B]."""
@@ -67,7 +70,8 @@ class _Whole(NamedTuple):
 
     blocks: tuple[jax.Array, ...]  # i32[B, C] of each group, N where none is known
     num: jax.Array  # i32[B], columns from which all groups can go on
-    tip: Tip  # their end, in the leading group
+    tip: Tip | None  # their end, in the leading group; None with states
+    place: jax.Array | None  # i32[B], the snapshot there, P for none; None without
 
 
 def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
@@ -94,7 +98,7 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
         groups.append(FoundBlocks(blocks, gap, part))
-    return Found(whole.num, num_part, tuple(groups))
+    return Found(whole.num, num_part, tuple(groups), whole.place)
 
 
 def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
@@ -108,37 +112,44 @@ def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
     return Found(none, none, tuple(groups))
 
 
-def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
-    """Find leading blocks of prompts: all columns at once, guesses before proofs."""
-    index, size = index_of(metadata), metadata.block_size
-    nothing = metadata.leading.num_blocks
-    num_requests, width = prompts.tokens.shape
+class _Hashed(NamedTuple):
+    """The whole columns of prompts, and the hashes of what leads up to their ends."""
+
+    tokens: jax.Array  # i32[B, C, T]
+    column: jax.Array  # i32[1, C]
+    start: jax.Array  # u32[B], of nothing
+    hashes: jax.Array  # u32[B, C]
+
+
+def _hash_columns(metadata: Metadata, prompts: _Prompts) -> _Hashed:
+    size, (num_requests, width) = metadata.block_size, prompts.tokens.shape
     num_columns = min(width // size, metadata.max_blocks_per_sequence)
     whole = prompts.tokens[:, : num_columns * size]
     whole = whole.reshape(num_requests, num_columns, size)
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     start = hashing.salt_hash(prompts.salts)
     sums = jnp.cumsum(hashing.column_hash(whole, column), axis=1, dtype=jnp.uint32)
-    hashes = start[:, None] + sums
-    wide = proofs.hash_prompts(index, whole, column, prompts.salts)
+    return _Hashed(whole, column, start, start[:, None] + sums)
 
-    block = hash_tables.look_up(index, hashes)
-    first = jnp.full((num_requests, 1), nothing, jnp.int32)
-    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, :num_columns]
-    parents = proofs.known_parents(index, before)
-    asked = Prefixes(whole, prompts.salts[:, None], hashes, wide, parents)
-    is_found = (column + 1) * size <= prompts.usable[:, None]
-    is_found &= hash_tables.is_same(metadata, block, asked)
-    block = jnp.where(is_found, block, nothing)
-    blocks = tuple(
-        find_partners(metadata, number, block) for number in range(len(metadata.groups))
-    )
-    reaches = [
-        group.window.reaches(theirs < group.num_blocks, size)
-        for group, theirs in zip(metadata.groups, blocks, strict=True)
-    ]
-    goes_on = functools.reduce(operator.and_, reaches)
-    num = jnp.max(jnp.where(goes_on, column + 1, 0), axis=1, initial=0)
+
+def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
+    """Find leading blocks of prompts: all columns at once, guesses before proofs."""
+    hashed = _hash_columns(metadata, prompts)
+    if snapshots := snapshots_of(metadata):
+        block, wide = None, None
+        goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
+        blocks: tuple[jax.Array, ...] = ()
+        if metadata.groups:
+            block, _ = _look_up(metadata, prompts, hashed)
+            blocks, reach = _reach(metadata, block)
+            goes_on &= reach
+        num, place = find_longest(
+            metadata, snapshots, prompts.tokens, prompts.salts, hashed.hashes, goes_on
+        )
+        return _Whole(blocks, num, None, place)
+    block, wide = _look_up(metadata, prompts, hashed)
+    blocks, goes_on = _reach(metadata, block)
+    num = jnp.max(jnp.where(goes_on, hashed.column + 1, 0), axis=1, initial=0)
 
     last, is_empty = num[:, None] - 1, num == 0
     if wide is not None:
@@ -148,8 +159,48 @@ def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
             hashing.wide_salt_hash(prompts.salts),
             jnp.stack(words, axis=-1),
         )
-    end = jnp.where(is_empty, start, _at(hashes, last, np.uint32(0)))
-    return _Whole(blocks, num, Tip(_at(block, last, nothing), end, wide))
+    end = jnp.where(is_empty, hashed.start, _at(hashed.hashes, last, np.uint32(0)))
+    tip = Tip(_at(block, last, metadata.leading.num_blocks), end, wide)
+    return _Whole(blocks, num, tip, None)
+
+
+def _look_up(
+    metadata: Metadata, prompts: _Prompts, hashed: _Hashed
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the leader's block of each column, i32[B, C], N for none; wide hashes."""
+    index, column = index_of(metadata), hashed.column
+    wide = proofs.hash_prompts(index, hashed.tokens, column, prompts.salts)
+    nothing, (num_requests, num_columns) = (
+        metadata.leading.num_blocks,
+        hashed.hashes.shape,
+    )
+    block = hash_tables.look_up(index, hashed.hashes)
+    first = jnp.full((num_requests, 1), nothing, jnp.int32)
+    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, :num_columns]
+    parents = proofs.known_parents(index, before)
+    asked = Prefixes(
+        hashed.tokens, prompts.salts[:, None], hashed.hashes, wide, parents
+    )
+    is_found = (column + 1) * metadata.block_size <= prompts.usable[:, None]
+    is_found &= hash_tables.is_same(metadata, block, asked)
+    return jnp.where(is_found, block, nothing), wide
+
+
+def _reach(
+    metadata: Metadata, block: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the blocks of all groups beside the leader's, i32[B, C] each.
+
+    And bool[B, C]: from the end of which columns all of these groups can go on.
+    """
+    blocks = tuple(
+        find_partners(metadata, number, block) for number in range(len(metadata.groups))
+    )
+    reaches = [
+        group.window.reaches(theirs < group.num_blocks, metadata.block_size)
+        for group, theirs in zip(metadata.groups, blocks, strict=True)
+    ]
+    return blocks, functools.reduce(operator.and_, reaches)
 
 
 def _is_needed(
@@ -173,11 +224,15 @@ def _find_part(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Find the block behind those found that begins most like what follows them.
 
-    It is a child of the last one, and all groups have a block beside it.
+    It is a child of the last one, and all groups have a block beside it. With states
+    there is none: they cannot go on from within a block.
 
     Returns:
       Of each group the block, i32[B], N for none; and i32[B], the tokens in common.
     """
+    if whole.tip is None:
+        none = jnp.zeros(whole.num.shape, jnp.int32)
+        return [none + group.num_blocks for group in metadata.groups], none
     index, size = index_of(metadata), metadata.block_size
     nothing, num = metadata.leading.num_blocks, whole.num
     offset = jnp.arange(size, dtype=jnp.int32)[None]

@@ -26,6 +26,18 @@ class Sequence:
     # None once its chain has a gap.
     salt: int = 0
     visible: int | None = 0
+    # For layers with a state: at how many tokens it stands, and the tokens as they were
+    # told, -1 where this cache was not told them.
+    base: int = 0
+    text: list[Any] = dataclasses.field(default_factory=list)
+
+
+class StateRules(NamedTuple):
+    """What layers with a state can do."""
+
+    max_pending: int = 0  # tokens that can be taken back
+    num_snapshots: int = 0
+    snapshot_every: int = 0
 
 
 class Row(NamedTuple):
@@ -47,13 +59,21 @@ class Batch(NamedTuple):
     context_lengths: list[int]
     rows: list[Row | None]
     epochs: list[int]
+    pending_before: list[int]
+    pending_after: list[int]
 
 
 class Cache:
     """The cache. Its verbs serve requests one after the other, in all groups."""
 
-    def __init__(self, groups, *, block_size, max_sequences, max_context_length):
+    def __init__(
+        self, groups, *, block_size, max_sequences, max_context_length, states=None
+    ):
         """Of each group: blocks in its pool, window or None, tokens of sinks."""
+        self.states: StateRules | None = states
+        # (domain, tokens) of each snapshot, the one unused for longest first: at how
+        # many tokens its state stands.
+        self.snapshots: dict[tuple[int, tuple[Any, ...]], int] = {}
         self.groups = [Group(size, block_size, *window) for size, *window in groups]
         self.block_size, self.max_context = block_size, max_context_length
         self.max_sequences = max_sequences
@@ -65,17 +85,22 @@ class Cache:
         # The leading group has one always: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
         windows = [group.window or float("inf") for group in self.groups]
-        self.leader = windows.index(max(windows))
+        self.leader = windows.index(max(windows)) if windows else 0
 
-    def append(self, seq_ids, num_tokens, contents, max_query_length=None):
+    def append(
+        self, seq_ids, num_tokens, contents, max_query_length=None, num_pending=None
+    ):
         """Store contents[row] in each served request's rows; returns a Batch.
 
         `contents` has one entry per row, so its length is the capacity. With
         `max_query_length` Q, request i owns Q rows from i * Q, else rows are packed.
         """
         self._begin()
-        batch = Batch(list(seq_ids), [], [], [], [], [None] * len(contents), [])
+        batch = Batch(list(seq_ids), [], [], [], [], [None] * len(contents), [], [], [])
+        most = self.states.max_pending if self.states else 0
+        num_pending = num_pending if most and num_pending else [most] * len(seq_ids)
         before = {seq_id: len(each.tokens) for seq_id, each in self.open.items()}
+        pending = {i: len(each.tokens) - each.base for i, each in self.open.items()}
         start = 0
         for i, (seq_id, count) in enumerate(zip(seq_ids, num_tokens, strict=True)):
             room = len(contents) - start
@@ -86,7 +111,7 @@ class Cache:
             if cause == OK and mine:
                 blocks = self._blocks_for(length + count)
                 needs = [blocks - len(table) for table in mine.tables]
-                if count < 0:
+                if count < 0 or not 0 <= num_pending[i] <= most:
                     cause = INVALID_ARGUMENT
                 elif length + count > self.max_context:
                     cause = CONTEXT_FULL
@@ -102,11 +127,17 @@ class Cache:
                 blocks = [table[column] for table in mine.tables]
                 batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
                 mine.tokens.append(contents[row])
+                mine.text.append(contents[row])
             batch.status.append(cause)
             batch.query_starts.append(start)
             batch.query_lengths.append(served)
             batch.context_lengths.append(length + served)
             batch.epochs.append(mine.epoch if mine else 0)
+            batch.pending_before.append(pending.get(seq_id, 0))
+            batch.pending_after.append(pending.get(seq_id, 0))
+            if served:
+                batch.pending_after[-1] = min(num_pending[i], served)
+                mine.base = length + served - batch.pending_after[-1]
             start += max(count, 0)
         # What is given back is free for later calls: it is behind all that was taken.
         for seq_id, served in zip(seq_ids, batch.query_lengths, strict=True):
@@ -224,7 +255,7 @@ class Cache:
         return sum(each.tables[g].count(block) for each in self.open.values())
 
     def num_free_blocks(self):
-        return min(len(group.free) for group in self.groups)
+        return min((len(group.free) for group in self.groups), default=2**31 - 1)
 
     def known(self, g):
         """The blocks of a group that a prompt may find."""
@@ -247,10 +278,25 @@ class Cache:
 
     def _can_go_on(self, mine, length):
         """Whether a sequence can go on from a length, in all groups."""
-        return 0 <= length <= len(mine.tokens) and all(
-            group.can_go_on(mine.tables[g], length)
-            for g, group in enumerate(self.groups)
+        return (
+            0 <= length <= len(mine.tokens)
+            and (not self.states or self._base_at(mine, length) is not None)
+            and all(
+                group.can_go_on(mine.tables[g], length)
+                for g, group in enumerate(self.groups)
+            )
         )
+
+    def _base_at(self, mine, length):
+        """At how many tokens the state stands that goes on from a length, if one does:
+        the sequence's own, or that of a snapshot of its text."""
+        if length == 0 or mine.base <= length:
+            return min(mine.base, length)
+        return self.snapshots.get((mine.salt, tuple(mine.text[:length])))
+
+    def _use_snapshot(self, salt, tokens):
+        """A snapshot that is used is the last to be given up."""
+        self.snapshots[salt, tokens] = self.snapshots.pop((salt, tokens))
 
     def _begin(self):
         """A call is judged by the blocks free before it."""
@@ -288,6 +334,8 @@ class Cache:
             sequence,
             tables=[table[:full] for table in sequence.tables],
             tokens=sequence.tokens[:length],
+            text=sequence.text[:length],
+            base=self._base_at(sequence, length) or 0,
             visible=None if sequence.visible is None else min(sequence.visible, length),
         )
 
@@ -295,6 +343,7 @@ class Cache:
         """Take over a past: share its full blocks, and own a copy of its tail."""
         mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
         mine.visible, mine.salt = past.visible, past.salt
+        mine.base, mine.text = past.base, list(past.text)
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
@@ -314,7 +363,10 @@ class Cache:
                 self._forget_from(g, table[full])
             self._shrink(g, table, full + tails[g] - copies[g])
         self._extend(mine, copies)
-        del mine.tokens[length:]
+        if 0 < length < mine.base:
+            self._use_snapshot(mine.salt, tuple(mine.text[:length]))
+        mine.base = self._base_at(mine, length)
+        del mine.tokens[length:], mine.text[length:]
         if mine.visible is not None or length == 0:
             mine.visible = min(mine.visible or 0, length)
         mine.epoch = self.clock + 1

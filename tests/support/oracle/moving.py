@@ -103,7 +103,8 @@ class Oracle(PrefixCache):
             old.append(held(dict.fromkeys(filled + every)))
         sizes = list(zip(old, self.groups, strict=True))
         if any(
-            len(each.tokens) > self.max_context or max(map(len, each.tables)) > most
+            len(each.tokens) > self.max_context
+            or max(map(len, each.tables), default=0) > most
             for each in swapped
         ):
             cause = CONTEXT_FULL
@@ -119,6 +120,7 @@ class Oracle(PrefixCache):
             for seq_id, each in zip(seq_ids, swapped, strict=True):
                 mine = self.open[seq_id]
                 mine.tokens, mine.salt = list(each.tokens), each.salt
+                mine.base, mine.text = each.base, [-1] * len(each.tokens)
                 mine.visible = None if each.visible != 0 else 0
             for g, blocks in enumerate(old):
                 new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))

@@ -35,6 +35,10 @@ class PrefixCache(Cache):
                     mine = self.open[seq_id]
                     mine.tables, mine.tokens = tables, list(prompts[i][:length])
                     mine.salt, mine.visible = salts[i], length
+                    mine.text = list(prompts[i][:length])
+                    if self.states and length:
+                        mine.base = self.snapshots[salts[i], tuple(mine.text)]
+                        self._use_snapshot(salts[i], tuple(mine.text))
                     opened.append((mine, fresh))
                 else:
                     cause, length = OUT_OF_BLOCKS, 0
@@ -68,6 +72,10 @@ class PrefixCache(Cache):
             chain[column][g] is None
             for g, group in enumerate(self.groups)
             for column in group.seen(len(chain) * T)
+        ) or (
+            self.states
+            and chain
+            and (salt, tuple(prompt[: len(chain) * T])) not in self.snapshots
         ):
             chain.pop()
         start = len(chain) * T
@@ -77,6 +85,7 @@ class PrefixCache(Cache):
             if (domain, tokens[:start]) == (salt, tuple(prompt[:start]))
             and len(tokens) == start + T
             and None not in blocks
+            and not self.states  # a state cannot go on from within a block
         ]
         length = start + min(max(partial, default=0), T - 1)
         tables = []
@@ -90,9 +99,10 @@ class PrefixCache(Cache):
         T, lead = self.block_size, self.leader
         counts = {
             block: self.reference_count(block, lead)
-            for block in range(self.groups[lead].num_blocks)
+            for group in self.groups[lead : lead + 1]
+            for block in range(group.num_blocks)
         }
-        exchanges = [[] for _ in self.groups]
+        exchanges, visited = [[] for _ in self.groups], []
         for i, seq_id in enumerate(batch.seq_ids):
             mine, end = self.open.get(seq_id), batch.context_lengths[i]
             start = end - batch.query_lengths[i]
@@ -103,11 +113,16 @@ class PrefixCache(Cache):
                 or mine.visible != start
                 or len(mine.tokens) < end
                 # A later step gave back what this one went on from.
-                or (start >= T and mine.tables[lead][start // T - 1] is None)
+                or (
+                    self.groups
+                    and start >= T
+                    and mine.tables[lead][start // T - 1] is None
+                )
             ):
                 continue
             mine.visible = end
-            for column in range(start // T, end // T):
+            visited.append((mine, end))
+            for column in range(start // T, end // T) if self.groups else ():
                 own = [table[column] for table in mine.tables]
                 tokens = tuple(mine.tokens[: (column + 1) * T])
                 is_told = all(token >= 0 for token in tokens[column * T :])
@@ -133,8 +148,27 @@ class PrefixCache(Cache):
             for i, block in enumerate(gone):
                 self._drop(g, block, kept=gone[i + 1 :])
 
+        for mine, end in visited if self.states else ():
+            if mine.visible == end == len(mine.tokens) and -1 not in mine.text:
+                self._take_snapshot(mine)
+
+    def _take_snapshot(self, mine):
+        """Keep the state of a sequence whose length is a multiple."""
+        if len(mine.tokens) % self.states.snapshot_every:
+            return
+        key = mine.salt, tuple(mine.text)
+        if key in self.snapshots:
+            self._use_snapshot(*key)
+            return
+        if len(self.snapshots) == self.states.num_snapshots:
+            del self.snapshots[next(iter(self.snapshots))]
+        self.snapshots[key] = mine.base
+
     def forget(self, salt=None):
         """Forget one domain, or all; what its sequences hold never becomes visible."""
+        for domain, text in list(self.snapshots):
+            if salt in (None, domain):
+                del self.snapshots[domain, text]
         for domain, tokens in list(self.index):
             if salt in (None, domain):
                 del self.index[domain, tokens]
@@ -144,6 +178,9 @@ class PrefixCache(Cache):
 
     def evict_cached(self, num_blocks):
         """Forget the cached blocks of each group that have been free longest."""
+        if not self.groups:
+            for key in list(self.snapshots)[: max(num_blocks, 0)]:
+                del self.snapshots[key]
         known = [self.known(g) for g in range(len(self.groups))]
         for g, group in enumerate(self.groups):
             cached = [block for block in group.free if block in known[g]]

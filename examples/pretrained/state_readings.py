@@ -1,0 +1,149 @@
+"""What the config.json of a model with states says, a function for each architecture.
+
+They return fields of `DecoderConfig`, as those of `readings.py` do.
+"""
+
+import dataclasses
+from typing import Any
+
+from .parts import DeltaRule, Experts
+from .readings import read_deepseek, read_qwen3_moe
+from .rope_settings import read_rope, rope_parameters
+from .settings import Settings
+
+# Kinds of layers, as `layer_types` names them.
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def read_qwen3_next(settings: Settings) -> dict[str, Any]:
+    """Read layers of two kinds, experts, and the one that all tokens share."""
+    delta_rule = dataclasses.replace(_read_delta_rule(settings), is_grouped=True)
+    return _share_expert(settings, read_qwen3_moe(settings)) | dict(
+        mixers=_read_mixers(settings), delta_rule=delta_rule
+    )
+
+
+def read_qwen3_5(settings: Settings) -> dict[str, Any]:
+    """Read layers of two kinds; a text without pictures has one position a token."""
+    rope = read_rope(settings, settings.count("head_dim"), can_be_partial=True)
+    return dict(
+        mixers=_read_mixers(settings),
+        delta_rule=_read_delta_rule(settings),
+        ropes=(rope,) * settings.count("num_hidden_layers"),
+    )
+
+
+def read_qwen3_5_moe(settings: Settings) -> dict[str, Any]:
+    """Read the same with experts in every layer."""
+    experts = Experts(
+        count=settings.count("num_experts"),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("moe_intermediate_size"),
+        is_normalised=True,
+    )
+    layers = (True,) * settings.count("num_hidden_layers")
+    fields = dict(experts=experts, expert_layers=layers)
+    return read_qwen3_5(settings) | _share_expert(settings, fields)
+
+
+def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
+    """Read layers of two kinds; released models have no positions at all."""
+    heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
+    key_heads = settings.count("linear_num_key_heads", heads)
+    key_dim = settings.count("linear_key_head_dim", 3 * hidden // (4 * key_heads))
+    allows_negative = settings.get("linear_allow_neg_eigval", True)
+    delta_rule = DeltaRule(
+        num_key_heads=key_heads,
+        num_heads=settings.count("linear_num_value_heads", heads),
+        key_dim=key_dim,
+        value_dim=settings.count("linear_value_head_dim", 2 * key_dim),
+        width=settings.count("linear_conv_kernel_dim"),
+        strength=2.0 if allows_negative else 1.0,
+        norm_epsilon=1e-5,
+    )
+    has_rope = rope_parameters(settings).get("rope_theta") is not None
+    rope = read_rope(settings, hidden // heads) if has_rope else None
+    return dict(
+        mixers=_read_mixers(settings),
+        delta_rule=delta_rule,
+        ropes=(rope,) * settings.count("num_hidden_layers"),
+    )
+
+
+def read_kimi_linear(settings: Settings) -> dict[str, Any]:
+    """Read latent attention without positions, and gates for each channel."""
+    num_layers = settings.count("num_hidden_layers")
+    given = settings.get("linear_attn_config", {})
+    linear = Settings(given, {"num_heads": settings.get("linear_num_heads")})
+    heads = linear.count("num_heads")
+    dim = linear.count("head_dim", settings.get("linear_head_dim"))
+    width = settings.get("linear_conv_kernel_dim")
+    delta_rule = DeltaRule(
+        num_key_heads=heads,
+        num_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        width=linear.count("short_conv_kernel_size", width),
+        gates=dim,
+        norm_epsilon=settings.number("rms_norm_eps"),
+        gate="sigmoid",
+    )
+    fields = read_deepseek(settings)
+    return fields | dict(
+        mixers=_read_mixers(settings, _name_kimi_layers(linear, num_layers)),
+        delta_rule=delta_rule,
+        ropes=(None,) * num_layers,
+    )
+
+
+def _name_kimi_layers(linear: Settings, num_layers: int) -> list[str] | None:
+    """Return the kinds of layers where a file counts those of each, from 1 on."""
+    full, states = linear.ints("full_attn_layers"), linear.ints("kda_layers")
+    if full is None or states is None:
+        return None
+    if sorted([*full, *states]) != list(range(1, num_layers + 1)):
+        raise ValueError(
+            f"config.json: linear_attn_config must name each of {num_layers} layers "
+            f"once, got full_attn_layers {full} and kda_layers {states}"
+        )
+    return [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
+
+
+def _read_mixers(
+    settings: Settings, kinds: list[str] | None = None
+) -> tuple[tuple[str, ...], ...]:
+    """Return what mixes tokens in each layer: attention, or the delta rule."""
+    num_layers = settings.count("num_hidden_layers")
+    kinds = kinds or settings.get("layer_types")
+    if kinds is None:
+        every = settings.count("full_attention_interval")
+        kinds = [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    names = {FULL: ("attention",), LINEAR: ("delta_rule",)}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {*names}:
+        raise ValueError(
+            f"config.json: layer_types must name {num_layers} layers, each {FULL} or "
+            f"{LINEAR}, got {kinds!r}"
+        )
+    return tuple(names[kind] for kind in kinds)
+
+
+def _read_delta_rule(settings: Settings) -> DeltaRule:
+    """Read the sizes as Qwen's files name them."""
+    return DeltaRule(
+        num_key_heads=settings.count("linear_num_key_heads"),
+        num_heads=settings.count("linear_num_value_heads"),
+        key_dim=settings.count("linear_key_head_dim"),
+        value_dim=settings.count("linear_value_head_dim"),
+        width=settings.count("linear_conv_kernel_dim"),
+        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+    )
+
+
+def _share_expert(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with an expert that all tokens share, weighed by each."""
+    experts = dataclasses.replace(
+        fields["experts"],
+        shared_inner=settings.count("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+    return fields | dict(experts=experts)

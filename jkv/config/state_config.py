@@ -1,0 +1,211 @@
+"""StateConfig: layers that keep a state of fixed size instead of keys and values."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.attention.elements import STORED_AS
+from jkv.config.arrays import count_bytes
+from jkv.config.counts import checked_count
+from jkv.config.state_layout import StateSizes, lay_out_state_storage
+
+# Shape and dtype of an array of one sequence, or of one token, in one layer.
+ArrayOf: TypeAlias = tuple[tuple[int, ...], Any]
+
+COUNTS = ("num_layers", "max_sequences", "max_context_length", "block_size")
+
+
+class ArraysOf(Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
+    """Shapes and dtypes by name, as a value that can be hashed."""
+
+    def __init__(self, field: str, arrays: Mapping[str, ArrayOf]) -> None:
+        """Check what a user gave for that field."""
+        if not isinstance(arrays, Mapping):
+            raise ValueError(
+                f"{field} must be a dict of a shape and a dtype for each name, as in "
+                f'{field}={{"delta": ((8, 128, 128), "float32")}}, got {arrays!r}'
+            )
+        checked = {name: _checked_array(field, name, arrays[name]) for name in arrays}
+        self._items = tuple(sorted(checked.items()))
+
+    def __getitem__(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape and dtype of one array."""
+        return dict(self._items)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, sorted."""
+        return iter(name for name, _ in self._items)
+
+    def __len__(self) -> int:
+        """Return how many arrays there are."""
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        """Return the same for the same shapes and dtypes."""
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        """Show what a user would write."""
+        return repr(
+            {name: (shape, dtype.name) for name, (shape, dtype) in self.items()}
+        )
+
+    @property
+    def flat(self) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
+        """Name, shape and dtype of each array."""
+        return tuple((name, *array) for name, array in self._items)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """Sizes of a group of layers with a state: arrays that every token changes.
+
+    Args:
+      num_layers: layers of the group, L.
+      arrays: the shape and dtype of each array that a sequence has in a layer, by name;
+        dtypes are float32, float16, bfloat16 or an integer's.
+      max_sequences: sequences open at one time, S.
+      max_context_length: tokens one sequence may have.
+      block_size: that of the groups with blocks, if there are some.
+      num_snapshots: with prefix caching, how many copies of states the cache keeps, for
+        prompts that begin with a text seen before. Each takes the bytes of a sequence's
+        state, and 4 for each of `max_context_length` tokens.
+      snapshot_every: with prefix caching, `commit` copies the state of a sequence whose
+        length is a multiple of this, itself one of `block_size`.
+      max_pending: how many of a sequence's newest tokens can be taken back, Q. The
+        state stands before them, and the cache keeps their `inputs`: speculation needs
+        as many as it makes guesses.
+      inputs: with `max_pending`, the shape and dtype of each array that a token brings
+        to a layer's state, by name.
+      heads_axes: the axis of each array, of `arrays` or of `inputs`, that
+        `init(heads=)` spreads over a mesh; arrays that are not named are on every
+        device.
+
+    Raises:
+      ValueError: for a size that cannot work, saying what to change.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.StateConfig(
+      ...     num_layers=3, arrays={"delta": ((2, 8, 8), "float32")}, max_sequences=4,
+      ...     max_context_length=256)
+      >>> config.bytes_per_sequence
+      1548
+    """
+
+    num_layers: int
+    arrays: Mapping[str, ArrayOf]
+    max_sequences: int
+    max_context_length: int
+    block_size: int = 16
+    num_snapshots: int = 0
+    snapshot_every: int | None = None
+    max_pending: int = 0
+    inputs: Mapping[str, ArrayOf] | None = None
+    heads_axes: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Normalise what is given as a dict, and reject what cannot work."""
+        for name in COUNTS:
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+        for name in ("num_snapshots", "max_pending"):
+            if getattr(self, name) != 0:
+                count = checked_count(name, getattr(self, name))
+                object.__setattr__(self, name, count)
+        object.__setattr__(self, "arrays", ArraysOf("arrays", self.arrays))
+        object.__setattr__(self, "inputs", ArraysOf("inputs", self.inputs or {}))
+        if not self.arrays:
+            raise ValueError("arrays must name at least one array of a state")
+        if bool(self.inputs) != bool(self.max_pending):
+            raise ValueError(
+                f"max_pending and inputs go together, got max_pending "
+                f"{self.max_pending} and inputs {self.inputs}: inputs are what a token "
+                f"brings to the state, kept while it can be taken back"
+            )
+        if self.snapshot_every is not None:
+            every = checked_count("snapshot_every", self.snapshot_every)
+            if every % self.block_size:
+                raise ValueError(
+                    f"snapshot_every must be a multiple of block_size, got {every} and "
+                    f"{self.block_size}"
+                )
+        object.__setattr__(self, "heads_axes", self._checked_axes())
+
+    def _checked_axes(self) -> "_Axes":
+        axes = dict(self.heads_axes or {})
+        known = {**self.arrays, **(self.inputs or {})}
+        for name, axis in axes.items():
+            num_axes = len(known[name][0]) if name in known else 0
+            if not (isinstance(axis, int) and 0 <= axis < num_axes):
+                raise ValueError(
+                    f"heads_axes names an axis of an array of arrays or inputs, got "
+                    f"{name!r}: {axis!r}; there are "
+                    f"{ {name: shape for name, (shape, _) in known.items()} }"
+                )
+        return _Axes(axes)
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Columns of the block tables of groups with blocks, M."""
+        return self.sizes.max_blocks_per_sequence
+
+    @property
+    def sizes(self) -> StateSizes:
+        """The fields as `jkv.config.layout` takes them."""
+        assert isinstance(self.arrays, ArraysOf) and isinstance(self.inputs, ArraysOf)
+        return StateSizes(
+            num_layers=self.num_layers,
+            arrays=self.arrays.flat,
+            inputs=self.inputs.flat,
+            max_sequences=self.max_sequences,
+            max_context_length=self.max_context_length,
+            block_size=self.block_size,
+            num_snapshots=self.num_snapshots,
+            snapshot_every=self.snapshot_every,
+            max_pending=self.max_pending,
+            heads_axes=tuple(sorted((self.heads_axes or {}).items())),
+        )
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the states of all sequences, their pending inputs with them."""
+        return count_bytes(lay_out_state_storage(self.sizes, False).values())
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of one sequence's state in all layers, its pending inputs with it."""
+        return self.storage_bytes // self.max_sequences
+
+
+class _Axes(dict[str, int]):
+    """Axes by name, as a value that can be hashed; nobody changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def _checked_array(field: str, name: str, array: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype of one array, or say what they must be."""
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"a name in {field} must be an identifier, got {name!r}")
+    try:
+        shape, dtype = array
+        shape, dtype = tuple(int(size) for size in shape), jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{field}[{name!r}] must be a shape and a dtype, as in ((8, 128), "
+            f'"float32"), got {array!r}'
+        ) from None
+    if any(size < 1 for size in shape) or math.prod(shape) > 2**31 - 1:
+        raise ValueError(f"{field}[{name!r}] cannot have the shape {shape}")
+    known = dtype in STORED_AS or jnp.issubdtype(dtype, jnp.integer)
+    if not known or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1):
+        raise ValueError(
+            f"{field}[{name!r}] must be float32, float16, bfloat16 or an integer type, "
+            f"got {dtype.name}"
+        )
+    return shape, dtype

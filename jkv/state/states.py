@@ -1,0 +1,117 @@
+"""States of fixed size: what sequences have in groups of layers without blocks.
+
+The row of a sequence in every array is its number. A row's state stands at the row's
+*base*: the tokens after it are *pending*, and their inputs are kept beside it, so that
+they can be taken back.
+
+Symbols: L layers, S sequences, P places of snapshots, Q tokens that may be pending, X
+tokens that a sequence may have.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshots:
+    """Whose states the places for snapshots hold: copies made at the end of a text.
+
+    A place knows its text by its tokens. The one unused for longest is given up first.
+    """
+
+    lengths: jax.Array  # i32[P], tokens of the text, 0 where the place is empty
+    salts: jax.Array  # i32[P], domain of the text
+    hashes: jax.Array  # u32[P], of the text: it proposes, and the tokens decide
+    num_pending: jax.Array  # i32[P], of the text's last tokens those pending
+    last_used: jax.Array  # u32[P], the number of the use of each place that came last
+    num_uses: jax.Array  # u32[], of all places
+    texts: jax.Array  # i32[P, X]
+    every: int = dataclasses.field(metadata={"static": True})  # they are multiples
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class States:
+    """What the sequences have in all groups with a state, as far as tokens go."""
+
+    # i32[S], of each sequence's newest tokens those pending; None if none ever are.
+    num_pending: jax.Array | None
+    texts: jax.Array | None  # i32[S, X], the tokens told of each sequence, -1 for none
+    snapshots: Snapshots | None  # with prefix caching
+    max_pending: int = dataclasses.field(metadata={"static": True})  # Q
+
+    def pending_of(self, rows: jax.Array) -> jax.Array:
+        """Return how many tokens of rows, i32[B], are pending, i32[B]."""
+        if self.num_pending is None:
+            return jax.numpy.zeros(rows.shape, jax.numpy.int32)
+        return self.num_pending.at[rows].get(mode="clip")
+
+
+# The fields of `StateStorage` that hold arrays by name.
+PARTS = ("rows", "inputs", "snapshot_rows", "snapshot_inputs")
+
+
+class StateSizes(NamedTuple):
+    """The sizes of a group's states, in which a batch and its cache agree."""
+
+    num_layers: int
+    max_pending: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StateStorage:
+    """The states of one group of layers, by row, and those of the snapshots, by place.
+
+    bfloat16 is stored as its bits.
+    """
+
+    bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
+    rows: dict[str, jax.Array]  # by name [L, S, ...]
+    inputs: dict[str, jax.Array]  # by name [L, S, Q, ...], of pending tokens, in order
+    snapshot_rows: dict[str, jax.Array]  # by name [L, P, ...]
+    snapshot_inputs: dict[str, jax.Array]  # by name [L, P, Q, ...]
+    # What the stored bits mean, in the order of the names; static.
+    row_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(metadata={"static": True})
+    input_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+    # Of each array, likewise, the axis that a mesh may divide, -1 for none; static.
+    row_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    input_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """The arrays that hold states and inputs, by path."""
+        return {
+            f"{part}.{name}": array
+            for part in PARTS
+            for name, array in getattr(self, part).items()
+        }
+
+    @property
+    def divided_axes(self) -> dict[str, int]:
+        """The axis of each of these arrays that a mesh may divide, -1 for none."""
+        axes = {}
+        for part in PARTS:
+            is_state = part.endswith("rows")
+            of_part = self.row_axes if is_state else self.input_axes
+            before = 2 if is_state else 3  # layers, rows or places, tokens
+            for name, axis in zip(getattr(self, part), of_part, strict=True):
+                axes[f"{part}.{name}"] = axis + before if axis >= 0 else -1
+        return axes
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored, L; 0 without storage."""
+        return self.bases.shape[0]
+
+    @property
+    def sizes(self) -> StateSizes:
+        """The sizes in which the group and the batches planned on it agree."""
+        pending = [array.shape[2] for array in self.inputs.values()]
+        return StateSizes(self.num_layers, max(pending, default=0))

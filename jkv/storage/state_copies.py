@@ -1,0 +1,133 @@
+"""Copies of states: between rows, and between rows and the places of snapshots."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.metadata.states import StateMoves, for_each_of
+from jkv.sharding.loops import fori_loop
+from jkv.state import Cache, StateStorage
+
+Arrays = dict[str, jax.Array]
+
+
+def with_moves(cache: Cache, moves: StateMoves | None) -> Cache:
+    """Return the cache with states moved between rows, and from snapshots to rows.
+
+    Outside jit nothing is done if no row is a target.
+
+    Args:
+      cache: the cache, with the metadata of after the call.
+      moves: what the call does; None without states.
+    """
+    if moves is None or not cache.num_layers:
+        return cache
+    if not _has_any(moves.target, cache.max_sequences):
+        return cache
+    return cache.with_states(tuple(_move(each, moves) for each in cache.states))
+
+
+def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> Cache:
+    """Return the cache with the states of rows copied to the places of snapshots.
+
+    Args:
+      cache: the cache, with the metadata of after the call.
+      rows: i32[B].
+      places: i32[B], P for none; None without snapshots.
+    """
+    if places is None or not cache.num_layers:
+        return cache
+    num_places = cache.metadata.states.snapshots.lengths.shape[0]  # type: ignore[union-attr]
+    if not _has_any(places, num_places):
+        return cache
+    return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
+
+
+def _has_any(numbers: jax.Array, none: int) -> bool:
+    """Return whether a number is below that of none; inside jit, whether one may be."""
+    if isinstance(numbers, jax.core.Tracer):
+        return True
+    return bool(np.any(np.asarray(numbers) < none))
+
+
+@jax.jit
+def _move(storage: StateStorage, moves: StateMoves) -> StateStorage:
+    bases = storage.bases.at[:, moves.target].set(moves.base[None], mode="drop")
+    return dataclasses.replace(
+        storage,
+        bases=bases,
+        rows=_move_rows(storage.rows, storage.snapshot_rows, moves),
+        inputs=_move_rows(storage.inputs, storage.snapshot_inputs, moves),
+    )
+
+
+def _move_rows(arrays: Arrays, snapshots: Arrays, moves: StateMoves) -> Arrays:
+    """Return rows as moves leave them, those of snapshots among their sources."""
+    if not arrays:
+        return arrays
+    if moves.source is not None:
+        arrays = _copy_rows(arrays, moves, moves.source)
+    if moves.place is not None and snapshots:
+        arrays = _copy(arrays, snapshots, moves.target, moves.place)
+    return arrays
+
+
+def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
+    """Copy rows to rows; with an exchange all sources are read before any target."""
+    num_layers, num_rows = next(iter(arrays.values())).shape[:2]
+    if not moves.is_exchange:
+        target = jnp.where(source < num_rows, moves.target, num_rows)
+        return _copy(arrays, arrays, target, source)
+    target = jnp.where(source < num_rows, moves.target, num_rows)
+
+    # A layer at a time: the rows that are on their way are those of one layer.
+    def exchange(layer: jax.Array, arrays: Arrays) -> Arrays:
+        def each(array: jax.Array) -> jax.Array:
+            rows = array.at[layer, source].get(mode="clip")
+            return array.at[layer, target].set(rows, mode="drop", unique_indices=True)
+
+        return jax.tree.map(each, arrays)
+
+    is_any = jnp.any(source < num_rows)
+    trips = jnp.where(is_any, jnp.int32(num_layers), 0)
+    return fori_loop(jnp.int32(0), trips, exchange, arrays)
+
+
+def _copy(
+    arrays: Arrays, sources: Arrays, target: jax.Array, source: jax.Array
+) -> Arrays:
+    """Copy one row after the other; those whose target or source is none are left.
+
+    Args:
+      arrays: by name [L, S, ...], those that change.
+      sources: likewise; perhaps the same.
+      target: i32[B], past the end for none.
+      source: i32[B], likewise.
+    """
+    if not arrays:
+        return arrays
+    num_targets = next(iter(arrays.values())).shape[1]
+    num_sources = next(iter(sources.values())).shape[1]
+    is_same = arrays is sources
+
+    def copy(request: jax.Array, changing: Arrays) -> Arrays:
+        read = changing if is_same else sources
+        return {
+            name: array.at[:, target[request]].set(
+                read[name].at[:, source[request]].get(mode="clip"), mode="drop"
+            )
+            for name, array in changing.items()
+        }
+
+    return for_each_of((target < num_targets) & (source < num_sources), copy, arrays)
+
+
+@jax.jit
+def _snap(storage: StateStorage, rows: jax.Array, places: jax.Array) -> StateStorage:
+    return dataclasses.replace(
+        storage,
+        snapshot_rows=_copy(storage.snapshot_rows, storage.rows, places, rows),
+        snapshot_inputs=_copy(storage.snapshot_inputs, storage.inputs, places, rows),
+    )

@@ -1,0 +1,293 @@
+"""read_state, write_state, read_pending: what sequences have in layers with a state."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.attention.elements import STORED_AS
+from jkv.metadata.requests import Integer
+from jkv.sharding.loops import when
+from jkv.state import Batch, Cache, StateLayer, StateStorage
+from jkv.state.cache import LayerPlaces, Role
+from jkv.state.entry import takes_cache
+from jkv.status import Status, UsageError
+from jkv.verbs.arguments import any_layer, check_batch, name_kind
+
+Layer = Integer | StateLayer | LayerPlaces
+Arrays = dict[str, jax.Array]
+
+
+@takes_cache(role=Role.READS_STATE)
+def read_state(cache: Cache, layer: Layer, batch: Batch) -> Arrays:
+    """Return the state that each request's sequence has in a layer.
+
+    Before the step's `write_state` that is the state before the batch's rows. It stands
+    at the sequence's base: tokens that are pending (`read_pending`) are not in it.
+
+    Args:
+      cache: the cache that `append` returned with the batch, or a later one.
+      layer: int, of the model; or what `cache.find_periodic` returned. Where all layers
+        are in one group it may be traced.
+      batch: the plan.
+
+    Returns:
+      By name [B, *shape], in the dtype of `StateConfig.arrays`. Zeros for a sequence
+      without tokens before its base, for padding and for a refused request.
+
+    Raises:
+      ValueError: for a layer without a state, a batch of a cache of other sizes, or a
+        cache without storage.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.StateConfig(num_layers=2, arrays={"sum": ((3,), "float32")},
+      ...     max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> state = jkv.read_state(cache, 1, batch)
+      >>> cache = jkv.write_state(cache, 1, batch, {"sum": state["sum"] + 1})
+      >>> jkv.read_state(cache, 1, batch)["sum"].tolist()
+      [[1.0, 1.0, 1.0]]
+    """
+    found, storage = _find(cache, layer, batch)
+    return _read(
+        storage.rows,
+        storage.bases,
+        any_layer(found.layer, batch),
+        _list_rows(batch, storage),
+        dtypes=storage.row_dtypes,
+    )
+
+
+@takes_cache(role=Role.READS_STATE)
+def read_pending(cache: Cache, layer: Layer, batch: Batch) -> Arrays:
+    """Return the inputs of the tokens that were pending before the step.
+
+    A model works them into the state of `read_state`, and then the batch's rows.
+
+    Args:
+      cache: the cache that `append` returned with the batch, before `write_state`.
+      layer: as for `read_state`.
+      batch: the plan.
+
+    Returns:
+      By name [B, Q, *shape], oldest first, in the dtype of `StateConfig.inputs`; zeros
+      past `batch.pending_before`. Without `max_pending` there are no names.
+
+    Raises:
+      ValueError: as `read_state`.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.StateConfig(num_layers=1, arrays={"sum": ((3,), "float32")},
+      ...     max_sequences=2, max_context_length=16, max_pending=4,
+      ...     inputs={"x": ((3,), "float32")})
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> jkv.read_pending(cache, 0, batch)["x"].shape
+      (1, 4, 3)
+    """
+    found, storage = _find(cache, layer, batch)
+    return _read_inputs(
+        storage.inputs,
+        any_layer(found.layer, batch),
+        _list_rows(batch, storage),
+        batch.pending_before,
+        dtypes=storage.input_dtypes,
+    )
+
+
+@takes_cache(role=Role.WRITES_STATE)
+def write_state(
+    cache: Cache,
+    layer: Layer,
+    batch: Batch,
+    state: Mapping[str, jax.Array],
+    inputs: Mapping[str, jax.Array] | None = None,
+) -> Cache:
+    """Store the state of each request's sequence after the step.
+
+    Requests without rows keep theirs.
+
+    Args:
+      cache: the cache that `append` returned with the batch, or a later one.
+      layer: as for `read_state`.
+      batch: the plan.
+      state: by name [B, *shape], in the dtype of `StateConfig.arrays`: after each
+        request's last row, or, with `max_pending`, after its first
+        `context_lengths - pending_after` tokens.
+      inputs: with `max_pending`, by name [R, *shape]: what each row brings, in the
+        dtype of `StateConfig.inputs`. Those of pending rows are kept.
+
+    Returns:
+      The new cache. Under jit with donation the states are updated in place.
+
+    Raises:
+      ValueError: for arrays of other names, shapes or dtypes, and as `read_state`.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.StateConfig(num_layers=1, arrays={"sum": ((3,), "float32")},
+      ...     max_sequences=2, max_context_length=16)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids)
+      >>> cache = jkv.write_state(cache, 0, batch, jkv.read_state(cache, 0, batch))
+    """
+    found, storage = _find(cache, layer, batch)
+    given = dict(inputs or {})
+    _check_arrays("state", storage.rows, storage.row_dtypes, state, len(batch.seq_ids))
+    _check_arrays("inputs", storage.inputs, storage.input_dtypes, given, batch.num_rows)
+    storage = _write(
+        storage, any_layer(found.layer, batch), batch, dict(state), dict(given)
+    )
+    states = list(cache.states)
+    states[found.group] = storage
+    return cache.with_states(tuple(states))
+
+
+def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[StateLayer, StateStorage]:
+    """Return where the state of a layer is; refuse a batch or a layer that is none."""
+    if cache.num_layers == 0:
+        raise ValueError(
+            "this cache has no storage (init(..., storage=False)); make one with "
+            "storage to read or write states"
+        )
+    found = cache.find_state(layer)
+    check_batch(cache, batch)
+    return found, cache.states[found.group]
+
+
+def _check_arrays(
+    what: str,
+    stored: Arrays,
+    dtypes: tuple[np.dtype[Any], ...],
+    given: Mapping[str, jax.Array],
+    count: int,
+) -> None:
+    """Refuse arrays that are not as configured, one for each of `count`."""
+    if not isinstance(given, Mapping) or set(given) != set(stored):
+        names = sorted(given) if isinstance(given, Mapping) else name_kind(given)
+        raise UsageError(
+            f"{what} must have the arrays that StateConfig names, {sorted(stored)}, "
+            f"got {names}"
+        )
+    for (name, array), dtype in zip(sorted(stored.items()), dtypes, strict=True):
+        shape = (count, *array.shape[2 if what == "state" else 3 :])
+        found = given[name]
+        if getattr(found, "shape", None) != shape or found.dtype != dtype:
+            raise UsageError(
+                f"{what}[{name!r}] must be {dtype.name}{list(shape)}, as StateConfig "
+                f"says of one {'sequence' if what == 'state' else 'token'}, got "
+                f"{name_kind(found)}"
+            )
+
+
+def _list_rows(batch: Batch, storage: StateStorage) -> jax.Array:
+    """Return the row of each served request, i32[B], S for others and padding."""
+    is_served = (batch.status == Status.OK) & (batch.seq_ids >= 0)
+    return jnp.where(is_served, batch.seq_ids, storage.bases.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames="dtypes")
+def _read(
+    rows: Arrays,
+    bases: jax.Array,
+    layer: jax.Array,
+    row: jax.Array,
+    *,
+    dtypes: tuple[np.dtype[Any], ...],
+) -> Arrays:
+    base = bases.at[layer, row].get(mode="fill", fill_value=0)
+    found = {}
+    for (name, array), dtype in zip(sorted(rows.items()), dtypes, strict=True):
+        state = _as_meant(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
+        # Whatever an empty sequence's row holds, it begins with zeros.
+        found[name] = jnp.where(_along(base > 0, state), state, jnp.zeros_like(state))
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="dtypes")
+def _read_inputs(
+    inputs: Arrays,
+    layer: jax.Array,
+    row: jax.Array,
+    count: jax.Array,
+    *,
+    dtypes: tuple[np.dtype[Any], ...],
+) -> Arrays:
+    found = {}
+    for (name, array), dtype in zip(sorted(inputs.items()), dtypes, strict=True):
+        pending = _as_meant(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
+        place = jnp.arange(pending.shape[1], dtype=jnp.int32)[None]
+        is_pending = _along(place < count[:, None], pending)
+        found[name] = jnp.where(is_pending, pending, jnp.zeros_like(pending))
+    return found
+
+
+@jax.jit
+def _write(
+    storage: StateStorage,
+    layer: jax.Array,
+    batch: Batch,
+    state: Arrays,
+    inputs: Arrays,
+) -> StateStorage:
+    grows, no_row = batch.query_lengths > 0, storage.bases.shape[1]
+    row = jnp.where(grows, batch.seq_ids, no_row)
+    # Rows that are dropped are told apart, so that no index stands twice.
+    request = jnp.arange(row.shape[0], dtype=jnp.int32)
+    row = jnp.where(grows, row, no_row + request)
+
+    def put(array: jax.Array, rows: jax.Array, row: jax.Array) -> jax.Array:
+        rows = _as_stored(rows, array.dtype)
+        return array.at[layer, row].set(rows, mode="drop", unique_indices=True)
+
+    base = batch.context_lengths - batch.pending_after
+    storage = dataclasses.replace(
+        storage,
+        bases=put(storage.bases, base, row),
+        rows={name: put(storage.rows[name], state[name], row) for name in storage.rows},
+    )
+    if not storage.inputs:
+        return storage
+    count = jnp.where(grows, batch.pending_after, 0)
+    first = batch.query_starts + batch.query_lengths - count
+
+    def keep(kept: Arrays, row: jax.Array) -> Arrays:
+        most = next(iter(kept.values())).shape[2]
+        place = jnp.arange(most, dtype=jnp.int32)[None]
+        source = jnp.where(place < count[:, None], first[:, None] + place, -1)
+        source = jnp.where(source < 0, batch.num_rows, source)
+        return {
+            name: put(
+                array, inputs[name].at[source].get(mode="fill", fill_value=0), row
+            )
+            for name, array in kept.items()
+        }
+
+    # Steps of which nothing can be taken back keep no inputs.
+    kept = when(jnp.any(count > 0), keep, storage.inputs, row)
+    return dataclasses.replace(storage, inputs=kept)
+
+
+def _along(mask: jax.Array, array: jax.Array) -> jax.Array:
+    """Return a mask of the leading axes with the axes of an array."""
+    return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))
+
+
+def _as_meant(stored: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    if stored.dtype == dtype:
+        return stored
+    return jax.lax.bitcast_convert_type(stored, dtype)
+
+
+def _as_stored(given: jax.Array, stored: np.dtype[Any]) -> jax.Array:
+    if given.dtype == stored:
+        return given
+    assert STORED_AS[np.dtype(given.dtype)] == stored
+    return jax.lax.bitcast_convert_type(given, stored)
