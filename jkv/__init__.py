@@ -71,6 +71,7 @@ from jkv.verbs.eviction import (
     least_recently_used,
     touch,
 )
+from jkv.verbs.folding import fold_state
 from jkv.verbs.forking import Fork, fork
 from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
@@ -165,6 +166,7 @@ __all__ = [
     "evict_cached",
     "evict_older_than",
     "extend",
+    "fold_state",
     "fork",
     "fragmentation",
     "free",

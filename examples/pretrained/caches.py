@@ -6,7 +6,7 @@ from typing import Any
 import jkv
 
 from .config import ATTENTION, DecoderConfig
-from .mixers import MIXERS
+from .mixers import MIXERS, Mixer
 
 
 def attention_fields(config: DecoderConfig, num_layers: int) -> dict[str, Any]:
@@ -105,15 +105,12 @@ def _group_by_mixer(
             if num_blocks:
                 group = dataclasses.replace(group, num_blocks=num_blocks)
         else:
-            mixer = MIXERS[kind]
             group = jkv.StateConfig(
                 num_layers=num_layers,
-                arrays=mixer.list_state(config),
-                inputs=mixer.list_inputs(config) if of_states["max_pending"] else None,
                 max_sequences=sizes["max_sequences"],
                 max_context_length=max_context_length,
                 block_size=sizes["block_size"],
-                heads_axes=mixer.heads_axes,
+                **_list_arrays(config, MIXERS[kind], bool(of_states["max_pending"])),
                 **of_states,
             )
         groups.append(group)
@@ -123,3 +120,17 @@ def _group_by_mixer(
         layer_groups=tuple(each[0] if len(each) == 1 else each for each in numbers),
         prefix_caching=prefix_caching,
     )
+
+
+def _list_arrays(
+    config: DecoderConfig, mixer: Mixer, has_pending: bool
+) -> dict[str, Any]:
+    """Return the arrays of a mixer's state, and of what a pending token brings."""
+    state = mixer.list_state(config)
+    inputs = mixer.list_inputs(config) if has_pending else {}
+    axes = {
+        name: axis
+        for name, axis in mixer.heads_axes.items()
+        if name in state or name in inputs
+    }
+    return dict(arrays=state, inputs=inputs, heads_axes=axes)

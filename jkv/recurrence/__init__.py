@@ -1,7 +1,15 @@
 """States folded over packed rows; plain arrays in, plain arrays out."""
 
 from jkv.recurrence.folding import fold_rows
-from jkv.recurrence.rules import Arrays, ChunkRule, Rule
+from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
 from jkv.recurrence.tokens import peek_rows, replay
 
-__all__ = ["Arrays", "ChunkRule", "Rule", "fold_rows", "peek_rows", "replay"]
+__all__ = [
+    "Arrays",
+    "ChunkRule",
+    "Rule",
+    "fold_rows",
+    "peek_rows",
+    "replay",
+    "trace_output",
+]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.recurrence.pieces import Long, fold_pieces
-from jkv.recurrence.rules import Arrays, ChunkRule, Rule
+from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
 from jkv.recurrence.tokens import fold_one, fold_tokens
 from jkv.sharding.loops import when
 
@@ -59,7 +59,8 @@ def fold_rows(
       each request's last row, in the dtypes they came in.
 
     Raises:
-      ValueError: for a chunk size below 1.
+      ValueError: for a chunk size below 1, or a rule that returns another state than it
+        was given.
 
     Example:
       A sum that halves with every token, of one request with two rows and one with one:
@@ -125,12 +126,7 @@ def _read_by_tokens(rule: Rule) -> ChunkRule:
 
 def _empty_outputs(rule: Rule, state: Arrays, inputs: Arrays, num_rows: int) -> Any:
     """Return zeros for what a rule puts out, a pytree of [R, ...]."""
-
-    def first(array: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-
-    one = jax.tree.map(first, (state, inputs))
-    output = jax.eval_shape(rule, *one)[1]
+    output = trace_output(rule, state, inputs)
     return jax.tree.map(
         lambda leaf: jnp.zeros((num_rows, *leaf.shape), leaf.dtype), output
     )

@@ -21,6 +21,32 @@ Rule = Callable[[Arrays, Arrays], tuple[Arrays, Any]]
 ChunkRule = Callable[[Arrays, Arrays, jax.Array], tuple[Arrays, Any]]
 
 
+def trace_output(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
+    """Return the shapes and dtypes that a rule puts out for one token.
+
+    Args:
+      rule: of one token of one sequence.
+      state: {name: [B, ...]}.
+      inputs: {name: [R, ...]}.
+
+    Raises:
+      ValueError: if it returns another state than it was given.
+    """
+
+    def first(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+    old, given = jax.tree.map(first, (state, inputs))
+    new, output = jax.eval_shape(rule, old, given)
+    if not isinstance(new, dict) or _shapes(new) != _shapes(old):
+        raise ValueError(
+            f"a rule must return the state that it was given, arrays of shapes "
+            f"{_shapes(old)}, and an output; got "
+            f"{_shapes(new) if isinstance(new, dict) else type(new).__name__}"
+        )
+    return output
+
+
 def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
     """Return the inputs of rows, zeros where there is none.
 
@@ -71,3 +97,7 @@ def keep_where(changes: jax.Array, new: Arrays, old: Arrays) -> Arrays:
         return jnp.where(mask, given.astype(array.dtype), array)
 
     return {name: keep(array, new[name]) for name, array in old.items()}
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(arrays[name].shape) for name in sorted(arrays)}

@@ -112,14 +112,17 @@ commit = jax.jit(jkv.commit)
 
 
 def open_sequences(model, num_sequences):
-    """Return a cache of small blocks, its storage full of NaN, and open sequences."""
-    config = jkv.CacheConfig(
-        **model.cache_fields,
+    """Return a cache of small blocks, its storage full of NaN, and open sequences.
+
+    The newest token of each can be taken back, where layers have a state too.
+    """
+    config = model.cache_config(
+        96,
+        max_sequences=num_sequences + 1,
         num_blocks=72,
         block_size=4,
-        max_sequences=num_sequences + 1,
-        max_context_length=96,
         dtype=jnp.float32,
+        max_pending=1,
     )
     cache = with_storage_filled(jkv.init(config), np.nan)
     cache, opened = jkv.allocate(cache, np.zeros(num_sequences, np.int32))
@@ -357,6 +360,17 @@ def wrong_params(checkpoint):
         offset = config.norm_offset if config.qk_norm else 0.0
         name = "query_norm" if config.qk_norm else "query"
         yield "the usual scale", changed(scaled(factor, offset), name)
+    for name in ("delta_offset", "delta_rate"):
+        if name in present:
+            yield f"no {name}", changed(filled(0.0), name)
+    taps = [name for name in present if name.endswith("taps")]
+    if taps:
+        yield (
+            "convolutions backwards",
+            changed(lambda weights: weights[..., ::-1], *taps),
+        )
+    if config.has_output_gate:
+        yield "no gate of queries", changed(filled(0.0), "query_gate")
     if experts := config.experts:
         yield "other experts", changed(rolled(1), "expert_gate")
         if experts.scale != 1:
@@ -366,6 +380,8 @@ def wrong_params(checkpoint):
             )
         if experts.shared_inner:
             yield "no shared expert", changed(filled(0.0), "shared_down")
+        if experts.has_shared_gate:
+            yield "the shared expert as it is", changed(filled(0.0), "shared_weight")
 
 
 def wrong_settings(config):
@@ -375,7 +391,7 @@ def wrong_settings(config):
         ropes = (rope and dataclasses.replace(rope, **changes) for rope in config.ropes)
         return dict(ropes=tuple(ropes))
 
-    rope = config.ropes[0]
+    rope = next(filter(None, config.ropes), pretrained.Rope(dim=0))
     if rope.scaling != "default":
         yield "no scaling", every_rope(scaling="default", magnitude=1.0)
     if rope.magnitude != 1:
@@ -399,6 +415,12 @@ def wrong_settings(config):
             yield f"no {name}", {name: None}
     if config.activation != "silu":
         yield "another activation", dict(activation="silu")
+    if delta := config.delta_rule:
+        other = dataclasses.replace(delta, strength=3.0 - delta.strength)
+        yield "corrections of another strength", dict(delta_rule=other)
+        gate = "silu" if delta.gate == "sigmoid" else "sigmoid"
+        other = dataclasses.replace(delta, gate=gate)
+        yield "another gate of states", dict(delta_rule=other)
     if config.norm_offset:
         yield "weights of norms as they are", dict(norm_offset=0.0)
     if experts := config.experts:

@@ -31,7 +31,7 @@ PUBLIC = """
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
-    partition_specs BeamSearch beam_search
+    partition_specs BeamSearch beam_search fold_state
 """.split()
 
 

@@ -62,7 +62,7 @@ class Case:
     # Of layers with a state transformers goes on by another form than its full pass,
     # which is off by its own rounding: every step is a full pass then.
     has_states: bool = False
-    # Patterns in names of tensors that it saves by names it reads, but nobody publishes.
+    # Patterns in names of tensors that it saves otherwise than they are published.
     renamed: tuple[tuple[str, str], ...] = ()
     # Keys of the small sizes that its class does not know.
     without: tuple[str, ...] = ()

@@ -182,7 +182,9 @@ DELTA_RULE = Mixer(
     list_tensors,
     list_state,
     list_inputs,
-    {"memory": 0, "past_query": 1, "past_key": 1, "past_value": 1},
+    {"memory": 0}
+    | {f"past_{name}": 1 for name in CONVOLVED}
+    | dict.fromkeys((*CONVOLVED, "decay", "strength"), 0),
     apply,
 )
 

@@ -76,7 +76,7 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
     faded = jnp.cumsum(decays, axis=1)  # [H, C, 1 or D], since before the piece
     left = jnp.exp(faded)
     size = keys.shape[1]
-    earlier = jnp.tril(jnp.ones((size, size), bool), -1)[None]
+    earlier = jnp.tril(jnp.ones((1, size, size), bool), -1)
 
     # Each change is what its value lacks: of what the old matrix has for the key, and
     # of what the changes before it in the piece have added to that.
@@ -85,9 +85,8 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
     solver = invert_unit_triangle(jnp.where(earlier, between, 0.0))
     changes = jnp.einsum("hij,hjv->hiv", solver, lacking * strengths[..., None])
 
-    seen = jnp.where(
-        earlier | jnp.eye(size, dtype=bool), _compare(queries, keys, faded), 0.0
-    )
+    upto = jnp.tril(jnp.ones((1, size, size), bool))
+    seen = jnp.where(upto, _compare(queries, keys, faded), 0.0)
     outputs = jnp.einsum("hcd,hdv->hcv", queries * left, memory)
     outputs = outputs + jnp.einsum("hij,hjv->hiv", seen, changes)
 

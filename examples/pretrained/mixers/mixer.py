@@ -25,7 +25,7 @@ class Mixer(NamedTuple):
     # config -> of one token, what the state after it follows from; named as the rule's
     # inputs are.
     list_inputs: Callable[[DecoderConfig], Arrays]
-    # The axis of each array of the state that devices of a mesh may share.
+    # The axis of each array, of state and inputs, that devices of a mesh may share.
     heads_axes: dict[str, int]
     # (config, weights, x [R, E], cache, layer, batch) -> [R, E], cache.
     apply: Callable[

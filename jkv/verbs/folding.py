@@ -1,0 +1,136 @@
+"""fold_state: a rule of one token takes the states of a step's sequences along."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.recurrence import (
+    Arrays,
+    ChunkRule,
+    Rule,
+    fold_rows,
+    peek_rows,
+    replay,
+    trace_output,
+)
+from jkv.sharding.loops import when
+from jkv.state import Batch, Cache, StateStorage
+from jkv.status import UsageError
+from jkv.verbs.states import Layer, read_pending, read_state, write_state
+
+
+def fold_state(
+    cache: Cache,
+    layer: Layer,
+    batch: Batch,
+    rule: Rule,
+    inputs: Arrays,
+    *,
+    chunk_rule: ChunkRule | None = None,
+    chunk_size: int = 64,
+) -> tuple[Any, Cache]:
+    """Fold a rule over a step's rows, from the state that each sequence has.
+
+    All that a layer with a state has to do with the cache in a step: the state and what
+    is pending are read, tokens that can no longer be taken back are worked in, then the
+    rows, and the state is written as it stands before those that can. Single tokens and
+    pending ones are read by `rule`, prompts by `chunk_rule` in pieces that end at
+    positions which are multiples of `chunk_size`; which of the two reads a row, and so
+    its rounding, depends on the rows of its own sequence alone
+    (`jkv.recurrence.fold_rows`).
+
+    Args:
+      cache: the cache that `append` returned with the batch, or a later one.
+      layer: int, of the model; or as `read_state` takes it.
+      batch: the plan.
+      rule: `(state, input) -> (state, output)` for one token of one sequence. State and
+        input are dicts of arrays, without an axis of sequences or tokens; the state has
+        the arrays of `StateConfig`, and the output is a pytree of arrays.
+      inputs: {name: [R, *shape]}, what rows bring. Those named in `StateConfig.inputs`
+        are kept while a row can be taken back, and the state must follow from them: in
+        tokens that are worked in again all others are zeros.
+      chunk_rule: `(state, inputs, count) -> (state, outputs)` for many tokens of one
+        sequence at once: inputs {name: [C, *shape]}, of which the first `count`, i32[],
+        are tokens and the rest zeros; outputs [C, ...], dropped past the count.
+      chunk_size: C.
+
+    Returns:
+      The outputs, a pytree of [R, ...], zeros in invalid rows; and the cache with the
+      new states. Under jit with donation they are updated in place.
+
+    Raises:
+      ValueError: for a rule that returns another state than it was given, inputs
+        that lack one of `StateConfig.inputs`, and as `read_state`.
+
+    Example:
+      A running mean of what tokens bring, which forgets half of it with each:
+
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.StateConfig(num_layers=1, arrays={"mean": ((2,), "float32")},
+      ...     max_sequences=2, max_context_length=16)
+      >>> def rule(state, given):
+      ...     mean = (state["mean"] + given["x"]) / 2
+      ...     return {"mean": mean}, mean
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, opened.seq_ids, [3], capacity=4)
+      >>> rows = jnp.array([[8.0, 0.0], [4.0, 4.0], [0.0, 8.0], [9.0, 9.0]])
+      >>> means, cache = jkv.fold_state(cache, 0, batch, rule, {"x": rows})
+      >>> means.tolist()
+      [[4.0, 0.0], [4.0, 2.0], [2.0, 5.0], [0.0, 0.0]]
+    """
+    state = read_state(cache, layer, batch)
+    storage = cache.states[cache.find_state(layer).group]
+    kept = _pick_inputs(storage, inputs)
+    trace_output(rule, state, inputs)
+    if kept:
+        state = _work_in(cache, layer, batch, rule, state, inputs)
+    starts, counts, pending = batch.query_starts, batch.query_lengths, None
+    if kept:
+        # Requests without rows keep what is pending.
+        pending = jnp.where(counts > 0, batch.pending_after, 0)
+        counts = counts - pending
+    outputs, state = fold_rows(
+        rule,
+        state,
+        inputs,
+        starts,
+        counts,
+        chunk_rule=chunk_rule,
+        chunk_size=chunk_size,
+        first_positions=batch.context_lengths - batch.query_lengths,
+    )
+    if pending is not None:
+        outputs = peek_rows(rule, state, outputs, inputs, starts + counts, pending)
+    return outputs, write_state(cache, layer, batch, state, kept)
+
+
+def _work_in(
+    cache: Cache, layer: Layer, batch: Batch, rule: Rule, state: Arrays, inputs: Arrays
+) -> Arrays:
+    """Return states after all tokens before the step, of sequences that get rows."""
+    counts = jnp.where(batch.query_lengths > 0, batch.pending_before, 0)
+
+    def work_in(state: Arrays, seq_ids: jax.Array, counts: jax.Array) -> Arrays:
+        pending = read_pending(
+            cache, layer, dataclasses.replace(batch, seq_ids=seq_ids)
+        )
+        lacking = {name: inputs[name] for name in inputs if name not in pending}
+        return replay(rule, state, pending, counts, lacking)
+
+    # With the sequences as an argument nothing is read in steps without such tokens.
+    return when((counts > 0).any(), work_in, state, batch.seq_ids, counts)
+
+
+def _pick_inputs(storage: StateStorage, inputs: Arrays) -> Arrays:
+    """Return the inputs that are kept of pending rows, as the cache stores them."""
+    missing = sorted(set(storage.inputs) - set(inputs))
+    if missing:
+        raise UsageError(
+            f"inputs must have what StateConfig.inputs names, {sorted(storage.inputs)};"
+            f" {missing} are missing"
+        )
+    names = sorted(storage.inputs)
+    dtypes = dict(zip(names, storage.input_dtypes, strict=True))
+    return {name: inputs[name].astype(dtypes[name]) for name in names}
