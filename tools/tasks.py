@@ -37,6 +37,8 @@ QUICK = f"{ALL_PASSES} --xla_disable_hlo_passes={LEFT_OUT}"
 WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
 
 OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
+# A claim at more values than every run needs (`tests/support/jax_versions.py`).
+ALONE = {"JKV_FURTHER": "1"}
 # These look at the programs that XLA makes, or at the bits of small floats: with MLIR.
 OF_PROGRAMS = (
     "tests/metadata/test_stages.py",
@@ -105,7 +107,7 @@ SUITES = {
     "oldest-verbs": of_folder("verbs"),
     "oldest-examples": of_folder("examples"),
     # `devices` has eight simulated ones, which a process has from its start or never.
-    "oldest-devices": tests(OLDEST, "tests/devices"),
+    "oldest-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR),
     "oldest-rest": tests(
         OLDEST,
         *but(*OF_PROGRAMS, *(f"tests/{folder}" for folder in FOLDERS)),
@@ -114,7 +116,7 @@ SUITES = {
     "oldest-decoding": of_folder("decoding"),
     "oldest-programs": tests(OLDEST, *OF_PROGRAMS),
     "oldest-attention": of_folder("attention"),
-    "newest-devices": tests(NEWEST, "tests/devices"),
+    "newest-devices": tests(NEWEST, "tests/devices", flags=QUICK),
     "oldest-serving": of_folder("serving"),
     "oldest-storage": of_folder("storage"),
     "tunix": tests(
@@ -123,9 +125,15 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
+    "further": tests(
+        OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
+    )._replace(variables=ALONE),
+    "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
+        variables=ALONE
+    ),
 }
 # Too heavy to be a part of every run.
-EXTRAS = ("machine-code", "tunix")
+EXTRAS = ("machine-code", "tunix", "further", "further-devices")
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import IS_NEWEST, dealt
 from support.sharded_model import (
     AUTO,
@@ -67,7 +68,7 @@ def assert_as_on_one_device(result):
 def on_spread_heads():
     """Each layer's collective is the only one in the loop."""
     arguments = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp"), place_weights(AUTO)
-    compiled = jax.jit(generate, donate_argnums=0).lower(*arguments).compile()
+    compiled = jax.jit(generate, donate_argnums=0).lower(*arguments).compile(ALL_PASSES)
     cache, result = compiled(*arguments)
     assert collectives(compiled) == {("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]"): 1}
     jkv.check(cache)
@@ -82,7 +83,9 @@ def on_two_pools():
     # The first rank has reserved blocks for others.
     cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[4] * 2, [-1] * 2]))
     assert opened.seq_ids.tolist() == [[0, 1], [-1, -1]]
-    compiled = jax.jit(generate, donate_argnums=0).lower(cache, weights).compile()
+    compiled = (
+        jax.jit(generate, donate_argnums=0).lower(cache, weights).compile(ALL_PASSES)
+    )
     cache, result = compiled(cache, weights)
     assert_as_on_one_device(result)
 

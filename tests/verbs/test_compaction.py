@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import random_operations
 from support.compiled_hlo import ALL_PASSES
+from support.jax_versions import further
 from support.random_reuse import ReuseGame, make_reuse_verbs
 from support.small_caches import (
     allocate,
@@ -586,7 +587,7 @@ class ResizingGame(ReuseGame):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [43, 44])
+@pytest.mark.parametrize("seed", [43, *further([44])])
 def test_random_operations_between_resizes(seed):
     """Contents and order after each are the oracle's, at whatever size."""
     verbs = make_reuse_verbs("eager")
