@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from support.compiled_hlo import ALL_PASSES
-from support.jax_versions import IS_NEWEST, dealt
+from support.jax_versions import IS_NEWEST, dealt, further
 from support.sharded_model import (
     AUTO,
     WIDTH,
@@ -139,30 +139,36 @@ def generate_by_table(cache, scale, speculate):
     )
 
 
+def by_draft(config, mesh):
+    cache = jkv.init(config, storage=False, mesh=mesh)
+    return jkv.decoding.DraftModel(
+        model=follow_a_table, params=np.float32(9), cache=cache
+    )
+
+
+def by_looking_up(*_):
+    return jkv.decoding.PromptLookup(cost=1.0)
+
+
 @pytest.mark.one_end
-def test_each_rank_guesses_tokens_of_its_own_texts():
-    """By looking up and by a draft model; texts are what the table says."""
+@pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
+def test_each_rank_guesses_tokens_of_its_own_texts(guess):
+    """Texts are what the table says."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh
     config = dataclasses.replace(CONFIG, max_context_length=64)
-    scale = np.float32(9)
     wanted = np.full((NUM_SEQUENCES, 9), -1)
     for i, prompt in enumerate(PROMPTS):
         for place in range(9) if prompt else ():
             last = wanted[i, place - 1] if place else prompt[-1]
             wanted[i, place] = (last * 3 + 1) % 8
-    draft = jkv.decoding.DraftModel(
-        model=follow_a_table,
-        params=scale,
-        cache=jkv.init(config, storage=False, mesh=mesh),
-    )
-    for speculate in (jkv.decoding.PromptLookup(cost=1.0), draft):
-        cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
-        cache, result = jax.jit(generate_by_table)(cache, scale, speculate)
-        np.testing.assert_array_equal(result.tokens, wanted)
-        assert int(result.statistics.accepted_tokens) >= 10
-        for pool in jkv.split_pools(cache):
-            jkv.check(pool)
-            assert jkv.stats(pool).free_blocks == 40
+    cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
+    speculate = guess(config, mesh)
+    cache, result = jax.jit(generate_by_table)(cache, np.float32(9), speculate)
+    np.testing.assert_array_equal(result.tokens, wanted)
+    assert int(result.statistics.accepted_tokens) >= 10
+    for pool in jkv.split_pools(cache):
+        jkv.check(pool)
+        assert jkv.stats(pool).free_blocks == 40
 
 
 @pytest.mark.one_end
