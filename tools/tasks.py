@@ -47,6 +47,7 @@ OF_PROGRAMS = (
 )
 # These import torch, which takes seconds: in the suite that does so anyway.
 OF_TRANSFORMERS = (
+    "tests/config/test_layer_heads.py",
     "tests/config/test_text_part.py",
     "tests/decoding/test_filters_parity.py",
 )

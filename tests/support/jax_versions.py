@@ -17,9 +17,9 @@ newest. The newest runs what may differ there, each kind of it once:
       of traces, pytrees, gradients, callbacks,
       errors that JAX raises
     files: exported and kept programs, pickles       all     one of each
-    random games: one with prompts of each kind      the     these           `dealt`
-      (plain, windowed, in groups); random options   others
-      of attention
+    random games: one with prompts, in groups with   the     these           `dealt`
+      a window and without; random options of        others
+      attention
     further values, options, dtypes of a program     all     chosen cases    `few`
     a verb's bookkeeping, computing on the host,     all     none            `one_end`
       errors of jkv, pages, docstrings
@@ -29,9 +29,10 @@ or a file; examples in docstrings have it all. `few(cases, *chosen)` and `dealt(
 make the cases of a parametrised test. `JKV_ALL_CASES=1` runs everything with the JAX
 at hand.
 
-`@pytest.mark.further` and `further(cases)` are for what repeats a claim at more values,
-each with programs of its own to compile. `make test` leaves it to the suites of that
-name, which `.ci/run` runs; `JKV_FURTHER=1` runs it alone.
+`@pytest.mark.further`, `further(cases)` and `with_further(cases, *others)` are for what
+repeats a claim at more values, each with programs of its own to compile. `make test`
+leaves it to the suites of that name, which `.ci/run` runs; `JKV_FURTHER=1` runs it
+alone.
 """
 
 import os
@@ -62,6 +63,13 @@ def further(cases):
     """The same cases, for the suites of further ones."""
     tuples = [case if type(case) is tuple else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.further) for case in tuples]
+
+
+def with_further(cases, *others):
+    """The same cases in their order, of which the others are further ones."""
+    cases = list(cases)
+    assert all(other in cases for other in others)
+    return [*(further([case])[0] if case in others else case for case in cases)]
 
 
 def runs_here(has_one_end, is_further):

@@ -24,19 +24,15 @@ import jkv
 from jkv.metadata.prefixes import hashing
 
 MODES = ["donated", "jitted", "eager"]
-# Shapes in which prompts are found again; in others blocks are hardly ever filled. The
-# newest JAX plays the first.
-FINDING = [
-    ("few blocks", "eager"),
-    ("roomy", "donated"),
-    ("many sequences", "eager"),
-    *further([("blocks of one", "jitted")]),
-]
-CASES = dealt(FINDING, -1, share=4)
+# Shapes in which prompts are found again; in others blocks are hardly ever filled.
+# `test_compaction.py` plays eagerly.
+OTHERS = {"many sequences": "eager", "blocks of one": "jitted", "few blocks": "eager"}
+CASES = [("roomy", "donated"), *further(OTHERS.items())]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
+@pytest.mark.one_end
 def test_random_reuse(name, mode, tmp_path):
     verbs = make_reuse_verbs(mode)
     for seed in range(EFFORT):
@@ -61,8 +57,9 @@ CUT_SHORT = {
 
 
 @pytest.mark.parametrize(
-    "name, mode", dealt([("window", "donated"), ("window and sinks", "jitted")])
+    "name, mode", [("window", "donated"), *further([("window and sinks", "jitted")])]
 )
+@pytest.mark.one_end
 def test_random_reuse_with_a_window(name, mode, tmp_path):
     """A prompt is found where what its next row sees is there, though it began before.
 
@@ -85,13 +82,16 @@ def test_random_reuse_with_a_window(name, mode, tmp_path):
     assert num_hits > num_beyond > 0
 
 
-# The newest JAX plays with the first; those of three groups have all that others have.
-FINDING_GROUPS = [
-    ("two full", "donated"),
-    ("three", "jitted"),
-    *further([("full and window", "jitted"), ("two windows", "eager")]),
-]
-DEALT_GROUPS = dealt(FINDING_GROUPS, -1, share=4)
+# The newest JAX plays with the first; three groups have all that others have.
+DEALT_GROUPS = dealt(
+    [
+        ("full and window", "donated"),
+        ("three", "jitted"),
+        *further([("two full", "donated"), ("two windows", "eager")]),
+    ],
+    -1,
+    share=4,
+)
 ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 
 
