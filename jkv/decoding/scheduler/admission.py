@@ -74,9 +74,7 @@ def _open_seated(
     has_states = cache.metadata.states is not None
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
-    partings = find_partings(
-        cache.metadata, texts, state.prompts.salts[lanes.prompts]
-    )
+    partings = find_partings(cache.metadata, texts, state.prompts.salts[lanes.prompts])
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
