@@ -94,7 +94,7 @@ def score(
     if as_grouped(config).state_groups:
         logits = _run_twice(model, params, as_grouped(config), asked, given)
     else:
-        cache, batch = _plan(config, asked, given)
+        cache, batch = _plan(as_grouped(config), asked, given)
         tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
         logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
     for name, texts in (("prompt", asked), ("continuation", given)):
