@@ -24,7 +24,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from .architectures import ARCHITECTURES, Architecture
+from .architecture import Architecture
+from .architectures import ARCHITECTURES
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, fix_context, parse_config, read_config
 from .keeping import keep_programs

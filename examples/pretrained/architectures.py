@@ -7,41 +7,10 @@ the logits. `docs/how-to/architectures.md` goes through it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
 
 from . import readings, state_readings
-from .settings import Settings
-from .windows import Pattern
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """What the checkpoints of a model type have in common.
-
-    defaults: what its class in transformers has for keys that config.json leaves out.
-    aliases: how its files call keys that others have by the name given first.
-    choices: fields of `DecoderConfig` that are the same in all of its checkpoints.
-    read: returns the fields that follow from keys of its own.
-    tensors: names of tensors that differ from Llama's, by parameter. Two parameters
-        with one name are parts of that tensor.
-    ignored: how names of tensors begin that are not read: layers that guess tokens.
-    windows: which layers have the window that config.json speaks of.
-    biases: of the projections: those that config.json asks for, those of queries, keys
-        and values, or none.
-    can_turn_partly: whether positions may turn a part of each head only.
-    """
-
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    read: Callable[[Settings], dict[str, Any]] = lambda _: {}
-    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    windows: Pattern = "none"
-    biases: Literal["asked", "qkv", "none"] = "asked"
-    can_turn_partly: bool = False
-
+from .architecture import Architecture
+from .mamba_architectures import MAMBA_ARCHITECTURES
 
 GEMMA = Architecture(
     defaults=dict(
@@ -417,4 +386,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         read=state_readings.read_kimi_linear,
     ),
-}
+} | MAMBA_ARCHITECTURES

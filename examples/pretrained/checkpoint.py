@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .architectures import ARCHITECTURES
-from .config import DecoderConfig
+from .config import DecoderConfig, Run
 from .files import SUFFIXES, Tensors, find_tensors
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
@@ -68,7 +68,7 @@ def read_params(
         {
             name: put(name, _read_stack(tensors, source, names, dtype))
             for name, source in layer_tensors(config, run).items()
-            for names in [_layer_names(source.name, range(run.start, run.stop))]
+            for names in [_layer_names(config, source.name, run)]
         }
         for run in config.runs
     ]
@@ -114,8 +114,11 @@ def default_dtype(config: DecoderConfig) -> jnp.dtype:
     )
 
 
-def _layer_names(name: str, layers: range) -> tuple[str, ...]:
-    return tuple(f"model.layers.{layer}.{name}" for layer in layers)
+def _layer_names(config: DecoderConfig, name: str, run: Run) -> tuple[str, ...]:
+    """Return how a tensor is called in each layer of a run."""
+    prefix = ARCHITECTURES[config.architecture].prefix
+    layers = range(run.start, run.stop)
+    return tuple(f"{prefix}layers.{layer}.{name}" for layer in layers)
 
 
 def _read_stack(
@@ -155,7 +158,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
     known.add("lm_head.weight")
     for run in config.runs:
         for source in layer_tensors(config, run).values():
-            for name in _layer_names(source.name, range(run.start, run.stop)):
+            for name in _layer_names(config, source.name, run):
                 known |= {name.format(e) for e in range(max(source.num_experts, 1))}
     method = config.quantization.method if config.quantization else ""
     for suffix in SUFFIXES.get(method, ()):

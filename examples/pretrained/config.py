@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .architectures import ARCHITECTURES, Architecture
-from .parts import DeltaRule, Experts, Latent
+from .architecture import Architecture
+from .architectures import ARCHITECTURES
+from .parts import Convolution, DeltaRule, Experts, Latent, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
@@ -20,7 +21,7 @@ from .settings import Settings, read_json
 from .text_part import TEXT_PARTS, find_text_part
 from .windows import read_windows
 
-ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
 
 ATTENTION = "attention"
@@ -67,16 +68,20 @@ class DecoderConfig:
     has_sinks: each head has a logit that takes part in the softmax with no value.
     has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
     activation: one of ``ACTIVATIONS``.
+    is_gated: perceptrons and experts multiply what is activated by a second product.
     swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
     embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, what
         each half of a layer adds, and logits.
+    attention_scales: floats that multiply what goes into attention and comes out.
+    mlp_scales: floats that multiply gates of perceptrons and what comes out of these.
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
     mixers: per layer, what mixes tokens: "attention", a name in ``MIXERS``, both, or
         nothing; empty for attention in all layers.
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
-    delta_rule: the sizes of layers with that mixer; None if there are none.
+    delta_rule, state_space, convolution: the sizes of layers with those mixers; None if
+        there are none.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
@@ -112,16 +117,21 @@ class DecoderConfig:
     has_sinks: bool = False
     has_output_gate: bool = False
     activation: str = "silu"
+    is_gated: bool = True
     swiglu_limits: tuple[float, float] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     latent: Latent | None = None
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     mixers: tuple[tuple[str, ...], ...] = ()
     fed_layers: tuple[bool, ...] = ()
     delta_rule: DeltaRule | None = None
+    state_space: StateSpace | None = None
+    convolution: Convolution | None = None
     scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
@@ -219,7 +229,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
     settings = Settings(raw, row.defaults, row.aliases)
-    num_layers, head_dim = settings.count("num_hidden_layers"), _read_head_dim(settings)
+    # A list of layers tells their number as well.
+    listed = settings.get("layer_types")
+    num_layers = settings.count("num_hidden_layers", listed and len(listed))
+    head_dim = _read_head_dim(settings)
     fields = _read_biases(settings, row) | dict(
         num_heads=settings.count("num_attention_heads"),
         num_kv_heads=_read_kv_heads(settings),
@@ -231,14 +244,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         dim = settings.count("qk_rope_head_dim", head_dim)
         rope = read_rope(settings, dim, can_be_partial=row.can_turn_partly)
         fields["ropes"] = (rope,) * num_layers
-    return DecoderConfig(
+    general = dict(
         architecture=model_type,
         vocab_size=settings.count("vocab_size"),
         hidden_size=settings.count("hidden_size"),
-        # Models whose layers all have experts name no other size.
-        intermediate_size=settings.count(
-            "intermediate_size", settings.get("moe_intermediate_size")
-        ),
         num_layers=num_layers,
         max_context_length=settings.count("max_position_embeddings"),
         norm_epsilon=settings.number("rms_norm_eps", 1e-6),
@@ -247,8 +256,13 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         stop_tokens=settings.token_ids("eos_token_id"),
         dtype_name=_read_dtype(settings),
         quantization=read_quantization(settings),
-        **fields,
     )
+    if "intermediate_size" not in fields:
+        # Models whose layers all have experts name no other size.
+        general["intermediate_size"] = settings.count(
+            "intermediate_size", settings.get("moe_intermediate_size")
+        )
+    return DecoderConfig(**general | fields)
 
 
 def _read_head_dim(settings: Settings) -> int:

@@ -40,7 +40,10 @@ def mix_experts(
     """
     experts = config.experts
     chosen = route(experts, weights, x)
-    fed = apply_experts(config, stacks, layer, x, *chosen, valid)
+    inputs = linear(x, weights, "routed_in") if experts.latent else x
+    fed = apply_experts(config, stacks, layer, inputs, *chosen, valid)
+    if experts.latent:
+        fed = linear(fed, weights, "routed_out")
     if experts.shared_inner:
         shared = perceptron(config, x, weights, "shared_")
         if experts.has_shared_gate:
@@ -76,7 +79,7 @@ def route(
     chosen = jax.lax.top_k(ranking, experts.per_token)[1]
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.is_normalised:
-        gates = gates / gates.sum(axis=-1, keepdims=True)
+        gates = gates / (gates.sum(axis=-1, keepdims=True) + experts.epsilon)
     return chosen, gates * experts.scale
 
 
@@ -100,7 +103,7 @@ def apply_experts(
         gates: f32[R, C], their weights.
         valid: bool[R]; other rows use no expert, and get zeros.
     """
-    (num_rows, per_token), num_experts = chosen.shape, weights["expert_gate"].shape[1]
+    (num_rows, per_token), num_experts = chosen.shape, weights["expert_down"].shape[1]
     # Pairs of a row and an expert, those of one expert together, invalid rows' last.
     expert_of_pair = jnp.where(valid[:, None], chosen, num_experts).reshape(-1)
     pairs = jnp.argsort(expert_of_pair, stable=True)
@@ -139,8 +142,8 @@ def _run_expert(
         bias = weights.get(f"expert_{name}_bias")
         return product if bias is None else product + bias[layer, expert][None, :]
 
-    gated = activate(config, multiply("gate", rows), multiply("up", rows))
-    return multiply("down", gated)
+    gate = multiply("gate", rows) if config.is_gated else None
+    return multiply("down", activate(config, gate, multiply("up", rows)))
 
 
 def _limit_to_groups(experts: Experts, ranking: jax.Array) -> jax.Array:

@@ -24,9 +24,7 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
     """
     if name not in weights:
         return x
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + config.norm_epsilon)
+    normed = scale_to_unit(x.astype(jnp.float32), config.norm_epsilon)
     weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
     if config.norm_offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
@@ -35,26 +33,53 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
     return normed.astype(x.dtype) * weight
 
 
+def scale_to_unit(wide: jax.Array, epsilon: float) -> jax.Array:
+    """Scale f32[...] to unit root mean square over the last axis."""
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(mean_square + epsilon)
+
+
 def perceptron(
     config: DecoderConfig, x: jax.Array, weights: Weights, prefix: str = ""
 ) -> jax.Array:
-    """Apply the gated perceptron: down(activation(gate(x)) * up(x))."""
-    gate = linear(x, weights, f"{prefix}gate")
-    gated = activate(config, gate, linear(x, weights, f"{prefix}up"))
-    return linear(gated, weights, f"{prefix}down")
+    """Apply the gated perceptron: down(activation(gate(x)) * up(x)).
+
+    Without gates it is down(activation(up(x))).
+    """
+    gate_scale, scale = config.mlp_scales
+    up, gate = linear(x, weights, f"{prefix}up"), None
+    if config.is_gated:
+        gate = linear(x, weights, f"{prefix}gate") * gate_scale
+    hidden = activate(config, gate, up)
+    return linear(hidden, weights, f"{prefix}down") * scale
 
 
-def activate(config: DecoderConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return what the second matrix of a gated perceptron is multiplied with."""
+def activate(config: DecoderConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """Return what the last matrix of a perceptron is multiplied with.
+
+    Args:
+        config: the model's settings.
+        gate: what comes out of the first matrix; None if there are no gates.
+        up: what comes out of the second one.
+    """
+    if gate is None:
+        return _bend(config, up)
     if config.swiglu_limits:
         slope, bound = config.swiglu_limits
         gate, up = jnp.minimum(gate, bound), jnp.clip(up, -bound, bound)
         return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
-    if config.activation == "gelu_pytorch_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
-    return jax.nn.silu(gate) * up
+    return _bend(config, gate) * up
 
 
 def cap(x: jax.Array, bound: float | None) -> jax.Array:
     """Squeeze into (-bound, bound), if there is one."""
     return x if bound is None else bound * jnp.tanh(x / bound)
+
+
+def _bend(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    """Apply the activation alone."""
+    if config.activation == "gelu_pytorch_tanh":
+        return jax.nn.gelu(x, approximate=True)
+    if config.activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
+    return jax.nn.silu(x)

@@ -151,10 +151,11 @@ def _mix(config, run, weights, x, turns, cache, number, batch, window):
     """Return what a layer's mixers make of rows [R, E], added up, and the cache."""
     parts = []
     if run.has_attention:
+        scale_in, scale_out = config.attention_scales
         attended, cache = attend(
-            config, weights, x, turns, cache, number, batch, window
+            config, weights, x * scale_in, turns, cache, number, batch, window
         )
-        parts.append(attended)
+        parts.append(attended * scale_out)
     for name in run.state_mixers:
         mixed, cache = MIXERS[name].apply(config, weights, x, cache, number, batch)
         parts.append(mixed)

@@ -11,10 +11,13 @@ class Experts:
     count: int, experts of a layer.
     per_token: int, how many a token is sent to.
     inner: int, hidden units of each.
+    latent: int, numbers of a token that experts see and return; None for the hidden
+        size.
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
     has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
     is_normalised: the weights of a token's experts add up to one.
+    epsilon: float, added to the sum that they are divided by.
     scale: float, multiplies those weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
@@ -23,10 +26,12 @@ class Experts:
     count: int
     per_token: int
     inner: int
+    latent: int | None = None
     shared_inner: int = 0
     has_shared_gate: bool = False
     has_sigmoid: bool = False
     is_normalised: bool = False
+    epsilon: float = 0.0
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1
@@ -61,6 +66,57 @@ class Latent:
     plain_dim: int
     turned_dim: int
     value_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """A mixer of Mamba 2.
+
+    num_heads, head_dim: ints, `H` and `P` of `mixers/state_space.py`.
+    num_groups, state_dim: ints, `G` and `N`.
+    width: int, tokens that the convolution before it sees, itself counted.
+    step_limits: floats, the least and the largest step of a token.
+    has_bias, has_taps_bias, has_output_bias: biases of the first projection, of the
+        convolution, and of the last projection.
+    norm: whether heads are normed, by groups, "before" or "after" they are gated; None
+        if they are not.
+    scales: floats that multiply gates, values, keys, queries and steps.
+    input_scale, output_scale: floats that multiply what goes in and what comes out.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    width: int = 4
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    has_bias: bool = False
+    has_taps_bias: bool = True
+    has_output_bias: bool = False
+    norm: Literal["before", "after"] | None = "after"
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Reject heads that cannot share their groups."""
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"config.json: {self.num_heads} heads cannot share {self.num_groups} "
+                "groups of keys and queries evenly"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """A mixer that convolves the last tokens, between two gates.
+
+    width: int, tokens that it sees, itself counted.
+    has_bias: the projections and the convolution have biases.
+    """
+
+    width: int
+    has_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

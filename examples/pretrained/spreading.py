@@ -25,6 +25,13 @@ DIVIDED = {
     **dict.fromkeys(("shared_gate", "shared_up"), -2),
     **dict.fromkeys(("key_up", "value_up"), -3),
     **dict.fromkeys(("output", "down", "shared_down"), -1),
+    # Of layers with a state: heads, or channels where there are no heads.
+    **{f"mamba_{name}": -2 for name in ("gate", "x", "step")},
+    **{f"mamba_{name}_bias": -1 for name in ("gate", "x", "step")},
+    **{f"mamba_{name}": -1 for name in ("rate", "offset", "skip", "norm", "output")},
+    **{f"short_{name}": -2 for name in ("first", "second", "x")},
+    **dict.fromkeys(("mamba_x_taps", "short_taps"), -3),
+    "short_output": -1,
     # Of layers with the delta rule, whose heads are divided as those of attention.
     **{f"delta_{name}": -2 for name in DELTA_ROWS},
     **{f"delta_{name}_taps": -3 for name in ("query", "key", "value")},

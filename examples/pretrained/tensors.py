@@ -19,6 +19,8 @@ from .sources import Shape, Source, list_whole
 # Llama's names, and those of parts that it has not: rows of `ARCHITECTURES` change
 # some. {} stands for the number of the expert.
 NAMES = {
+    "embedding": "embed_tokens.weight",
+    "final_norm": "norm.weight",
     "attention_norm": "input_layernorm.weight",
     "attention_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
@@ -71,15 +73,17 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
         if name is None:
             name = names[parameter.removesuffix("_bias")].replace("weight", "bias")
         named[parameter] = source._replace(name=name)
-    return _share(named)
+    return _share(named, ARCHITECTURES[config.architecture].fused_experts)
 
 
 def model_tensors(config: DecoderConfig) -> dict[str, Source]:
     """Return the same for the parameters outside the layers."""
     matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
+    row = ARCHITECTURES[config.architecture]
+    names = NAMES | row.tensors
     table = {
-        "embedding": Source(matrix, matrix, name="model.embed_tokens.weight"),
-        "final_norm": Source(vector, vector, name="model.norm.weight"),
+        name: Source(shape, shape, name=f"{row.prefix}{names[name]}")
+        for name, shape in (("embedding", matrix), ("final_norm", vector))
     }
     if not config.tied:
         table["head"] = Source(matrix, matrix, name="lm_head.weight")
@@ -182,21 +186,30 @@ def _perceptron(config: DecoderConfig, prefix: str, inner: int) -> dict[str, Sou
     table = list_whole(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
     if config.has_mlp_bias:
         table |= list_whole(gate_bias=(inner,), up_bias=(inner,), down_bias=(hidden,))
+    if not config.is_gated:
+        table = {name: each for name, each in table.items() if "gate" not in name}
     return {f"{prefix}{name}": source for name, source in table.items()}
 
 
 def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
     hidden, inner, count = config.hidden_size, experts.inner, experts.count
+    seen = experts.latent or hidden
 
     def stack(shape: Shape) -> Source:
         stored = shape[::-1] if len(shape) == 2 else shape
         return Source((count, *shape), stored, np.transpose, count)
 
     table = list_whole(router=(count, hidden)) | dict(
-        expert_gate=stack((hidden, inner)),
-        expert_up=stack((hidden, inner)),
-        expert_down=stack((inner, hidden)),
+        expert_gate=stack((seen, inner)),
+        expert_up=stack((seen, inner)),
+        expert_down=stack((inner, seen)),
     )
+    if not config.is_gated:
+        del table["expert_gate"]
+    if experts.latent:
+        table |= list_whole(routed_in=(seen, hidden), routed_out=(hidden, seen))
+        if config.has_mlp_bias:
+            table |= list_whole(routed_in_bias=(seen,), routed_out_bias=(hidden,))
     if experts.has_biases:
         table |= list_whole(router_bias=(count,)) | dict(
             expert_gate_bias=stack((inner,)),
@@ -212,11 +225,10 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
     return table
 
 
-def _share(table: dict[str, Source]) -> dict[str, Source]:
+def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:
     """Let parameters with one name take their parts of that tensor.
 
-    Matrices lie below each other. Experts in one tensor are [experts, in, out], and
-    their parameters alternate in the last axis.
+    Matrices lie below each other; experts in one tensor as `Architecture` says.
     """
     shared = dict(table)
     by_name: dict[str, list[str]] = {}
@@ -224,7 +236,10 @@ def _share(table: dict[str, Source]) -> dict[str, Source]:
         by_name.setdefault(source.name, []).append(parameter)
     for name, parameters in by_name.items():
         sources = [table[parameter] for parameter in parameters]
-        if sources[0].num_experts and "{}" not in name:
+        is_fused = bool(sources[0].num_experts) and "{}" not in name
+        if is_fused and fused_experts == "rows":
+            shared |= _stack_rows(parameters, sources)
+        elif is_fused:
             number = len(parameters)
             for first, (parameter, source) in enumerate(
                 zip(parameters, sources, strict=True)
@@ -245,3 +260,15 @@ def _share(table: dict[str, Source]) -> dict[str, Source]:
                     take=lambda tensor, part=part: tensor[part],
                 )
     return shared
+
+
+def _stack_rows(parameters: list[str], sources: list[Source]) -> dict[str, Source]:
+    """Return sources of experts whose matrices [out, in] lie below each other."""
+    rows = np.cumsum([0, *(source.stored[0] for source in sources)])
+    return {
+        parameter: source._replace(
+            stored=(int(rows[-1]), *source.stored[1:]),
+            take=lambda tensor, part=np.s_[rows[i] : rows[i + 1]]: tensor[part].T,
+        )
+        for i, (parameter, source) in enumerate(zip(parameters, sources, strict=True))
+    }

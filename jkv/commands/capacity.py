@@ -137,7 +137,7 @@ def make_plan(
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
     kept_back = _find_reserve(total := _read_memory(memory), reserve)
-    fields, notes, layer_windows, layer_heads = read_sizes(folder, overrides)
+    fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, overrides)
     refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if "sliding_window" in overrides:

@@ -317,7 +317,7 @@ class GroupedConfig:
           FileNotFoundError: without a config.json.
           ValueError: as `for_context_length`, or for a model of unknown sizes.
         """
-        fields, _, windows, heads = read_sizes(folder, overrides)
+        fields, _, windows, heads, _ = read_sizes(folder, overrides)
         sizes = dict(fields | overrides)
         del sizes["num_layers"]
         layers = [

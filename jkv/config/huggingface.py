@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
-from jkv.config.layer_kinds import name_layers
+from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
+from jkv.config.layer_states import LayerState, list_states
 from jkv.config.layer_windows import WINDOWED, list_windows
 from jkv.config.text_part import DEFAULTS, find_text_part
 
@@ -23,12 +24,13 @@ NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 
-CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
-# Kinds of layers, as `layer_types` and its forerunners name them.
-ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-
-WITHOUT_KEYS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp"}
+CONTEXT_LENGTH = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
 
 # Keys of models whose layers differ in a way that one pool cannot mirror unasked.
 MIXED_LAYERS = (
@@ -58,19 +60,34 @@ class ModelSizes(NamedTuple):
     layer_windows: tuple[int | None, ...]
     # The heads of each of them, where they differ: `fields` then has none.
     layer_heads: tuple[Heads, ...] | None
+    # What each layer of the model keeps, where some have a state and it was asked for.
+    layers: tuple["Kept", ...] | None = None
 
 
-def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
+class Kept(NamedTuple):
+    """What a layer of a model keeps of a sequence."""
+
+    attends: bool  # keys and values
+    state: LayerState | None
+
+
+def read_sizes(
+    folder: str | Path, given: Mapping[str, Any], *, with_states: bool = False
+) -> ModelSizes:
     """Read the sizes of a model's cache from its config.json.
 
     Args:
       folder: a checkpoint's folder, or the file itself.
       given: fields of `CacheConfig` that are known already; what they stand for is not
-        looked at.
+        looked at. With `num_layers` these are the layers with keys and values, and
+        nothing is said of states.
+      with_states: read the states of layers, too. A model without any attention then
+        has no fields for heads.
 
     Returns:
       The fields, those given among them, notes on what the cache does not mirror, the
-      window of each layer, and its heads if layers differ in them.
+      window of each layer that keeps keys and values, its heads if layers differ in
+      them, and what all layers keep if some have states that were asked for.
 
     Raises:
       FileNotFoundError: without a config.json.
@@ -90,12 +107,14 @@ def read_sizes(folder: str | Path, given: Mapping[str, Any]) -> ModelSizes:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no object of settings")
     try:
-        return _sizes(raw, given)
+        return _sizes(raw, given, with_states)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
+def _sizes(
+    raw: dict[str, Any], given: Mapping[str, Any], with_states: bool
+) -> ModelSizes:
     model, around, notes = find_text_part(raw)
     model = DEFAULTS.get(str(model.get("model_type")), {}) | model
     if model.get("is_encoder_decoder") or raw.get("is_encoder_decoder"):
@@ -104,10 +123,15 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         )
     totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
     kinds = name_layers(model, next((n for n in totals if isinstance(n, int)), 0))
+    layers = None
+    if with_states and not given.get("num_layers"):
+        layers = _list_kept(model, kinds)
     num_layers = given.get("num_layers") or _num_layers(model, kinds, notes)
     windows = list_windows(model, kinds, num_layers)
     heads: tuple[Heads, ...] | None = None
-    if given.keys().isdisjoint(HEADS) and model.get("kv_lora_rank") is not None:
+    if not num_layers and layers:
+        fields: dict[str, Any] = {}
+    elif given.keys().isdisjoint(HEADS) and model.get("kv_lora_rank") is not None:
         _refuse(model, ("per_layer_config",), "num_kv_heads and head_dim")
         fields = _latent_fields(model, notes)
     else:
@@ -122,7 +146,18 @@ def _sizes(raw: dict[str, Any], given: Mapping[str, Any]) -> ModelSizes:
         dtype=given.get("dtype") or _dtype([model, *around], notes),
     )
     different = heads if "num_kv_heads" not in fields else None
-    return ModelSizes(fields, notes, windows, different)
+    return ModelSizes(fields, notes, windows, different, layers)
+
+
+def _list_kept(
+    model: dict[str, Any], kinds: list[str] | None
+) -> tuple[Kept, ...] | None:
+    """Return what each layer keeps, None if none has a state."""
+    if kinds is None or WITH_STATE.isdisjoint(kinds):
+        return None
+    states = list_states(model, kinds)
+    attends = [kind in ATTENDING for kind in kinds]
+    return tuple(map(Kept, attends, states))
 
 
 def _num_layers(
@@ -130,10 +165,11 @@ def _num_layers(
 ) -> int:
     """Count the layers that have keys and values of their own."""
     total = _read_count(model, NUM_LAYERS, "num_layers")
-    if not (model.get("layer_types") or model.get("layers_block_type")):
+    is_listed = model.get("layer_types") or model.get("layers_block_type")
+    if not is_listed and (kinds is None or WITH_STATE.isdisjoint(kinds)):
         _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")
     if kinds is not None:
-        unknown = set(kinds) - ATTENDING - WITHOUT_KEYS
+        unknown = set(kinds) - ATTENDING - WITH_STATE - FEEDING
         if unknown:
             raise ValueError(
                 f"layers of unknown kind {sorted(unknown)}; give num_layers, how many "

@@ -150,7 +150,7 @@ def fit_model(
     check_names("from_model", make, overrides, "budget")
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
-    fields, notes, layer_windows, layer_heads = read_sizes(folder, overrides)
+    fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, overrides)
     refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if windows and overrides.get("sliding_window") is None:

@@ -48,8 +48,10 @@ LEFT_OUT: dict[str, tuple[int, ...]] = {
 # What transformers assumes when a config.json of this model type leaves a key out, of
 # a plain model as well.
 DEFAULTS: dict[str, dict[str, int]] = {
+    "bamba": {"num_key_value_heads": 8},
     "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "falcon_h1": {"num_key_value_heads": 8},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
@@ -57,13 +59,20 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "gemma4_text": {"head_dim": 256, "num_key_value_heads": 4},
     "gemma4_unified_text": {"head_dim": 256, "num_key_value_heads": 4},
     "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8},
+    "jamba": {"num_key_value_heads": 8},
+    "kimi_linear": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "lfm2": {"num_key_value_heads": 8},
+    "lfm2_moe": {"num_key_value_heads": 8},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
+    "nemotron_h": {"head_dim": 128, "num_key_value_heads": 8},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128, "use_sliding_window": False},
     "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "qwen3_5_moe_text": {"head_dim": 256, "num_key_value_heads": 2},
+    "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "qwen3_next": {"head_dim": 256, "num_key_value_heads": 2},
     "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
 

@@ -64,6 +64,8 @@ class Case:
     has_states: bool = False
     # Patterns in names of tensors that it saves otherwise than they are published.
     renamed: tuple[tuple[str, str], ...] = ()
+    # Keys of the small sizes that its class does not know.
+    without: tuple[str, ...] = ()
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
 
@@ -82,6 +84,17 @@ QWEN_STATES = STATES | dict(
     linear_num_value_heads=4,
     linear_key_head_dim=8,
     linear_value_head_dim=12,
+)
+
+# Heads in groups that share keys and queries.
+MAMBA_STATES = dict(
+    **NO_IDS,
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=8,
+    mamba_chunk_size=8,
 )
 
 # Seeds were picked for varied text in which no greedy token wins by a hair.
@@ -385,6 +398,133 @@ CASES = {
         dtype="float32",
         quantized="fp8",
     ),
+    "bamba": Case(
+        "bamba",
+        MAMBA_STATES | dict(attn_layer_indices=[1], time_step_limit=[0.02, 0.5]),
+        seed=1,
+        has_states=True,
+    ),
+    # Both in each layer, and every part multiplied by something.
+    "falcon_h1": Case(
+        "falcon_h1",
+        MAMBA_STATES
+        | dict(
+            num_hidden_layers=2,
+            mamba_d_ssm=32,
+            mamba_rms_norm=True,
+            ssm_in_multiplier=1.25,
+            ssm_out_multiplier=0.8,
+            ssm_multipliers=[0.7, 1.3, 0.8, 1.2, 0.9],
+            mlp_multipliers=[0.8, 1.4],
+            key_multiplier=0.6,
+            attention_in_multiplier=1.1,
+            attention_out_multiplier=0.7,
+            embedding_multiplier=2.0,
+            lm_head_multiplier=1.5,
+        ),
+        seed=1,
+        has_states=True,
+    ),
+    "granite_hybrid": Case(
+        "granitemoehybrid",
+        MAMBA_STATES
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            intermediate_size=8,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            shared_intermediate_size=16,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+        ),
+        seed=1,
+        has_states=True,
+    ),
+    # No experts, and positions.
+    "granite_dense": Case(
+        "granitemoehybrid",
+        MAMBA_STATES
+        | dict(
+            layer_types=["attention", "mamba", "mamba"],
+            num_local_experts=0,
+            shared_intermediate_size=48,
+            position_embedding_type="rope",
+            tie_word_embeddings=True,
+        ),
+        seed=1,
+        has_states=True,
+    ),
+    "lfm2": Case(
+        "lfm2",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            full_attn_idxs=[1],
+            block_multiple_of=16,
+        ),
+        seed=1,
+        has_states=True,
+    ),
+    # The first of three layers has no experts.
+    "lfm2_moe": Case(
+        "lfm2_moe",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            num_dense_layers=1,
+            moe_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            routed_scaling_factor=1.5,
+        ),
+        seed=4,
+        has_states=True,
+    ),
+    "mamba2": Case(
+        "mamba2",
+        dict(
+            **NO_IDS,
+            num_heads=4,
+            head_dim=16,
+            n_groups=2,
+            state_size=8,
+            chunk_size=8,
+        ),
+        seed=1,
+        has_states=True,
+        without=("intermediate_size", "max_position_embeddings", "num_attention_heads"),
+    ),
+    # A layer of each kind, and another with a state.
+    "nemotron_h": Case(
+        "nemotron_h",
+        dict(
+            **NO_IDS,
+            hybrid_override_pattern="M-*EM",
+            num_key_value_heads=2,
+            head_dim=8,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            n_groups=2,
+            ssm_state_size=8,
+            chunk_size=8,
+            time_step_min=0.03,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            moe_shared_expert_intermediate_size=16,
+            moe_latent_size=16,
+            routed_scaling_factor=1.7,
+        ),
+        seed=1,
+        has_states=True,
+        without=("num_hidden_layers",),
+    ),
     # The second of three layers has no experts.
     "qwen3_next": Case(
         "qwen3_next",
@@ -418,6 +558,7 @@ CASES = {
         ),
         seed=1,
         has_states=True,
+        without=("intermediate_size",),  # all of its layers have experts
     ),
     # Keys as long as values: transformers cuts their convolutions in equal parts.
     "olmo_hybrid": Case(
@@ -464,14 +605,13 @@ def write_checkpoint(name: str, folder: Path) -> None:
     import transformers
 
     case = CASES[name]
-    settings = {**SMALL, **case.settings}
-    if case.model_type == "qwen3_5_moe_text":
-        del settings["intermediate_size"]  # all of its layers have experts
+    settings = {n: v for n, v in SMALL.items() if n not in case.without} | case.settings
     config = transformers.AutoConfig.for_model(case.model_type, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
-        learnt = [b for b in model.named_buffers() if "correction_bias" in b[0]]
+        biases = "correction_bias", "expert_bias"
+        learnt = [b for b in model.named_buffers() if b[0].endswith(biases)]
         for parameter_name, parameter in [*model.named_parameters(), *learnt]:
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(parameter_name, drawn, case))
@@ -615,7 +755,7 @@ def _quiet() -> Iterator[None]:
 
 def _scaled(name: str, drawn: Any, case: Case) -> Any:
     """Scale normal numbers so that every part of the model moves the logits."""
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_f.weight")):
         lies_around_0 = case.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
         is_own = "linear_attn" in name
         return (0 if lies_around_0 and not is_own else 1) + 0.3 * drawn

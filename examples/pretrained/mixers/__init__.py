@@ -4,9 +4,15 @@
 """
 
 from .delta_layer import DELTA_RULE
+from .mamba2 import MAMBA2
 from .mixer import Arrays, Mixer
+from .short_convolution import SHORT_CONVOLUTION
 
 __all__ = ["MIXERS", "Arrays", "Mixer"]
 
 # By the names that `DecoderConfig.mixers` has.
-MIXERS: dict[str, Mixer] = {"delta_rule": DELTA_RULE}
+MIXERS: dict[str, Mixer] = {
+    "delta_rule": DELTA_RULE,
+    "mamba2": MAMBA2,
+    "short_convolution": SHORT_CONVOLUTION,
+}

@@ -1,0 +1,42 @@
+"""What a row of the table of architectures says."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from .settings import Settings
+from .windows import Pattern
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What the checkpoints of a model type have in common.
+
+    defaults: what its class in transformers has for keys that config.json leaves out.
+    aliases: how its files call keys that others have by the name given first.
+    choices: fields of `DecoderConfig` that are the same in all of its checkpoints.
+    read: returns the fields that follow from keys of its own.
+    tensors: names of tensors that differ from Llama's, by parameter. Two parameters
+        with one name are parts of that tensor.
+    prefix: how names of tensors begin, but for that of the head.
+    fused_experts: of experts in one tensor, whether it is [experts, in, out] and what
+        belongs together alternates in the "columns", or it is [experts, out, in] and
+        one lies below the other in the "rows".
+    ignored: how names of tensors begin that are not read: layers that guess tokens.
+    windows: which layers have the window that config.json speaks of.
+    biases: of the projections: those that config.json asks for, those of queries, keys
+        and values, or none.
+    can_turn_partly: whether positions may turn a part of each head only.
+    """
+
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read: Callable[[Settings], dict[str, Any]] = lambda _: {}
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = "model."
+    fused_experts: Literal["columns", "rows"] = "columns"
+    ignored: tuple[str, ...] = ()
+    windows: Pattern = "none"
+    biases: Literal["asked", "qkv", "none"] = "asked"
+    can_turn_partly: bool = False

@@ -1,0 +1,282 @@
+"""What the config.json of a model with Mamba 2 layers or short convolutions says.
+
+A function for each architecture returns fields of `DecoderConfig`, as those of
+`readings.py` do. Sizes of Mamba 2 layers have the names that Bamba gives them; where
+files have others, `mamba_architectures.py` lists them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .parts import Convolution, Experts, StateSpace
+from .readings import read_granite
+from .rope_settings import read_rope
+from .settings import Settings, is_number
+
+ATTENTION, MAMBA, CONVOLUTION = ("attention",), ("mamba2",), ("short_convolution",)
+
+# What mixes tokens in a layer, by the kinds that config.json names.
+MIXERS = {
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "conv": CONVOLUTION,
+    "mlp": (),
+    "moe": (),
+}
+
+# Of Nemotron-H's layers, which older files name by letters.
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def read_bamba(settings: Settings) -> dict[str, Any]:
+    """Read which layers attend, and the others' sizes."""
+    num_layers = settings.count("num_hidden_layers")
+    attending = settings.ints("attn_layer_indices") or ()
+    return dict(
+        mixers=tuple(ATTENTION if i in attending else MAMBA for i in range(num_layers)),
+        state_space=_read_state_space(settings, _find_inner(settings)),
+    )
+
+
+def read_falcon_h1(settings: Settings) -> dict[str, Any]:
+    """Read layers that have both, and what multiplies each of their parts."""
+    norm = "before" if settings.flag("mamba_norm_before_gate") else "after"
+    inner = settings.get("mamba_d_ssm", 1024)
+    if "mamba_d_ssm" in settings.raw and settings.raw["mamba_d_ssm"] is None:
+        inner = _find_inner(settings)
+    state_space = _read_state_space(
+        settings,
+        inner,
+        norm=norm if settings.flag("mamba_rms_norm") else None,
+        has_output_bias=settings.flag("projectors_bias"),
+        scales=_read_numbers(settings, "ssm_multipliers", 5),
+        input_scale=settings.number("ssm_in_multiplier"),
+        output_scale=settings.number("ssm_out_multiplier"),
+    )
+    # Scores are linear in the keys, which positions turn without stretching them.
+    head_dim = settings.count(
+        "head_dim",
+        settings.count("hidden_size") // settings.count("num_attention_heads"),
+    )
+    return dict(
+        mixers=((*ATTENTION, *MAMBA),) * settings.count("num_hidden_layers"),
+        state_space=state_space,
+        scale=settings.number("key_multiplier") * head_dim**-0.5,
+        attention_scales=(
+            settings.number("attention_in_multiplier"),
+            settings.number("attention_out_multiplier"),
+        ),
+        mlp_scales=_read_numbers(settings, "mlp_multipliers", 2),
+        embedding_scale=settings.number("embedding_multiplier"),
+        logit_scale=settings.number("lm_head_multiplier"),
+    )
+
+
+def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
+    """Read Granite's multipliers, and experts beside a perceptron of all tokens."""
+    num_layers = settings.count("num_hidden_layers")
+    kinds = settings.get("layer_types") or ["mamba"] * num_layers
+    shared = settings.count("shared_intermediate_size")
+    kind = settings.get("position_embedding_type")
+    if kind not in (None, "rope", "nope"):
+        raise ValueError(
+            f"config.json: position_embedding_type {kind!r} is not supported, only "
+            "'rope' and null"
+        )
+    head_dim = settings.count("hidden_size") // settings.count("num_attention_heads")
+    rope = read_rope(settings, head_dim) if kind == "rope" else None
+    fields = read_granite(settings) | dict(
+        mixers=_read_mixers(kinds, num_layers),
+        state_space=_read_state_space(settings, _find_inner(settings)),
+        ropes=(rope,) * num_layers,
+    )
+    if not settings.count("num_local_experts", least=0):
+        return fields | dict(intermediate_size=shared)
+    experts = Experts(
+        count=settings.count("num_local_experts"),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("intermediate_size"),
+        shared_inner=shared,
+        is_normalised=True,
+    )
+    return fields | dict(experts=experts, expert_layers=(True,) * num_layers)
+
+
+def read_mamba2(settings: Settings) -> dict[str, Any]:
+    """Read a model whose layers are Mamba 2 and nothing else."""
+    num_layers = settings.count("num_hidden_layers")
+    inner = settings.count("mamba_n_heads", 128) * settings.count("mamba_d_head", 64)
+    return dict(
+        mixers=(MAMBA,) * num_layers,
+        fed_layers=(False,) * num_layers,
+        ropes=(None,) * num_layers,
+        state_space=_read_state_space(settings, inner),
+    )
+
+
+def read_nemotron_h(settings: Settings) -> dict[str, Any]:
+    """Read layers that attend, remember, or only feed; none of them knows positions."""
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        pattern = settings.get("hybrid_override_pattern", "")
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    num_layers = len(kinds)
+    inner = settings.count("mamba_n_heads") * settings.count("mamba_d_head")
+    has_bias = settings.flag("use_bias")
+    fields = dict(
+        num_layers=num_layers,
+        windows=(None,) * num_layers,
+        mixers=_read_mixers(kinds, num_layers),
+        fed_layers=tuple(kind in ("mlp", "moe") for kind in kinds),
+        ropes=(None,) * num_layers,
+        state_space=_read_state_space(
+            settings,
+            inner,
+            "mamba_hidden_act",
+            step_limits=(settings.number("time_step_min"), math.inf),
+            has_bias=has_bias,
+            has_output_bias=has_bias,
+        ),
+    )
+    if "moe" not in kinds:
+        return fields
+    experts = Experts(
+        count=settings.count("n_routed_experts"),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("moe_intermediate_size"),
+        shared_inner=settings.count("moe_shared_expert_intermediate_size"),
+        latent=settings.get("moe_latent_size") and settings.count("moe_latent_size"),
+        has_sigmoid=True,
+        is_normalised=settings.flag("norm_topk_prob"),
+        scale=settings.number("routed_scaling_factor"),
+        groups=settings.count("n_group"),
+        groups_per_token=settings.count("topk_group"),
+    )
+    return fields | dict(
+        experts=experts, expert_layers=tuple(kind == "moe" for kind in kinds)
+    )
+
+
+def read_lfm2(settings: Settings) -> dict[str, Any]:
+    """Read which layers attend, and how wide the perceptrons are."""
+    num_layers = settings.count("num_hidden_layers")
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        attending = settings.ints("full_attn_idxs")
+        attending = range(num_layers) if attending is None else attending
+        kinds = [
+            "full_attention" if i in attending else "conv" for i in range(num_layers)
+        ]
+    convolution = Convolution(
+        width=settings.count("conv_L_cache"), has_bias=settings.flag("conv_bias")
+    )
+    tied = "tie_embedding" if "tie_embedding" in settings.raw else "tie_word_embeddings"
+    return dict(
+        mixers=_read_mixers(kinds, num_layers),
+        convolution=convolution,
+        intermediate_size=_adjust_inner(settings),
+        tied=settings.flag(tied),
+    )
+
+
+def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
+    """Read the same with experts in all but the first layers."""
+    if not settings.flag("use_expert_bias"):
+        raise ValueError(
+            "config.json: use_expert_bias must be true for this architecture"
+        )
+    num_layers = settings.count("num_hidden_layers")
+    first = settings.count("num_dense_layers", least=0)
+    experts = Experts(
+        count=settings.count("num_experts"),
+        per_token=settings.count("num_experts_per_tok"),
+        inner=settings.count("moe_intermediate_size"),
+        has_sigmoid=True,
+        is_normalised=settings.flag("norm_topk_prob"),
+        epsilon=1e-6,
+        scale=settings.number("routed_scaling_factor"),
+    )
+    return read_lfm2(settings) | dict(
+        experts=experts, expert_layers=tuple(i >= first for i in range(num_layers))
+    )
+
+
+def _read_mixers(kinds: Any, num_layers: int) -> tuple[tuple[str, ...], ...]:
+    """Return what mixes tokens in each layer."""
+    is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    if not is_list or len(kinds) != num_layers or set(kinds) - MIXERS.keys():
+        raise ValueError(
+            f"config.json: the kinds of {num_layers} layers must be some of "
+            f"{', '.join(MIXERS)}, got {kinds!r}"
+        )
+    return tuple(MIXERS[kind] for kind in kinds)
+
+
+def _read_state_space(
+    settings: Settings, inner: int, activation: str = "hidden_act", **fields: Any
+) -> StateSpace:
+    """Read the sizes of Mamba 2 layers, with so many channels of values."""
+    activation = settings.get(activation, "silu")
+    heads = settings.count("mamba_n_heads", 128)
+    dim = settings.get("mamba_d_head", "auto")
+    dim = inner // heads if dim == "auto" else settings.count("mamba_d_head")
+    if activation not in ("silu", "swish") or heads * dim != inner:
+        raise ValueError(
+            f"config.json: {inner} channels of Mamba 2 cannot be {heads} heads of "
+            f"{dim} behind a convolution with {activation!r}"
+        )
+    has_bias = settings.flag("mamba_proj_bias")
+    usual = dict(
+        num_heads=heads,
+        head_dim=dim,
+        num_groups=settings.count("mamba_n_groups"),
+        state_dim=settings.count("mamba_d_state"),
+        width=settings.count("mamba_d_conv"),
+        step_limits=_read_limits(settings),
+        has_bias=has_bias,
+        has_taps_bias=settings.flag("mamba_conv_bias"),
+        has_output_bias=has_bias,
+    )
+    return StateSpace(**usual | fields)
+
+
+def _find_inner(settings: Settings) -> int:
+    """Return the channels of values."""
+    return settings.count("mamba_expand", 2) * settings.count("hidden_size")
+
+
+def _read_limits(settings: Settings) -> tuple[float, float]:
+    """Return the least and the largest step; transformers writes infinity as a dict."""
+    limits = settings.get("time_step_limit", (0.0, math.inf))
+    least, most = (
+        float(limit["__float__"]) if isinstance(limit, dict) else float(limit)
+        for limit in limits
+    )
+    return least, most
+
+
+def _read_numbers(settings: Settings, key: str, count: int) -> tuple[float, ...]:
+    """Return a list of so many numbers above 0."""
+    values = settings.get(key)
+    is_list = isinstance(values, Sequence) and len(values) == count
+    if not is_list or not all(is_number(value) and value > 0 for value in values):
+        raise ValueError(
+            f"config.json: {key!r} must be {count} numbers above 0, got {values!r}"
+        )
+    return tuple(map(float, values))
+
+
+def _adjust_inner(settings: Settings) -> int:
+    """Return the hidden units of a perceptron, which LFM2 rounds up to a multiple."""
+    inner = settings.get("block_ff_dim", settings.count("intermediate_size"))
+    if not settings.flag("block_auto_adjust_ff_dim"):
+        return int(inner)
+    factor = settings.maybe_number("block_ffn_dim_multiplier")
+    inner = 2 * inner // 3
+    if factor is None:
+        return int(inner)
+    multiple = settings.count("block_multiple_of")
+    return -(-int(factor * inner) // multiple) * multiple
