@@ -23,8 +23,12 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only the other end of the range of JAX runs."""
-    here = [item for item in items if runs_here(_is_marked(item))]
+    """Leave out what the other end of the range of JAX runs, or a suite for later."""
+    here = [
+        item
+        for item in items
+        if runs_here(_has_one_end(item), bool(item.get_closest_marker("further")))
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
 
@@ -36,7 +40,7 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
-def _is_marked(item):
+def _has_one_end(item):
     """Whether a test is for one end: marked so, or an example of a docstring."""
     is_example = isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py"
     return is_example or item.get_closest_marker("one_end")

@@ -37,11 +37,19 @@ QUICK = f"{ALL_PASSES} --xla_disable_hlo_passes={LEFT_OUT}"
 WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
 
 OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
+# A claim at more values than every run needs (`tests/support/jax_versions.py`).
+ALONE = {"JKV_FURTHER": "1"}
 # These look at the programs that XLA makes, or at the bits of small floats: with MLIR.
 OF_PROGRAMS = (
     "tests/metadata/test_stages.py",
     "tests/storage/test_quantization.py",
     "tests/verbs/test_in_place.py",
+)
+# These import torch, which takes seconds: in the suite that does so anyway.
+OF_TRANSFORMERS = (
+    "tests/config/test_layer_heads.py",
+    "tests/config/test_text_part.py",
+    "tests/decoding/test_filters_parity.py",
 )
 # Minutes of compiling kernels, for cards that are not there: a suite of its own.
 MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
@@ -90,10 +98,11 @@ def but(*paths: str) -> tuple[str, ...]:
     return tuple(f"--ignore={path}" for path in paths)
 
 
-def of_folder(name: str) -> Task:
-    """The suite of a folder of tests."""
-    paths = but(*OF_PROGRAMS, MACHINE_CODE)
-    return tests(OLDEST, f"tests/{name}", *paths, flags=WITHOUT_MLIR)
+def of_folder(name: str, *files: str) -> Task:
+    """The suite of a folder of tests, and of files of others."""
+    elsewhere = {*OF_PROGRAMS, *OF_TRANSFORMERS, MACHINE_CODE} - {*files}
+    paths = (f"tests/{name}", *files, *but(*sorted(elsewhere)))
+    return tests(OLDEST, *paths, flags=WITHOUT_MLIR)
 
 
 # The dearest first, so that no core waits long at the end.
@@ -103,18 +112,19 @@ SUITES = {
     ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
     "oldest-verbs": of_folder("verbs"),
-    "oldest-examples": of_folder("examples"),
+    "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     # `devices` has eight simulated ones, which a process has from its start or never.
-    "oldest-devices": tests(OLDEST, "tests/devices"),
+    "oldest-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR),
     "oldest-rest": tests(
         OLDEST,
-        *but(*OF_PROGRAMS, *(f"tests/{folder}" for folder in FOLDERS)),
+        *but(*OF_PROGRAMS, *OF_TRANSFORMERS),
+        *but(*(f"tests/{folder}" for folder in FOLDERS)),
         flags=WITHOUT_MLIR,
     ),
     "oldest-decoding": of_folder("decoding"),
-    "oldest-programs": tests(OLDEST, *OF_PROGRAMS),
+    "oldest-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK),
     "oldest-attention": of_folder("attention"),
-    "newest-devices": tests(NEWEST, "tests/devices"),
+    "newest-devices": tests(NEWEST, "tests/devices", flags=QUICK),
     "oldest-serving": of_folder("serving"),
     "oldest-storage": of_folder("storage"),
     "tunix": tests(
@@ -123,9 +133,15 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
+    "further": tests(
+        OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
+    )._replace(variables=ALONE),
+    "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
+        variables=ALONE
+    ),
 }
 # Too heavy to be a part of every run.
-EXTRAS = ("machine-code", "tunix")
+EXTRAS = ("machine-code", "tunix", "further", "further-devices")
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -13,13 +13,14 @@ N_b blocks, T tokens a block.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
+from jkv.config.state_config import StateConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
 from jkv.metadata.requests import Texts, as_prompts
@@ -40,7 +41,7 @@ def score(
     prompts: Texts,  # i32[Q, P]
     continuations: Texts,  # i32[N, C]
     *,
-    config: CacheConfig | GroupedConfig,
+    config: CacheConfig | StateConfig | GroupedConfig,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations after their prompts.
 
@@ -48,7 +49,8 @@ def score(
     in one call of the model, instead of N * (P + C). Differentiable in `params` once
     and backwards (`jax.grad`, `jax.vjp`), as the loss of a policy gradient needs it:
     attention has no `jax.jvp` and no second derivative. Jit it with `model` and
-    `config` static.
+    `config` static. A model with layers that keep a state is called twice, for the
+    prompts and for what follows, with all of its states; that has no derivative.
 
     What `generate` returned for the same prompts can be given as it is:
     `score(model, params, prompts, result.tokens, config=config)`.
@@ -89,9 +91,12 @@ def score(
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     _check_counts(asked, given)
-    cache, batch = _plan(config, asked, given)
-    tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
-    logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
+    if as_grouped(config).state_groups:
+        logits = _run_twice(model, params, as_grouped(config), asked, given)
+    else:
+        cache, batch = _plan(as_grouped(config), asked, given)
+        tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
+        logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
     for name, texts in (("prompt", asked), ("continuation", given)):
         refuse_unknown(name, texts, logits.shape[-1])
     return _score_tokens(logits.astype(jnp.float32), count_tokens(asked), given)
@@ -130,6 +135,86 @@ class _WritesAndAttends:
         return function(*args, **kwargs)
 
 
+def _run_twice(
+    model: Model,
+    params: Any,
+    config: GroupedConfig,
+    prompts: jax.Array,
+    continuations: jax.Array,
+) -> jax.Array:
+    """Compute prompts, then forks of them that go on, for logits as of one step.
+
+    A continuation needs the state of its prompt's end, which one call has not yet.
+    """
+    (num_prompts, width), (count, most) = prompts.shape, continuations.shape
+    fed, lengths = most - 1, count_tokens(prompts)
+    sizes = _list_sizes(config, prompts, continuations)
+    groups = (
+        dataclasses.replace(
+            group,
+            **(sizes.of_states if isinstance(group, StateConfig) else sizes.of_blocks),
+        )
+        for group in config.groups
+    )
+    whole = dataclasses.replace(config, groups=tuple(groups), prefix_caching=False)
+    cache, opened = allocate(init(whole), jnp.zeros_like(lengths))
+    cache, batch = append(
+        cache, opened.seq_ids, lengths, max_query_length=width, num_pending=0
+    )
+    tokens = jnp.maximum(prompts.reshape(-1), 0)
+    logits, cache = call_model(model, params, tokens, cache, batch)
+    if not fed:
+        return logits
+    parents = jnp.repeat(opened.seq_ids, count // num_prompts)
+    cache, forked = fork(cache, parents)
+    counts = jnp.minimum(count_tokens(continuations), fed)
+    cache, batch = append(
+        cache, forked.seq_ids, counts, max_query_length=fed, num_pending=0
+    )
+    tokens = jnp.maximum(continuations[:, :-1].reshape(-1), 0)
+    every_row = jnp.arange(batch.num_rows, dtype=jnp.int32)
+    batch = dataclasses.replace(batch, asked_rows=every_row)
+    later, _ = call_model(model, params, tokens, cache, batch)
+    return jnp.concatenate([logits, later])
+
+
+class _ScoredSizes(NamedTuple):
+    """The fields of configurations for a step that is scored."""
+
+    of_blocks: dict[str, Any]
+    of_states: dict[str, Any]
+
+
+def _list_sizes(
+    config: CacheConfig | GroupedConfig, prompts: jax.Array, continuations: jax.Array
+) -> _ScoredSizes:
+    """Return the sizes that hold prompts and forks of them."""
+    (num_prompts, width), (count, most) = prompts.shape, continuations.shape
+    block_size, fed = config.block_size, most - 1
+    # A fork owns its tail and what comes behind it.
+    own_blocks = -(-(block_size - 1 + fed) // block_size)
+    both = dict(max_sequences=num_prompts + count, max_context_length=width + fed)
+    of_states = dict(
+        both,
+        num_snapshots=0,
+        snapshot_every=None,
+        max_pending=0,
+        inputs=None,
+        heads_axes=None,
+    )
+    of_blocks = dict(
+        both,
+        num_blocks=num_prompts * -(-width // block_size) + count * own_blocks,
+        dtype=jnp.float32,
+        prefix_caching=False,
+        record_tokens=False,
+        # The rows of a prompt see what a window would have given back.
+        sliding_window=None,
+        num_sink_tokens=0,
+    )
+    return _ScoredSizes(of_blocks, of_states)
+
+
 def _plan(
     config: CacheConfig | GroupedConfig, prompts: jax.Array, continuations: jax.Array
 ) -> tuple[Cache, Batch]:
@@ -139,21 +224,9 @@ def _plan(
     """
     (num_prompts, width), (count, most) = prompts.shape, continuations.shape
     block_size, fed = config.block_size, most - 1
-    # A fork owns its tail and what comes behind it.
-    own_blocks = -(-(block_size - 1 + fed) // block_size)
-    sizes: dict[str, Any] = dict(
-        num_blocks=num_prompts * -(-width // block_size) + count * own_blocks,
-        max_sequences=num_prompts + count,
-        max_context_length=width + fed,
-        dtype=jnp.float32,
-        prefix_caching=False,
-        record_tokens=False,
-        # The rows of a prompt see what a window would have given back.
-        sliding_window=None,
-        num_sink_tokens=0,
-    )
+    sizes = _list_sizes(config, prompts, continuations).of_blocks
     given = as_grouped(config)
-    groups = tuple(dataclasses.replace(group, **sizes) for group in given.groups)
+    groups = tuple(dataclasses.replace(group, **sizes) for group in given.block_groups)
     whole = dataclasses.replace(given, groups=groups, prefix_caching=False)
     num_rows = num_prompts * width + count * fed
     slot_rows = jnp.full((sizes["num_blocks"], block_size), num_rows, jnp.int32)

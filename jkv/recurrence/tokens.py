@@ -14,7 +14,12 @@ from jkv.sharding.loops import fori_loop, when
 
 
 def replay(
-    rule: Rule, state: Arrays, pending: Arrays, counts: jax.Array, lacking: Arrays
+    rule: Rule,
+    state: Arrays,
+    pending: Arrays,
+    counts: jax.Array,
+    lacking: Arrays,
+    first: jax.Array | int = 0,
 ) -> Arrays:
     """Return the states after tokens whose inputs the cache kept.
 
@@ -25,6 +30,7 @@ def replay(
       counts: i32[B], tokens of each request that are worked in, 0 to Q.
       lacking: {name: [R, ...]}, inputs that are not kept, since the state does not
         depend on them: queries, say. The rule gets zeros of their shapes.
+      first: i32[B] or int, the first of the Q tokens that is worked in.
     """
     num_requests, width = next(iter(pending.values())).shape[:2]
 
@@ -40,7 +46,7 @@ def replay(
         }
         return rule(state, zeros | given)[0], None
 
-    starts = jnp.arange(num_requests, dtype=jnp.int32) * width
+    starts = jnp.arange(num_requests, dtype=jnp.int32) * width + first
     return fold_tokens(whole_rule, state, None, inputs, starts, counts)[0]
 
 

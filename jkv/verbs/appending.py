@@ -52,9 +52,10 @@ def append(
         owns rows i * Q up to (i + 1) * Q. Give this or `capacity`.
       tokens: i32[R], token ids of the rows, kept if the cache records tokens; -1 is
         kept for rows without. A cache that records none ignores them.
-      num_pending: i32[B] or int, of each request's new tokens how many, the newest, may
-        be taken back by `truncate` (`StateConfig.max_pending` at most). None: as many
-        as can be. Layers with a state keep their inputs; others need not know.
+      num_pending: i32[B] or int, how many of each sequence's newest tokens may be taken
+        back by `truncate`, `StateConfig.max_pending` at most: new ones, and before them
+        those that are pending already. None: as many of the new ones as can be. Layers
+        with a state keep their inputs; others need not know.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
@@ -88,7 +89,7 @@ def append(
     num_rows = num_requests * max_query_length if max_query_length else capacity
     told = None if tokens is None else requests.as_tokens(tokens)
     num_rows = _checked_rows(num_rows, told)
-    pending = _read_pending_counts(cache.metadata, num_requests, num_pending)
+    pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
@@ -346,17 +347,17 @@ def _note_pending(
         return metadata, None
     before = states_of(metadata).pending_of(seq_ids)
     before = jnp.where(growth.is_live & ~requests.is_padding(seq_ids), before, 0)
-    newest = jnp.minimum(num_pending, growth.query_lengths)
+    newest = jnp.minimum(num_pending, before + growth.query_lengths)
     after = jnp.where(growth.query_lengths > 0, newest, before)
     return set_pending(metadata, row, after), (before, after)
 
 
 def _read_pending_counts(
-    metadata: Metadata, num_requests: int, num_pending: Integers | None
+    metadata: Metadata, num_tokens: jax.Array, num_pending: Integers | None
 ) -> jax.Array | None:
     """Return how many tokens each request asks to take back, i32[B]; None if none may.
 
-    Without a number that is as many as can be.
+    Without a number that is as many of the new ones as can be.
     """
     most = 0 if metadata.states is None else metadata.states.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
@@ -369,9 +370,9 @@ def _read_pending_counts(
     if most == 0:
         return None
     if num_pending is None:
-        return jnp.full((num_requests,), most, jnp.int32)
+        return jnp.clip(num_tokens, 0, most)
     (counts,) = requests.broadcast(num_pending=num_pending)
-    return jnp.broadcast_to(counts, (num_requests,))
+    return jnp.broadcast_to(counts, num_tokens.shape)
 
 
 def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:

@@ -84,13 +84,16 @@ def fold_state(
     storage = cache.states[cache.find_state(layer).group]
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)
-    if kept:
-        state = _work_in(cache, layer, batch, rule, state, inputs)
     starts, counts, pending = batch.query_starts, batch.query_lengths, None
     if kept:
-        # Requests without rows keep what is pending.
-        pending = jnp.where(counts > 0, batch.pending_after, 0)
+        # Requests without rows keep what is pending. Of others some of it may stay.
+        after = jnp.where(counts > 0, batch.pending_after, 0)
+        before = jnp.where(counts > 0, batch.pending_before, 0)
+        pending = jnp.minimum(after, counts)
+        stays = after - pending
         counts = counts - pending
+        given = cache, layer, batch, rule
+        state = _work_in(*given, state, inputs, jnp.zeros_like(stays), before - stays)
     outputs, state = fold_rows(
         rule,
         state,
@@ -102,22 +105,40 @@ def fold_state(
         first_positions=batch.context_lengths - batch.query_lengths,
     )
     if pending is not None:
-        outputs = peek_rows(rule, state, outputs, inputs, starts + counts, pending)
+        ahead = _work_in(*given, state, inputs, before - stays, stays)
+        outputs = peek_rows(rule, ahead, outputs, inputs, starts + counts, pending)
     return outputs, write_state(cache, layer, batch, state, kept)
 
 
 def _work_in(
-    cache: Cache, layer: Layer, batch: Batch, rule: Rule, state: Arrays, inputs: Arrays
+    cache: Cache,
+    layer: Layer,
+    batch: Batch,
+    rule: Rule,
+    state: Arrays,
+    inputs: Arrays,
+    first: jax.Array,
+    counts: jax.Array,
 ) -> Arrays:
-    """Return states after all tokens before the step, of sequences that get rows."""
-    counts = jnp.where(batch.query_lengths > 0, batch.pending_before, 0)
+    """Return states after so many pending tokens of before the step, i32[B].
+
+    Args:
+      cache: with those tokens.
+      layer: the layer.
+      batch: the step.
+      rule: of one token of one sequence.
+      state: {name: [B, ...]}, before the tokens.
+      inputs: {name: [R, ...]}, of the step.
+      first: i32[B], the first of the pending tokens that is worked in.
+      counts: i32[B].
+    """
 
     def work_in(state: Arrays, seq_ids: jax.Array, counts: jax.Array) -> Arrays:
         pending = read_pending(
             cache, layer, dataclasses.replace(batch, seq_ids=seq_ids)
         )
         lacking = {name: inputs[name] for name in inputs if name not in pending}
-        return replay(rule, state, pending, counts, lacking)
+        return replay(rule, state, pending, counts, lacking, first)
 
     # With the sequences as an argument nothing is read in steps without such tokens.
     return when((counts > 0).any(), work_in, state, batch.seq_ids, counts)

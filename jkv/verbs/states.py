@@ -256,17 +256,26 @@ def _write(
     if not storage.inputs:
         return storage
     count = jnp.where(grows, batch.pending_after, 0)
+    # How many of the tokens that are pending were so before, and those left of these.
+    old = jnp.maximum(count - batch.query_lengths, 0)
+    skipped = batch.pending_before - old
     first = batch.query_starts + batch.query_lengths - count
 
     def keep(kept: Arrays, row: jax.Array) -> Arrays:
         most = next(iter(kept.values())).shape[2]
         place = jnp.arange(most, dtype=jnp.int32)[None]
-        source = jnp.where(place < count[:, None], first[:, None] + place, -1)
-        source = jnp.where(source < 0, batch.num_rows, source)
+        is_new = (place >= old[:, None]) & (place < count[:, None])
+        source = jnp.where(is_new, first[:, None] + place, batch.num_rows)
+        earlier = jnp.minimum(place + skipped[:, None], most - 1)
+
+        def choose(array: jax.Array, given: jax.Array) -> jax.Array:
+            new = given.at[source].get(mode="fill", fill_value=0)
+            before = array.at[layer, row[:, None], earlier].get(mode="clip")
+            new = _as_stored(new, array.dtype)
+            return jnp.where(_along(is_new, new), new, before)
+
         return {
-            name: put(
-                array, inputs[name].at[source].get(mode="fill", fill_value=0), row
-            )
+            name: put(array, choose(array, inputs[name]), row)
             for name, array in kept.items()
         }
 
@@ -287,7 +296,7 @@ def _as_meant(stored: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def _as_stored(given: jax.Array, stored: np.dtype[Any]) -> jax.Array:
-    if given.dtype == stored:
+    if np.dtype(given.dtype) == np.dtype(stored):
         return given
     assert STORED_AS[np.dtype(given.dtype)] == stored
     return jax.lax.bitcast_convert_type(given, stored)

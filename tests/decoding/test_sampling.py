@@ -1,7 +1,6 @@
-"""Sampling: filters against numpy and Hugging Face, draws against chi-square."""
+"""Sampling: filters against numpy, draws against chi-square."""
 
 import functools
-import importlib.util
 import re
 
 import chex
@@ -18,7 +17,6 @@ from jkv.decoding import Sampling, spread_seeds
 # Compiled once for each shape, whatever the parameters.
 filter_logits = jax.jit(decoding.filter_logits)
 sample = jax.jit(decoding.sample)
-HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
 
 # More than one tile of the two-level draw, and not a multiple of it.
 VOCABULARY = 300
@@ -91,41 +89,6 @@ def test_filters_equal_plain_numpy(name):
     expected = reference(random_logits(), random_seen(), **FILTERS[name])
     np.testing.assert_array_equal(np.isinf(filtered), np.isinf(expected))
     np.testing.assert_allclose(filtered, expected, rtol=1e-5, atol=1e-5)
-
-
-if HAS_TRANSFORMERS:
-
-    @pytest.mark.filterwarnings("default")  # of torch and transformers themselves
-    @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
-    def test_filters_equal_hugging_face(options):
-        import torch
-        import transformers
-
-        penalty = options.get("repetition_penalty", 1.0)
-        processors = [
-            transformers.RepetitionPenaltyLogitsProcessor(penalty),
-            transformers.TemperatureLogitsWarper(options["temperature"]),
-            *(
-                [transformers.TopKLogitsWarper(options["top_k"])]
-                if "top_k" in options
-                else []
-            ),
-            transformers.TopPLogitsWarper(options.get("top_p", 1.0)),
-            transformers.MinPLogitsWarper(options.get("min_p", 0.0)),
-        ]
-        for logits, seen in zip(random_logits(), random_seen(), strict=True):
-            prompt = torch.tensor(np.flatnonzero(seen))[None]
-            scores = torch.tensor(np.asarray(logits))[None]
-            for processor in processors:
-                scores = processor(prompt, scores)
-            expected = np.asarray(scores)[0]
-            filtered = filter_logits(
-                logits[None], Sampling(**options), seen=seen[None]
-            )[0]
-            np.testing.assert_array_equal(np.isinf(filtered), np.isinf(expected))
-            np.testing.assert_allclose(
-                filtered, expected - expected.max(), rtol=1e-5, atol=1e-5
-            )
 
 
 @pytest.mark.one_end

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt
 from support.paths import ROOT
 from support.sharded_model import NUM_ROWS, TOKENS, TWO_AXES, arrays_joined, joined
@@ -69,7 +70,7 @@ def test_windows_caps_and_sinks_join_exactly(implementation, is_manual):
         function = jax.shard_map(
             function, mesh=LAYOUT.mesh, in_specs=specs, out_specs=whole
         )
-    compiled = jax.jit(function).lower(*call).compile()
+    compiled = jax.jit(function).lower(*call).compile(ALL_PASSES)
     found, alone = compiled(*call), attend_alone()
     for here, there in zip(found, alone, strict=True):
         assert_close(here, there)
@@ -126,7 +127,9 @@ def test_a_context_of_100k_tokens_on_eight_devices():
         stop = start + size // 8
         cache = fill(cache, keys[start:stop], values[start:stop])
     assert jkv.num_free_blocks(cache) == 800 - 782
-    compiled = extend.lower(cache, keys[size:], values[size:], queries).compile()
+    compiled = extend.lower(cache, keys[size:], values[size:], queries).compile(
+        ALL_PASSES
+    )
     cache, chunk, last = compiled(cache, keys[size:], values[size:], queries)
 
     assert arrays_joined(compiled) == joined(15, 2, 8) + joined(1, 2, 8)

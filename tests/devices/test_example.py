@@ -7,6 +7,7 @@ import numpy as np
 import pretrained
 import pytest
 from generating.options import BUNDLED
+from support.compiled_hlo import ALL_PASSES
 from support.sharded_model import collectives
 
 import jkv
@@ -43,7 +44,7 @@ def test_a_model_on_six_devices_has_the_logits_of_one():
     )
     cache = jkv.init(config, mesh=mesh, heads="tp")
     step = jax.jit(functools.partial(run, model))
-    compiled = step.lower(params, cache).compile()
+    compiled = step.lower(params, cache).compile(ALL_PASSES)
     sums = {("all-reduce", "f32[8,192]"): model.config.num_layers}
     assert collectives(compiled) == sums
     wanted = step(pretrained.load(BUNDLED)[1], jkv.init(config))

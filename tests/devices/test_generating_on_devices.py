@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from support.jax_versions import IS_NEWEST, dealt
+from support.compiled_hlo import ALL_PASSES
+from support.jax_versions import IS_NEWEST, dealt, further
 from support.sharded_model import (
     AUTO,
     WIDTH,
@@ -67,7 +68,7 @@ def assert_as_on_one_device(result):
 def on_spread_heads():
     """Each layer's collective is the only one in the loop."""
     arguments = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp"), place_weights(AUTO)
-    compiled = jax.jit(generate, donate_argnums=0).lower(*arguments).compile()
+    compiled = jax.jit(generate, donate_argnums=0).lower(*arguments).compile(ALL_PASSES)
     cache, result = compiled(*arguments)
     assert collectives(compiled) == {("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]"): 1}
     jkv.check(cache)
@@ -82,7 +83,9 @@ def on_two_pools():
     # The first rank has reserved blocks for others.
     cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[4] * 2, [-1] * 2]))
     assert opened.seq_ids.tolist() == [[0, 1], [-1, -1]]
-    compiled = jax.jit(generate, donate_argnums=0).lower(cache, weights).compile()
+    compiled = (
+        jax.jit(generate, donate_argnums=0).lower(cache, weights).compile(ALL_PASSES)
+    )
     cache, result = compiled(cache, weights)
     assert_as_on_one_device(result)
 
@@ -136,30 +139,36 @@ def generate_by_table(cache, scale, speculate):
     )
 
 
+def by_draft(config, mesh):
+    cache = jkv.init(config, storage=False, mesh=mesh)
+    return jkv.decoding.DraftModel(
+        model=follow_a_table, params=np.float32(9), cache=cache
+    )
+
+
+def by_looking_up(*_):
+    return jkv.decoding.PromptLookup(cost=1.0)
+
+
 @pytest.mark.one_end
-def test_each_rank_guesses_tokens_of_its_own_texts():
-    """By looking up and by a draft model; texts are what the table says."""
+@pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
+def test_each_rank_guesses_tokens_of_its_own_texts(guess):
+    """Texts are what the table says."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh
     config = dataclasses.replace(CONFIG, max_context_length=64)
-    scale = np.float32(9)
     wanted = np.full((NUM_SEQUENCES, 9), -1)
     for i, prompt in enumerate(PROMPTS):
         for place in range(9) if prompt else ():
             last = wanted[i, place - 1] if place else prompt[-1]
             wanted[i, place] = (last * 3 + 1) % 8
-    draft = jkv.decoding.DraftModel(
-        model=follow_a_table,
-        params=scale,
-        cache=jkv.init(config, storage=False, mesh=mesh),
-    )
-    for speculate in (jkv.decoding.PromptLookup(cost=1.0), draft):
-        cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
-        cache, result = jax.jit(generate_by_table)(cache, scale, speculate)
-        np.testing.assert_array_equal(result.tokens, wanted)
-        assert int(result.statistics.accepted_tokens) >= 10
-        for pool in jkv.split_pools(cache):
-            jkv.check(pool)
-            assert jkv.stats(pool).free_blocks == 40
+    cache = jkv.init(config, storage=False, mesh=mesh, pools="dp")
+    speculate = guess(config, mesh)
+    cache, result = jax.jit(generate_by_table)(cache, np.float32(9), speculate)
+    np.testing.assert_array_equal(result.tokens, wanted)
+    assert int(result.statistics.accepted_tokens) >= 10
+    for pool in jkv.split_pools(cache):
+        jkv.check(pool)
+        assert jkv.stats(pool).free_blocks == 40
 
 
 @pytest.mark.one_end

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt
 from support.kernel_lowering import find_kernels, mesh_of_cards, shape
 from support.sharded_model import AUTO, REPEATED, collectives
@@ -46,7 +47,7 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
         function = jax.shard_map(
             attend, mesh=layout.mesh, in_specs=specs, out_specs=heads
         )
-    compiled = jax.jit(function).lower(cache, *rows).compile()
+    compiled = jax.jit(function).lower(cache, *rows).compile(ALL_PASSES)
     found = compiled(cache, *rows)
     assert collectives(compiled) == {}
     wanted = attend_step(jkv.init(layout.config), *rows, "xla")

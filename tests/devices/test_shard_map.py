@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt
 from support.sharded_model import (
     AUTO,
@@ -94,7 +95,7 @@ def on_ranks(function):
 @pytest.mark.one_end
 def test_ranks_with_their_own_pools_equal_each_alone():
     """Rows are the same on all ranks and counts are not: loops start alike."""
-    compiled = jax.jit(on_ranks(serve)).lower(COUNTS, *rows_of(0)).compile()
+    compiled = jax.jit(on_ranks(serve)).lower(COUNTS, *rows_of(0)).compile(ALL_PASSES)
     assert collectives(compiled) == {}
     cache, outputs = jax.device_get(compiled(COUNTS, *rows_of(0)))
     alone = jax.jit(serve)

@@ -17,8 +17,22 @@ import jkv
 
 
 @pytest.fixture
-def run_here(monkeypatch, capsys):
+def scanned_layers(monkeypatch):
+    """Let layers run in a scan unless a script says otherwise: half of the compiling.
+
+    Scripts in processes of their own run them one by one, as users do.
+    """
+    import pretrained
+
+    load = functools.partial(pretrained.load, scan_layers=True)
+    monkeypatch.setattr(pretrained, "load", load)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys, request):
     """Run scripts in this process, and return what they wrote, `out` and `err`."""
+
+    request.getfixturevalue("scanned_layers")
 
     def run(script, *arguments, stdin=""):
         given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")

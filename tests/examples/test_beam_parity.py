@@ -35,7 +35,8 @@ def test_texts_and_scores_are_those_of_transformers(search):
         live = fixtures.expected(search)
         for ours, theirs in zip(wanted["found"], live["found"], strict=True):
             assert ours["texts"] == theirs["texts"]
-    model, params = pretrained.load(checkpoints.checkpoint_folder(search.name))
+    folder = checkpoints.checkpoint_folder(search.name)
+    model, params = pretrained.load(folder, scan_layers=True)
     params = jax.tree.map(lambda weights: weights.astype(jnp.float32), params)
     prompts, width = wanted["prompts"], search.num_beams
     cache = jkv.init(

@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("scanned_layers")
 def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
     """Turns, branches, undo, files and mistakes in one session.
 

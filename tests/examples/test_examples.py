@@ -5,6 +5,7 @@ process of their own (`run_example`). The others run in this one (`run_here`), w
 has imported and compiled already what they share.
 """
 
+import functools
 import os
 import re
 import runpy
@@ -185,6 +186,7 @@ def test_prompts_come_from_arguments_and_from_stdin(run_here):
         "class Path",
         *("--file", "-", "--max-new-tokens", "9", "--repetition-penalty", "1.3"),
         *("--top-k", "40", "--min-p", "0.02", "--seeds", "5", "--kv-dtype", "int8"),
+        "--scan-layers",
         stdin="The import statement\nRaise an error if\n",
     )
     texts = done.out.split("\n\n---\n\n")
@@ -199,7 +201,8 @@ def test_prompts_come_from_arguments_and_from_stdin(run_here):
 def test_generate_ends_a_text_before_a_stop(streamed, run_here):
     whole = streamed.stdout
     stop = whole[len("The with statement is used to") :][20:24]
-    done = run_here("generate.py", *GREEDY, "--stop", stop, "--stop", "never")
+    stops = "--stop", stop, "--stop", "never"
+    done = run_here("generate.py", *GREEDY, *stops, "--scan-layers")
     assert whole.startswith(done.out) and stop not in done.out.partition("to")[2]
     assert whole[len(done.out) :].startswith(stop) and "ended by STOP" in done.err
 
@@ -252,14 +255,16 @@ def test_beams_share_blocks(run_here):
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_guesses_save_steps_and_change_no_text():
-    """By drafts, whose program is the dearest; other ways are tested in loops.
+def test_guesses_save_steps_and_change_no_text(run_here, monkeypatch):
+    """By drafts, in steps of one size; other ways are tested in loops.
 
     The text is that of the model card, which was computed without a cache.
     """
+    generate = functools.partial(jkv.generate, row_counts=(16,))
+    monkeypatch.setattr(jkv, "generate", generate)
     prompt = 'The "with" statement'
     options = ("--max-new-tokens", "120", "--ways", "drafted")
-    output = run_example("speculate.py", prompt, *options).stdout
+    output = run_here("speculate.py", prompt, *options).out
     text, counts = output.rsplit("]\n\n", 1)
     card = (EXAMPLES / "models" / "pydoc" / "README.md").read_text()
     sample = card.split(f"`{prompt}`, greedy:\n\n~~~text\n")[1].split("\n~~~")[0]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.one_end
 
 # As in test_serve_http.py: what is compiled serves both.
 SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
-SIZES = SIZES.split()
+SIZES = [*SIZES.split(), "--scan-layers"]
 NUM_LINES = 24
 
 

@@ -1,4 +1,4 @@
-"""Which tests run with the oldest JAX supported, and which with the newest.
+"""Which tests run with the oldest JAX supported, which with the newest, which later.
 
 The oldest, which compiles in half the time, runs all tests but those dealt to the
 newest. The newest runs what may differ there, each kind of it once:
@@ -17,9 +17,9 @@ newest. The newest runs what may differ there, each kind of it once:
       of traces, pytrees, gradients, callbacks,
       errors that JAX raises
     files: exported and kept programs, pickles       all     one of each
-    random games: one with prompts of each kind      the     these           `dealt`
-      (plain, windowed, in groups); random options   others
-      of attention
+    random games: one with prompts, in groups with   the     these           `dealt`
+      a window and without; random options of        others
+      attention
     further values, options, dtypes of a program     all     chosen cases    `few`
     a verb's bookkeeping, computing on the host,     all     none            `one_end`
       errors of jkv, pages, docstrings
@@ -28,14 +28,21 @@ A test without a mark runs with both. `@pytest.mark.one_end` stands at a test, a
 or a file; examples in docstrings have it all. `few(cases, *chosen)` and `dealt(cases)`
 make the cases of a parametrised test. `JKV_ALL_CASES=1` runs everything with the JAX
 at hand.
+
+`@pytest.mark.further`, `further(cases)` and `with_further(cases, *others)` are for what
+repeats a claim at more values, each with programs of its own to compile. `make test`
+leaves it to the suites of that name, which `.ci/run` runs; `JKV_FURTHER=1` runs it
+alone.
 """
 
 import os
 
 import jax
+import pytest
 
 IS_NEWEST = jax.__version_info__ >= (0, 11)
 ALL_CASES = bool(os.environ.get("JKV_ALL_CASES"))
+FURTHER = bool(os.environ.get("JKV_FURTHER"))
 
 
 def few(cases, *chosen):
@@ -52,6 +59,20 @@ def dealt(cases, turn=0, share=2):
     return [cases[i] for i in places if ALL_CASES or is_newest[i] == IS_NEWEST]
 
 
-def runs_here(is_marked):
-    """Whether a test runs at this end, marked `one_end` or not."""
-    return ALL_CASES or not (is_marked and IS_NEWEST)
+def further(cases):
+    """The same cases, for the suites of further ones."""
+    tuples = [case if type(case) is tuple else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.further) for case in tuples]
+
+
+def with_further(cases, *others):
+    """The same cases in their order, of which the others are further ones."""
+    cases = list(cases)
+    assert all(other in cases for other in others)
+    return [*(further([case])[0] if case in others else case for case in cases)]
+
+
+def runs_here(has_one_end, is_further):
+    """Whether a test runs at this end, now; the marks that it has, or has not."""
+    is_now = is_further == FURTHER and not (has_one_end and IS_NEWEST)
+    return ALL_CASES or is_now

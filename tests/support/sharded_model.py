@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jkv
+from support.compiled_hlo import ALL_PASSES
 from support.tolerances import TOLERANCE
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 16, 16, 24, 32
@@ -169,7 +170,7 @@ def compile_step(cache, weights):
     """The step compiled for these, the cache donated."""
     rows = np.zeros(3, np.int32), np.zeros(3, np.int32), np.zeros(NUM_ROWS, np.int32)
     step = jax.jit(chex.assert_max_traces(take_step, n=1), donate_argnums=0)
-    return step.lower(cache, weights, *rows).compile()
+    return step.lower(cache, weights, *rows).compile(ALL_PASSES)
 
 
 @functools.cache

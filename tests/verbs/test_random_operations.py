@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from support.jax_versions import further
 from support.oracle.cache import INVALID_ARGUMENT, OK
 from support.random_operations import (
     DTYPES,
@@ -27,10 +28,21 @@ EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
 # The newest JAX plays `test_random_reuse.py`, which has all of these operations. Each
 # shape is played in one mode; with more effort all, in all modes.
-CASES = [(name, MODES[i % 3]) for i, name in enumerate(SHAPES)]
+PLAYED = {
+    "roomy": "eager",
+    "one block": "jitted",
+    "few blocks": "donated",
+    "blocks of one": "jitted",
+}
+FURTHER = {
+    "one cell": "eager",
+    "many sequences": "donated",
+    "blocks of 16": "eager",
+}
+CASES = [*PLAYED.items(), *further(FURTHER.items())]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 # Two of the shapes that are played eagerly: their programs are there already.
-EAGER = ["blocks of 16", "roomy"]
+EAGER = ["roomy", *further(["blocks of 16"])]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
@@ -54,7 +66,7 @@ def test_random_operations(name, mode, tmp_path):
             assert set(game.num_requests) == set(range(7)), game.num_requests
 
 
-PLAYED_WINDOWED = [("window", "donated"), ("window and sinks", "jitted")]
+PLAYED_WINDOWED = [("window and sinks", "jitted"), *further([("window", "donated")])]
 ALL_WINDOWED = [(name, mode) for name in WINDOWED for mode in MODES]
 
 
@@ -81,7 +93,11 @@ def test_random_operations_with_a_window(name, mode, tmp_path):
     assert num_gone > 50
 
 
-PLAYED_GROUPS = [(name, MODES[-i % 3]) for i, name in enumerate(GROUPED)]
+PLAYED_GROUPS = [
+    ("full and window", "donated"),
+    ("two full", "jitted"),
+    *further([("two windows", "donated"), ("three", "eager")]),
+]
 ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 
 

@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import dealt
+from support.jax_versions import dealt, further
 from support.random_operations import DTYPES, GROUPED, SHAPES
 from support.random_reuse import ReuseGame, make_reuse_verbs
 from support.small_caches import (
@@ -25,12 +25,14 @@ from jkv.metadata.prefixes import hashing
 
 MODES = ["donated", "jitted", "eager"]
 # Shapes in which prompts are found again; in others blocks are hardly ever filled.
-FINDING = ["few blocks", "roomy", "blocks of one", "many sequences"]
-CASES = dealt(((name, MODES[i % 3]) for i, name in enumerate(FINDING, 2)), -1, share=4)
+# `test_compaction.py` plays eagerly.
+OTHERS = {"many sequences": "eager", "blocks of one": "jitted", "few blocks": "eager"}
+CASES = [("roomy", "donated"), *further(OTHERS.items())]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
 
 
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
+@pytest.mark.one_end
 def test_random_reuse(name, mode, tmp_path):
     verbs = make_reuse_verbs(mode)
     for seed in range(EFFORT):
@@ -55,8 +57,9 @@ CUT_SHORT = {
 
 
 @pytest.mark.parametrize(
-    "name, mode", dealt([("window", "donated"), ("window and sinks", "jitted")])
+    "name, mode", [("window", "donated"), *further([("window and sinks", "jitted")])]
 )
+@pytest.mark.one_end
 def test_random_reuse_with_a_window(name, mode, tmp_path):
     """A prompt is found where what its next row sees is there, though it began before.
 
@@ -79,9 +82,15 @@ def test_random_reuse_with_a_window(name, mode, tmp_path):
     assert num_hits > num_beyond > 0
 
 
-# Each end plays with some groups, the oldest with three of them.
+# The newest JAX plays with the first; three groups have all that others have.
 DEALT_GROUPS = dealt(
-    ((name, MODES[(i + 1) % 3]) for i, name in enumerate(GROUPED)), 1, share=4
+    [
+        ("full and window", "donated"),
+        ("three", "jitted"),
+        *further([("two full", "donated"), ("two windows", "eager")]),
+    ],
+    -1,
+    share=4,
 )
 ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 
@@ -107,7 +116,9 @@ def test_random_reuse_in_groups(name, mode, tmp_path):
     assert (num_beyond > 0) == any(pool.window for pool in groups)
 
 
-@pytest.mark.parametrize("mask", [0, 1], ids=["constant", "one bit"].__getitem__)
+@pytest.mark.parametrize(
+    "mask", [0, *further([1])], ids=["constant", "one bit"].__getitem__
+)
 @pytest.mark.one_end
 def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):
     """What is found is what the prompt says, and its blocks keep the invariants."""

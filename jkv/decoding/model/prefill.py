@@ -75,6 +75,46 @@ class Sizes(NamedTuple):
         return share_rows(left, ages, self.num_rows)
 
 
+def end_at_snapshots(
+    cache: Cache,
+    done: jax.Array,
+    counts: jax.Array,
+    left: jax.Array,
+    parting: jax.Array | None = None,
+) -> jax.Array:
+    """Return fewer rows of texts where a snapshot of their states is to be made.
+
+    A text stops at the last multiple of `snapshot_every` before its end, from which a
+    prompt that begins like it goes on; at the one up to which it is like a text that is
+    known; and, where a chunk does not reach its end, at the last that the chunk has.
+
+    Args:
+      cache: the cache.
+      done: i32[B], tokens of each text in it.
+      counts: i32[B], tokens to compute now.
+      left: i32[B], tokens to compute at all.
+      parting: i32[B], where each text parts from others, 0 where that is not known.
+
+    Returns:
+      i32[B], rows of each, at least one where there was one.
+    """
+    states = cache.metadata.states
+    if states is None or states.snapshots is None:
+        return counts
+    every, end = jnp.int32(states.snapshots.every), done + counts
+
+    def floor(lengths: jax.Array) -> jax.Array:
+        return jax.lax.div(lengths, every) * every
+
+    stops = [floor(jnp.maximum(done + left - 1, 0))]
+    stops.append(jnp.where(counts < left, floor(end), end))
+    if parting is not None:
+        stops.append(floor(parting))
+    for stop in stops:
+        end = jnp.where(stop > done, jnp.minimum(end, stop), end)
+    return jnp.where(counts > 0, end - done, counts)
+
+
 class Chunk(NamedTuple):
     """What a chunk brought, for each text."""
 
@@ -116,7 +156,7 @@ def prefill(
     ) -> tuple[Cache, Carry, jax.Array]:
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
-        counts = sizes.share(left)
+        counts = end_at_snapshots(cache, done, sizes.share(left), left)
         cache, batch, logits = run_chunk(
             runner, cache, texts, done, counts, sizes.num_rows
         )

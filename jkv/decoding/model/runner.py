@@ -28,6 +28,7 @@ class Runner(NamedTuple):
         counts: jax.Array | None = None,
         *,
         commits: bool = True,
+        num_pending: jax.Array | int = 0,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows, and commit them.
 
@@ -38,6 +39,8 @@ class Runner(NamedTuple):
             of each sequence; else those of the sequences, one behind the other.
           counts: i32[B], tokens of each.
           commits: whether full blocks can be found afterwards, by a prefix index.
+          num_pending: i32[], of each sequence's newest tokens how many may be taken
+            back from layers with a state.
 
         Returns:
           The cache, the batch, and f32[B, V]: the logits after each sequence's last
@@ -46,10 +49,17 @@ class Runner(NamedTuple):
         recorded = tokens if commits else None
         if counts is None:
             # Rows and sequences are the same thing, which costs less.
-            cache, batch = append(cache, seq_ids, tokens=recorded)
+            cache, batch = append(
+                cache, seq_ids, tokens=recorded, num_pending=num_pending
+            )
         else:
             cache, batch = append(
-                cache, seq_ids, counts, capacity=tokens.shape[0], tokens=recorded
+                cache,
+                seq_ids,
+                counts,
+                capacity=tokens.shape[0],
+                tokens=recorded,
+                num_pending=num_pending,
             )
         logits, cache = call_model(self.model, self.params, tokens, cache, batch)
         if commits:

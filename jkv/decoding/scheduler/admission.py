@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.holding import has_more_samples
 from jkv.decoding.scheduler.places import LANES, find_oldest
 from jkv.decoding.scheduler.samples import Holder, find_pending
 from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
@@ -20,6 +21,7 @@ from jkv.decoding.scheduler.state import GenerationState, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason
+from jkv.metadata.prefixes.prompt_search import find_partings
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -69,8 +71,10 @@ def _open_seated(
       The cache, the state, and bool[]: whether there may be more to do.
     """
     loads = state.loads(cache)
-    lanes, is_more = _find_lanes(state, loads, num_lanes)
+    has_states = cache.metadata.states is not None
+    lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
+    partings = find_partings(cache.metadata, texts, state.prompts.salts[lanes.prompts])
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
@@ -84,24 +88,26 @@ def _open_seated(
         seq_ids = jnp.where(lanes.leads, seq_ids, forked)
     state = _give_up(state, attempt, lanes, opened.status, seq_ids)
     state = dataclasses.replace(state, holder=holder)
-    state = _note_opened(state, lanes, seq_ids, opened.num_cached)
+    state = _note_opened(state, lanes, seq_ids, opened.num_cached, partings)
     return cache, state, attempt.goes_on | (is_more & jnp.any(seq_ids >= 0))
 
 
 def _find_lanes(
-    state: GenerationState, loads: Loads, num_lanes: int
+    state: GenerationState, loads: Loads, num_lanes: int, has_states: bool
 ) -> tuple[_Lanes, jax.Array]:
     """Find places to be opened; and whether there are more than lanes, bool[]."""
     places = state.places
     leads = places.is_pending
     forks = jnp.zeros_like(leads)
     if state.num_samples > 1:
+        # With states a sequence past its prompt's end has the prompt no more.
+        is_past = loads.done > loads.prompt_lengths
         leads, forks = find_pending(
             places,
             state.holder,
             loads.prompts,
             loads.prompt_lengths,
-            loads.done,
+            jnp.where(is_past, -1, loads.done) if has_states else loads.done,
             state.prompts.lengths.shape[0],
         )
     can_open = leads | forks
@@ -125,15 +131,20 @@ def _fork_prompts(
       The cache; i32[K], the rows of those that fork, -1 where refused; and the holder.
     """
     places, holder = state.places, state.holder
+    has_prompt, may_take = loads.has_prompt, jnp.bool_(True)
+    if cache.metadata.states is not None:
+        # A state cannot be cut back: what is held stays so while samples wait for it.
+        has_prompt = loads.done == loads.prompt_lengths
+        may_take = ~has_more_samples(state, loads)[lanes.prompts]
     is_source = (
-        (places.is_cached & loads.has_prompt)[None]
+        (places.is_cached & has_prompt)[None]
         & (loads.prompts[None] == lanes.prompts[:, None])
         & lanes.forks[:, None]
     )
     has_source = jnp.any(is_source, axis=1)
     source = places.seq_ids[jnp.argmax(is_source, axis=1)]
     is_held = lanes.forks & ~has_source & holder.holds(lanes.prompts)
-    takes = is_held & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
+    takes = is_held & may_take & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
     parents = jnp.where(is_held & ~takes, holder.seq_id, NO_SEQUENCE)
     parents = jnp.where(has_source, source, parents)
     cache, forked = fork(cache, parents, state.prompts.lengths[lanes.prompts])
@@ -143,10 +154,17 @@ def _fork_prompts(
 
 
 def _note_opened(
-    state: GenerationState, lanes: _Lanes, seq_ids: jax.Array, num_cached: jax.Array
+    state: GenerationState,
+    lanes: _Lanes,
+    seq_ids: jax.Array,
+    num_cached: jax.Array,
+    partings: jax.Array | None,
 ) -> GenerationState:
     """Note the rows of the cache that places got, i32[K], -1 where they got none."""
     place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
+    if partings is not None and state.partings is not None:
+        noted = state.partings.at[place].set(partings, mode="drop")
+        state = dataclasses.replace(state, partings=noted)
     state = dataclasses.replace(
         state,
         places=dataclasses.replace(

@@ -83,6 +83,8 @@ def begin_generation(
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
+    states = cache.metadata.states
+    has_snapshots = states is not None and states.snapshots is not None
     return GenerationState(
         result=Generation.empty(reasons, max_new_tokens),
         prompts=prompts,
@@ -95,5 +97,6 @@ def begin_generation(
         most_running=jnp.minimum(num_rows, num_places),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
+        partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
     )

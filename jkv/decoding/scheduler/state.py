@@ -52,6 +52,9 @@ class GenerationState:
     # i32[], unpromised blocks that the first sequence that waits needs at least
     seating_needs: Blocks
     speculation: Companion | None  # None where nothing is guessed
+    # i32[W], up to where the text in each place is like one that is known; None where
+    # no layer keeps a state that could be found again.
+    partings: jax.Array | None
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Pending, run_chunk
+from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.admission import admit
 from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.scheduler.holding import hold_prompt
 from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest
 from jkv.decoding.scheduler.release import release_ended
@@ -93,6 +94,7 @@ def advance(
         lambda left: share_rows(left, places.ages, state.row_counts[-1]),
         left,
     )
+    counts = end_at_snapshots(cache, loads.done, counts, left, state.partings)
     cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
@@ -111,6 +113,7 @@ def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationSta
     """Decide what the next step runs: release, preempt, admit."""
     cache, state = release_ended(cache, state)
     cache, state, slack = preempt_youngest(cache, state)
+    cache, state = hold_prompt(cache, state)
     return admit(cache, state, slack)
 
 

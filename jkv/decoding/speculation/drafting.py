@@ -204,11 +204,15 @@ def _run_ahead(
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
     guesses, kept = note(jnp.int32(0), batch, logits, nothing, drafts.logits)
 
+    has_states = rows.cache.metadata.states is not None
+
     def trip(i: jax.Array, carry: Carry) -> Carry:
         cache, guesses, kept = carry
         seq_ids = jnp.where(guesses.counts == i, rows.seq_ids, NO_SEQUENCE)
         tokens = guesses.tokens[:, i - 1]
-        cache, batch, logits = runner.run(cache, seq_ids, tokens, commits=False)
+        cache, batch, logits = runner.run(
+            cache, seq_ids, tokens, commits=False, num_pending=i if has_states else 0
+        )
         return cache, *note(i, batch, logits, guesses, kept)
 
     cache, guesses, kept = fori_loop(

@@ -118,6 +118,9 @@ def _run_speculatively(
 ) -> tuple[Cache, GenerationState]:
     """Do steps with guesses; arguments as for `run_steps`."""
     pace, drafts = _resume(state, options)
+    _check_pending("cache", cache, options.num_tokens)
+    if drafts is not None:
+        _check_pending("draft model's cache", drafts.rows.cache, options.num_tokens - 1)
     fixed = _Fixed(runner, sampling, options)
     Carry = tuple[jax.Array, _Loop]
 
@@ -134,6 +137,18 @@ def _run_speculatively(
     )
     left = SpeculationState(loop.pace, loop.drafts and loop.drafts.rows)
     return loop.cache, dataclasses.replace(loop.state, speculation=left)
+
+
+def _check_pending(name: str, cache: Cache, num_tokens: int) -> None:
+    """Refuse a cache from whose states so many guesses could not be taken back."""
+    states = cache.metadata.states
+    if states is not None and states.max_pending < num_tokens:
+        raise UsageError(
+            f"speculation takes back guesses that were wrong, up to {num_tokens}, and "
+            f"layers of this {name} keep a state from which {states.max_pending} "
+            f"tokens can be taken back: give jkv.StateConfig max_pending={num_tokens} "
+            f"and the inputs of a token, or guess fewer (num_tokens)"
+        )
 
 
 def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts | None]:

@@ -96,7 +96,7 @@ class DraftModel:
       >>> draft = DraftModel(model=count_on, params=None, cache=jkv.init(config),
       ...     num_tokens=3)
       >>> cache, result = jkv.generate(count_on, None, jkv.init(config), [[5, 6, 7]],
-      ...     max_new_tokens=6, speculate=draft)
+      ...     max_new_tokens=6, row_counts=(8,), speculate=draft)
       >>> result.tokens.tolist(), int(result.statistics.accepted_tokens)
       ([[8, 9, 10, 11, 12, 13]], 3)
     """

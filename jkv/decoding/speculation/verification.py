@@ -130,7 +130,15 @@ def _compute_guesses(
     rows = Rows.of(counts, sizes[-1])
     tokens = _tokens_of_rows(state, loads, guesses, rows)
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
-    cache, batch = append(cache, seq_ids, counts, capacity=sizes[-1], tokens=tokens)
+    has_states = cache.metadata.states is not None
+    cache, batch = append(
+        cache,
+        seq_ids,
+        counts,
+        capacity=sizes[-1],
+        tokens=tokens,
+        num_pending=jnp.where(has_states, guesses.counts, 0),
+    )
     # Each size has a plan of its own.
     batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten((tokens, rows, batch))

@@ -110,8 +110,8 @@ def total(blocks: Blocks) -> Blocks:
 
 
 def sum_groups(blocks: Blocks) -> jax.Array:
-    """Return numbers of blocks of all groups together, i32[...]."""
-    return functools.reduce(operator.add, blocks)
+    """Return numbers of blocks of all groups together, i32[...]; 0 without groups."""
+    return functools.reduce(operator.add, blocks or (jnp.int32(0),))
 
 
 def subtract(blocks: Blocks, others: Blocks) -> Blocks:
@@ -121,4 +121,6 @@ def subtract(blocks: Blocks, others: Blocks) -> Blocks:
 
 def reach(blocks: Blocks, needs: Blocks) -> jax.Array:
     """Return whether there are as many blocks as needed in all groups, bool[...]."""
+    if not blocks:  # nothing is ever lacking
+        return jnp.bool_(True)
     return functools.reduce(operator.and_, map(operator.ge, blocks, needs))

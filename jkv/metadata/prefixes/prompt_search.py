@@ -24,7 +24,11 @@ from jkv.metadata.prefixes.prefix_index import (
     tokens_of,
 )
 from jkv.metadata.prefixes.proofs import Tip
-from jkv.metadata.prefixes.snapshots import find_longest, snapshots_of
+from jkv.metadata.prefixes.snapshots import (
+    find_common,
+    find_longest,
+    snapshots_of,
+)
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.state import BlockGroup, Metadata
 from jkv.state.windows import Columns
@@ -110,6 +114,37 @@ def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
         for group in metadata.groups
     )
     return Found(none, none, tuple(groups))
+
+
+def find_partings(
+    metadata: Metadata, tokens: jax.Array, salts: jax.Array
+) -> jax.Array | None:
+    """Return up to where prompts are like a text that the cache knows, i32[B].
+
+    That may be further than they are found, where states are: a snapshot is worth while
+    there. None without snapshots.
+
+    Args:
+      metadata: the state.
+      tokens: i32[B, P], negative from each prompt's end on.
+      salts: i32[B].
+    """
+    if snapshots_of(metadata) is None:
+        return None
+    return _find_partings(metadata, tokens, salts)
+
+
+@jax.jit
+def _find_partings(
+    metadata: Metadata, tokens: jax.Array, salts: jax.Array
+) -> jax.Array:
+    if not metadata.groups:
+        return find_common(metadata, tokens, salts)
+    length = jnp.sum((tokens >= 0).astype(jnp.int32), axis=1)
+    prompts = _Prompts(tokens, salts, jnp.maximum(length - 1, 0))
+    block, _ = _look_up(metadata, prompts, _hash_columns(metadata, prompts))
+    is_known = jnp.cumprod((block < metadata.leading.num_blocks).astype(jnp.int32), 1)
+    return jnp.sum(is_known, axis=1, dtype=jnp.int32) * metadata.block_size
 
 
 class _Hashed(NamedTuple):

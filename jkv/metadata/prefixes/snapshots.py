@@ -97,6 +97,32 @@ def find_longest(
     return length // metadata.block_size, jnp.where(length > 0, best, none)
 
 
+def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
+    """Return up to where prompts are like the text of a snapshot, i32[B].
+
+    Args:
+      metadata: the state, with snapshots.
+      tokens: i32[B, P], negative from each prompt's end on.
+      salts: i32[B].
+    """
+    snapshots = snapshots_of(metadata)
+    assert snapshots is not None
+    width = min(tokens.shape[1], snapshots.texts.shape[1])
+    texts, prompts = snapshots.texts[:, :width], tokens[:, :width]
+    position = jnp.arange(width, dtype=jnp.int32)
+
+    # A prompt at a time: all together would be large.
+    def compare(request: jax.Array, common: jax.Array) -> jax.Array:
+        differs = texts != prompts[request]
+        differs |= position >= snapshots.lengths[:, None]
+        end = jnp.min(jnp.where(differs, position, width), axis=1, initial=width)
+        end = jnp.where(snapshots.salts == salts[request], end, 0)
+        return common.at[request].set(jnp.max(end)[None])
+
+    common = jnp.zeros(salts.shape, jnp.int32)
+    return states.for_each_of(prompts[:, 0] >= 0, compare, common)
+
+
 def find_at(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return the snapshot of each sequence's own text at a length, i32[B]; P for none.
 

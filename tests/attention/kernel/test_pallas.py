@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.attention_workloads import Workload, make_operands
-from support.jax_versions import dealt
+from support.jax_versions import dealt, with_further
 from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 
@@ -256,7 +256,17 @@ def skip_what_has_no_row(this):
         pytest.skip(f"{FAMILY} leaves this to the plain path")
 
 
-@pytest.mark.parametrize("name", dealt(CASES, turn=7, share=14))
+# Options and stored dtypes that come up in other cases, too.
+FURTHER = (
+    "group of 12, head dim 96",
+    "float32 queries, bfloat16 bits",
+    "e4m3fn, group of 7, window",
+    "e5m2, head dim 256, blocks of 64, sinks",
+    "latent, int8, float16 queries",
+)
+
+
+@pytest.mark.parametrize("name", dealt(with_further(CASES, *FURTHER), turn=7, share=14))
 def test_equals_the_plain_loop(name):
     """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
     this = CASES[name]

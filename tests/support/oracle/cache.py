@@ -98,7 +98,8 @@ class Cache:
         self._begin()
         batch = Batch(list(seq_ids), [], [], [], [], [None] * len(contents), [], [], [])
         most = self.states.max_pending if self.states else 0
-        num_pending = num_pending if most and num_pending else [most] * len(seq_ids)
+        if not (most and num_pending):
+            num_pending = [min(max(count, 0), most) for count in num_tokens]
         before = {seq_id: len(each.tokens) for seq_id, each in self.open.items()}
         pending = {i: len(each.tokens) - each.base for i, each in self.open.items()}
         start = 0
@@ -136,7 +137,8 @@ class Cache:
             batch.pending_before.append(pending.get(seq_id, 0))
             batch.pending_after.append(pending.get(seq_id, 0))
             if served:
-                batch.pending_after[-1] = min(num_pending[i], served)
+                known = pending[seq_id] + served
+                batch.pending_after[-1] = min(num_pending[i], known)
                 mine.base = length + served - batch.pending_after[-1]
             start += max(count, 0)
         # What is given back is free for later calls: it is behind all that was taken.
