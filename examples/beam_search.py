@@ -59,11 +59,8 @@ def main():
             )
 
     cache = jkv.init(
-        jkv.CacheConfig.for_context_length(
-            length,
-            max_sequences=options.beams,
-            dtype=params["embedding"].dtype,
-            **model.cache_fields,
+        model.cache_config(
+            length, max_sequences=options.beams, dtype=params["embedding"].dtype
         )
     )
     found = {}

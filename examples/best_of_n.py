@@ -61,11 +61,11 @@ def show(options):
     model, params = pretrained.load(options.model)
     tokenizer = pretrained.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text).ids for text in options.prompts]
-    config = jkv.CacheConfig.for_context_length(
+    num_sequences = len(prompts) * options.samples
+    config = model.cache_config(
         max(map(len, prompts)) + options.max_new_tokens,
-        max_sequences=len(prompts) * options.samples,
+        max_sequences=num_sequences,
         dtype=params["embedding"].dtype,
-        **model.cache_fields,
     )
     cache, result = generate(
         model,
@@ -74,7 +74,7 @@ def show(options):
         pad(prompts, model.config.max_context_length),
         max_new_tokens=options.max_new_tokens,
         num_samples=options.samples,
-        row_counts=(max(ROWS, config.max_sequences),),
+        row_counts=(max(ROWS, num_sequences),),
         stop_tokens=np.array(model.config.stop_tokens, np.int32),
         sampling=jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1),
     )

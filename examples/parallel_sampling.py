@@ -64,11 +64,8 @@ def main():
             )
 
     cache = jkv.init(
-        jkv.CacheConfig.for_context_length(
-            length,
-            max_sequences=num_samples,
-            dtype=params["embedding"].dtype,
-            **model.cache_fields,
+        model.cache_config(
+            length, max_sequences=num_samples, dtype=params["embedding"].dtype
         )
     )
     # One seed is the first of consecutive ones: every sample draws its own numbers.

@@ -39,11 +39,10 @@ generate = jax.jit(
 )
 
 
-def make_cache(model, params, length):
-    """A cache for one text."""
+def make_cache(model, params, length, most_guesses):
+    """A cache for one text, of which as many tokens can be taken back."""
     fields = dict(max_sequences=1, dtype=params["embedding"].dtype)
-    fields |= model.cache_fields
-    return jkv.init(jkv.CacheConfig.for_context_length(length, **fields))
+    return jkv.init(model.cache_config(length, max_pending=most_guesses, **fields))
 
 
 def main():
@@ -70,17 +69,19 @@ def show(options):
     length = len(prompt) + options.max_new_tokens
     if length > min(m.config.max_context_length for m in (model, drafter)):
         raise ValueError(f"{length} tokens do not fit the models' contexts")
+    lookup = PromptLookup()
+    most = max(options.draft_tokens, lookup.num_tokens)
     ways = {
         "plain": None,
-        "looked-up": PromptLookup(),
+        "looked-up": lookup,
         "drafted": DraftModel(
             model=drafter,
             params=draft_params,
-            cache=make_cache(drafter, draft_params, length),
+            cache=make_cache(drafter, draft_params, length, most),
             num_tokens=options.draft_tokens,
         ),
     }
-    cache, texts, lines = make_cache(model, params, length), [], []
+    cache, texts, lines = make_cache(model, params, length, most), [], []
     for name in options.ways:
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()

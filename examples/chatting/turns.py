@@ -36,11 +36,11 @@ class Chat:
         self._tokenizer = pretrained.load_tokenizer(options.model)
         self._has_template = pretrained.has_chat_template(options.model)
         self._stop_tokens = np.array(model.config.stop_tokens, np.int32)
-        config = jkv.CacheConfig.for_context_length(
+        config = model.cache_config(
             min(options.context, model.config.max_context_length),
             max_sequences=options.branches,
             dtype=self._params["embedding"].dtype,
-            **model.cache_fields,
+            prefix_caching=model.config.has_states,
         )
         extend = partial(jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4)
         self._extend = jax.jit(extend, donate_argnames="cache")
@@ -59,12 +59,21 @@ class Chat:
         self.branches.append(branch)
         self.branch = branch
 
-    def cut(self, length: int) -> None:
-        """Drop the tokens of the branch from a length on."""
-        cache, status = jkv.truncate(self.cache, [self.branch.seq_id], [length])
+    def cut(self, length: int) -> int:
+        """Drop the tokens of the branch from a length on; return how many are left.
+
+        Where layers have a state fewer may be: as many as a copy of it was made after.
+        """
+        seq_id = self.branch.seq_id
+        copies = np.flatnonzero(jkv.snapshots(self.cache, seq_id)[:length])
+        for kept in (length, *copies[::-1].tolist(), 0):
+            cache, status = jkv.truncate(self.cache, [seq_id], [kept])
+            if status[0] == jkv.Status.OK:
+                break
         jkv.raise_for_status(status)
         self.cache = cache
-        del self.branch.tokens[length:]
+        del self.branch.tokens[kept:]
+        return kept
 
     def take_turn(self, line: str) -> None:
         """Answer a message: tokens that are as they were stay, others are computed."""
@@ -74,7 +83,7 @@ class Chat:
         # A token is computed at least: what follows the last one is asked for.
         pairs = zip(ids[:-1], branch.tokens, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.cut(kept)
+        kept = self.cut(kept)
         answer, reason = self._generate(ids, kept)
         if not answer:
             print(f"(no room: {reason.name}; /undo, or start with a larger --context)")

@@ -38,7 +38,7 @@ class Task(NamedTuple):
     padded: np.ndarray  # i32[B, P], the same as an array
     max_new_tokens: int
     sampling: jkv.Sampling
-    config: jkv.GroupedConfig
+    config: jkv.CacheConfig | jkv.GroupedConfig
     mesh: jax.sharding.Mesh | None  # the devices, where there are several
 
 
@@ -155,8 +155,7 @@ def prepare(options: argparse.Namespace) -> Task:
     # One token more than the context takes: then that is given as the reason.
     room = context - min(map(len, ids)) + 2
     max_new_tokens = min(options.max_new_tokens, room)
-    config = choose_config(
-        model,
+    config = model.cache_config(
         min(context, padded.shape[1] + max_new_tokens),
         step_tokens=min(CHUNK_SIZE, padded.size),
         max_sequences=len(ids) * options.num_samples,
@@ -164,25 +163,6 @@ def prepare(options: argparse.Namespace) -> Task:
     )
     return Task(
         model, params, tokenizer, ids, padded, max_new_tokens, sampling, config, mesh
-    )
-
-
-def choose_config(
-    model: pretrained.Decoder,
-    max_context_length: int,
-    *,
-    step_tokens: int,
-    **sizes: Any,
-) -> jkv.GroupedConfig:
-    """Size a pool for each kind of layers: where some see a part of the texts, two."""
-    windows = [
-        None if window is None or window >= max_context_length else window
-        for window in model.config.windows
-    ]
-    fields = model.cache_fields | sizes
-    del fields["num_layers"]
-    return jkv.GroupedConfig.for_context_length(
-        max_context_length, layer_windows=windows, step_tokens=step_tokens, **fields
     )
 
 

@@ -31,7 +31,7 @@ def choose_config(
     block_size: int = 16,
     prefix_caching: bool = False,
     max_pending: int = 0,
-    num_snapshots: int = 0,
+    num_snapshots: int | None = None,
     snapshot_every: int | None = None,
     **sizes: Any,
 ) -> jkv.CacheConfig | jkv.GroupedConfig:
@@ -49,11 +49,16 @@ def choose_config(
         max_pending: of layers with a state: tokens that may be taken back, as many as
             a step guesses.
         num_snapshots, snapshot_every: of layers with a state, for `prefix_caching`: how
-            many copies are kept, and after how many tokens one is made.
+            many copies are kept, and after how many tokens one is made. None: two for
+            each sequence, after 16 blocks.
         **sizes: further fields of ``jkv.CacheConfig``: a dtype.
     """
     sizes |= dict(max_sequences=max_sequences, block_size=block_size)
     if config.has_states:
+        if prefix_caching and num_snapshots is None:
+            num_snapshots = 2 * max_sequences
+        if prefix_caching and snapshot_every is None:
+            snapshot_every = 16 * block_size
         return _group_by_mixer(
             config,
             max_context_length,
@@ -61,7 +66,7 @@ def choose_config(
             num_blocks=num_blocks,
             prefix_caching=prefix_caching,
             max_pending=max_pending,
-            num_snapshots=num_snapshots,
+            num_snapshots=num_snapshots or 0,
             snapshot_every=snapshot_every,
         )
     fields = attention_fields(config, config.num_layers) | sizes

@@ -1,7 +1,6 @@
 """A checkpoint becomes an engine that takes and gives texts."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,15 +67,13 @@ def load(
     model, params = pretrained.load(options.model, scan_layers=options.scan_layers)
     tokenizer = pretrained.load_tokenizer(options.model)
     context = min(options.context, model.config.max_context_length)
-    config = jkv.CacheConfig.for_context_length(
+    config = model.cache_config(
         context,
         max_sequences=options.max_running,
         dtype=params["embedding"].dtype,
         prefix_caching=True,
-        **model.cache_fields,
+        num_blocks=options.blocks,
     )
-    if options.blocks:
-        config = dataclasses.replace(config, num_blocks=options.blocks)
     stop_tokens = tuple(model.config.stop_tokens)
     fields = dict(
         max_running=options.max_running,

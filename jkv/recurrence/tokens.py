@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.recurrence.rules import Arrays, Rule, keep_where, put_rows, take_rows
-from jkv.sharding.loops import fori_loop, when
+from jkv.sharding.loops import fori_loop
 
 
 def replay(
@@ -48,33 +48,6 @@ def replay(
 
     starts = jnp.arange(num_requests, dtype=jnp.int32) * width + first
     return fold_tokens(whole_rule, state, None, inputs, starts, counts)[0]
-
-
-def peek_rows(
-    rule: Rule,
-    state: Arrays,
-    outputs: Any,
-    inputs: Arrays,
-    starts: jax.Array,
-    counts: jax.Array,
-) -> Any:
-    """Return the outputs with those of further rows, which no state is kept of.
-
-    For rows that may be taken back: a step without any neither folds nor copies states.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}, before those rows.
-      outputs: a pytree of [R, ...], as `fold_rows` returned it.
-      inputs: {name: [R, ...]}.
-      starts: i32[B], the first of each request's rows.
-      counts: i32[B].
-    """
-
-    def peek(outputs: Any, starts: jax.Array, counts: jax.Array) -> Any:
-        return fold_tokens(rule, state, outputs, inputs, starts, counts)[1]
-
-    return when((counts > 0).any(), peek, outputs, starts, counts)
 
 
 def fold_tokens(

@@ -1,7 +1,9 @@
 """fold_state: a rule of one token takes the states of a step's sequences along."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jkv.recurrence import (
     ChunkRule,
     Rule,
     fold_rows,
-    peek_rows,
+    fold_tokens,
     replay,
     trace_output,
 )
@@ -84,53 +86,68 @@ def fold_state(
     storage = cache.states[cache.find_state(layer).group]
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)
-    starts, counts, pending = batch.query_starts, batch.query_lengths, None
+    counts = batch.query_lengths
     if kept:
-        # Requests without rows keep what is pending. Of others some of it may stay.
-        after = jnp.where(counts > 0, batch.pending_after, 0)
-        before = jnp.where(counts > 0, batch.pending_before, 0)
-        pending = jnp.minimum(after, counts)
-        stays = after - pending
-        counts = counts - pending
-        given = cache, layer, batch, rule
-        state = _work_in(*given, state, inputs, jnp.zeros_like(stays), before - stays)
+        pending = _find_pending(batch)
+        counts = counts - pending.new
+        work_in = functools.partial(_work_in, cache, layer, rule, inputs)
+        state = work_in(batch, state, jnp.zeros_like(counts), pending.settled)
     outputs, state = fold_rows(
         rule,
         state,
         inputs,
-        starts,
+        batch.query_starts,
         counts,
         chunk_rule=chunk_rule,
         chunk_size=chunk_size,
         first_positions=batch.context_lengths - batch.query_lengths,
     )
-    if pending is not None:
-        ahead = _work_in(*given, state, inputs, before - stays, stays)
-        outputs = peek_rows(rule, ahead, outputs, inputs, starts + counts, pending)
+    if kept:
+        outputs = _peek(work_in, rule, batch, pending, state, outputs, inputs)
     return outputs, write_state(cache, layer, batch, state, kept)
+
+
+class _Pending(NamedTuple):
+    """Tokens of each request by what becomes of them in a step, i32[B].
+
+    Requests without rows keep what they have: of theirs all are 0.
+    """
+
+    settled: jax.Array  # pending before the step, the first of them; not after it
+    stay: jax.Array  # pending before it and after it, the others of them
+    new: jax.Array  # rows of the step, its last ones
+
+
+def _find_pending(batch: Batch) -> _Pending:
+    grows = batch.query_lengths > 0
+    before = jnp.where(grows, batch.pending_before, 0)
+    after = jnp.where(grows, batch.pending_after, 0)
+    new = jnp.minimum(after, batch.query_lengths)
+    stay = after - new
+    return _Pending(before - stay, stay, new)
 
 
 def _work_in(
     cache: Cache,
     layer: Layer,
-    batch: Batch,
     rule: Rule,
-    state: Arrays,
     inputs: Arrays,
+    batch: Batch,
+    state: Arrays,
     first: jax.Array,
     counts: jax.Array,
 ) -> Arrays:
-    """Return states after so many pending tokens of before the step, i32[B].
+    """Return states after tokens that were pending before the step.
 
     Args:
       cache: with those tokens.
       layer: the layer.
-      batch: the step.
       rule: of one token of one sequence.
-      state: {name: [B, ...]}, before the tokens.
       inputs: {name: [R, ...]}, of the step.
+      batch: the step.
+      state: {name: [B, ...]}, before the tokens.
       first: i32[B], the first of the pending tokens that is worked in.
-      counts: i32[B].
+      counts: i32[B], how many are.
     """
 
     def work_in(state: Arrays, seq_ids: jax.Array, counts: jax.Array) -> Arrays:
@@ -142,6 +159,31 @@ def _work_in(
 
     # With the sequences as an argument nothing is read in steps without such tokens.
     return when((counts > 0).any(), work_in, state, batch.seq_ids, counts)
+
+
+def _peek(
+    work_in: Callable[[Batch, Arrays, jax.Array, jax.Array], Arrays],
+    rule: Rule,
+    batch: Batch,
+    pending: _Pending,
+    state: Arrays,
+    outputs: Any,
+    inputs: Arrays,
+) -> Any:
+    """Return the outputs with those of rows that stay pending.
+
+    The states that they lead to are dropped: what is kept stands before them. So a step
+    without such rows has no second copy of its states.
+    """
+
+    def peek(outputs: Any, seq_ids: jax.Array, counts: jax.Array) -> Any:
+        told = dataclasses.replace(batch, seq_ids=seq_ids)
+        ahead = work_in(told, state, pending.settled, pending.stay)
+        starts = batch.query_starts + batch.query_lengths - counts
+        return fold_tokens(rule, ahead, outputs, inputs, starts, counts)[1]
+
+    condition = (pending.new > 0).any()
+    return when(condition, peek, outputs, batch.seq_ids, pending.new)
 
 
 def _pick_inputs(storage: StateStorage, inputs: Arrays) -> Arrays:

@@ -162,13 +162,10 @@ def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
 
 
 def test_a_window_as_long_as_the_texts_needs_no_groups():
-    model = types.SimpleNamespace(
-        config=types.SimpleNamespace(windows=(64, None)),
-        cache_fields=dict(num_layers=2, num_kv_heads=1, head_dim=8),
-    )
+    model, _ = pretrained.load(FIXTURES / "checkpoints" / "gemma3")
     sizes = dict(step_tokens=8, max_sequences=1)
-    assert len(command.choose_config(model, 64, **sizes).groups) == 1
-    assert len(command.choose_config(model, 65, **sizes).groups) == 2
+    assert len(model.cache_config(8, **sizes).groups) == 1
+    assert len(model.cache_config(9, **sizes).groups) == 2
 
 
 @pytest.mark.parametrize(

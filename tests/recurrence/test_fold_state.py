@@ -127,7 +127,9 @@ def test_steps_and_tokens_taken_back(max_pending, has_chunks):
         counts = np.where(np.add(lengths, counts) > 60, 0, counts)
         counts = counts.astype(np.int32)
         pending = np.minimum(generator.integers(0, Q + 1, 3), max_pending)
-        pending = np.where(counts > 0, np.minimum(pending, counts), 0).astype(np.int32)
+        # As many as were pending and come anew, at most: some stay for several steps.
+        most = counts + [before[seq_id] for seq_id in seq_ids.tolist()]
+        pending = np.where(counts > 0, np.minimum(pending, most), 0).astype(np.int32)
         inputs = texts.draw(counts)
         cache, batch, outputs = step(cache, seq_ids, counts, pending, inputs)
         jkv.raise_for_status(batch.status)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.recurrence import fold_rows, peek_rows, replay
+from jkv.recurrence import fold_rows, fold_tokens, replay
 
 B, R, C = 6, 48, 16
 
@@ -194,7 +194,7 @@ def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
         starts, counts = starts + before, counts - before
         outputs, kept = fold_rows(rule, state, inputs, starts, counts - after)
         last = starts + counts - after
-        return peek_rows(rule, kept, outputs, inputs, last, after), kept
+        return fold_tokens(rule, kept, outputs, inputs, last, after)[1], kept
 
     outputs, kept = fold(state, pending, inputs, starts, counts)
     expected = fold_plainly(state, inputs, starts, counts)[0]
