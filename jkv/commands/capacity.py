@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.commands.ending import BAD_VALUE, Parser
+from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.description import describe
 from jkv.config.grouped_config import GroupedConfig
@@ -28,6 +29,12 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # Fields that a plan chooses for each length.
 TABLES = {"max_context_length", "max_sequences"}
 
+# Options for layers with a state.
+OF_STATES = {
+    "--max-pending": "that may be taken back, as many as are guessed",
+    "--snapshot-every": "between copies of states, with --prefix-caching",
+}
+
 # Less than this, written without a unit, was most likely meant in gigabytes.
 LEAST_MEMORY = 2**20
 
@@ -42,35 +49,54 @@ class Plan:
     reserve: int  # kept back on each device
     budget: int  # for the cache on each device
     bytes_per_token: int  # on all devices together
-    config: CacheConfig  # of one device's part, all layers in one pool
+    # Of one device's part, all layers with keys and values in one pool, if there are.
+    config: CacheConfig | None
     sequences: dict[int, int]  # by context length: most sequences of it at once
-    # With windows, of one device's part: as many of the longest sequences as fit.
+    # With windows or states, of one device's part: the most of the longest sequences.
     groups: GroupedConfig | None
     bytes_needed: dict[int, int]  # of a sequence, by its length, on all devices
     windows: Windows | None  # of the model's layers
+    states: StateBytes | None  # of a sequence, on all devices
     notes: list[str]
 
     def report(self) -> str:
         """Say it in human units."""
-        config, devices = self.config, self.num_devices
+        devices = self.num_devices
         many = f"each of {devices} devices" if devices > 1 else "one device"
-        here = f", {human_bytes(config.bytes_per_token)} on each" if devices > 1 else ""
         lines = [
             f"memory      {human_bytes(self.memory)} on {many}",
             f"            - {human_bytes(self.weights / devices)} weights, "
             f"{human_bytes(self.reserve)} reserve "
             f"= {human_bytes(self.budget)} for the cache",
             *self._described(),
-            f"per token   {human_bytes(self.bytes_per_token)}{here}",
+            *self._weighed(),
             "",
             self._introduction(),
             *self._table(),
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
+    def _weighed(self) -> Iterator[str]:
+        """Yield what a token takes, and the states of a sequence."""
+        if self.config is not None:
+            each = human_bytes(self.config.bytes_per_token)
+            here = f", {each} on each" if self.num_devices > 1 else ""
+            yield f"per token   {human_bytes(self.bytes_per_token)}{here}"
+        if self.states is not None:
+            number, summed, past = self.states
+            parts = []
+            if summed:
+                tokens = summed // self.bytes_per_token if self.bytes_per_token else 0
+                like = f", as much as {tokens:,} tokens" if tokens else ""
+                parts.append(f"{human_bytes(summed)} of memory{like}")
+            if past:
+                parts.append(f"{human_bytes(past)} of tokens for convolutions")
+            yield f"a sequence  {number} layers with a state: {'; '.join(parts)}"
+
     def _introduction(self) -> str:
         """Say how the table of lengths goes with the tables of the configuration."""
         shown = self.groups or self.config
+        assert shown is not None  # a plan has one of the two
         return (
             f"The tables above are for {shown.max_sequences:,} sequences. Each line "
             f"below is a configuration of its\nown, with tables for all sequences of "
@@ -80,25 +106,40 @@ class Plan:
     def _table(self) -> Iterator[str]:
         """Yield a line for each context length; with windows, what they spare."""
         head = "context length   sequences at once"
+        if self.windows or self.states:
+            head += "   bytes of each"
         if self.windows:
-            head += "   bytes of each   all tokens kept"
+            head += "   all tokens kept"
         yield head
         for length, number in self.sequences.items():
             line = f"{length:14,}   {number:17,}"
-            if self.windows:
+            if self.windows or self.states:
                 line += f"   {human_bytes(self.bytes_needed[length]):>13}"
+            if self.windows:
                 line += f"   {human_bytes(length * self.bytes_per_token):>15}"
             yield line
 
     def _described(self) -> Iterator[str]:
         """Yield the lines of the configuration's own description, with names."""
         if self.groups:
-            lines = describe(self.groups.sizes, self.groups.prefix_caching)
+            lines = describe(
+                self.groups.sizes,
+                self.groups.prefix_caching,
+                self.groups.state_sizes,
+                self.groups.state_numbers,
+            )
             heads = [f"group {i}" for i in range(len(self.groups.groups))]
+            numbers = self.groups.state_numbers
         else:
+            assert self.config is not None  # a plan has one of the two
             lines = describe((self.config.sizes,), self.config.prefix_caching)
             heads = ["device" if self.num_devices > 1 else "model"]
-        names = [name for head in heads for name in (head, "blocks")]
+            numbers = ()
+        names = [
+            name
+            for i, head in enumerate(heads)
+            for name in (head, "states" if i in numbers else "blocks")
+        ]
         for name, line in zip([*names, "tables", ""], lines, strict=True):
             yield f"{name:12}{line}"
 
@@ -111,6 +152,9 @@ def make_plan(
     weights: int | str | None = None,
     reserve: float = 0.1,
     step_tokens: int = 512,
+    max_pending: int = 0,
+    num_snapshots: int = 0,
+    snapshot_every: int | None = None,
     **overrides: Any,
 ) -> Plan:
     """Find out what fits beside a model.
@@ -125,7 +169,11 @@ def make_plan(
       reserve: share of the memory kept for activations and the rest.
       step_tokens: the most tokens of a sequence in one step, which layers with a window
         keep beside it.
-      **overrides: fields of `CacheConfig`.
+      max_pending: of layers with a state: tokens that may be taken back.
+      num_snapshots: of the same, with prefix caching: copies that are kept.
+      snapshot_every: of the same: the lengths at which copies are made.
+      **overrides: fields of `CacheConfig`. With `num_layers` the plan is for so many
+        layers with keys and values, and for no states.
 
     Returns:
       A `Plan`.
@@ -137,48 +185,47 @@ def make_plan(
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
     kept_back = _find_reserve(total := _read_memory(memory), reserve)
-    fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, overrides)
-    refuse_different(layer_heads, folder)
-    windows = count_windows(layer_windows)
+    found = read_sizes(folder, overrides, with_states=True)
+    refuse_different(found.layer_heads, folder)
+    notes, windows = found.notes, count_windows(found.layer_windows)
     if "sliding_window" in overrides:
         windows = None  # the one that is given, of all layers
-    fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
-    whole = CacheConfig(num_blocks=1, **fields)
-    fields["num_kv_heads"] = _heads_per_device(whole.num_kv_heads, tensor_parallel)
-    if tensor_parallel > whole.num_kv_heads:
-        copies = tensor_parallel // whole.num_kv_heads
-        notes.append(f"each kv head is kept by {copies} devices")
+    fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | overrides
+    whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
+    own = _share_heads(whole, tensor_parallel, notes)
     weighed = _weights(folder, weights)
     if weights is None and not weighed:
         notes.append("no weight files found, none taken off; give --weights")
-    budget = total - kept_back - -(-weighed // tensor_parallel)
-    if budget < 1:
-        raise ValueError(
-            f"{human_bytes(weighed)} of weights leave nothing for a cache on "
-            f"{tensor_parallel} x {human_bytes(total)}; use more or larger devices"
-        )
-    config = CacheConfig.for_memory(budget, **fields)
-    lengths = _choose_lengths(config.max_context_length)
-    notes += _note_windows(windows, config, step_tokens)
-    sizes = {name: fields[name] for name in fields.keys() - TABLES}
-    layers = _Layers(layer_windows if windows else None, step_tokens, sizes)
-    everywhere = dataclasses.replace(
-        layers, sizes=sizes | {"num_kv_heads": whole.num_kv_heads}
+    budget = _find_budget(total, kept_back, weighed, tensor_parallel)
+    notes += _note_windows(windows, fields["num_layers"], step_tokens)
+    layers = Layers(
+        windows=found.layer_windows if windows else None,
+        kept=found.layers,
+        step_tokens=step_tokens,
+        of_states=dict(
+            max_pending=max_pending,
+            num_snapshots=num_snapshots,
+            snapshot_every=snapshot_every,
+        ),
+        sizes={name: fields[name] for name in fields.keys() - TABLES},
     )
-    fits = {length: layers.fit_most(length, budget) for length in lengths}
-    groups = [found for found in fits.values() if isinstance(found, GroupedConfig)]
+    config = CacheConfig.for_memory(budget, **fields | own) if whole else None
+    lengths = _choose_lengths(fields["max_context_length"])
+    fits = _fit_lengths(layers.divide(tensor_parallel, own), lengths, budget, whole)
+    groups = [fit for fit in fits.values() if isinstance(fit, GroupedConfig)]
     return Plan(
         memory=total,
         num_devices=tensor_parallel,
         weights=weighed,
         reserve=kept_back,
         budget=budget,
-        bytes_per_token=whole.bytes_per_token,
+        bytes_per_token=whole.bytes_per_token if whole else 0,
         config=config,
-        sequences={n: f.max_sequences if f else 0 for n, f in fits.items()},
+        sequences={n: fit.max_sequences if fit else 0 for n, fit in fits.items()},
         groups=groups[-1] if groups else None,
-        bytes_needed={n: everywhere.count_bytes(n) for n in lengths},
+        bytes_needed={n: layers.count_bytes(n) for n in lengths},
         windows=windows,
+        states=count_state_bytes(found.layers, fields["dtype"]),
         notes=notes,
     )
 
@@ -201,6 +248,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-context-length", type=int, help="default: the model's")
     parser.add_argument("--dtype", help="default: the model's")
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument(
+        "--num-layers", type=int, help="with keys; default: the model's"
+    )
+    for name, help_text in OF_STATES.items():
+        parser.add_argument(name, type=int, metavar="TOKENS", help=help_text)
+    parser.add_argument("--num-snapshots", type=int, help="copies of states, with it")
     options = vars(parser.parse_args(arguments))
     folder, memory = options.pop("model"), options.pop("memory")
     try:
@@ -223,19 +276,57 @@ def _read_memory(memory: int | str) -> int:
     return count
 
 
+def _find_budget(total: int, kept_back: int, weights: int, num_devices: int) -> int:
+    """Return the bytes of each device that are left for a cache."""
+    budget = total - kept_back - -(-weights // num_devices)
+    if budget < 1:
+        raise ValueError(
+            f"{human_bytes(weights)} of weights leave nothing for a cache on "
+            f"{num_devices} x {human_bytes(total)}; use more or larger devices"
+        )
+    return budget
+
+
+def _share_heads(
+    whole: CacheConfig | None, num_devices: int, notes: list[str]
+) -> dict[str, int]:
+    """Return the field that says the kv heads of each device, if there are some."""
+    if whole is None:
+        _refuse_no_devices(num_devices)
+        return {}
+    heads = _heads_per_device(whole.num_kv_heads, num_devices)
+    if num_devices > whole.num_kv_heads:
+        copies = num_devices // whole.num_kv_heads
+        notes.append(f"each kv head is kept by {copies} devices")
+    return {"num_kv_heads": heads}
+
+
+def _fit_lengths(
+    layers: Layers, lengths: list[int], budget: int, whole: CacheConfig | None
+) -> dict[int, CacheConfig | GroupedConfig | None]:
+    """Return what holds the most sequences of each length."""
+    fits = {length: layers.fit_most(length, budget) for length in lengths}
+    if whole is None and not any(fits.values()):
+        raise ValueError(
+            f"not even one sequence of {lengths[0]} tokens fits {human_bytes(budget)}; "
+            f"use more or larger devices"
+        )
+    return fits
+
+
 def _choose_lengths(longest: int) -> list[int]:
     """Return the context lengths to plan for, up to the longest."""
     return [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
 
 
 def _note_windows(
-    windows: Windows | None, config: CacheConfig, step_tokens: int
+    windows: Windows | None, num_layers: int, step_tokens: int
 ) -> list[str]:
     """Say what a plan with windows is for."""
     if windows is None:
         return []
     return [
-        f"{windows.num_layers} of {config.num_layers} layers have a window of "
+        f"{windows.num_layers} of {num_layers} layers have a window of "
         f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
         f"to {step_tokens} tokens of a sequence"
     ]
@@ -250,14 +341,18 @@ def _find_reserve(total: int, share: float) -> int:
 
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:
     """Return the kv heads that each device stores."""
-    if num_devices < 1:
-        raise ValueError(f"there must be at least 1 device, got {num_devices}")
+    _refuse_no_devices(num_devices)
     if num_kv_heads % num_devices and num_devices % num_kv_heads:
         raise ValueError(
             f"{num_kv_heads} kv heads cannot be shared evenly by {num_devices} "
             f"devices; use a divisor or a multiple of {num_kv_heads}"
         )
     return max(num_kv_heads // num_devices, 1)
+
+
+def _refuse_no_devices(num_devices: int) -> None:
+    if num_devices < 1:
+        raise ValueError(f"there must be at least 1 device, got {num_devices}")
 
 
 def _weights(folder: str | Path, given: int | str | None) -> int:
@@ -271,38 +366,6 @@ def _weights(folder: str | Path, given: int | str | None) -> int:
         if sizes:
             return sum(sizes)
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """What is the same for all lengths: the layers' windows, and the other fields."""
-
-    windows: tuple[int | None, ...] | None  # None: all layers are in one pool
-    step_tokens: int
-    sizes: dict[str, Any]
-
-    def fit(self, length: int, **limit: Any) -> CacheConfig | GroupedConfig:
-        """Return the configuration for sequences of a length, with tables for them."""
-        if self.windows is None:
-            return CacheConfig.for_context_length(length, **limit, **self.sizes)
-        sizes = {n: value for n, value in self.sizes.items() if n != "num_layers"}
-        return GroupedConfig.for_context_length(
-            length,
-            layer_windows=self.windows,
-            step_tokens=self.step_tokens,
-            **limit,
-            **sizes,
-        )
-
-    def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
-        """Return what holds the most sequences of a length; None if none fits."""
-        if self.fit(length, max_sequences=1).bytes > budget:
-            return None
-        return self.fit(length, budget=budget)
-
-    def count_bytes(self, length: int) -> int:
-        """Return the bytes of keys and values of one sequence of a length."""
-        return self.fit(length, max_sequences=1).storage_bytes
 
 
 if __name__ == "__main__":

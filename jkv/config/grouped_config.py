@@ -294,12 +294,18 @@ class GroupedConfig:
         budget: int | str | None = None,
         step_tokens: int = 512,
         prefix_caching: bool = False,
+        max_pending: int = 0,
+        num_snapshots: int = 0,
+        snapshot_every: int | None = None,
         **overrides: Any,
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint.
 
-        The folder's config.json tells which layers have a window, and which have other
-        heads than the rest, beside what `CacheConfig.from_model` reads of it.
+        The folder's config.json tells which layers have a window, which have other
+        heads than the rest, and which have a state, beside what
+        `CacheConfig.from_model` reads of it. States are summed in float32 and otherwise
+        of the model's dtype; the names of their arrays are those of
+        `jkv.config.layer_states`.
 
         Args:
           folder: where config.json lies.
@@ -307,22 +313,39 @@ class GroupedConfig:
           budget: bytes for as many as fit, or text such as "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
           prefix_caching: index full blocks by their tokens.
-          **overrides: fields of `CacheConfig`, instead of what the model says.
+          max_pending: of layers with a state: tokens that may be taken back.
+          num_snapshots: of the same, with prefix caching: copies that are kept.
+          snapshot_every: of the same: the lengths at which copies are made.
+          **overrides: fields of `CacheConfig`, instead of what the model says. With
+            `num_layers` there are groups for so many layers with keys and values, and
+            none for states.
 
         Returns:
           The configuration, a group for each different window, and for each kind of
-          heads; those that see furthest come first.
+          heads; those that see furthest come first, those with a state last.
 
         Raises:
           FileNotFoundError: without a config.json.
-          ValueError: as `for_context_length`, or for a model of unknown sizes.
+          ValueError: as `for_context_length`, for a model of unknown sizes, or for
+            fields of states where the model has none.
         """
-        fields, _, windows, heads, _ = read_sizes(folder, overrides)
-        sizes = dict(fields | overrides)
+        found = read_sizes(folder, overrides, with_states=True)
+        of_states = dict(
+            max_pending=max_pending,
+            num_snapshots=num_snapshots,
+            snapshot_every=snapshot_every,
+        )
+        if found.layers is None and any(of_states.values()):
+            raise ValueError(
+                f"{folder}: {', '.join(of_states)} are for layers with a state, and "
+                f"there are none"
+            )
+        sizes = dict(found.fields | overrides)
         del sizes["num_layers"]
+        heads = found.layer_heads
         layers = [
             grouping.LayerSizes(window, heads[layer] if heads else None)
-            for layer, window in enumerate(windows)
+            for layer, window in enumerate(found.layer_windows)
         ]
         return grouping.fit_context_length(
             cls,
@@ -332,6 +355,8 @@ class GroupedConfig:
             budget=budget,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
+            kept=found.layers,
+            of_states=of_states,
         )
 
 

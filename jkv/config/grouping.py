@@ -5,19 +5,21 @@ to it as `make`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.layer_heads import Heads
+from jkv.config.layer_states import Kept, LayerState
 from jkv.config.layer_windows import order_windows
 from jkv.config.sizing import Weighed, fit_either
+from jkv.config.state_config import StateConfig
 
 Config = TypeVar("Config", bound=Weighed)
 
 
 class LayerSizes(NamedTuple):
-    """What decides the group of a layer."""
+    """What decides the group of a layer with keys and values."""
 
     window: int | None  # None: it sees all tokens
     heads: Heads | None  # None: those of all layers
@@ -32,24 +34,34 @@ def fit_context_length(
     budget: int | str | None,
     step_tokens: int,
     prefix_caching: bool,
+    kept: Sequence[Kept] | None = None,
+    of_states: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return one that never lacks blocks: `GroupedConfig.for_context_length`.
 
     Args:
       make: what takes the fields of a `GroupedConfig`.
-      layers: each layer of the model.
+      layers: each layer of the model that keeps keys and values.
       sizes: fields of `CacheConfig` that are the same for all groups.
       max_sequences: sequences that may all be of the longest context.
       budget: for as many of them as fit these bytes, or text such as "40GB".
       step_tokens: the most tokens that one `append` adds to a sequence.
       prefix_caching: index full blocks by their tokens.
+      kept: what all layers of the model keep, where some have a state.
+      of_states: fields of `StateConfig` that are the same for all groups with a state.
     """
 
     def fit_sequences(count: int) -> Config:
         groups, layer_groups = _make_groups(layers, count, step_tokens, sizes)
-        return make(
-            groups=groups, layer_groups=layer_groups, prefix_caching=prefix_caching
-        )
+        if kept is None:
+            fields = dict(groups=groups, layer_groups=layer_groups)
+        else:
+            states = _make_state_groups(kept, count, sizes, of_states or {})
+            fields = dict(
+                groups=(*groups, *states.values()),
+                layer_groups=_number_groups(kept, layer_groups, [*states], len(groups)),
+            )
+        return make(prefix_caching=prefix_caching, **fields)
 
     return fit_either(fit_sequences, sizes["max_context_length"], max_sequences, budget)
 
@@ -76,3 +88,48 @@ def _make_groups(
         blocks = max_sequences * group.most_blocks(step_tokens)
         groups.append(dataclasses.replace(group, num_blocks=blocks))
     return tuple(groups), layer_groups
+
+
+def _make_state_groups(
+    kept: Sequence[Kept],
+    max_sequences: int,
+    sizes: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> dict[LayerState, StateConfig]:
+    """Return a group for each different state, in the order of the layers."""
+    states = [layer.state for layer in kept if layer.state is not None]
+    has_inputs = bool(fields.get("max_pending"))
+    return {
+        state: StateConfig(
+            num_layers=states.count(state),
+            max_sequences=max_sequences,
+            max_context_length=sizes["max_context_length"],
+            block_size=sizes.get("block_size", StateConfig.block_size),
+            **state.as_fields(sizes["dtype"], has_inputs=has_inputs),
+            **fields,
+        )
+        for state in dict.fromkeys(states)
+    }
+
+
+def _number_groups(
+    kept: Sequence[Kept],
+    layer_groups: Sequence[int],
+    states: Sequence[LayerState],
+    first: int,
+) -> tuple[int | tuple[int, ...], ...]:
+    """Return the groups of each layer of the model.
+
+    Args:
+      kept: what each layer keeps.
+      layer_groups: the group of each layer with keys and values.
+      states: those that are groups.
+      first: the number of the first of these.
+    """
+    attending, numbers = iter(layer_groups), []
+    for layer in kept:
+        own: tuple[int, ...] = (next(attending),) if layer.attends else ()
+        if layer.state is not None:
+            own += (first + states.index(layer.state),)
+        numbers.append(own[0] if len(own) == 1 else own)
+    return tuple(numbers)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
 from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
-from jkv.config.layer_states import LayerState, list_states
+from jkv.config.layer_states import Kept, list_states
 from jkv.config.layer_windows import WINDOWED, list_windows
 from jkv.config.text_part import DEFAULTS, find_text_part
 
@@ -61,14 +61,7 @@ class ModelSizes(NamedTuple):
     # The heads of each of them, where they differ: `fields` then has none.
     layer_heads: tuple[Heads, ...] | None
     # What each layer of the model keeps, where some have a state and it was asked for.
-    layers: tuple["Kept", ...] | None = None
-
-
-class Kept(NamedTuple):
-    """What a layer of a model keeps of a sequence."""
-
-    attends: bool  # keys and values
-    state: LayerState | None
+    layers: tuple[Kept, ...] | None = None
 
 
 def read_sizes(
@@ -129,7 +122,7 @@ def _sizes(
     num_layers = given.get("num_layers") or _num_layers(model, kinds, notes)
     windows = list_windows(model, kinds, num_layers)
     heads: tuple[Heads, ...] | None = None
-    if not num_layers and layers:
+    if not num_layers:
         fields: dict[str, Any] = {}
     elif given.keys().isdisjoint(HEADS) and model.get("kv_lora_rank") is not None:
         _refuse(model, ("per_layer_config",), "num_kv_heads and head_dim")
@@ -155,16 +148,15 @@ def _list_kept(
     """Return what each layer keeps, None if none has a state."""
     if kinds is None or WITH_STATE.isdisjoint(kinds):
         return None
-    states = list_states(model, kinds)
     attends = [kind in ATTENDING for kind in kinds]
-    return tuple(map(Kept, attends, states))
+    return tuple(map(Kept, attends, list_states(model, kinds)))
 
 
 def _num_layers(
     model: dict[str, Any], kinds: list[str] | None, notes: list[str]
 ) -> int:
     """Count the layers that have keys and values of their own."""
-    total = _read_count(model, NUM_LAYERS, "num_layers")
+    total = len(kinds) if kinds else _read_count(model, NUM_LAYERS, "num_layers")
     is_listed = model.get("layer_types") or model.get("layers_block_type")
     if not is_listed and (kinds is None or WITH_STATE.isdisjoint(kinds)):
         _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")

@@ -33,6 +33,40 @@ class LayerState(NamedTuple):
     arrays: tuple[tuple[str, Array], ...]
     inputs: tuple[tuple[str, Array], ...]
 
+    def divide(self, num_devices: int) -> "LayerState":
+        """Return what each of several devices keeps: its heads, and the rest whole."""
+
+        def divide(array: Array) -> Array:
+            axis, shape = array.heads_axis, [*array.shape]
+            if axis is not None and shape[axis] % num_devices == 0:
+                shape[axis] //= num_devices
+            return array._replace(shape=tuple(shape))
+
+        return LayerState(
+            *(tuple((name, divide(array)) for name, array in each) for each in self)
+        )
+
+    def as_fields(self, dtype: Any, *, has_inputs: bool) -> dict[str, Any]:
+        """Return them as fields of `StateConfig`, for a model of a dtype."""
+        named = self.arrays + self.inputs if has_inputs else self.arrays
+        axes = {name: array.heads_axis for name, array in named}
+        arrays, inputs = (
+            {name: (array.shape, array.dtype or dtype) for name, array in each}
+            for each in self
+        )
+        return dict(
+            arrays=arrays,
+            inputs=inputs if has_inputs else None,
+            heads_axes={name: axis for name, axis in axes.items() if axis is not None},
+        )
+
+
+class Kept(NamedTuple):
+    """What a layer of a model keeps of a sequence."""
+
+    attends: bool  # keys and values
+    state: LayerState | None
+
 
 def list_states(
     model: Mapping[str, Any], kinds: Sequence[str] | None
@@ -60,29 +94,29 @@ def list_states(
 
 
 def _convolve(
-    channels: Mapping[str, tuple[int, ...]],
+    channels: Mapping[str, Array],
     window: int,
     memory: Mapping[str, Array],
     inputs: Mapping[str, Array],
-    heads_axis: int | None = 0,
 ) -> LayerState:
     """Return the state of a layer that convolves channels before it does the rest.
 
     Args:
-      channels: the shape of a token's channels, by name.
+      channels: of a token, by name.
       window: tokens that a convolution sees, the newest counted.
       memory: what the layer keeps beside the tokens before the newest.
       inputs: what else a token adds.
-      heads_axis: of the channels.
     """
-    past_axis = None if heads_axis is None else heads_axis + 1
     past = {
-        f"past_{name}": Array((window - 1, *shape), None, past_axis)
-        for name, shape in channels.items()
+        f"past_{name}": Array(
+            (window - 1, *array.shape),
+            array.dtype,
+            None if array.heads_axis is None else array.heads_axis + 1,
+        )
+        for name, array in channels.items()
     }
-    rows = {name: Array(shape, None, heads_axis) for name, shape in channels.items()}
     return LayerState(
-        (*past.items(), *memory.items()), (*rows.items(), *inputs.items())
+        (*past.items(), *memory.items()), (*channels.items(), *inputs.items())
     )
 
 
@@ -90,12 +124,13 @@ def _read_mamba2(
     heads: int, head_dim: int, groups: int, state_dim: int, window: int
 ) -> LayerState:
     """Return the state of Mamba 2 (https://arxiv.org/abs/2405.21060)."""
-    values, shared = (heads, head_dim), (groups, state_dim)
+    # Few groups share keys and queries, often one: every device has all of them.
+    shared = Array((groups, state_dim))
     return _convolve(
-        dict(x=values, b=shared, c=shared),
+        dict(x=Array((heads, head_dim), None, 0), b=shared, c=shared),
         window,
-        dict(memory=Array((*values, state_dim), WIDE, 0)),
-        dict(dt=Array((heads,), None, 0)),
+        dict(memory=Array((heads, head_dim, state_dim), WIDE, 0)),
+        dict(step=Array((heads,), WIDE, 0)),
     )
 
 
@@ -143,7 +178,7 @@ def _read_plain_mamba2(model: Mapping[str, Any]) -> LayerState:
 def _read_mamba1(inner: int, state_dim: int, window: int) -> LayerState:
     """Return the state of Mamba (https://arxiv.org/abs/2312.00752)."""
     return _convolve(
-        dict(x=(inner,)),
+        dict(x=Array((inner,), None, 0)),
         window,
         dict(memory=Array((inner, state_dim), WIDE, 0)),
         {},
@@ -178,13 +213,12 @@ def _read_delta_rule(
       window: tokens that the convolution sees.
       gates: numbers by which a head forgets: one, or one for each channel of a key.
     """
-    keys = key_heads, key_dim
-    gate = Array((heads, gates) if gates > 1 else (heads,), WIDE, 0)
+    keys = Array((key_heads, key_dim), None, 0)
     return _convolve(
-        dict(query=keys, key=keys, value=(heads, value_dim)),
+        dict(query=keys, key=keys, value=Array((heads, value_dim), None, 0)),
         window,
         dict(memory=Array((heads, key_dim, value_dim), WIDE, 0)),
-        dict(gate=gate, beta=Array((heads,), WIDE, 0)),
+        dict(decay=Array((heads, gates), WIDE, 0), strength=Array((heads,), WIDE, 0)),
     )
 
 
@@ -229,7 +263,7 @@ def _read_lfm2(model: Mapping[str, Any]) -> LayerState:
     window, hidden = _count(model, "conv_L_cache", 3), _count(model, "hidden_size")
     return LayerState(
         (("past", Array((window - 1, hidden), None, 1)),),
-        (("row", Array((hidden,), None, 0)),),
+        (("x", Array((hidden,), None, 0)),),
     )
 
 

@@ -151,6 +151,11 @@ def fit_model(
     if ("num_blocks" in overrides) == (budget is not None):
         raise ValueError("give budget or num_blocks, and not both")
     fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, overrides)
+    if not fields["num_layers"]:
+        raise ValueError(
+            f"{folder}: none of its layers has keys and values; "
+            f"GroupedConfig.from_model has a group for their states"
+        )
     refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if windows and overrides.get("sliding_window") is None:

@@ -250,6 +250,67 @@ def test_a_token_that_may_be_taken_back_is_small(tmp_path):
         assert 4 * count_bytes(inputs) <= count_bytes(arrays) / 10
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_published_models(tmp_path, name):
+    """Each layer is in the groups of what it keeps; bytes are those of the arrays."""
+    settings, (num_attending, num_with_state), states = MODELS[name]
+    path = folder(tmp_path, **BFLOAT16 | settings)
+    config = jkv.GroupedConfig.from_model(
+        path, max_sequences=3, max_context_length=64, max_pending=2
+    )
+    (of_states,) = config.state_groups
+    assert sum(group.num_layers for group in config.block_groups) == num_attending
+    assert of_states.num_layers == num_with_state
+    layers = read_sizes(path, {}, with_states=True).layers
+    assert [len(groups) for groups in config.groups_of_layers] == [
+        layer.attends + (layer.state is not None) for layer in layers
+    ]
+    inputs = next(layer.state.inputs for layer in layers if layer.state)
+    pending = 2 * num_with_state * count_bytes([array for _, array in inputs])
+    # Beside them a number of each sequence and layer: where the state stands.
+    assert of_states.bytes_per_sequence == sum(states) + pending + 4 * num_with_state
+    blocks = [group.num_blocks * group.block_size for group in config.block_groups]
+    assert blocks == [3 * 64] * bool(num_attending)
+
+
+def test_a_cache_of_a_small_hybrid(tmp_path):
+    settings = MODELS["Falcon-H1-34B"][0] | dict(
+        num_hidden_layers=2, mamba_d_state=8, mamba_d_ssm=256, mamba_n_heads=2
+    )
+    config = jkv.GroupedConfig.from_model(
+        folder(tmp_path, **BFLOAT16 | settings),
+        max_sequences=2,
+        max_context_length=32,
+        num_snapshots=2,
+        snapshot_every=16,
+        prefix_caching=True,
+    )
+    assert config.layer_groups == ((0, 1), (0, 1))
+    cache = jkv.init(config)
+    cache, opened = jkv.allocate(cache, [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, [2], capacity=2)
+    state = jkv.read_state(cache, 1, batch)
+    assert {name: array.shape for name, array in state.items()} == dict(
+        memory=(1, 2, 128, 8),
+        past_x=(1, 3, 2, 128),
+        past_b=(1, 3, 2, 8),
+        past_c=(1, 3, 2, 8),
+    )
+
+
+def test_fields_of_states_where_there_are_none(tmp_path):
+    with pytest.raises(ValueError, match="max_pending.* there are none"):
+        jkv.GroupedConfig.from_model(
+            folder(tmp_path, **LLAMA), max_sequences=2, max_pending=4
+        )
+
+
+def test_a_model_without_attention_is_no_single_pool(tmp_path):
+    path = folder(tmp_path, **BFLOAT16 | MODELS["mamba2-2.7b"][0])
+    with pytest.raises(ValueError, match="none of its layers.*GroupedConfig"):
+        jkv.CacheConfig.from_model(path, num_blocks=4)
+
+
 def test_keys_and_values_alone(tmp_path):
     """With num_layers given, or unasked, nothing is said of states."""
     path = folder(tmp_path, **BFLOAT16 | MODELS["Bamba-9B"][0])

@@ -219,11 +219,37 @@ def test_damaged_json_names_its_file(folder):
 @pytest.mark.parametrize("path", sorted(CHECKPOINTS.glob("*/config.json")), ids=str)
 def test_jkv_finds_the_cache_that_the_model_asks_for(path):
     config = pretrained.read_config(path.parent)
+    if config.has_states:
+        return assert_states_alike(pretrained.Decoder(config), path)
     found = jkv.CacheConfig.from_model(path, num_blocks=2)
     fields = pretrained.Decoder(config).cache_fields
     assert {name: getattr(found, name) for name in fields} == fields
     assert found.max_context_length == config.max_context_length
     assert read_sizes(path, {}).layer_windows == config.windows
+
+
+def assert_states_alike(model, path):
+    """Each layer keeps the same in the model's configuration and in what jkv reads."""
+    sizes = dict(max_sequences=2, max_pending=3, dtype="float32")
+    expected = model.cache_config(64, **sizes)
+    found = jkv.GroupedConfig.from_model(path, max_context_length=64, **sizes)
+    assert list_layers(found) == list_layers(expected)
+
+
+def list_layers(config):
+    """Return what each layer keeps, whatever the order of the groups is."""
+    layers = []
+    for numbers in config.groups_of_layers:
+        groups = [config.groups[number] for number in numbers]
+        kept = {}
+        for group in groups:
+            fields = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+            axes = fields.pop("heads_axes", None) or {}
+            arrays = fields.get("arrays", {})
+            axes = {name: axis for name, axis in axes.items() if name in arrays}
+            kept[type(group)] = fields, axes
+        layers.append(kept)
+    return layers
 
 
 def test_yarn_and_longrope_frequencies_and_lengths():

@@ -343,7 +343,7 @@ def wrong_params(checkpoint):
             yield f"no {name}", changed(filled(0.0), name)
         elif name.endswith("norm"):
             yield f"no {name}", changed(filled(1 - config.norm_offset), name)
-    if config.num_kv_heads > 1:
+    if config.num_kv_heads > 1 and "key" in present:
         yield "key heads of other groups", changed(rolled(config.head_dim), "key")
     if config.has_sinks:
         yield "no sinks", changed(filled(-1e9), "sinks")
@@ -360,7 +360,9 @@ def wrong_params(checkpoint):
         offset = config.norm_offset if config.qk_norm else 0.0
         name = "query_norm" if config.qk_norm else "query"
         yield "the usual scale", changed(scaled(factor, offset), name)
-    for name in ("delta_offset", "delta_rate"):
+    of_states = ("delta_offset", "delta_rate")
+    of_states += ("mamba_offset", "mamba_rate", "mamba_skip")
+    for name in of_states:
         if name in present:
             yield f"no {name}", changed(filled(0.0), name)
     taps = [name for name in present if name.endswith("taps")]
@@ -372,7 +374,7 @@ def wrong_params(checkpoint):
     if config.has_output_gate:
         yield "no gate of queries", changed(filled(0.0), "query_gate")
     if experts := config.experts:
-        yield "other experts", changed(rolled(1), "expert_gate")
+        yield "other experts", changed(rolled(1), "expert_up")
         if experts.scale != 1:
             yield (
                 "experts as they are",
@@ -421,6 +423,12 @@ def wrong_settings(config):
         gate = "silu" if delta.gate == "sigmoid" else "sigmoid"
         other = dataclasses.replace(delta, gate=gate)
         yield "another gate of states", dict(delta_rule=other)
+    if space := config.state_space:
+        for what, wrong in wrong_state_spaces(space):
+            yield what, dict(state_space=dataclasses.replace(space, **wrong))
+    for name in ("attention_scales", "mlp_scales"):
+        if set(getattr(config, name)) != {1.0}:
+            yield f"no {name}", {name: (1.0, 1.0)}
     if config.norm_offset:
         yield "weights of norms as they are", dict(norm_offset=0.0)
     if experts := config.experts:
@@ -433,6 +441,18 @@ def wrong_settings(config):
         if experts.groups > 1:
             one_group = dict(groups=1, groups_per_token=1)
             yield "no groups", dict(experts=dataclasses.replace(experts, **one_group))
+
+
+def wrong_state_spaces(space):
+    """Yield fields of a layer with Mamba 2 that a checkpoint shows to be wrong."""
+    yield "another order of gate and norm", dict(norm=None)
+    if space.step_limits != (0.0, np.inf):
+        yield "steps without limits", dict(step_limits=(0.0, np.inf))
+    if len(set(space.scales)) > 1:
+        yield "other scales of states", dict(scales=space.scales[::-1])
+    for name in ("input_scale", "output_scale"):
+        if getattr(space, name) != 1:
+            yield f"no {name} of states", {name: 1.0}
 
 
 @pytest.mark.one_end

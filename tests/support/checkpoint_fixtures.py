@@ -429,7 +429,8 @@ CASES = {
         "granitemoehybrid",
         MAMBA_STATES
         | dict(
-            layer_types=["mamba", "attention", "mamba"],
+            num_hidden_layers=2,
+            layer_types=["mamba", "attention"],
             intermediate_size=8,
             num_local_experts=6,
             num_experts_per_tok=3,
@@ -447,7 +448,8 @@ CASES = {
         "granitemoehybrid",
         MAMBA_STATES
         | dict(
-            layer_types=["attention", "mamba", "mamba"],
+            num_hidden_layers=2,
+            layer_types=["attention", "mamba"],
             num_local_experts=0,
             shared_intermediate_size=48,
             position_embedding_type="rope",

@@ -17,9 +17,8 @@ newest. The newest runs what may differ there, each kind of it once:
       of traces, pytrees, gradients, callbacks,
       errors that JAX raises
     files: exported and kept programs, pickles       all     one of each
-    random games: one with prompts, in groups with   the     these           `dealt`
-      a window and without; random options of        others
-      attention
+    random games: one with prompts and a window;     the     these           `dealt`
+      random options of attention                    others
     further values, options, dtypes of a program     all     chosen cases    `few`
     a verb's bookkeeping, computing on the host,     all     none            `one_end`
       errors of jkv, pages, docstrings

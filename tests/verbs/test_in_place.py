@@ -220,6 +220,7 @@ def test_a_donated_verb_copies_no_pool_with_prefixes(verb):
     assert copied_metadata(REUSING[verb], cache, IDS) == []
 
 
+@pytest.mark.one_end
 def test_a_donated_commit_copies_no_pool():
     cache = make_cache(jnp.float32, prefix_caching=True)
     for verb in ("append", "prefill"):
@@ -227,6 +228,7 @@ def test_a_donated_commit_copies_no_pool():
         assert copied_metadata(jkv.commit, cache, batch) == []
 
 
+@pytest.mark.one_end  # the newest JAX compiles one with prefixes and groups
 def test_a_donated_step_with_prefixes_is_in_place():
     def step(cache, prompts, hidden):
         cache, opened = jkv.allocate(cache, 64, tokens=prompts)
@@ -276,7 +278,7 @@ def test_a_donated_step_in_groups_updates_in_place():
 IN_GROUPS = [verb for verb in REUSING if verb != "reorder"]
 
 
-@pytest.mark.parametrize("verb", few(IN_GROUPS, "allocate", "truncate"))
+@pytest.mark.parametrize("verb", few(IN_GROUPS, "truncate"))
 def test_a_donated_verb_copies_nothing_in_groups(verb):
     cache = make_groups(prefix_caching=True)
     assert copied_metadata(REUSING[verb], cache, IDS) == []

@@ -4,6 +4,7 @@
 """
 
 import pytest
+from support.jax_versions import further
 from support.oracle.cache import StateRules
 from support.random_operations import Pool
 from support.random_states import StateGame, make_state_verbs
@@ -17,7 +18,8 @@ GAMES = {
     "window": ((Pool(14, 5, 3),), 1, (2, 4, 19), StateRules(0, 5, 4)),
     "states alone": ((), 0, (2, 4, 19), StateRules(2, 3, 4)),
 }
-CASES = [(name, MODES[i % 3]) for i, name in enumerate(GAMES)]
+CASES = [("full and window", "jitted"), ("states alone", "donated")]
+CASES += further([("full", "donated"), ("window", "eager")])
 ALL_CASES = [(name, mode) for name in GAMES for mode in MODES]
 
 

@@ -79,7 +79,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", dealt(CALLS, share=3))
+@pytest.mark.parametrize("call", dealt(CALLS, share=6))
 @pytest.mark.usefixtures("with_card")
 def test_layers_use_the_lists_of_the_step(num_listed, call):
     expected = step(**CALLS[call], implementation="reference")[1]

@@ -292,7 +292,7 @@ class Cache:
     def _base_at(self, mine, length):
         """At how many tokens the state stands that goes on from a length, if one does:
         the sequence's own, or that of a snapshot of its text."""
-        if length == 0 or mine.base <= length:
+        if not self.states or length == 0 or mine.base <= length:
             return min(mine.base, length)
         return self.snapshots.get((mine.salt, tuple(mine.text[:length])))
 
@@ -365,7 +365,7 @@ class Cache:
                 self._forget_from(g, table[full])
             self._shrink(g, table, full + tails[g] - copies[g])
         self._extend(mine, copies)
-        if 0 < length < mine.base:
+        if self.states and 0 < length < mine.base:
             self._use_snapshot(mine.salt, tuple(mine.text[:length]))
         mine.base = self._base_at(mine, length)
         del mine.tokens[length:], mine.text[length:]

@@ -1,0 +1,99 @@
+"""What the layers of a model that is planned for keep, on all devices or on each."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
+from jkv.config.grouping import LayerSizes, fit_context_length
+from jkv.config.layer_states import Kept
+
+
+class StateBytes(NamedTuple):
+    """What the states of a sequence take in all layers."""
+
+    num_layers: int  # that have one
+    summed: int  # bytes of what every token is added to
+    past: int  # bytes of the tokens that convolutions look back to
+
+
+def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes | None:
+    """Return the bytes of a sequence's states, None if no layer has one.
+
+    Args:
+      kept: what each layer of the model keeps.
+      dtype: of the model.
+    """
+    states = [layer.state for layer in kept or () if layer.state is not None]
+    if not states:
+        return None
+    sizes = {True: 0, False: 0}
+    for name, array in (each for state in states for each in state.arrays):
+        itemsize = jnp.dtype(array.dtype or dtype).itemsize
+        sizes[name.startswith("past")] += math.prod(array.shape) * itemsize
+    return StateBytes(len(states), sizes[False], sizes[True])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """What is the same for sequences of all lengths.
+
+    windows: of each layer with keys and values; None: all of them are in one pool.
+    kept: what each layer of the model keeps; None: no layer has a state.
+    step_tokens: the most tokens of a sequence in one step.
+    of_states: fields of `StateConfig`.
+    sizes: the other fields of `CacheConfig`.
+    """
+
+    windows: tuple[int | None, ...] | None
+    kept: tuple[Kept, ...] | None
+    step_tokens: int
+    of_states: dict[str, Any]
+    sizes: dict[str, Any]
+
+    def divide(self, num_devices: int, sizes: dict[str, Any]) -> "Layers":
+        """Return what each device keeps, of these sizes, and its heads of states."""
+        kept = self.kept and tuple(
+            layer._replace(state=layer.state and layer.state.divide(num_devices))
+            for layer in self.kept
+        )
+        return dataclasses.replace(self, kept=kept, sizes=self.sizes | sizes)
+
+    def fit(
+        self,
+        length: int,
+        *,
+        max_sequences: int | None = None,
+        budget: int | None = None,
+    ) -> CacheConfig | GroupedConfig:
+        """Return the configuration for sequences of a length, with tables for them."""
+        limit = dict(max_sequences=max_sequences, budget=budget)
+        if self.windows is None and self.kept is None:
+            return CacheConfig.for_context_length(length, **limit, **self.sizes)
+        left_out = {"num_layers", "prefix_caching"}
+        sizes = {n: value for n, value in self.sizes.items() if n not in left_out}
+        num_layers = self.sizes["num_layers"]
+        return fit_context_length(
+            GroupedConfig,
+            [LayerSizes(each, None) for each in self.windows or (None,) * num_layers],
+            sizes | {"max_context_length": length},
+            step_tokens=self.step_tokens,
+            prefix_caching=self.sizes.get("prefix_caching", False),
+            kept=self.kept,
+            of_states=self.of_states,
+            max_sequences=max_sequences,
+            budget=budget,
+        )
+
+    def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
+        """Return what holds the most sequences of a length; None if none fits."""
+        if self.fit(length, max_sequences=1).bytes > budget:
+            return None
+        return self.fit(length, budget=budget)
+
+    def count_bytes(self, length: int) -> int:
+        """Return the bytes of what is kept of one sequence of a length."""
+        return self.fit(length, max_sequences=1).storage_bytes
