@@ -136,12 +136,16 @@ SUITES = {
     "further": tests(
         OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
+    "further-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK)._replace(
+        variables=ALONE
+    ),
     "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
         variables=ALONE
     ),
 }
 # Too heavy to be a part of every run.
-EXTRAS = ("machine-code", "tunix", "further", "further-devices")
+FURTHER = ("further", "further-programs", "further-devices")
+EXTRAS = ("machine-code", "tunix", *FURTHER)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

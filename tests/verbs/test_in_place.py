@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.compiled_hlo import ALL_PASSES, pool_sized_operations
-from support.jax_versions import dealt, few
+from support.jax_versions import dealt, few, with_further
 from support.small_caches import small_cache, small_config, with_metadata
 
 import jkv
@@ -121,6 +121,7 @@ def step_in_a_loop(cache, seq_ids, hidden):
 # Layers one after the other: of the dtypes whose rows are written in different ways.
 CASES = [(step_scanned, dtype) for dtype in DTYPES]
 CASES += [(step_unrolled, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
+CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -170,9 +171,14 @@ VERBS = {
 }
 
 
+COPYING = [*itertools.product(["fork", "truncate", "reorder"], DTYPES)]
+# Float16 lies as float32 does, and fp8 beside its scales as int8 does.
+SAME = [case for case in COPYING if case[1] in (jnp.float16, jnp.float8_e4m3fn)]
+
+
 @pytest.mark.parametrize(
     "verb, dtype",
-    dealt(itertools.product(["fork", "truncate", "reorder"], DTYPES), 2, share=5),
+    dealt(with_further(COPYING, *SAME), 2, share=5),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_donated_copying_verb_updates_in_place(verb, dtype):
@@ -278,7 +284,9 @@ def test_a_donated_step_in_groups_updates_in_place():
 IN_GROUPS = [verb for verb in REUSING if verb != "reorder"]
 
 
-@pytest.mark.parametrize("verb", few(IN_GROUPS, "truncate"))
+@pytest.mark.parametrize(
+    "verb", few(with_further(IN_GROUPS, "free", "evict_cached", "fork"), "truncate")
+)
 def test_a_donated_verb_copies_nothing_in_groups(verb):
     cache = make_groups(prefix_caching=True)
     assert copied_metadata(REUSING[verb], cache, IDS) == []
