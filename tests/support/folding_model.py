@@ -27,6 +27,7 @@ def make_config(
         max_pending=pending,
         num_snapshots=num_snapshots,
         snapshot_every=every,
+        heads_axes={"fold": 0},
         **SIZES,
     )
     if kind == "alone":
