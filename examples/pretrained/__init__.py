@@ -7,8 +7,9 @@
 ``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
 is read as it is: config.json, one or many safetensors files, tokenizer.json.
 
-Files in reading order: ``architectures.py`` (the table: in what each differs from
-Llama), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
+Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: in what
+each differs from Llama; ``mamba_architectures.py`` has some of its rows), ``config.py``
+(what a config.json says; ``settings.py``, ``readings.py`` and two more readings,
 ``windows.py``, ``rope_settings.py``, ``parts.py`` and, of models that also see,
 ``text_part.py`` are for parts of it), ``model.py``
 (the forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and

@@ -3,7 +3,8 @@
 To add an architecture, add a row; where its config.json has keys of its own, a
 function to `readings.py` that turns them into fields of `DecoderConfig`; and a tiny
 checkpoint to `tests/support/checkpoint_fixtures.py`, to show that transformers gives
-the logits. `docs/how-to/architectures.md` goes through it.
+the logits. `docs/how-to/architectures.md` goes through it. Rows with
+Mamba 2 or short convolutions are in `mamba_architectures.py`.
 """
 
 import dataclasses
