@@ -28,9 +28,10 @@ class Snapshots:
     hashes: jax.Array  # u32[P], of the text: it proposes, and the tokens decide
     num_pending: jax.Array  # i32[P], of the text's last tokens those pending
     last_used: jax.Array  # u32[P], the number of the use of each place that came last
-    num_uses: jax.Array  # u32[], of all places
-    texts: jax.Array  # i32[P, X]
-    every: int = dataclasses.field(metadata={"static": True})  # they are multiples
+    num_uses: jax.Array  # u32[], uses of all places so far
+    texts: jax.Array  # i32[P, X], the tokens of each; nothing counts past its length
+    # The lengths are multiples of this; static, as prompts are cut by it.
+    every: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -71,17 +72,21 @@ class StateStorage:
     """
 
     bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
-    rows: dict[str, jax.Array]  # by name [L, S, ...]
-    inputs: dict[str, jax.Array]  # by name [L, S, Q, ...], of pending tokens, in order
-    snapshot_rows: dict[str, jax.Array]  # by name [L, P, ...]
-    snapshot_inputs: dict[str, jax.Array]  # by name [L, P, Q, ...]
-    # What the stored bits mean, in the order of the names; static.
+    rows: dict[str, jax.Array]  # by name [L, S, ...], the states
+    # By name [L, S, Q, ...], of pending tokens, oldest first; empty without them.
+    inputs: dict[str, jax.Array]
+    snapshot_rows: dict[str, jax.Array]  # by name [L, P, ...]; empty without snapshots
+    snapshot_inputs: dict[str, jax.Array]  # by name [L, P, Q, ...], likewise
+    # What the stored bits of `rows` mean, in the order of the names; static.
     row_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(metadata={"static": True})
+    # Likewise those of `inputs`; static.
     input_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(
         metadata={"static": True}
     )
-    # Of each array, likewise, the axis that a mesh may divide, -1 for none; static.
+    # The axis of each state, in the order of the names, that a mesh may divide, -1 for
+    # none; static.
     row_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    # Likewise that of each token's input; static.
     input_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property

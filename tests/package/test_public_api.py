@@ -31,7 +31,9 @@ PUBLIC = """
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
-    partition_specs BeamSearch beam_search fold_state
+    partition_specs BeamSearch beam_search
+    StateConfig StateLayer StateStorage States fold_state read_pending read_state
+    snapshots write_state
 """.split()
 
 
@@ -90,6 +92,7 @@ RAISE_NOTHING = {
     "fragmentation",
     "memory_profile",
     "num_free_blocks",
+    "snapshots",
     "stats",
 }
 
