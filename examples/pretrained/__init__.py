@@ -2,7 +2,7 @@
 
     model, params = pretrained.load("path/to/checkpoint")
     tokenizer = pretrained.load_tokenizer("path/to/checkpoint")
-    cache = jkv.init(jkv.CacheConfig(**model.cache_fields, num_blocks=256, ...))
+    cache = jkv.init(model.cache_config(4096, max_sequences=8))
 
 ``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
 is read as it is: config.json, one or many safetensors files, tokenizer.json.

@@ -2,14 +2,15 @@
 
 from jkv.recurrence.folding import fold_rows
 from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
-from jkv.recurrence.tokens import fold_tokens, replay
+from jkv.recurrence.tokens import Pending, read_ahead, replay
 
 __all__ = [
     "Arrays",
     "ChunkRule",
+    "Pending",
     "Rule",
     "fold_rows",
-    "fold_tokens",
+    "read_ahead",
     "replay",
     "trace_output",
 ]

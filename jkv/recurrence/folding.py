@@ -15,9 +15,8 @@ from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
 from jkv.recurrence.tokens import fold_one, fold_tokens
 from jkv.sharding.loops import when
 
-# A request of at most one row to so many of a piece is read token by token: a piece
-# costs as much as that, however few of its rows it has.
-ROWS_OF_PIECE = 8
+# Without a form for pieces, requests of up to so many rows are read side by side.
+FEW = 8
 
 
 def fold_rows(
@@ -34,9 +33,9 @@ def fold_rows(
     """Fold a rule over the rows of each request, in their order.
 
     Request b owns the rows `starts[b] .. starts[b] + counts[b] - 1`. Which of the two
-    forms reads a request, and where its pieces end, depends on its own rows alone: one
-    of up to `chunk_size // 8` rows is read by `rule`, a longer one by `chunk_rule` in
-    pieces, the first from its first row on. With `first_positions` pieces end at
+    forms reads a request, and where its pieces end, depends on its own rows alone: a
+    single row is read by `rule`, several are by `chunk_rule` in pieces of `chunk_size`,
+    the first from their first row on. With `first_positions` pieces end at
     positions that are multiples of `chunk_size`, wherever the request begins. The two
     forms, and other cuts, differ by rounding. Rows and states of other requests are
     never let through, whatever they hold.
@@ -86,7 +85,7 @@ def fold_rows(
     outputs = _empty_outputs(rule, state, inputs, num_rows)
     if not num_rows or not num_requests:
         return outputs, state
-    few = max(chunk_size // ROWS_OF_PIECE, 1)
+    few = 1 if chunk_rule else FEW
     is_long = counts > few
     valid = (counts > 0) & ~is_long
     state, outputs = fold_one(rule, state, outputs, inputs, starts, valid)
@@ -95,14 +94,15 @@ def fold_rows(
     most = min(num_requests, num_rows // (few + 1))
 
     def fold_others(carry: tuple[Arrays, Any], counts: jax.Array) -> tuple[Arrays, Any]:
-        short = jnp.where(is_long, 0, counts)
-        state, outputs = fold_tokens(rule, *carry, inputs, starts, short, first=1)
+        if chunk_rule is None:
+            short = jnp.where(is_long, 0, counts)
+            carry = fold_tokens(rule, *carry, inputs, starts, short, first=1)
         if not most:
-            return state, outputs
+            return carry
         long = Long(starts, jnp.where(is_long, counts, 0), first_positions)
         size = chunk_size if chunk_rule else num_rows
         piece_rule = chunk_rule or _read_by_tokens(rule)
-        return fold_pieces(piece_rule, state, outputs, inputs, long, size, most)
+        return fold_pieces(piece_rule, *carry, inputs, long, size, most)
 
     state, outputs = when((counts > 1).any(), fold_others, (state, outputs), counts)
     return outputs, state

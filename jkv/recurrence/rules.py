@@ -90,13 +90,13 @@ def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
 
 
 def keep_where(changes: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """Return states [B, ...], new where bool[B] `changes`, in the old ones' dtypes."""
+    """Return arrays [B, ...], new where bool[B] `changes`, in the old ones' dtypes."""
 
     def keep(array: jax.Array, given: jax.Array) -> jax.Array:
         mask = jnp.expand_dims(changes, range(1, array.ndim))
         return jnp.where(mask, given.astype(array.dtype), array)
 
-    return {name: keep(array, new[name]) for name, array in old.items()}
+    return {name: keep(old[name], array) for name, array in new.items()}
 
 
 def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,8 @@ The number of passes is counted at run time: it is that of the request with the 
 tokens, and without any token nothing is computed.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +13,70 @@ import jax.numpy as jnp
 from jkv.recurrence.rules import Arrays, Rule, keep_where, put_rows, take_rows
 from jkv.sharding.loops import fori_loop
 
+Carry = TypeVar("Carry")
 
-def replay(
-    rule: Rule,
-    state: Arrays,
-    pending: Arrays,
-    counts: jax.Array,
-    lacking: Arrays,
-    first: jax.Array | int = 0,
-) -> Arrays:
+
+class Pending(NamedTuple):
+    """Tokens of before a step whose inputs the cache kept, and those that are read."""
+
+    inputs: Arrays  # {name: [B, Q, ...]}, oldest first
+    first: jax.Array  # i32[B], the first of the Q that is read
+    counts: jax.Array  # i32[B]
+
+
+def replay(rule: Rule, state: Arrays, pending: Pending, lacking: Arrays) -> Arrays:
     """Return the states after tokens whose inputs the cache kept.
 
     Args:
       rule: of one token of one sequence.
       state: {name: [B, ...]}, before those tokens.
-      pending: {name: [B, Q, ...]}, inputs of the newest tokens, oldest first.
-      counts: i32[B], tokens of each request that are worked in, 0 to Q.
+      pending: the tokens.
       lacking: {name: [R, ...]}, inputs that are not kept, since the state does not
         depend on them: queries, say. The rule gets zeros of their shapes.
-      first: i32[B] or int, the first of the Q tokens that is worked in.
     """
-    num_requests, width = next(iter(pending.values())).shape[:2]
 
-    def flatten(array: jax.Array) -> jax.Array:
-        return array.reshape(num_requests * width, *array.shape[2:])
+    def step(t: jax.Array, state: Arrays) -> Arrays:
+        is_read = t < pending.counts
+        nobody = jnp.zeros_like(pending.first)
+        given = take_rows(lacking, nobody, jnp.zeros_like(is_read))
+        given |= _take_pending(pending, t, is_read)
+        return keep_where(is_read, jax.vmap(rule)(state, given)[0], state)
 
-    inputs = {name: flatten(array) for name, array in pending.items()}
+    return fold_times(pending.counts, step, state)
 
-    def whole_rule(state: Arrays, given: Arrays) -> tuple[Arrays, None]:
-        zeros = {
-            name: jnp.zeros(array.shape[1:], array.dtype)
-            for name, array in lacking.items()
-        }
-        return rule(state, zeros | given)[0], None
 
-    starts = jnp.arange(num_requests, dtype=jnp.int32) * width + first
-    return fold_tokens(whole_rule, state, None, inputs, starts, counts)[0]
+def read_ahead(
+    rule: Rule,
+    state: Arrays,
+    outputs: Any,
+    pending: Pending,
+    inputs: Arrays,
+    starts: jax.Array,
+    counts: jax.Array,
+) -> Any:
+    """Return the outputs with those of rows that may be taken back.
+
+    Args:
+      rule: of one token of one sequence.
+      state: {name: [B, ...]}, before the pending tokens; what follows is dropped.
+      outputs: a pytree of [R, ...], as `fold_rows` returned it.
+      pending: tokens of before the step that are read first.
+      inputs: {name: [R, ...]}.
+      starts: i32[B], the first of each request's rows.
+      counts: i32[B].
+    """
+
+    def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
+        state, outputs = carry
+        is_old, rows = t < pending.counts, starts + t - pending.counts
+        is_new = ~is_old & (t < pending.counts + counts)
+        given = take_rows(inputs, rows, is_new)
+        given |= keep_where(is_old, _take_pending(pending, t, is_old), given)
+        new, output = jax.vmap(rule)(state, given)
+        outputs = put_rows(outputs, rows, is_new, output)
+        return keep_where(is_old | is_new, new, state), outputs
+
+    return fold_times(pending.counts + counts, step, (state, outputs))[1]
 
 
 def fold_tokens(
@@ -74,8 +103,17 @@ def fold_tokens(
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         return fold_one(rule, *carry, inputs, starts + t, t < counts)
 
-    start = jnp.asarray(first, jnp.int32)
-    return fori_loop(start, counts.max(), step, (state, outputs))
+    return fold_times(counts, step, (state, outputs), first)
+
+
+def fold_times(
+    counts: jax.Array,
+    step: Callable[[jax.Array, Carry], Carry],
+    carry: Carry,
+    first: int = 0,
+) -> Carry:
+    """Make the passes `step(t, carry)` that the request with the most tokens needs."""
+    return fori_loop(jnp.asarray(first, jnp.int32), counts.max(), step, carry)
 
 
 def fold_one(
@@ -89,3 +127,15 @@ def fold_one(
     """Fold one row of each request, i32[B], where it is valid, bool[B]."""
     new, output = jax.vmap(rule)(state, take_rows(inputs, rows, valid))
     return keep_where(valid, new, state), put_rows(outputs, rows, valid, output)
+
+
+def _take_pending(pending: Pending, t: jax.Array, valid: jax.Array) -> Arrays:
+    """Return the inputs {name: [B, ...]} of the tokens that pass `t` reads."""
+    width = next(iter(pending.inputs.values())).shape[1]
+    requests = jnp.arange(valid.shape[0], dtype=jnp.int32)
+    rows = requests * width + pending.first + t
+    flat = {
+        name: array.reshape(-1, *array.shape[2:])
+        for name, array in pending.inputs.items()
+    }
+    return take_rows(flat, rows, valid)

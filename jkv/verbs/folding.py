@@ -1,8 +1,6 @@
 """fold_state: a rule of one token takes the states of a step's sequences along."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +9,10 @@ import jax.numpy as jnp
 from jkv.recurrence import (
     Arrays,
     ChunkRule,
+    Pending,
     Rule,
     fold_rows,
-    fold_tokens,
+    read_ahead,
     replay,
     trace_output,
 )
@@ -38,7 +37,7 @@ def fold_state(
     All that a layer with a state has to do with the cache in a step: the state and what
     is pending are read, tokens that can no longer be taken back are worked in, then the
     rows, and the state is written as it stands before those that can. Single tokens and
-    pending ones are read by `rule`, prompts by `chunk_rule` in pieces that end at
+    pending ones are read by `rule`, several by `chunk_rule` in pieces that end at
     positions which are multiples of `chunk_size`; which of the two reads a row, and so
     its rounding, depends on the rows of its own sequence alone
     (`jkv.recurrence.fold_rows`).
@@ -90,8 +89,7 @@ def fold_state(
     if kept:
         pending = _find_pending(batch)
         counts = counts - pending.new
-        work_in = functools.partial(_work_in, cache, layer, rule, inputs)
-        state = work_in(batch, state, jnp.zeros_like(counts), pending.settled)
+        state = _work_in(cache, layer, batch, rule, pending, state, inputs)
     outputs, state = fold_rows(
         rule,
         state,
@@ -103,11 +101,12 @@ def fold_state(
         first_positions=batch.context_lengths - batch.query_lengths,
     )
     if kept:
-        outputs = _peek(work_in, rule, batch, pending, state, outputs, inputs)
+        carry = state, outputs
+        outputs = _peek(cache, layer, batch, rule, pending, carry, inputs)
     return outputs, write_state(cache, layer, batch, state, kept)
 
 
-class _Pending(NamedTuple):
+class _Counts(NamedTuple):
     """Tokens of each request by what becomes of them in a step, i32[B].
 
     Requests without rows keep what they have: of theirs all are 0.
@@ -118,72 +117,69 @@ class _Pending(NamedTuple):
     new: jax.Array  # rows of the step, its last ones
 
 
-def _find_pending(batch: Batch) -> _Pending:
+def _find_pending(batch: Batch) -> _Counts:
     grows = batch.query_lengths > 0
     before = jnp.where(grows, batch.pending_before, 0)
     after = jnp.where(grows, batch.pending_after, 0)
     new = jnp.minimum(after, batch.query_lengths)
     stay = after - new
-    return _Pending(before - stay, stay, new)
+    return _Counts(before - stay, stay, new)
 
 
 def _work_in(
     cache: Cache,
     layer: Layer,
-    rule: Rule,
-    inputs: Arrays,
     batch: Batch,
+    rule: Rule,
+    counts: _Counts,
     state: Arrays,
-    first: jax.Array,
-    counts: jax.Array,
+    inputs: Arrays,
 ) -> Arrays:
-    """Return states after tokens that were pending before the step.
+    """Return states after the tokens that are pending no more."""
 
-    Args:
-      cache: with those tokens.
-      layer: the layer.
-      rule: of one token of one sequence.
-      inputs: {name: [R, ...]}, of the step.
-      batch: the step.
-      state: {name: [B, ...]}, before the tokens.
-      first: i32[B], the first of the pending tokens that is worked in.
-      counts: i32[B], how many are.
-    """
+    def work_in(state: Arrays, seq_ids: jax.Array, settled: jax.Array) -> Arrays:
+        kept = _read(cache, layer, batch, seq_ids)
+        lacking = {name: inputs[name] for name in inputs if name not in kept}
+        pending = Pending(kept, jnp.zeros_like(settled), settled)
+        return replay(rule, state, pending, lacking)
 
-    def work_in(state: Arrays, seq_ids: jax.Array, counts: jax.Array) -> Arrays:
-        pending = read_pending(
-            cache, layer, dataclasses.replace(batch, seq_ids=seq_ids)
-        )
-        lacking = {name: inputs[name] for name in inputs if name not in pending}
-        return replay(rule, state, pending, counts, lacking, first)
-
-    # With the sequences as an argument nothing is read in steps without such tokens.
-    return when((counts > 0).any(), work_in, state, batch.seq_ids, counts)
+    some = (counts.settled > 0).any()
+    return when(some, work_in, state, batch.seq_ids, counts.settled)
 
 
 def _peek(
-    work_in: Callable[[Batch, Arrays, jax.Array, jax.Array], Arrays],
-    rule: Rule,
+    cache: Cache,
+    layer: Layer,
     batch: Batch,
-    pending: _Pending,
-    state: Arrays,
-    outputs: Any,
+    rule: Rule,
+    counts: _Counts,
+    carry: tuple[Arrays, Any],
     inputs: Arrays,
 ) -> Any:
-    """Return the outputs with those of rows that stay pending.
+    """Return the outputs with those of rows that are pending after the step.
 
     The states that they lead to are dropped: what is kept stands before them. So a step
     without such rows has no second copy of its states.
     """
+    state, outputs = carry
 
-    def peek(outputs: Any, seq_ids: jax.Array, counts: jax.Array) -> Any:
-        told = dataclasses.replace(batch, seq_ids=seq_ids)
-        ahead = work_in(told, state, pending.settled, pending.stay)
-        starts = batch.query_starts + batch.query_lengths - counts
-        return fold_tokens(rule, ahead, outputs, inputs, starts, counts)[1]
+    def peek(outputs: Any, seq_ids: jax.Array, new: jax.Array) -> Any:
+        kept = _read(cache, layer, batch, seq_ids)
+        pending = Pending(kept, counts.settled, counts.stay)
+        starts = batch.query_starts + batch.query_lengths - new
+        return read_ahead(rule, state, outputs, pending, inputs, starts, new)
 
-    condition = (pending.new > 0).any()
-    return when(condition, peek, outputs, batch.seq_ids, pending.new)
+    some = (counts.new > 0).any()
+    return when(some, peek, outputs, batch.seq_ids, counts.new)
+
+
+def _read(cache: Cache, layer: Layer, batch: Batch, seq_ids: jax.Array) -> Arrays:
+    """Return what is pending of sequences which are told as an argument.
+
+    In a loop of no or one trip they are a part of what changes, so that nothing is read
+    in front of it, in steps that make none.
+    """
+    return read_pending(cache, layer, dataclasses.replace(batch, seq_ids=seq_ids))
 
 
 def _pick_inputs(storage: StateStorage, inputs: Arrays) -> Arrays:

@@ -217,6 +217,8 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
         groups = (groups[_group_of(cache, group, "kept_from")],)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
     starts = [each.window.starts_of(rows, each.block_size) for each in groups]
+    if not starts:
+        return jnp.zeros_like(rows)
     return functools.reduce(jnp.maximum, starts)
 
 

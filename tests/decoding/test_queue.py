@@ -389,3 +389,13 @@ def test_stops_of_added_prompts_have_the_first_shape():
         try_to(values, **both)  # those hold for all
     with pytest.raises(ValueError, match=f"one row for each of {PROMPTS} prompts"):
         try_to(values | dict(stop_tokens=tokens[:3]))
+
+
+@pytest.mark.one_end
+def test_row_counts_spread_between_the_least_and_the_largest():
+    """For one or two sequences too: sizes are rounded, and none to 0 rows."""
+    for running in (1, 2, 3, 7, 64):
+        for rows in (1, 2, 12, 64, 128, 140, 512):
+            counts = decoding.spread_row_counts(running, rows)
+            assert counts[0] == running and counts[-1] == max(running, rows)
+            assert list(counts) == sorted(set(counts))

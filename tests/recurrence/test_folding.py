@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.recurrence import fold_rows, fold_tokens, replay
+from jkv.recurrence import Pending, fold_rows, read_ahead, replay
 
 B, R, C = 6, 48, 16
 
@@ -177,8 +177,9 @@ def test_pieces_end_at_multiples():
 def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
     """A replay of three, three rows and two guesses are one text of eight."""
     state, inputs, starts, counts = make((8, 5, 0, 1, 1, 0))
-    before = np.array([3, 0, 0, 0, 0, 0], np.int32)
-    after = np.array([2, 1, 0, 1, 0, 0], np.int32)
+    before = np.array([3, 3, 0, 0, 0, 0], np.int32)
+    after = np.array([2, 2, 0, 1, 0, 0], np.int32)
+    stays = np.array([0, 1, 0, 0, 0, 0], np.int32)
     pending = {
         name: np.full((B, 4, *inputs[name].shape[1:]), np.nan, np.float32)
         for name in ("x", "decay")
@@ -190,18 +191,20 @@ def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
     @jax.jit
     def fold(state, pending, inputs, starts, counts):
         lacking = {"query": inputs["query"]}
-        state = replay(rule, state, pending, before, lacking)
+        # Of the three pending tokens one stays so.
+        settled = Pending(pending, jnp.zeros_like(starts), before - stays)
+        state = replay(rule, state, settled, lacking)
         starts, counts = starts + before, counts - before
         outputs, kept = fold_rows(rule, state, inputs, starts, counts - after)
-        last = starts + counts - after
-        return fold_tokens(rule, kept, outputs, inputs, last, after)[1], kept
+        last, stay = starts + counts - after, Pending(pending, before - stays, stays)
+        return read_ahead(rule, kept, outputs, stay, inputs, last, after), kept
 
     outputs, kept = fold(state, pending, inputs, starts, counts)
     expected = fold_plainly(state, inputs, starts, counts)[0]
-    expected["read"][starts[0] : starts[0] + 3] = 0
-    expected["count"][starts[0] : starts[0] + 3] = 0
+    for array in expected.values():
+        array[starts[0] : starts[0] + 3] = array[starts[1] : starts[1] + 3] = 0
     assert_alike(outputs, expected)
-    assert_alike(kept, fold_plainly(state, inputs, starts, counts - after)[1])
+    assert_alike(kept, fold_plainly(state, inputs, starts, counts - after - stays)[1])
 
 
 def test_a_step_of_single_tokens_makes_one_pass():
@@ -217,7 +220,7 @@ def test_a_step_of_single_tokens_makes_one_pass():
     assert len(passes) == B
     passes.clear()
     call = make((1, 2, 0, 1, 1, 1))
-    fold_rows(noting, *call, chunk_rule=chunk_rule, chunk_size=C)
+    fold_rows(noting, *call, chunk_size=C)
     jax.effects_barrier()
     assert len(passes) == 2 * B
 

@@ -56,7 +56,7 @@ def spread_row_counts(
     for i in reversed(range(1, num_sizes - 1)):
         size = max_running * ratio ** (i / (num_sizes - 1))
         size = _MULTIPLE * round(size / _MULTIPLE)
-        if counts[0] - size >= _LEAST_SPARED:
+        if size > max_running and counts[0] - size >= _LEAST_SPARED:
             counts.insert(0, size)
     return tuple(sorted({max_running, *counts}))
 

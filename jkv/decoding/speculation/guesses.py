@@ -66,6 +66,8 @@ def limit_guesses(
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, counts, 0)
 
+    if not loads.mapped:  # no group of layers has blocks
+        return counts
     columns = count_columns(loads.text_lengths, size)
     promised = tuple(jnp.maximum(mapped, columns) for mapped in loads.mapped)
     needs = subtract(promised, loads.mapped)

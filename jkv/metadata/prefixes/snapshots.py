@@ -109,7 +109,7 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
     assert snapshots is not None
     width = min(tokens.shape[1], snapshots.texts.shape[1])
     texts, prompts = snapshots.texts[:, :width], tokens[:, :width]
-    position = jnp.arange(width, dtype=jnp.int32)
+    position = jnp.arange(width, dtype=jnp.int32)[None]
 
     # A prompt at a time: all together would be large.
     def compare(request: jax.Array, common: jax.Array) -> jax.Array:
