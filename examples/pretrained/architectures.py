@@ -52,196 +52,191 @@ GPT_OSS_ROPE = dict(
 
 QWEN = dict(max_window_layers=28, max_position_embeddings=32_768, sliding_window=4096)
 
-ARCHITECTURES: dict[str, Architecture] = (
-    {
-        "llama": Architecture(defaults=dict(max_position_embeddings=2048)),
-        "mistral": Architecture(
-            defaults=dict(
-                num_key_value_heads=8,
-                sliding_window=4096,
-                max_position_embeddings=131_072,
-            ),
-            windows="all",
-            biases="none",
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(defaults=dict(max_position_embeddings=2048)),
+    "mistral": Architecture(
+        defaults=dict(
+            num_key_value_heads=8,
+            sliding_window=4096,
+            max_position_embeddings=131_072,
         ),
-        "qwen2": Architecture(defaults=QWEN, windows="late", biases="qkv"),
-        "qwen3": Architecture(
-            defaults=QWEN | dict(head_dim=128),
-            choices=dict(qk_norm="head"),
-            windows="late",
+        windows="all",
+        biases="none",
+    ),
+    "qwen2": Architecture(defaults=QWEN, windows="late", biases="qkv"),
+    "qwen3": Architecture(
+        defaults=QWEN | dict(head_dim=128),
+        choices=dict(qk_norm="head"),
+        windows="late",
+    ),
+    "gemma2": dataclasses.replace(
+        GEMMA,
+        defaults=GEMMA.defaults
+        | dict(
+            max_position_embeddings=8192,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
         ),
-        "gemma2": dataclasses.replace(
-            GEMMA,
-            defaults=GEMMA.defaults
-            | dict(
-                max_position_embeddings=8192,
-                attn_logit_softcapping=50.0,
-                final_logit_softcapping=30.0,
-            ),
-            read=readings.read_gemma,
-            windows=2,
+        read=readings.read_gemma,
+        windows=2,
+    ),
+    "gemma3_text": dataclasses.replace(
+        GEMMA,
+        defaults=GEMMA.defaults
+        | dict(
+            # What the text parts of larger models leave out.
+            vocab_size=262_208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            max_position_embeddings=131_072,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
         ),
-        "gemma3_text": dataclasses.replace(
-            GEMMA,
-            defaults=GEMMA.defaults
-            | dict(
-                # What the text parts of larger models leave out.
-                vocab_size=262_208,
-                hidden_size=2304,
-                intermediate_size=9216,
-                num_hidden_layers=26,
-                num_attention_heads=8,
-                max_position_embeddings=131_072,
-                rope_theta=1e6,
-                rope_local_base_freq=1e4,
-            ),
-            choices=GEMMA.choices | dict(qk_norm="head"),
-            read=readings.read_gemma3,
-            windows=6,
+        choices=GEMMA.choices | dict(qk_norm="head"),
+        read=readings.read_gemma3,
+        windows=6,
+    ),
+    "phi3": Architecture(
+        defaults=dict(
+            max_position_embeddings=4096,
+            original_max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
         ),
-        "phi3": Architecture(
-            defaults=dict(
-                max_position_embeddings=4096,
-                original_max_position_embeddings=4096,
-                rms_norm_eps=1e-5,
-            ),
-            tensors=dict.fromkeys(
-                ("query", "key", "value"), "self_attn.qkv_proj.weight"
-            )
-            | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
-            windows="all",
-            biases="none",
-            can_turn_partly=True,
+        tensors=dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj.weight")
+        | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
+        windows="all",
+        biases="none",
+        can_turn_partly=True,
+    ),
+    "olmo2": Architecture(
+        defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
+        choices=dict(norms="after", qk_norm="all"),
+    ),
+    "exaone4": Architecture(
+        defaults=dict(
+            num_key_value_heads=32,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            sliding_window=4096,
         ),
-        "olmo2": Architecture(
-            defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
-            choices=dict(norms="after", qk_norm="all"),
+        choices=dict(norms="after", qk_norm="head"),
+        read=readings.read_exaone4,
+        windows=4,
+        biases="none",
+    ),
+    "smollm3": Architecture(
+        defaults=dict(
+            num_key_value_heads=4,
+            max_position_embeddings=32_768,
+            no_rope_layer_interval=4,
+            rope_theta=2_000_000.0,
+            tie_word_embeddings=True,
         ),
-        "exaone4": Architecture(
-            defaults=dict(
-                num_key_value_heads=32,
-                max_position_embeddings=2048,
-                rms_norm_eps=1e-5,
-                sliding_window=4096,
-            ),
-            choices=dict(norms="after", qk_norm="head"),
-            read=readings.read_exaone4,
-            windows=4,
-            biases="none",
+        read=readings.read_smollm3,
+        windows="unturned",
+    ),
+    "granite": Architecture(
+        defaults=dict(
+            max_position_embeddings=2048,
+            attention_multiplier=1.0,
+            embedding_multiplier=1.0,
+            residual_multiplier=1.0,
+            logits_scaling=1.0,
         ),
-        "smollm3": Architecture(
-            defaults=dict(
-                num_key_value_heads=4,
-                max_position_embeddings=32_768,
-                no_rope_layer_interval=4,
-                rope_theta=2_000_000.0,
-                tie_word_embeddings=True,
-            ),
-            read=readings.read_smollm3,
-            windows="unturned",
+        read=readings.read_granite,
+    ),
+    "mixtral": Architecture(
+        defaults=dict(
+            num_key_value_heads=8,
+            max_position_embeddings=131_072,
+            rope_theta=1e6,
+            rms_norm_eps=1e-5,
+            num_experts_per_tok=2,
+            num_local_experts=8,
         ),
-        "granite": Architecture(
-            defaults=dict(
-                max_position_embeddings=2048,
-                attention_multiplier=1.0,
-                embedding_multiplier=1.0,
-                residual_multiplier=1.0,
-                logits_scaling=1.0,
-            ),
-            read=readings.read_granite,
+        tensors=dict(
+            router="block_sparse_moe.gate.weight",
+            expert_gate="block_sparse_moe.experts.{}.w1.weight",
+            expert_up="block_sparse_moe.experts.{}.w3.weight",
+            expert_down="block_sparse_moe.experts.{}.w2.weight",
         ),
-        "mixtral": Architecture(
-            defaults=dict(
-                num_key_value_heads=8,
-                max_position_embeddings=131_072,
-                rope_theta=1e6,
-                rms_norm_eps=1e-5,
-                num_experts_per_tok=2,
-                num_local_experts=8,
-            ),
-            tensors=dict(
-                router="block_sparse_moe.gate.weight",
-                expert_gate="block_sparse_moe.experts.{}.w1.weight",
-                expert_up="block_sparse_moe.experts.{}.w3.weight",
-                expert_down="block_sparse_moe.experts.{}.w2.weight",
-            ),
-            read=readings.read_mixtral,
-            windows="all",
-            biases="none",
+        read=readings.read_mixtral,
+        windows="all",
+        biases="none",
+    ),
+    "qwen3_moe": Architecture(
+        defaults=QWEN
+        | dict(
+            num_key_value_heads=4,
+            decoder_sparse_step=1,
+            moe_intermediate_size=768,
+            num_experts_per_tok=8,
+            num_experts=128,
         ),
-        "qwen3_moe": Architecture(
-            defaults=QWEN
-            | dict(
-                num_key_value_heads=4,
-                decoder_sparse_step=1,
-                moe_intermediate_size=768,
-                num_experts_per_tok=8,
-                num_experts=128,
-            ),
-            choices=dict(qk_norm="head"),
-            read=readings.read_qwen3_moe,
-            windows="used",
+        choices=dict(qk_norm="head"),
+        read=readings.read_qwen3_moe,
+        windows="used",
+    ),
+    "gpt_oss": Architecture(
+        defaults=dict(
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131_072,
+            rms_norm_eps=1e-5,
+            rope_theta=150_000.0,
+            rope_parameters=GPT_OSS_ROPE,
+            sliding_window=128,
+            attention_bias=True,
+            num_local_experts=128,
+            num_experts_per_tok=4,
+            swiglu_alpha=1.702,
+            swiglu_limit=7.0,
         ),
-        "gpt_oss": Architecture(
-            defaults=dict(
-                num_key_value_heads=8,
-                head_dim=64,
-                max_position_embeddings=131_072,
-                rms_norm_eps=1e-5,
-                rope_theta=150_000.0,
-                rope_parameters=GPT_OSS_ROPE,
-                sliding_window=128,
-                attention_bias=True,
-                num_local_experts=128,
-                num_experts_per_tok=4,
-                swiglu_alpha=1.702,
-                swiglu_limit=7.0,
-            ),
-            choices=dict(has_sinks=True),
-            tensors=dict(
-                router="mlp.router.weight",
-                router_bias="mlp.router.bias",
-                expert_gate="mlp.experts.gate_up_proj",
-                expert_up="mlp.experts.gate_up_proj",
-                expert_down="mlp.experts.down_proj",
-                expert_gate_bias="mlp.experts.gate_up_proj_bias",
-                expert_up_bias="mlp.experts.gate_up_proj_bias",
-                expert_down_bias="mlp.experts.down_proj_bias",
-            ),
-            read=readings.read_gpt_oss,
-            windows=2,
+        choices=dict(has_sinks=True),
+        tensors=dict(
+            router="mlp.router.weight",
+            router_bias="mlp.router.bias",
+            expert_gate="mlp.experts.gate_up_proj",
+            expert_up="mlp.experts.gate_up_proj",
+            expert_down="mlp.experts.down_proj",
+            expert_gate_bias="mlp.experts.gate_up_proj_bias",
+            expert_up_bias="mlp.experts.gate_up_proj_bias",
+            expert_down_bias="mlp.experts.down_proj_bias",
         ),
-        "deepseek_v2": dataclasses.replace(
-            DEEPSEEK,
-            defaults=DEEPSEEK.defaults
-            | dict(
-                max_position_embeddings=2048,
-                first_k_dense_replace=0,
-                moe_intermediate_size=1407,
-                n_routed_experts=64,
-                n_shared_experts=2,
-                num_experts_per_tok=None,
-            ),
+        read=readings.read_gpt_oss,
+        windows=2,
+    ),
+    "deepseek_v2": dataclasses.replace(
+        DEEPSEEK,
+        defaults=DEEPSEEK.defaults
+        | dict(
+            max_position_embeddings=2048,
+            first_k_dense_replace=0,
+            moe_intermediate_size=1407,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=None,
         ),
-        "deepseek_v3": dataclasses.replace(
-            DEEPSEEK,
-            defaults=DEEPSEEK.defaults
-            | dict(
-                max_position_embeddings=4096,
-                first_k_dense_replace=3,
-                moe_intermediate_size=2048,
-                n_routed_experts=256,
-                n_shared_experts=1,
-                num_experts_per_tok=8,
-                n_group=8,
-                topk_group=4,
-                topk_method="noaux_tc",
-                routed_scaling_factor=2.5,
-                norm_topk_prob=True,
-                num_nextn_predict_layers=1,
-            ),
+    ),
+    "deepseek_v3": dataclasses.replace(
+        DEEPSEEK,
+        defaults=DEEPSEEK.defaults
+        | dict(
+            max_position_embeddings=4096,
+            first_k_dense_replace=3,
+            moe_intermediate_size=2048,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            n_group=8,
+            topk_group=4,
+            topk_method="noaux_tc",
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            num_nextn_predict_layers=1,
         ),
-    }
-    | DELTA_ARCHITECTURES
-    | MAMBA_ARCHITECTURES
-)
+    ),
+}
+ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES
