@@ -85,7 +85,8 @@ def test_samples_guesses_hits_and_preemption(kind):
     else:  # there are too few blocks to keep much of what was
         assert sum(found) > 0
         preempted = [int(r.statistics.preemptions) for r in (cold, warm)]
-        assert sum(preempted) > 0
+        # With a window no text takes more than it had when it began.
+        assert (sum(preempted) > 0) == (kind == "full")
 
 
 def test_a_queue_of_a_model_without_keys():
