@@ -242,8 +242,11 @@ is written to it (1 times)
     num_sequences, now = cache.max_sequences, cache.metadata.now
     watcher = StepWatcher(
         written=tuple(
-            jnp.full((each.num_layers, num_sequences), now)
-            for each in (*cache.storage, *cache.states)
+            jnp.full((num_layers, num_sequences), now)
+            for num_layers in (
+                *(each.num_layers for each in cache.storage),
+                *(each.num_layers for each in cache.states),
+            )
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
         planned=jnp.zeros((num_sequences,), jnp.uint32),
@@ -310,9 +313,8 @@ class _Step:
 
 def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
     """Note that a step was written to a layer, once."""
-    return _note_written(
-        step, layer, *step.find_layer(layer), "the first rows are gone"
-    )
+    lost = "the first rows are gone"
+    return _note_written(step, layer, *step.find_layer(layer), lost)
 
 
 def _look_at_state_write(step: _Step, layer: Any) -> StepWatcher:

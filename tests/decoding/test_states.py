@@ -34,7 +34,7 @@ PROMPTS = [
 WANTED = np.array([continue_text(prompt, NUM_NEW) for prompt in PROMPTS])
 CHUNK = 16
 # Blocks for some three texts at a time: the youngest is preempted.
-FEW_BLOCKS = 20
+FEW_BLOCKS = 14
 
 STATIC = ("max_new_tokens", "max_running", "num_samples", "chunk_size")
 
@@ -78,10 +78,12 @@ def test_samples_guesses_hits_and_preemption(kind):
         assert 0 < int(counts.accepted_tokens) < int(counts.draft_tokens)
     of_all = sum(map(len, PROMPTS))
     # Each prompt is computed once for its samples, from a snapshot where there is one.
-    assert int(warm.statistics.cached_tokens) > int(cold.statistics.cached_tokens) > 0
+    found = [int(result.statistics.cached_tokens) for result in (cold, warm)]
     if kind == "alone":
+        assert found[1] > found[0] > 0
         assert int(cold.statistics.prompt_tokens) < of_all
-    else:
+    else:  # there are too few blocks to keep much of what was
+        assert sum(found) > 0
         preempted = [int(r.statistics.preemptions) for r in (cold, warm)]
         assert sum(preempted) > 0
 
@@ -151,7 +153,7 @@ def test_a_draft_model_with_states(kind):
     """A draft takes back its own guesses: here it is the model itself, always right."""
     cache = jkv.init(make_config(kind, pending=3))
     draft = jkv.init(make_config("alone", pending=3, caching=False))
-    speculate = DraftModel(model, None, draft, num_tokens=3)
+    speculate = DraftModel(model=model, params=None, cache=draft, num_tokens=3)
     cache, result = generate(cache, PROMPTS, speculate=speculate)
     np.testing.assert_array_equal(result.tokens, WANTED)
     counts = result.statistics
