@@ -107,6 +107,8 @@ def test_what_was_unused_for_longest_is_given_up():
     assert int(status[0]) == Status.OK
     cache = jkv.evict_cached(cache, 2)
     assert [found(cache, [*text, 0]) for text in texts] == [0, 0, EVERY, 0]
+    assert found(jkv.invalidate(cache, 1), [*texts[2], 0]) == EVERY
+    assert found(jkv.invalidate(cache, 0), [*texts[2], 0]) == 0
     cache = jkv.clear_prefixes(cache)
     assert [found(cache, [*text, 0]) for text in texts] == [0, 0, 0, 0]
 
