@@ -273,6 +273,9 @@ class StateGame(ReuseGame):
             for i, each in self.oracle.open.items()
         )
 
+    def plays(self):
+        return [*super().plays(), (self.play_truncate, 4)]
+
     # The comparisons.
 
     def compare_state(self):
