@@ -138,6 +138,17 @@ def test_extend_score_and_beams(kind):
         # The last token of a turn is in no cache yet.
         given = [[each[-1], 2, 1] for each in wanted]
         texts = [[*t, *each, 2, 1] for t, each in zip(texts, wanted, strict=True)]
+    # A text that parts from a known one has a snapshot there, and before its end.
+    other, made = jkv.init(config), []
+    other, opened = jkv.allocate(other, [0, 0])
+    for seq_id, text in enumerate([PROMPTS[5], [*SHARED, *[4] * 10]]):
+        ids = np.array([opened.seq_ids[seq_id], -1], np.int32)
+        other, turn = run_extend(
+            None, other, ids, padded([text, []]), max_new_tokens=NUM_NEW
+        )
+        np.testing.assert_array_equal(turn.tokens[0], continue_text(text, NUM_NEW))
+        made.append(jkv.snapshots(other, seq_id)[: len(text)].nonzero()[0].tolist())
+    assert made == [[24], [16, 24]]
     wanted = [continue_text(text, 3) for text in PROMPTS[:2]]
     worse = [[(token + 1) % 5 for token in each] for each in wanted]
     pairs = [each for pair in zip(wanted, worse, strict=True) for each in pair]

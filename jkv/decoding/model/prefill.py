@@ -132,6 +132,7 @@ def prefill(
     *,
     count_left: Callable[[Carry, jax.Array], jax.Array],
     note: Callable[[Cache, Carry, Chunk], Carry],
+    partings: jax.Array | None = None,
 ) -> tuple[Cache, Carry]:
     """Compute texts in chunks, until nothing is left or no text finds a block.
 
@@ -144,6 +145,7 @@ def prefill(
       count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
         how many more are to be computed.
       note: returns what becomes of the carry after a chunk.
+      partings: as for `end_at_snapshots`.
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +158,7 @@ def prefill(
     ) -> tuple[Cache, Carry, jax.Array]:
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
-        counts = end_at_snapshots(cache, done, sizes.share(left), left)
+        counts = end_at_snapshots(cache, done, sizes.share(left), left, partings)
         cache, batch, logits = run_chunk(
             runner, cache, texts, done, counts, sizes.num_rows
         )
