@@ -1,10 +1,10 @@
 """Layers with a state: what the cache costs them, and what it saves.
 
-    python benchmarks/states.py [--only step bytes hits speculation generate] [--quick]
+    python benchmarks/states.py [--only PART ...] [--quick]
 
 All on random models in float32, with the gated delta rule in six of eight layers.
 
-* step: a decode step of 64 sequences of 256 tokens, beside the same model whose states
+* step-512 and -2048, by the hidden size: a decode step of 64 sequences of 256 tokens, beside the same model whose states
   are bare arrays: one [L, S, ...] for all layers, or one for each layer. A step has all
   sequences in the order of their rows, so that the bare model reads no ids. Beside them
   stands what it takes to read and write the bytes of the states once.
@@ -71,23 +71,22 @@ def judge(what: str, measured: float, limit: float, at_least: bool = False) -> A
 
 # A part returns its rows, rows of limits, and versions of what it compared with.
 Part = tuple[list[Any], list[Any], dict[str, str]]
-CONTEXT, NUM_STEPS = 256, 4
-ONE_ARRAY, BY_LAYER = "bare, one array [L, S, ...]", "bare, an array for each layer"
+CONTEXT, NUM_STEPS = 256, 2
+# Whether each layer has arrays of its own.
+BARE = {"bare, one array [L, S, ...]": False, "bare, an array for each layer": True}
+COPY = "the bytes of the states, read and written"
 
 
-def measure_steps(options: Options) -> Part:
-    """Return a row for each model and place of its states."""
-    rows, limits = [], []
-    for hidden in options.pick((512, 2048), (128,)):
-        steps = Steps(hidden, options.pick(64, 4))
-        samples = harness.interleave(steps.cases(), rounds=options.rounds, warmup=2)
-        for name, taken in samples.items():
-            row = {"hidden": hidden, "states": name} | taken.row(1e3)
-            rows.append(row | {"jkv / this": samples["jkv"].ratio_to(taken)})
-        rows[-1]["GB/s"] = 2 * steps.state_bytes / samples[name].median / 1e9
-        for name in (ONE_ARRAY, BY_LAYER):
-            ratio = samples["jkv"].ratio_to(samples[name])
-            limits.append(judge(f"step, hidden {hidden}, by {name}", ratio, 1.05))
+def measure_steps(hidden: int, options: Options) -> Part:
+    """Return a row for each place of a model's states."""
+    rows, steps = [], Steps(options.pick(hidden, 128), options.pick(64, 4))
+    samples = harness.interleave(steps.cases(), rounds=options.rounds, warmup=2)
+    for name, taken in samples.items():
+        row = {"hidden": hidden, "states": name} | taken.row(1e3)
+        rows.append(row | {"jkv / this": samples["jkv"].ratio_to(taken)})
+    rows[-1]["GB/s"] = 2 * steps.state_bytes / samples[COPY].median / 1e9
+    ratios = {name: samples["jkv"].ratio_to(samples[name]) for name in BARE}
+    limits = [judge(f"step, by {name}", ratio, 1.05) for name, ratio in ratios.items()]
     return rows, limits, {}
 
 
@@ -112,7 +111,7 @@ class Steps:
             return jkv.commit(cache, batch), _choose(logits)
 
         cases = [self._case("jkv", step, self._open(jkv.init(self.config)))]
-        for name, by_layer in ((ONE_ARRAY, False), (BY_LAYER, True)):
+        for name, by_layer in BARE.items():
             bare = BareModel(self.model, by_layer)
             cache, arrays = bare.init(self.config)
             run = functools.partial(self._step_bare, bare)
@@ -165,11 +164,7 @@ class Steps:
         def run(_: None) -> None:
             held[0] = add(held[0]).block_until_ready()
 
-        return Case(
-            name="the bytes of the states, read and written",
-            prepare=lambda: None,
-            run=run,
-        )
+        return Case(name=COPY, prepare=lambda: None, run=run)
 
 
 def _choose(logits: jax.Array) -> jax.Array:
@@ -405,7 +400,8 @@ def measure_generate(options: Options) -> Part:
 
 
 PARTS = {
-    "step": measure_steps,
+    "step-512": functools.partial(measure_steps, 512),
+    "step-2048": functools.partial(measure_steps, 2048),
     "bytes": measure_bytes,
     "hits": measure_hits,
     "speculation": measure_speculation,
