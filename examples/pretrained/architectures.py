@@ -3,13 +3,15 @@
 To add an architecture, add a row; where its config.json has keys of its own, a
 function to `readings.py` that turns them into fields of `DecoderConfig`; and a tiny
 checkpoint to `tests/support/checkpoint_fixtures.py`, to show that transformers gives
-the logits. `docs/how-to/architectures.md` goes through it.
+the logits. `docs/how-to/architectures.md` goes through it. Rows with
+Mamba 2 or short convolutions are in `mamba_architectures.py`.
 """
 
 import dataclasses
 
-from . import readings, state_readings
+from . import readings
 from .architecture import Architecture
+from .delta_architectures import DELTA_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
 
 GEMMA = Architecture(
@@ -46,84 +48,6 @@ GPT_OSS_ROPE = dict(
     beta_slow=1.0,
     truncate=False,
     original_max_position_embeddings=4096,
-)
-
-# Of layers with the gated delta rule, by parameter.
-DELTA_RULE_TENSORS = {
-    "delta_query": "linear_attn.q_proj.weight",
-    "delta_key": "linear_attn.k_proj.weight",
-    "delta_value": "linear_attn.v_proj.weight",
-    "delta_gate": "linear_attn.g_proj.weight",
-    "delta_strength": "linear_attn.b_proj.weight",
-    "delta_decay": "linear_attn.a_proj.weight",
-    "delta_offset": "linear_attn.dt_bias",
-    "delta_rate": "linear_attn.A_log",
-    "delta_query_taps": "linear_attn.q_conv1d.weight",
-    "delta_key_taps": "linear_attn.k_conv1d.weight",
-    "delta_value_taps": "linear_attn.v_conv1d.weight",
-    "delta_norm": "linear_attn.o_norm.weight",
-    "delta_output": "linear_attn.o_proj.weight",
-}
-
-SHARED_EXPERT_TENSORS = {
-    f"shared_{name}": f"mlp.shared_expert.{name}_proj.weight"
-    for name in ("gate", "up", "down")
-}
-
-QWEN3_NEXT = Architecture(
-    defaults=dict(
-        head_dim=256,
-        num_key_value_heads=2,
-        max_position_embeddings=32_768,
-        partial_rotary_factor=0.25,
-        full_attention_interval=4,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        decoder_sparse_step=1,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-        num_experts_per_tok=10,
-        num_experts=512,
-        norm_topk_prob=True,
-    ),
-    choices=dict(qk_norm="head", norm_offset=1.0, has_output_gate=True),
-    tensors=DELTA_RULE_TENSORS
-    | SHARED_EXPERT_TENSORS
-    | dict.fromkeys(
-        ("delta_query", "delta_key", "delta_value", "delta_gate"),
-        "linear_attn.in_proj_qkvz.weight",
-    )
-    | dict.fromkeys(("delta_strength", "delta_decay"), "linear_attn.in_proj_ba.weight")
-    | dict.fromkeys(
-        ("delta_query_taps", "delta_key_taps", "delta_value_taps"),
-        "linear_attn.conv1d.weight",
-    )
-    | dict(
-        delta_norm="linear_attn.norm.weight",
-        delta_output="linear_attn.out_proj.weight",
-    ),
-    ignored=("mtp.",),
-    read=state_readings.read_qwen3_next,
-    can_turn_partly=True,
-)
-
-QWEN3_5 = dataclasses.replace(
-    QWEN3_NEXT,
-    defaults=QWEN3_NEXT.defaults
-    | dict(num_key_value_heads=4, num_experts=256, num_experts_per_tok=8),
-    tensors=QWEN3_NEXT.tensors
-    | dict.fromkeys(
-        ("delta_query", "delta_key", "delta_value"), "linear_attn.in_proj_qkv.weight"
-    )
-    | dict(
-        delta_gate="linear_attn.in_proj_z.weight",
-        delta_strength="linear_attn.in_proj_b.weight",
-        delta_decay="linear_attn.in_proj_a.weight",
-    ),
-    read=state_readings.read_qwen3_5,
 )
 
 QWEN = dict(max_window_layers=28, max_position_embeddings=32_768, sliding_window=4096)
@@ -314,76 +238,5 @@ ARCHITECTURES: dict[str, Architecture] = {
             num_nextn_predict_layers=1,
         ),
     ),
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_5_moe_text": dataclasses.replace(
-        QWEN3_5,
-        defaults=QWEN3_5.defaults | dict(num_key_value_heads=2),
-        read=state_readings.read_qwen3_5_moe,
-    ),
-    "olmo_hybrid": Architecture(
-        defaults=dict(
-            max_position_embeddings=65_536,
-            full_attention_interval=4,
-            linear_conv_kernel_dim=4,
-        ),
-        choices=dict(norms="after", state_norms="before", qk_norm="all"),
-        tensors=DELTA_RULE_TENSORS
-        | dict(
-            attention_norm="attention_layer_norm.weight",
-            mlp_norm="feedforward_layer_norm.weight",
-        ),
-        read=state_readings.read_olmo_hybrid,
-    ),
-    "kimi_linear": dataclasses.replace(
-        DEEPSEEK,
-        defaults=dict(
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            max_position_embeddings=1_048_576,
-            rms_norm_eps=1e-5,
-            linear_head_dim=128,
-            linear_num_heads=32,
-            linear_conv_kernel_dim=4,
-            first_k_dense_replace=1,
-            moe_intermediate_size=1024,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            n_group=1,
-            topk_group=1,
-            topk_method="noaux_tc",
-            routed_scaling_factor=2.446,
-            norm_topk_prob=True,
-        ),
-        aliases=dict(
-            max_position_embeddings="model_max_length",
-            n_routed_experts="num_experts",
-            n_shared_experts="num_shared_experts",
-            n_group="num_expert_group",
-            norm_topk_prob="moe_renormalize",
-            num_experts_per_tok="num_experts_per_token",
-        ),
-        tensors={
-            name: stored.replace("linear_attn.", "self_attn.")
-            for name, stored in DELTA_RULE_TENSORS.items()
-        }
-        | dict(
-            delta_gate_down="self_attn.g_a_proj.weight",
-            delta_gate="self_attn.g_b_proj.weight",
-            delta_decay_down="self_attn.f_a_proj.weight",
-            delta_decay="self_attn.f_b_proj.weight",
-            router="block_sparse_moe.gate.weight",
-            choice_bias="block_sparse_moe.gate.e_score_correction_bias",
-            expert_gate="block_sparse_moe.experts.{}.w1.weight",
-            expert_up="block_sparse_moe.experts.{}.w3.weight",
-            expert_down="block_sparse_moe.experts.{}.w2.weight",
-            shared_gate="block_sparse_moe.shared_experts.gate_proj.weight",
-            shared_up="block_sparse_moe.shared_experts.up_proj.weight",
-            shared_down="block_sparse_moe.shared_experts.down_proj.weight",
-        ),
-        read=state_readings.read_kimi_linear,
-    ),
-} | MAMBA_ARCHITECTURES
+}
+ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES

@@ -271,12 +271,13 @@ def _read_numbers(settings: Settings, key: str, count: int) -> tuple[float, ...]
 
 def _adjust_inner(settings: Settings) -> int:
     """Return the hidden units of a perceptron, which LFM2 rounds up to a multiple."""
-    inner = settings.get("block_ff_dim", settings.count("intermediate_size"))
+    has_old_name = settings.get("block_ff_dim") is not None
+    inner = settings.count("block_ff_dim" if has_old_name else "intermediate_size")
     if not settings.flag("block_auto_adjust_ff_dim"):
-        return int(inner)
+        return inner
     factor = settings.maybe_number("block_ffn_dim_multiplier")
     inner = 2 * inner // 3
     if factor is None:
-        return int(inner)
+        return inner
     multiple = settings.count("block_multiple_of")
     return -(-int(factor * inner) // multiple) * multiple

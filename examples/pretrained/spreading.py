@@ -27,9 +27,10 @@ DIVIDED = {
     **dict.fromkeys(("output", "down", "shared_down"), -1),
     # Of layers with a state: heads, or channels where there are no heads.
     **{f"mamba_{name}": -2 for name in ("gate", "x", "step")},
-    **{f"mamba_{name}_bias": -1 for name in ("gate", "x", "step")},
+    **{f"mamba_{name}_bias": -1 for name in ("gate", "x", "step", "x_taps")},
     **{f"mamba_{name}": -1 for name in ("rate", "offset", "skip", "norm", "output")},
     **{f"short_{name}": -2 for name in ("first", "second", "x")},
+    **{f"short_{name}_bias": -1 for name in ("first", "second", "x", "taps")},
     **dict.fromkeys(("mamba_x_taps", "short_taps"), -3),
     "short_output": -1,
     # Of layers with the delta rule, whose heads are divided as those of attention.

@@ -305,7 +305,7 @@ class GroupedConfig:
         heads than the rest, and which have a state, beside what
         `CacheConfig.from_model` reads of it. States are summed in float32 and otherwise
         of the model's dtype; the names of their arrays are those of
-        `jkv.config.layer_states`.
+        `jkv.config.state_readings`.
 
         Args:
           folder: where config.json lies.

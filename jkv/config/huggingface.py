@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
 from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
-from jkv.config.layer_states import Kept, list_states
+from jkv.config.layer_states import Kept
 from jkv.config.layer_windows import WINDOWED, list_windows
+from jkv.config.state_readings import list_states
 from jkv.config.text_part import DEFAULTS, find_text_part
 
 # One size goes by several names.

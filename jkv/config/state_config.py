@@ -64,10 +64,14 @@ class ArraysOf(Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
 class StateConfig:
     """Sizes of a group of layers with a state: arrays that every token changes.
 
+    `init` takes one for a model whose layers all have a state, and a `GroupedConfig`
+    with some for a model that has layers of other kinds, too.
+
     Args:
       num_layers: layers of the group, L.
-      arrays: the shape and dtype of each array that a sequence has in a layer, by name;
-        dtypes are float32, float16, bfloat16 or an integer's.
+      arrays: the shape and dtype of each array that one sequence has in one layer, by
+        name, as in `{"memory": ((8, 128, 128), "float32")}`; dtypes are float32,
+        float16, bfloat16 or an integer's.
       max_sequences: sequences open at one time, S.
       max_context_length: tokens one sequence may have.
       block_size: that of the groups with blocks, if there are some.
@@ -77,8 +81,9 @@ class StateConfig:
       snapshot_every: with prefix caching, `commit` copies the state of a sequence whose
         length is a multiple of this, itself one of `block_size`.
       max_pending: how many of a sequence's newest tokens can be taken back, Q. The
-        state stands before them, and the cache keeps their `inputs`: speculation needs
-        as many as it makes guesses.
+        state stands before them, and the cache keeps their `inputs`, which are smaller
+        than further states (ReplaySSM, https://dao-lab.ai/blog/2026/replayssm/):
+        speculation needs as many as it makes guesses.
       inputs: with `max_pending`, the shape and dtype of each array that a token brings
         to a layer's state, by name.
       heads_axes: the axis of each array, of `arrays` or of `inputs`, that
@@ -182,7 +187,7 @@ class StateConfig:
 
 
 class _Axes(dict[str, int]):
-    """Axes by name, as a value that can be hashed; nobody changes it."""
+    """Axes by name, as a value that can be hashed; it is never changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))

@@ -37,7 +37,8 @@ from jkv.status import UsageError
 class StepWatcher:
     """What debug mode keeps beside a cache. Stamps are the low word of its clock."""
 
-    # Of each group u32[L, S], stamp of the step last written to a layer of a sequence.
+    # Of each group, those with blocks first, u32[L, S]: stamp of the step last written
+    # to a layer of a sequence.
     written: tuple[jax.Array, ...]
     uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
     planned: jax.Array  # u32[S], stamp of the newest step, or 0
@@ -241,7 +242,11 @@ is written to it (1 times)
     num_sequences, now = cache.max_sequences, cache.metadata.now
     watcher = StepWatcher(
         written=tuple(
-            jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
+            jnp.full((num_layers, num_sequences), now)
+            for num_layers in (
+                *(each.num_layers for each in cache.storage),
+                *(each.num_layers for each in cache.states),
+            )
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
         planned=jnp.zeros((num_sequences,), jnp.uint32),
@@ -281,15 +286,22 @@ class _Step:
         _note(self.watcher.watch, self.where, text, *is_wrong)
 
     def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
-        """Return where a layer is, and whether it is there, bool[].
+        """Return where a layer's keys and values are, and whether it is there, bool[].
 
         The number of one that is not there is past the end of its group.
         """
-        group, given = self.cache.find_layer(layer)
+        return self._look_for(*self.cache.find_layer(layer))
+
+    def find_state(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
+        """Return the same of a layer's state: its group is among `written`."""
+        group, given = self.cache.find_state(layer)
+        return self._look_for(len(self.cache.storage) + group, given)
+
+    def _look_for(self, group: int, given: Any) -> tuple[GroupLayer, jax.Array]:
         num_layers = self.watcher.written[group].shape[0]
         number = jnp.asarray(given).astype(jnp.int32)
         is_there = (number >= 0) & (number < num_layers)
-        among = f" in group {group}" if len(self.cache.storage) > 1 else ""
+        among = f" in group {group}" if len(self.watcher.written) > 1 else ""
         self.note(
             f"{self.name} with a layer that does not exist: there are "
             f"{num_layers}{among}",
@@ -301,13 +313,32 @@ class _Step:
 
 def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
     """Note that a step was written to a layer, once."""
-    (group, number), is_there = step.find_layer(layer)
+    lost = "the first rows are gone"
+    return _note_written(step, layer, *step.find_layer(layer), lost)
+
+
+def _look_at_state_write(step: _Step, layer: Any) -> StepWatcher:
+    """Note that a step's states were written to a layer, once."""
+    lost = "what was read for it is no longer the state before the step"
+    return _note_written(step, layer, *step.find_state(layer), lost)
+
+
+def _look_at_state(step: _Step, layer: Any) -> StepWatcher:
+    """Look whether a layer whose state is read is there."""
+    step.find_state(layer)
+    return step.watcher
+
+
+def _note_written(
+    step: _Step, layer: Any, found: GroupLayer, is_there: jax.Array, lost: str
+) -> StepWatcher:
+    """Note that a step was written to a layer, and what is lost the second time."""
+    group, number = found
     written = list(step.watcher.written)
     stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
     step.note(
-        f"write to layer {which} for the second time in one step: the first rows are "
-        f"gone",
+        f"{step.name} to layer {which} for the second time in one step: {lost}",
         step.served & is_there & (stamps == step.batch.stamp),
     )
     written[group] = (
@@ -346,6 +377,8 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
 _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
     Role.WRITES: _look_at_write,
     Role.READS: _look_at_attend,
+    Role.WRITES_STATE: _look_at_state_write,
+    Role.READS_STATE: _look_at_state,
     Role.COMMITS: _look_at_commit,
 }
 
@@ -362,5 +395,6 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _keys_of(cache: Cache) -> list[jax.Array]:
-    """Return the keys of each group of layers."""
-    return [storage.key_pool for storage in cache.storage]
+    """Return the keys of each group of layers, and an array of each one's states."""
+    keys = [storage.key_pool for storage in cache.storage]
+    return keys + [next(iter(states.rows.values())) for states in cache.states]

@@ -31,6 +31,7 @@ class MemoryProfile:
     tokens: int
     # Each device's own account, in bytes by its names; None where it keeps none (CPU).
     devices: dict[str, dict[str, int] | None]
+    state_bytes: int = 0  # of layers with a state, snapshots with them
 
     @property
     def efficiency(self) -> float:
@@ -59,6 +60,7 @@ class MemoryProfile:
             f"storage     {human_bytes(self.storage_bytes)}: "
             f"{human_bytes(self.used_bytes)} used, {human_bytes(self.free_bytes)} free "
             f"({human_bytes(self.cached_bytes)} of it cached)",
+            *[f"states      {human_bytes(self.state_bytes)}"] * bool(self.state_bytes),
             f"metadata    {human_bytes(self.metadata_bytes)}",
             f"per token   {human_bytes(self.bytes_per_token)}",
             f"efficiency  {self.efficiency:.0%}: {self.tokens:,} tokens in "
@@ -111,6 +113,7 @@ def memory_profile(cache: Cache) -> MemoryProfile:
         for storage in cache.storage
     ]
     storage = sum(of_groups)
+    states = sum(n for name, n in arrays.items() if name.startswith("states."))
     per_block = [
         pool // each.num_blocks
         for pool, each in zip(of_groups, cache.storage, strict=True)
@@ -126,7 +129,8 @@ def memory_profile(cache: Cache) -> MemoryProfile:
         total_bytes=total,
         array_bytes=arrays,
         storage_bytes=storage,
-        metadata_bytes=total - storage,
+        metadata_bytes=total - storage - states,
+        state_bytes=states,
         used_bytes=storage_of("live_blocks"),
         free_bytes=storage_of("free_blocks"),
         cached_bytes=storage_of("cached_blocks"),

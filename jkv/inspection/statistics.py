@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata.prefixes import prefix_index
+from jkv.metadata.prefixes.snapshots import num_places, snapshots_of
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import NUM_COUNTERS, Counter, Status
@@ -71,12 +72,14 @@ class Stats:
     last_compaction: int | None  # clock of the last one; None: there was none
     clock: int  # calls that served a request
 
-    groups: tuple[GroupStats, ...]  # the blocks of each group
+    groups: tuple[GroupStats, ...]  # the blocks of each group that has some
+    snapshots: int = 0  # of states, that prompts can go on from
+    max_snapshots: int = 0  # places for them, of all groups with a state together
 
     @property
     def utilisation(self) -> float:
         """Share of the pool that is live, 0.0 for an empty one."""
-        return self.live_blocks / self.total_blocks
+        return self.live_blocks / max(self.total_blocks, 1)
 
     @property
     def hit_rate(self) -> float:
@@ -102,6 +105,8 @@ class Stats:
                 *self._list_groups(),
                 f"sequences   {self.live_sequences:,} of {self.max_sequences:,} live, "
                 f"{self.tokens:,} tokens",
+                *[f"snapshots   {self.snapshots:,} of {self.max_snapshots:,}"]
+                * bool(self.max_snapshots),
                 f"allocated   {self.allocations:,} blocks, freed {self.frees:,}",
                 f"refused     {refused or 'nothing'}",
                 f"evicted     {self.evicted_sequences:,} sequences, "
@@ -115,7 +120,7 @@ class Stats:
 
     def _list_groups(self) -> list[str]:
         """Say how full each group is, a line each, if there are several."""
-        if len(self.groups) == 1:
+        if len(self.groups) < 2:
             return []
         return [
             f"  group {i:<4} {group.live_blocks:,} of {group.total_blocks:,} live "
@@ -147,6 +152,7 @@ class Tally(NamedTuple):
     groups: tuple[GroupTally, ...]
     live_sequences: int
     tokens: int
+    snapshots: int
     counters: list[int]
 
 
@@ -194,6 +200,8 @@ def stats(cache: Cache) -> Stats:
         last_compaction=count["LAST_COMPACTION"] if compactions else None,
         clock=count["CLOCK"],
         groups=groups,
+        snapshots=sums.snapshots,
+        max_snapshots=num_places(cache.metadata),
     )
 
 
@@ -231,7 +239,8 @@ def tally(cache: Cache) -> Tally:
         for _ in cache.metadata.groups
     )
     (live_sequences,), (tokens,) = take(1), take_wide(1)
-    return Tally(groups, live_sequences, tokens, take_wide(NUM_COUNTERS))
+    (snapshots,) = take(1) if num_places(cache.metadata) else (0,)
+    return Tally(groups, live_sequences, tokens, snapshots, take_wide(NUM_COUNTERS))
 
 
 def num_held_tokens(cache: Cache, sums: Tally) -> int:
@@ -257,9 +266,18 @@ def _sums(metadata: Metadata) -> jax.Array:
             *groups,
             _count_true(metadata.is_open)[None].astype(jnp.uint32),
             _wide_sum(metadata.context_lengths),
+            *_count_snapshots(metadata),
             metadata.sequences.counters.reshape(-1),
         ]
     )
+
+
+def _count_snapshots(metadata: Metadata) -> list[jax.Array]:
+    """Return the word for snapshots, u32[1], of a cache that can have some."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return []
+    return [_count_true(snapshots.lengths > 0)[None].astype(jnp.uint32)]
 
 
 def _sum_group(metadata: Metadata, number: int) -> jax.Array:

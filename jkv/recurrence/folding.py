@@ -54,8 +54,8 @@ def fold_rows(
       first_positions: i32[B], the position of each request's first row.
 
     Returns:
-      The outputs, a pytree of [R, ...], zeros in rows of nobody; and the states after
-      each request's last row, in the dtypes they came in.
+      The outputs, a pytree of [R, ...], zeros in rows of no request; and the states
+      after each request's last row, in the dtypes they came in.
 
     Raises:
       ValueError: for a chunk size below 1, or a rule that returns another state than it

@@ -40,7 +40,9 @@ def fold_state(
     pending ones are read by `rule`, several by `chunk_rule` in pieces that end at
     positions which are multiples of `chunk_size`; which of the two reads a row, and so
     its rounding, depends on the rows of its own sequence alone
-    (`jkv.recurrence.fold_rows`).
+    (`jkv.recurrence.fold_rows`). That what may be taken back is kept as inputs, not as
+    further states, is the idea of ReplaySSM
+    (https://dao-lab.ai/blog/2026/replayssm/).
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.

@@ -374,5 +374,6 @@ def _group_of(cache: Cache, group: int | None, name: str) -> int:
             else f"{name} is about blocks, and no group of layers of this cache has any"
         )
     if not isinstance(group, int | np.integer):
-        raise UsageError(f"group must be an int, got {group!r}")
+        last = num_groups + len(cache.states) - 1
+        raise UsageError(f"group must be in 0..{last}, got {group!r}")
     return cache.find_group(int(group))

@@ -8,7 +8,8 @@ import jax
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.sharding.storage_sharding import POOL, find_spec
-from jkv.state import BlockStorage, Cache
+from jkv.state import BlockStorage, Cache, StateStorage
+from jkv.state.states import PARTS
 from jkv.storage.placement import choose_placements
 from jkv.verbs.initialization import init
 
@@ -65,7 +66,39 @@ def partition_specs(
     whole = jax.sharding.PartitionSpec(*ranks)
     specs: Any = jax.tree.map(lambda _: whole, shapes)
     divided = [_divide(each, axes, ranks) for each in shapes.storage]
-    return specs.with_storage(tuple(divided))  # type: ignore[no-any-return]
+    remembered = [each.sharding.heads for each in shapes.storage if each.sharding]
+    over = heads or next(iter(remembered), None)
+    pairs = zip(specs.states, shapes.states, strict=True)
+    states = [_divide_states(*pair, over, ranks) for pair in pairs]
+    return specs.with_storage(tuple(divided)).with_states(tuple(states))  # type: ignore[no-any-return]
+
+
+def _divide_states(
+    specs: StateStorage, states: StateStorage, heads: str | None, ranks: tuple[str, ...]
+) -> StateStorage:
+    """Return a group's states with the partition of each array instead of the array.
+
+    Args:
+      specs: with that of what every device has whole.
+      states: of the group.
+      heads: the axis of heads, if there is one.
+      ranks: the axis of pools, likewise.
+    """
+    if heads is None:
+        return specs
+    divided = {
+        path: jax.sharding.PartitionSpec(*ranks, *[None] * axis, heads)
+        for path, axis in states.divided_axes.items()
+        if axis >= 0
+    }
+    parts = {
+        part: {
+            name: divided.get(f"{part}.{name}", spec)
+            for name, spec in getattr(specs, part).items()
+        }
+        for part in PARTS
+    }
+    return dataclasses.replace(specs, **parts)  # type: ignore[arg-type]
 
 
 def _divide(

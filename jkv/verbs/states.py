@@ -1,4 +1,7 @@
-"""read_state, write_state, read_pending: what sequences have in layers with a state."""
+"""read_state, read_pending, write_state: what sequences have in layers with a state.
+
+`jkv.fold_state` calls all three. A layer that does more than fold a rule calls them.
+"""
 
 import dataclasses
 import functools
@@ -112,7 +115,8 @@ def write_state(
 ) -> Cache:
     """Store the state of each request's sequence after the step.
 
-    Requests without rows keep theirs.
+    Requests without rows keep theirs. Until this is called a sequence's row holds the
+    state of before the step: call it for every layer before the step is cut back.
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.

@@ -55,6 +55,7 @@ OF_RANKS = {
     "read_slot": ([0 * ONE, ONE, ONE], {}),
     "reorder": ([IDS, IDS], {}),
     "slots": ([IDS, IDS], {}),
+    "snapshots": ([ONE], {}),
     "split_pools": None,
     "tokens": ([ONE], {}),
     "touch": ([IDS], {}),
@@ -73,6 +74,8 @@ ON_HOST = {
 }
 # Called in a step, below.
 IN_STEPS = {"write", "attend", "commit", "add_prompts", "cancel"}
+# Of a cache whose layers keep a state: `test_states_on_devices.py` has a model's steps.
+IN_STEPS |= {"fold_state", "read_state", "read_pending", "write_state"}
 CACHE_LATER = {"beam_search", "extend", "begin", "prefill", "decode"}
 
 

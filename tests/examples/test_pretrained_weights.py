@@ -125,6 +125,29 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
     assert 4 * 768 * 256 * dtype.dtype.itemsize > 2 * largest
 
 
+# Devices
+
+
+@pytest.mark.parametrize(
+    "name, whole",
+    [
+        # Keys and queries of Mamba 2 are in groups, which heads share.
+        ("bamba", {f"mamba_{n}{s}" for n in "bc" for s in ("", "_taps", "_taps_bias")}),
+        ("lfm2_moe", {"short_output_bias"}),
+    ],
+)
+def test_devices_share_the_heads_of_states(name, whole):
+    model, params = pretrained.load(CHECKPOINTS / name)
+    kept = {
+        parameter
+        for run in params["layers"]
+        for parameter, array in run.items()
+        if parameter.startswith(("mamba_", "short_"))
+        and not pretrained.find_divided_axis(model.config, parameter, array.shape, 2)
+    }
+    assert kept == whole
+
+
 # The page
 
 

@@ -89,7 +89,7 @@ QWEN_STATES = STATES | dict(
 # Heads in groups that share keys and queries.
 MAMBA_STATES = dict(
     **NO_IDS,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_key_value_heads=2,
     mamba_n_heads=4,
     mamba_n_groups=2,
@@ -401,7 +401,7 @@ CASES = {
     "bamba": Case(
         "bamba",
         MAMBA_STATES | dict(attn_layer_indices=[1], time_step_limit=[0.02, 0.5]),
-        seed=1,
+        seed=2,
         has_states=True,
     ),
     # Both in each layer, and every part multiplied by something.
@@ -409,7 +409,6 @@ CASES = {
         "falcon_h1",
         MAMBA_STATES
         | dict(
-            num_hidden_layers=2,
             mamba_d_ssm=32,
             mamba_rms_norm=True,
             ssm_in_multiplier=1.25,
@@ -429,7 +428,6 @@ CASES = {
         "granitemoehybrid",
         MAMBA_STATES
         | dict(
-            num_hidden_layers=2,
             layer_types=["mamba", "attention"],
             intermediate_size=8,
             num_local_experts=6,
@@ -448,7 +446,6 @@ CASES = {
         "granitemoehybrid",
         MAMBA_STATES
         | dict(
-            num_hidden_layers=2,
             layer_types=["attention", "mamba"],
             num_local_experts=0,
             shared_intermediate_size=48,
@@ -470,14 +467,14 @@ CASES = {
         seed=1,
         has_states=True,
     ),
-    # The first of three layers has no experts.
+    # The first of two layers has no experts.
     "lfm2_moe": Case(
         "lfm2_moe",
         dict(
             **NO_IDS,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_key_value_heads=2,
-            layer_types=["conv", "full_attention", "conv"],
+            layer_types=["conv", "full_attention"],
             conv_bias=True,
             num_dense_layers=1,
             moe_intermediate_size=8,
@@ -485,7 +482,7 @@ CASES = {
             num_experts_per_tok=3,
             routed_scaling_factor=1.5,
         ),
-        seed=4,
+        seed=7,
         has_states=True,
     ),
     "mamba2": Case(

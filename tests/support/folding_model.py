@@ -27,6 +27,7 @@ def make_config(
         max_pending=pending,
         num_snapshots=num_snapshots,
         snapshot_every=every,
+        heads_axes={"fold": 0},
         **SIZES,
     )
     if kind == "alone":
@@ -67,7 +68,7 @@ def model(_params, tokens, cache, batch, *, all_rows=False):
         attended = jkv.attend(cache, layer, batch, rows, window=window)
         # Part of what follows, so that it is not left out.
         total += (jnp.sum(attended) > 1e9).astype(jnp.int32)
-    chosen = jnp.abs(total[:, 0] ^ total[:, 1]) % VOCABULARY
+    chosen = jnp.abs(jnp.sum(total, axis=1)) % VOCABULARY
     logits = 5.0 * jax.nn.one_hot(chosen, VOCABULARY)
     if all_rows:
         return logits, cache
@@ -80,7 +81,8 @@ def continue_text(prompt, count):
     fold, text = np.zeros(2, np.int64), list(prompt)
     for place in range(len(prompt) + count):
         if place >= len(prompt):
-            total = (2 * fold).astype(np.int32)
-            text.append(int(abs(total[0] ^ total[1])) % VOCABULARY)
+            # Both layers have the same fold.
+            total = (2 * fold.sum() + 2**31) % 2**32 - 2**31
+            text.append(int(abs(total)) % VOCABULARY)
         fold = (fold * FACTORS + text[place] + 2 + 2**31) % 2**32 - 2**31
     return text[len(prompt) :]

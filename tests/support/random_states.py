@@ -166,9 +166,11 @@ class StateGame(ReuseGame):
         return (mine.salt, tuple(mine.text[:length])) in self.oracle.snapshots
 
     def pick_counts(self):
-        """Often up to a multiple exactly."""
+        """Often one token, or up to a multiple exactly."""
         counts = super().pick_counts()
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.3:
+            counts = [1 if self.rng.random() < 0.7 else c for c in counts]
+        elif self.rng.random() < 0.5:
             every = self.rules.snapshot_every
             counts = [every if self.rng.random() < 0.5 else c for c in counts]
         return counts
@@ -270,6 +272,9 @@ class StateGame(ReuseGame):
             0 < len(each.tokens) < bases.get(i, 0)
             for i, each in self.oracle.open.items()
         )
+
+    def plays(self):
+        return [*super().plays(), (self.play_truncate, 4)]
 
     # The comparisons.
 

@@ -4,6 +4,9 @@ A state cannot be cut: a prompt goes on from a length at which a copy of the sta
 made. `commit` makes one of each sequence whose length is a multiple of what the
 configuration says. There is one place for each text, and each keeps its text, so that
 giving one up loses no other. The place that was unused for longest is given up first.
+
+That copies are worth while where texts part is from Marconi
+(https://arxiv.org/abs/2411.19379): `find_common` says how far a prompt is like a text.
 """
 
 import dataclasses
@@ -149,7 +152,8 @@ def find_at(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.A
 def _find_text(
     snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a text, i32[1], P for none, and whether the text is told.
+    """Return the place of a text, i32[1], P for none, and whether all of its
+    tokens are known.
 
     Args:
       snapshots: the snapshots.

@@ -4,6 +4,7 @@ They return fields of `DecoderConfig`, as those of `readings.py` do.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .parts import DeltaRule, Experts
@@ -74,6 +75,8 @@ def read_kimi_linear(settings: Settings) -> dict[str, Any]:
     """Read latent attention without positions, and gates for each channel."""
     num_layers = settings.count("num_hidden_layers")
     given = settings.get("linear_attn_config", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: linear_attn_config must be a dict: {given!r}")
     linear = Settings(given, {"num_heads": settings.get("linear_num_heads")})
     heads = linear.count("num_heads")
     dim = linear.count("head_dim", settings.get("linear_head_dim"))

@@ -1,0 +1,245 @@
+"""How large the states of a model are, which its config.json tells.
+
+A state has the same size however long the text is. It follows from keys that each model
+type names in its own way. Channels that a checkpoint has in one tensor are several
+arrays here where they are of several kinds (queries, keys and values), so that each may
+be spread over the devices of a mesh by its heads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jkv.config.layer_kinds import WITH_STATE
+from jkv.config.layer_states import Array, LayerState
+
+# What a state is added up in, whatever the model computes in.
+WIDE = "float32"
+
+
+def list_states(
+    model: Mapping[str, Any], kinds: Sequence[str] | None
+) -> tuple[LayerState | None, ...]:
+    """Return what each layer of a model keeps, None where it has no state.
+
+    Args:
+      model: the language model's settings, from a config.json.
+      kinds: of all its layers, as `name_layers` returns them.
+
+    Raises:
+      ValueError: for layers with a state of a model type that is not known here.
+    """
+    if kinds is None or WITH_STATE.isdisjoint(kinds):
+        return (None,) * len(kinds or ())
+    model_type = str(model.get("model_type"))
+    if model_type not in READERS:
+        raise ValueError(
+            f"layers of model type {model_type!r} have a state, and jkv does not know "
+            f"its arrays; known are {', '.join(sorted(READERS))}. Give num_layers for "
+            f"the layers with keys and values alone"
+        )
+    state = READERS[model_type](model)
+    return tuple(state if kind in WITH_STATE else None for kind in kinds)
+
+
+def _convolve(
+    channels: Mapping[str, Array],
+    window: int,
+    memory: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+) -> LayerState:
+    """Return the state of a layer that convolves channels before it does the rest.
+
+    Args:
+      channels: of a token, by name.
+      window: tokens that a convolution sees, the newest counted.
+      memory: what the layer keeps beside the tokens before the newest.
+      inputs: what else a token adds.
+    """
+    past = {
+        f"past_{name}": Array(
+            (window - 1, *array.shape),
+            array.dtype,
+            None if array.heads_axis is None else array.heads_axis + 1,
+        )
+        for name, array in channels.items()
+    }
+    return LayerState(
+        (*past.items(), *memory.items()), (*channels.items(), *inputs.items())
+    )
+
+
+def _read_mamba2(
+    heads: int, head_dim: int, groups: int, state_dim: int, window: int
+) -> LayerState:
+    """Return the state of Mamba 2 (https://arxiv.org/abs/2405.21060)."""
+    # Few groups share keys and queries, often one: every device has all of them.
+    shared = Array((groups, state_dim))
+    return _convolve(
+        dict(x=Array((heads, head_dim), None, 0), b=shared, c=shared),
+        window,
+        dict(memory=Array((heads, head_dim, state_dim), WIDE, 0)),
+        dict(step=Array((heads,), WIDE, 0)),
+    )
+
+
+def _read_bamba(model: Mapping[str, Any]) -> LayerState:
+    """Return the state of Bamba, and of Granite 4, which names its sizes alike."""
+    heads, expand = (
+        _count(model, "mamba_n_heads", 128),
+        _count(model, "mamba_expand", 2),
+    )
+    inner = model.get("mamba_d_ssm") or expand * _count(model, "hidden_size")
+    dim = model.get("mamba_d_head", "auto")
+    return _read_mamba2(
+        heads=heads,
+        head_dim=inner // heads if dim == "auto" else dim,
+        groups=_count(model, "mamba_n_groups", 1),
+        state_dim=_count(model, "mamba_d_state", 256),
+        window=_count(model, "mamba_d_conv", 4),
+    )
+
+
+def _read_falcon_h1(model: Mapping[str, Any]) -> LayerState:
+    return _read_bamba({"mamba_d_ssm": 1024, **model})
+
+
+def _read_nemotron_h(model: Mapping[str, Any]) -> LayerState:
+    return _read_mamba2(
+        heads=_count(model, "mamba_num_heads", 128),
+        head_dim=_count(model, "mamba_head_dim", 64),
+        groups=_count(model, "n_groups", model.get("mamba_n_groups", 8)),
+        state_dim=_count(model, "ssm_state_size", 128),
+        window=_count(model, "conv_kernel", model.get("mamba_d_conv", 4)),
+    )
+
+
+def _read_plain_mamba2(model: Mapping[str, Any]) -> LayerState:
+    return _read_mamba2(
+        heads=_count(model, "num_heads", 128),
+        head_dim=_count(model, "head_dim", 64),
+        groups=_count(model, "n_groups", 8),
+        state_dim=_count(model, "state_size", 128),
+        window=_count(model, "conv_kernel", 4),
+    )
+
+
+def _read_mamba1(inner: int, state_dim: int, window: int) -> LayerState:
+    """Return the state of Mamba (https://arxiv.org/abs/2312.00752)."""
+    return _convolve(
+        dict(x=Array((inner,), None, 0)),
+        window,
+        dict(memory=Array((inner, state_dim), WIDE, 0)),
+        {},
+    )
+
+
+def _read_plain_mamba1(model: Mapping[str, Any]) -> LayerState:
+    inner = _count(model, "expand", 2) * _count(model, "hidden_size")
+    inner = model.get("intermediate_size") or inner
+    return _read_mamba1(
+        inner, _count(model, "state_size", 16), _count(model, "conv_kernel", 4)
+    )
+
+
+def _read_jamba(model: Mapping[str, Any]) -> LayerState:
+    inner = _count(model, "mamba_expand", 2) * _count(model, "hidden_size")
+    return _read_mamba1(
+        inner, _count(model, "mamba_d_state", 16), _count(model, "mamba_d_conv", 4)
+    )
+
+
+def _read_delta_rule(
+    key_heads: int, heads: int, key_dim: int, value_dim: int, window: int, gates: int
+) -> LayerState:
+    """Return the state of a gated delta rule (https://arxiv.org/abs/2412.06464).
+
+    Args:
+      key_heads: of queries and keys; each serves several heads of the state.
+      heads: of the state.
+      key_dim: of a key.
+      value_dim: of a value.
+      window: tokens that the convolution sees.
+      gates: numbers by which a head forgets: one, or one for each channel of a key.
+    """
+    keys = Array((key_heads, key_dim), None, 0)
+    return _convolve(
+        dict(query=keys, key=keys, value=Array((heads, value_dim), None, 0)),
+        window,
+        dict(memory=Array((heads, key_dim, value_dim), WIDE, 0)),
+        dict(decay=Array((heads, gates), WIDE, 0), strength=Array((heads,), WIDE, 0)),
+    )
+
+
+def _read_qwen3_next(model: Mapping[str, Any]) -> LayerState:
+    return _read_delta_rule(
+        key_heads=_count(model, "linear_num_key_heads", 16),
+        heads=_count(model, "linear_num_value_heads", 32),
+        key_dim=_count(model, "linear_key_head_dim", 128),
+        value_dim=_count(model, "linear_value_head_dim", 128),
+        window=_count(model, "linear_conv_kernel_dim", 4),
+        gates=1,
+    )
+
+
+def _read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
+    heads = _count(model, "num_attention_heads", 30)
+    key_heads = _count(model, "linear_num_key_heads", heads)
+    usual = 3 * _count(model, "hidden_size", 3840) // (4 * key_heads)
+    key_dim = _count(model, "linear_key_head_dim", usual)
+    return _read_delta_rule(
+        key_heads=key_heads,
+        heads=_count(model, "linear_num_value_heads", heads),
+        key_dim=key_dim,
+        value_dim=_count(model, "linear_value_head_dim", 2 * key_dim),
+        window=_count(model, "linear_conv_kernel_dim", 4),
+        gates=1,
+    )
+
+
+def _read_kimi_linear(model: Mapping[str, Any]) -> LayerState:
+    """Return the state of Kimi Linear (https://arxiv.org/abs/2510.26692)."""
+    own = model.get("linear_attn_config") or {}
+    heads = own.get("num_heads") or _count(model, "linear_num_heads", 32)
+    dim = own.get("head_dim") or _count(model, "linear_head_dim", 128)
+    window = own.get("short_conv_kernel_size")
+    window = window or _count(model, "linear_conv_kernel_dim", 4)
+    return _read_delta_rule(heads, heads, dim, dim, window, gates=dim)
+
+
+def _read_lfm2(model: Mapping[str, Any]) -> LayerState:
+    """Return the state of LFM2 (https://arxiv.org/abs/2511.23404)."""
+    window, hidden = _count(model, "conv_L_cache", 3), _count(model, "hidden_size")
+    return LayerState(
+        (("past", Array((window - 1, hidden), None, 1)),),
+        (("x", Array((hidden,), None, 0)),),
+    )
+
+
+def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a size, a positive int; what transformers assumes where it is left out."""
+    value = default if model.get(key) is None else model[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{key} is {value!r}, no count; give num_layers for the layers with keys "
+            f"and values alone"
+        )
+    return value
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], LayerState]] = {
+    "bamba": _read_bamba,
+    "falcon_h1": _read_falcon_h1,
+    "falcon_mamba": _read_plain_mamba1,
+    "granitemoehybrid": _read_bamba,
+    "jamba": _read_jamba,
+    "kimi_linear": _read_kimi_linear,
+    "lfm2": _read_lfm2,
+    "lfm2_moe": _read_lfm2,
+    "mamba": _read_plain_mamba1,
+    "mamba2": _read_plain_mamba2,
+    "nemotron_h": _read_nemotron_h,
+    "olmo_hybrid": _read_olmo_hybrid,
+    "qwen3_5_moe_text": _read_qwen3_next,
+    "qwen3_5_text": _read_qwen3_next,
+    "qwen3_next": _read_qwen3_next,
+}

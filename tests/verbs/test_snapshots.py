@@ -1,0 +1,128 @@
+"""Snapshots of states: made at multiples, found by their texts, given up in turn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.metadata.prefixes import hashing
+from jkv.status import Status
+
+pytestmark = pytest.mark.one_end
+
+EVERY, WIDTH = 4, 13
+
+
+def make_cache(num_snapshots=3, max_context_length=16):
+    """A cache of states alone, which are sums of tokens."""
+    state = jkv.StateConfig(
+        num_layers=1,
+        arrays={"sum": ((), "int32")},
+        num_snapshots=num_snapshots,
+        snapshot_every=EVERY,
+        max_sequences=3,
+        max_context_length=max_context_length,
+        block_size=2,
+    )
+    return jkv.init(
+        jkv.GroupedConfig(groups=(state,), layer_groups=(0,), prefix_caching=True)
+    )
+
+
+@jax.jit
+def feed(cache, seq_id, tokens):
+    """Append tokens, -1 after the last, add them to the sum, and commit."""
+    count = jnp.sum((tokens >= 0).astype(jnp.int32))
+    cache, batch = jkv.append(
+        cache, seq_id[None], count[None], capacity=WIDTH, tokens=tokens
+    )
+    total = jkv.read_state(cache, 0, batch)["sum"]
+    total += jnp.sum(jnp.where(tokens >= 0, tokens, 0))
+    cache = jkv.write_state(cache, 0, batch, {"sum": total})
+    return jkv.commit(cache, batch), batch.status[0], total[0]
+
+
+def padded(tokens):
+    row = np.full(WIDTH, -1, np.int32)
+    row[: len(tokens)] = tokens
+    return row
+
+
+match = jax.jit(jkv.match)
+allocate = jax.jit(lambda cache, row: jkv.allocate(cache, 0, tokens=row[None]))
+
+
+def found(cache, prompt):
+    return int(match(cache, padded(prompt)[None])[0])
+
+
+def open_and_feed(cache, prompt):
+    """Open a sequence for a prompt and feed what was not found of it."""
+    cache, opened = allocate(cache, padded(prompt))
+    seq_id, start = opened.seq_ids[0], int(opened.num_cached[0])
+    cache, status, total = feed(cache, seq_id, padded(prompt[start:]))
+    assert int(status) == Status.OK and int(total) == sum(prompt)
+    jkv.check(cache)
+    return cache, seq_id, start
+
+
+def close(cache, *seq_ids):
+    return jkv.free(cache, jnp.stack(seq_ids))[0]
+
+
+def test_two_sequences_share_a_snapshot_and_part():
+    cache, first, start = open_and_feed(make_cache(), [5, 1, 2, 3])
+    assert start == 0 and jnp.flatnonzero(jkv.snapshots(cache, first)).tolist() == [4]
+    cache, second, start = open_and_feed(cache, [5, 1, 2, 3, 9])
+    cache, third, other = open_and_feed(cache, [5, 1, 2, 3, 7, 7])
+    assert start == other == EVERY
+    cache, status, total = feed(cache, second, padded([4]))
+    assert int(status) == Status.OK and int(total) == 5 + 1 + 2 + 3 + 9 + 4
+    # The first may go back to it, the others to what they share.
+    cache, status = jkv.truncate(cache, jnp.stack([first, second, third]), [4, 4, 5])
+    assert status.tolist() == [Status.OK, Status.OK, Status.INVALID_ARGUMENT]
+    cache, _, total = feed(cache, second, padded([1]))
+    assert int(total) == 5 + 1 + 2 + 3 + 1
+
+
+def test_what_was_unused_for_longest_is_given_up():
+    texts = [[n, 1, 1, 1] for n in range(2, 6)]
+    cache, used = make_cache(), []
+    for text in texts[:3]:
+        cache, seq_id, _ = open_and_feed(cache, text)
+        cache = close(cache, seq_id)
+    # A prompt that waits has found the second; to look is no use of it.
+    assert found(cache, [*texts[1], 0]) == EVERY
+    cache, seq_id, start = open_and_feed(cache, [*texts[0], 8])
+    assert start == EVERY
+    cache = close(cache, seq_id)
+    cache, seq_id, _ = open_and_feed(cache, texts[3])
+    used = [found(cache, [*text, 0]) for text in texts]
+    assert used == [EVERY, 0, EVERY, EVERY]
+    # Going back to one is a use.
+    cache = close(cache, seq_id)
+    cache, seq_id, _ = open_and_feed(cache, [*texts[2], 6])
+    cache, status = jkv.truncate(cache, seq_id[None], EVERY)
+    assert int(status[0]) == Status.OK
+    cache = jkv.evict_cached(cache, 2)
+    assert [found(cache, [*text, 0]) for text in texts] == [0, 0, EVERY, 0]
+    assert found(jkv.invalidate(cache, 1), [*texts[2], 0]) == EVERY
+    assert found(jkv.invalidate(cache, 0), [*texts[2], 0]) == 0
+    cache = jkv.clear_prefixes(cache)
+    assert [found(cache, [*text, 0]) for text in texts] == [0, 0, 0, 0]
+
+
+def test_texts_of_one_hash_are_told_apart(monkeypatch):
+    """The hash of a text proposes; its tokens decide."""
+    for name in ("column_hash", "salt_hash"):
+        poor = jax.jit(lambda *given: jnp.zeros(given[-1].shape, jnp.uint32))
+        monkeypatch.setattr(hashing, name, poor)
+    # No other test has caches of this size, so that no program is left to any.
+    cache = make_cache(num_snapshots=2, max_context_length=15)
+    cache, first, _ = open_and_feed(cache, [1, 2, 3, 4])
+    assert found(cache, [4, 3, 2, 1, 0]) == 0
+    cache, second, start = open_and_feed(cache, [4, 3, 2, 1, 0])
+    assert start == 0
+    assert found(cache, [1, 2, 3, 4, 0]) == EVERY
+    assert found(cache, [1, 2, 3, 4, 0, 0, 0, 0, 0]) == EVERY
