@@ -4,10 +4,11 @@
 
 All on random models in float32, with the gated delta rule in six of eight layers.
 
-* step-512 and -2048, by the hidden size: a decode step of 64 sequences of 256 tokens, beside the same model whose states
-  are bare arrays: one [L, S, ...] for all layers, or one for each layer. A step has all
-  sequences in the order of their rows, so that the bare model reads no ids. Beside them
-  stands what it takes to read and write the bytes of the states once.
+* step-512, step-2048, by the hidden size: a decode step of 64 sequences of 256 tokens,
+  beside the same model whose states are bare arrays: one [L, S, ...] for all layers, or
+  one for each layer. A step has all sequences in the order of their rows, so that the
+  bare model reads no ids. Beside them stands what it takes to read and write the bytes
+  of the states once.
 * bytes: of a running sequence that can take 4 guesses back, and of one that cannot.
 * hits: the time until 8 prompts have their first tokens, in steps that 8 running texts
   share; the prompts begin with 4,000 tokens seen before and end in 96 of their own.
