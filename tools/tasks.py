@@ -44,6 +44,7 @@ OF_PROGRAMS = (
     "tests/metadata/test_stages.py",
     "tests/storage/test_quantization.py",
     "tests/verbs/test_in_place.py",
+    "tests/verbs/test_states_in_place.py",
 )
 # These import torch, which takes seconds: in the suite that does so anyway.
 OF_TRANSFORMERS = (

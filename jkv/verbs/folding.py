@@ -91,7 +91,7 @@ def fold_state(
     if kept:
         pending = _find_pending(batch)
         counts = counts - pending.new
-        state = _work_in(cache, layer, batch, rule, pending, state, inputs)
+        state, batch = _work_in(cache, layer, batch, rule, pending, state, inputs)
     outputs, state = fold_rows(
         rule,
         state,
@@ -102,10 +102,11 @@ def fold_state(
         chunk_size=chunk_size,
         first_positions=batch.context_lengths - batch.query_lengths,
     )
+    cache = write_state(cache, layer, batch, state, kept)
     if kept:
         carry = state, outputs
         outputs = _peek(cache, layer, batch, rule, pending, carry, inputs)
-    return outputs, write_state(cache, layer, batch, state, kept)
+    return outputs, cache
 
 
 class _Counts(NamedTuple):
@@ -136,17 +137,28 @@ def _work_in(
     counts: _Counts,
     state: Arrays,
     inputs: Arrays,
-) -> Arrays:
-    """Return states after the tokens that are pending no more."""
+) -> tuple[Arrays, Batch]:
+    """Return states after the tokens that are pending no more, and the batch.
 
-    def work_in(state: Arrays, seq_ids: jax.Array, settled: jax.Array) -> Arrays:
+    What is written by that batch follows from the loop that reads those tokens. XLA
+    puts nothing in order that does not follow from each other: it would copy the inputs
+    of all sequences, for the loop to read while those of this step are written.
+    """
+
+    def work_in(
+        carry: tuple[Arrays, jax.Array], seq_ids: jax.Array, settled: jax.Array
+    ) -> tuple[Arrays, jax.Array]:
         kept = _read(cache, layer, batch, seq_ids)
         lacking = {name: inputs[name] for name in inputs if name not in kept}
         pending = Pending(kept, jnp.zeros_like(settled), settled)
-        return replay(rule, state, pending, lacking)
+        state, trips = carry
+        return replay(rule, state, pending, lacking), trips + 1
 
     some = (counts.settled > 0).any()
-    return when(some, work_in, state, batch.seq_ids, counts.settled)
+    begun = state, jnp.int32(0)
+    state, trips = when(some, work_in, begun, batch.seq_ids, counts.settled)
+    seq_ids = jnp.where(trips < 0, -1, batch.seq_ids)  # trips are 0 or 1
+    return state, dataclasses.replace(batch, seq_ids=seq_ids)
 
 
 def _peek(
@@ -160,14 +172,17 @@ def _peek(
 ) -> Any:
     """Return the outputs with those of rows that are pending after the step.
 
-    The states that they lead to are dropped: what is kept stands before them. So a step
-    without such rows has no second copy of its states.
+    The cache has them already, behind the tokens that stay pending. The states that
+    they lead to are dropped: what is kept stands before them. So a step without such
+    rows has no second copy of its states.
     """
     state, outputs = carry
+    stay = counts.stay, batch.pending_after
+    batch = dataclasses.replace(batch, pending_counts=stay)
 
     def peek(outputs: Any, seq_ids: jax.Array, new: jax.Array) -> Any:
         kept = _read(cache, layer, batch, seq_ids)
-        pending = Pending(kept, counts.settled, counts.stay)
+        pending = Pending(kept, jnp.zeros_like(new), counts.stay)
         starts = batch.query_starts + batch.query_lengths - new
         return read_ahead(rule, state, outputs, pending, inputs, starts, new)
 

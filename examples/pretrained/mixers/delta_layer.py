@@ -8,6 +8,8 @@ Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the matrix, `D` 
 components of a key and a value, `K` tokens that the convolution sees.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +35,9 @@ LENGTH_EPSILON = 1e-6
 
 CONVOLVED = ("query", "key", "value")
 
+# (rule, inputs, chunk_rule=, chunk_size=) -> (outputs, what holds the new states).
+Fold = Callable[..., tuple[Any, Any]]
+
 
 def apply(
     config: DecoderConfig,
@@ -55,21 +60,33 @@ def apply(
     Returns:
         [R, E], and the cache.
     """
+    fold = functools.partial(jkv.fold_state, cache, layer, batch)
+    return mix(config, weights, x, fold)
+
+
+def mix(
+    config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
+) -> tuple[jax.Array, Any]:
+    """Send rows through a layer whose states are anywhere.
+
+    Args:
+        config: the model's settings.
+        weights: of the layer.
+        x: [R, E].
+        fold: takes the states along, as ``jkv.fold_state`` does of a cache.
+
+    Returns:
+        [R, E], and what ``fold`` returns beside its outputs.
+    """
     sizes = config.delta_rule
     inputs = _project(sizes, weights, x)
     rules = _Rules(sizes, weights)
-    heads, cache = jkv.fold_state(
-        cache,
-        layer,
-        batch,
-        rules.read_token,
-        inputs,
-        chunk_rule=rules.read_piece,
-        chunk_size=CHUNK,
+    heads, states = fold(
+        rules.read_token, inputs, chunk_rule=rules.read_piece, chunk_size=CHUNK
     )
     gate = linear(_squeeze(weights, x, "delta_gate"), weights, "delta_gate")
     normed = _norm_heads(sizes, weights, heads, gate.reshape(heads.shape))
-    return linear(normed.reshape(x.shape[0], -1), weights, "delta_output"), cache
+    return linear(normed.reshape(x.shape[0], -1), weights, "delta_output"), states
 
 
 class _Rules:
