@@ -287,9 +287,8 @@ class Shifted:
     model: Any
     start: int
 
-    @property
-    def cache_fields(self):
-        return self.model.cache_fields
+    def cache_config(self, *given, **sizes):
+        return self.model.cache_config(*given, **sizes)
 
     def __call__(self, params, tokens, cache, batch, *, all_rows=False):
         late = (batch.positions >= self.start).astype(jnp.int32)
