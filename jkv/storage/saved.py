@@ -85,10 +85,11 @@ def read_value(path: Path) -> Cache | Swapped:
         kind = _KINDS[metadata["holds"]]
         if metadata["version"] == "1":
             leaves = version_1.rename(metadata["holds"], leaves)
-        # What earlier programs of this version kept in each group.
+        # Caches of before there were states say neither of these.
         size = leaves.get("metadata.groups.0.block_size")
         if kind is Cache and size is not None:
             leaves.setdefault("metadata.sequences.block_size", size)
+            leaves.setdefault("state_numbers", ())
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
