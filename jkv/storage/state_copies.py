@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.prefixes.snapshots import num_places
 from jkv.metadata.states import StateMoves, for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, StateStorage
@@ -39,8 +40,7 @@ def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> C
     """
     if places is None or not cache.num_layers:
         return cache
-    num_places = cache.metadata.states.snapshots.lengths.shape[0]  # type: ignore[union-attr]
-    if not _has_any(places, num_places):
+    if not _has_any(places, num_places(cache.metadata)):
         return cache
     return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
 
@@ -76,10 +76,9 @@ def _move_rows(arrays: Arrays, snapshots: Arrays, moves: StateMoves) -> Arrays:
 
 def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
     """Copy rows to rows; with an exchange all sources are read before any target."""
-    num_layers, num_rows = next(iter(arrays.values())).shape[:2]
     if not moves.is_exchange:
-        target = jnp.where(source < num_rows, moves.target, num_rows)
-        return _copy(arrays, arrays, target, source)
+        return _copy(arrays, arrays, moves.target, source)
+    num_layers, num_rows = next(iter(arrays.values())).shape[:2]
     target = jnp.where(source < num_rows, moves.target, num_rows)
 
     # A layer at a time: the rows that are on their way are those of one layer.

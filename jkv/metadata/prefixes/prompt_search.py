@@ -88,11 +88,7 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     """
     if metadata.index is None or tokens is None:
         return _find_nothing(metadata, salts.shape)
-    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    ends = jnp.where(tokens < 0, position, tokens.shape[1])
-    length = jnp.min(ends, axis=1, initial=tokens.shape[1])
-    usable = jnp.clip(length - 1, 0, metadata.max_context_length)
-    prompts = _Prompts(tokens, salts, usable)
+    prompts = _measure(metadata, tokens, salts)
     whole = _find_whole(metadata, prompts)
     parts, num_part = _find_part(metadata, prompts, whole)
     num_tokens = whole.num * metadata.block_size + num_part
@@ -114,6 +110,15 @@ def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
         for group in metadata.groups
     )
     return Found(none, none, tuple(groups))
+
+
+def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
+    """Return prompts with the tokens of each that may be found."""
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    ends = jnp.where(tokens < 0, position, tokens.shape[1])
+    length = jnp.min(ends, axis=1, initial=tokens.shape[1])
+    usable = jnp.clip(length - 1, 0, metadata.max_context_length)
+    return _Prompts(tokens, salts, usable)
 
 
 def find_partings(
@@ -140,8 +145,7 @@ def _find_partings(
 ) -> jax.Array:
     if not metadata.groups:
         return find_common(metadata, tokens, salts)
-    length = jnp.sum((tokens >= 0).astype(jnp.int32), axis=1)
-    prompts = _Prompts(tokens, salts, jnp.maximum(length - 1, 0))
+    prompts = _measure(metadata, tokens, salts)
     block, _ = _look_up(metadata, prompts, _hash_columns(metadata, prompts))
     is_known = jnp.cumprod((block < metadata.leading.num_blocks).astype(jnp.int32), 1)
     return jnp.sum(is_known, axis=1, dtype=jnp.int32) * metadata.block_size
@@ -171,7 +175,6 @@ def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
     """Find leading blocks of prompts: all columns at once, guesses before proofs."""
     hashed = _hash_columns(metadata, prompts)
     if snapshots := snapshots_of(metadata):
-        block, wide = None, None
         goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
         blocks: tuple[jax.Array, ...] = ()
         if metadata.groups:

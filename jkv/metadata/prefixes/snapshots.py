@@ -13,7 +13,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.metadata import states
 from jkv.metadata.prefixes import hashing
@@ -333,4 +332,4 @@ def find_cut(
 def num_places(metadata: Metadata) -> int:
     """Return the number of places, 0 without snapshots."""
     snapshots = snapshots_of(metadata)
-    return 0 if snapshots is None else int(np.prod(snapshots.lengths.shape))
+    return 0 if snapshots is None else snapshots.lengths.shape[0]
