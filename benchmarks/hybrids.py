@@ -165,7 +165,7 @@ class BareModel:
         self, config: Any, weights: Any, x: jax.Array, cache: Any, layer: int, _: Any
     ) -> tuple[jax.Array, Any]:
         fold = functools.partial(self._fold, int(self.numbers[layer]))
-        mixed, self._arrays = delta_layer.mix(config, weights, x, fold)
+        mixed, self._arrays = delta_layer.apply(config, weights, x, fold)
         return mixed, cache
 
     def _fold(self, number: int, rule: Any, inputs: Any, **_: Any) -> Any:

@@ -12,6 +12,7 @@ pool would be copied on every call.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,7 +158,8 @@ def _mix(config, run, weights, x, turns, cache, number, batch, window):
         )
         parts.append(attended * scale_out)
     for name in run.state_mixers:
-        mixed, cache = MIXERS[name].apply(config, weights, x, cache, number, batch)
+        fold = functools.partial(jkv.fold_state, cache, number, batch)
+        mixed, cache = MIXERS[name].apply(config, weights, x, fold)
         parts.append(mixed)
     return sum(parts[1:], parts[0]), cache
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import fori_loop, when
+from jkv.metadata.entries import for_each_entry
+from jkv.sharding.loops import when
 from jkv.state import Metadata, States
 
 Carry = TypeVar("Carry")
@@ -112,13 +112,10 @@ def for_each_of(
       trip: takes the request's number, i32[1], and the carry.
       carry: what trips change.
     """
-    rank = running_sum(mask.astype(jnp.int32))
-    count = rank[-1] if rank.shape[0] else jnp.int32(0)
-    numbers = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    target = jnp.where(mask, rank - 1, mask.shape[0])
-    order = jnp.zeros_like(numbers).at[target].set(numbers, mode="drop")
-
-    def each(number: jax.Array, carry: Carry) -> Carry:
-        return trip(jax.lax.dynamic_slice(order, (number,), (1,)), carry)
-
-    return fori_loop(jnp.int32(0), count, each, carry)
+    return for_each_entry(
+        mask.astype(jnp.int32),
+        mask.shape[0],
+        lambda carry, _entry, request, _rank, _valid: trip(request, carry),
+        carry,
+        width=1,
+    )

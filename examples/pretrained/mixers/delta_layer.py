@@ -8,15 +8,11 @@ Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the matrix, `D` 
 components of a key and a value, `K` tokens that the convolution sees.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import jkv
 
 from ..config import DecoderConfig
 from ..layers import Weights, linear
@@ -24,7 +20,7 @@ from ..parts import DeltaRule
 from ..sources import Source, list_whole
 from .convolution import convolve_piece, convolve_token
 from .delta_rule import Tokens, correct_once, correct_piece
-from .mixer import Arrays, Mixer
+from .mixer import Arrays, Fold, Mixer
 
 # Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU, and the
 # triangular system of a piece costs less than its products.
@@ -35,49 +31,11 @@ LENGTH_EPSILON = 1e-6
 
 CONVOLVED = ("query", "key", "value")
 
-# (rule, inputs, chunk_rule=, chunk_size=) -> (outputs, what holds the new states).
-Fold = Callable[..., tuple[Any, Any]]
-
 
 def apply(
-    config: DecoderConfig,
-    weights: Weights,
-    x: jax.Array,
-    cache: jkv.Cache,
-    layer: Any,
-    batch: jkv.Batch,
-) -> tuple[jax.Array, jkv.Cache]:
-    """Send rows through a layer.
-
-    Args:
-        config: the model's settings.
-        weights: of the layer.
-        x: [R, E].
-        cache: the cache.
-        layer: the layer's number in the model.
-        batch: what ``append`` returned.
-
-    Returns:
-        [R, E], and the cache.
-    """
-    fold = functools.partial(jkv.fold_state, cache, layer, batch)
-    return mix(config, weights, x, fold)
-
-
-def mix(
     config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
 ) -> tuple[jax.Array, Any]:
-    """Send rows through a layer whose states are anywhere.
-
-    Args:
-        config: the model's settings.
-        weights: of the layer.
-        x: [R, E].
-        fold: takes the states along, as ``jkv.fold_state`` does of a cache.
-
-    Returns:
-        [R, E], and what ``fold`` returns beside its outputs.
-    """
+    """Send rows through a layer: see `Mixer`."""
     sizes = config.delta_rule
     inputs = _project(sizes, weights, x)
     rules = _Rules(sizes, weights)

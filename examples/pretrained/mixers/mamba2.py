@@ -14,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jkv
-
 from ..config import DecoderConfig
 from ..layers import Weights, linear, scale_to_unit
 from ..parts import StateSpace
 from ..sources import Shape, Source, list_whole
 from .convolution import convolve_piece, convolve_token
-from .mixer import Arrays, Mixer
+from .mixer import Arrays, Fold, Mixer
 from .state_space import Tokens, remember_piece, remember_token
 
 # Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU.
@@ -34,39 +32,16 @@ PROJECTED = ("gate", *CONVOLVED, "step")
 
 
 def apply(
-    config: DecoderConfig,
-    weights: Weights,
-    x: jax.Array,
-    cache: jkv.Cache,
-    layer: Any,
-    batch: jkv.Batch,
-) -> tuple[jax.Array, jkv.Cache]:
-    """Send rows through a layer.
-
-    Args:
-        config: the model's settings.
-        weights: of the layer.
-        x: [R, E].
-        cache: the cache.
-        layer: the layer's number in the model.
-        batch: what ``append`` returned.
-
-    Returns:
-        [R, E], and the cache.
-    """
+    config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
+) -> tuple[jax.Array, Any]:
+    """Send rows through a layer: see `Mixer`."""
     sizes = config.state_space
     gates, inputs = project(sizes, weights, x)
     rules = Rules(sizes, weights)
-    heads, cache = jkv.fold_state(
-        cache,
-        layer,
-        batch,
-        rules.read_token,
-        inputs,
-        chunk_rule=rules.read_piece,
-        chunk_size=CHUNK,
+    heads, states = fold(
+        rules.read_token, inputs, chunk_rule=rules.read_piece, chunk_size=CHUNK
     )
-    return gather_heads(sizes, config.norm_epsilon, weights, heads, gates), cache
+    return gather_heads(sizes, config.norm_epsilon, weights, heads, gates), states
 
 
 class Rules:

@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-import jkv
-
 from ..config import DecoderConfig
 from ..layers import Weights
 from ..sources import Shape, Source
 
 # By name, a shape and a dtype.
 Arrays = dict[str, tuple[Shape, str]]
+
+# Takes states along, as ``jkv.fold_state`` does those of a layer of a cache:
+# (rule, inputs, chunk_rule=, chunk_size=) -> (outputs, what holds the new states).
+Fold = Callable[..., tuple[Any, Any]]
 
 
 class Mixer(NamedTuple):
@@ -27,8 +29,5 @@ class Mixer(NamedTuple):
     list_inputs: Callable[[DecoderConfig], Arrays]
     # The axis of each array, of state and inputs, that devices of a mesh may share.
     heads_axes: dict[str, int]
-    # (config, weights, x [R, E], cache, layer, batch) -> [R, E], cache.
-    apply: Callable[
-        [DecoderConfig, Weights, jax.Array, jkv.Cache, Any, jkv.Batch],
-        tuple[jax.Array, jkv.Cache],
-    ]
+    # (config, weights, x [R, E], fold) -> [R, E], and what fold returns beside outputs.
+    apply: Callable[[DecoderConfig, Weights, jax.Array, Fold], tuple[jax.Array, Any]]

@@ -12,13 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jkv
-
 from ..config import DecoderConfig
 from ..layers import Weights, linear
 from ..sources import Source, list_whole
 from .convolution import convolve_piece, convolve_token
-from .mixer import Arrays, Mixer
+from .mixer import Arrays, Fold, Mixer
 
 # Tokens of a piece. Its work is that of its tokens, however many.
 CHUNK = 64
@@ -28,39 +26,16 @@ PROJECTED = ("first", "second", "x")
 
 
 def apply(
-    config: DecoderConfig,
-    weights: Weights,
-    x: jax.Array,
-    cache: jkv.Cache,
-    layer: Any,
-    batch: jkv.Batch,
-) -> tuple[jax.Array, jkv.Cache]:
-    """Send rows through a layer.
-
-    Args:
-        config: the model's settings.
-        weights: of the layer.
-        x: [R, E].
-        cache: the cache.
-        layer: the layer's number in the model.
-        batch: what ``append`` returned.
-
-    Returns:
-        [R, E], and the cache.
-    """
+    config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
+) -> tuple[jax.Array, Any]:
+    """Send rows through a layer: see `Mixer`."""
     del config
     gates, inputs = project(weights, x)
     rules = Rules(weights)
-    rows, cache = jkv.fold_state(
-        cache,
-        layer,
-        batch,
-        rules.read_token,
-        inputs,
-        chunk_rule=rules.read_piece,
-        chunk_size=CHUNK,
+    rows, states = fold(
+        rules.read_token, inputs, chunk_rule=rules.read_piece, chunk_size=CHUNK
     )
-    return linear(rows.astype(x.dtype) * gates, weights, "short_output"), cache
+    return linear(rows.astype(x.dtype) * gates, weights, "short_output"), states
 
 
 class Rules:
