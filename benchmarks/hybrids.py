@@ -162,8 +162,9 @@ class BareModel:
         return logits, (cache, arrays)
 
     def _apply(
-        self, config: Any, weights: Any, x: jax.Array, cache: Any, layer: int, _: Any
+        self, config: Any, weights: Any, x: jax.Array, fold: functools.partial[Any]
     ) -> tuple[jax.Array, Any]:
+        cache, layer, _ = fold.args  # what is folded in a cache
         fold = functools.partial(self._fold, int(self.numbers[layer]))
         mixed, self._arrays = delta_layer.apply(config, weights, x, fold)
         return mixed, cache

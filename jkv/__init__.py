@@ -58,6 +58,7 @@ from jkv.status import (
     Status,
     raise_for_status,
 )
+from jkv.steering import Steering
 from jkv.storage.files import FileError
 from jkv.storage.swapped import Swapped
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
@@ -146,6 +147,7 @@ __all__ = [
     "States",
     "Stats",
     "Status",
+    "Steering",
     "SwapIn",
     "Swapped",
     "allocate",

@@ -17,6 +17,8 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # The rooms from the ground up, with what each may import of the others.
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
+    "steering": {"status"},
+    "grammar": {"status", "steering"},
     "sharding": set(),
     "attention": {"sharding"},
     "recurrence": {"sharding"},
@@ -36,7 +38,15 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    "decoding": {"config", "metadata", "sharding", "state", "status", "verbs"},
+    "decoding": {
+        "config",
+        "metadata",
+        "sharding",
+        "state",
+        "status",
+        "steering",
+        "verbs",
+    },
     "commands": {
         "attention",
         "config",

@@ -33,7 +33,7 @@ PUBLIC = """
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
-    snapshots write_state
+    snapshots write_state Steering
 """.split()
 
 
