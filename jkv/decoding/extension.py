@@ -20,7 +20,12 @@ from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
-from jkv.decoding.steering.rows import begin_rows, resume_rows, with_variants
+from jkv.decoding.steering.rows import (
+    as_steering,
+    begin_rows,
+    resume_rows,
+    with_variants,
+)
 from jkv.decoding.texts.blocks import (
     BlockSize,
     blocks_to_take,
@@ -117,6 +122,7 @@ def extend(
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     ids = jnp.asarray(ids)
     given = Prompts.of(tokens, limits=limits, max_new_tokens=max_new_tokens, salts=0)
+    steering = as_steering(steering)
     given = with_variants(given, steering, variants)
     num_sequences = given.lengths.shape[0]
     if ids.shape != (num_sequences,):

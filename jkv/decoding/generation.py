@@ -23,7 +23,7 @@ from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.steering.rows import with_variants
+from jkv.decoding.steering.rows import as_steering, with_variants
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Integers, Texts
@@ -139,6 +139,7 @@ def generate(
     given = Prompts.of(
         prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
+    steering = as_steering(steering)
     given = with_variants(given, steering, variants)
     stops = Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0])
     options = speculate, steering

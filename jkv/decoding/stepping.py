@@ -23,7 +23,7 @@ from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.steering.rows import check_steering_of, with_variants
+from jkv.decoding.steering.rows import as_steering, check_steering_of, with_variants
 from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache
@@ -99,6 +99,7 @@ def begin(
     given = Prompts.of(
         prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
+    steering = as_steering(steering)
     state = begin_generation(
         Runner(model, params),
         cache,
@@ -260,6 +261,7 @@ def decode(
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max
     most = jnp.asarray(as_index(num_steps))
+    steering = as_steering(steering)
     check_steering_of(state.result.steering_state, steering)
     return run_steps(
         Runner(model, params),

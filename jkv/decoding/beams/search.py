@@ -16,7 +16,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, as_stop_tokens, judge_prompts
-from jkv.decoding.steering.rows import begin_rows, check_steering, with_variants
+from jkv.decoding.steering.rows import as_steering, begin_rows, with_variants
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integers, Texts, check_counts
@@ -119,7 +119,7 @@ def beam_search(
     rules = _make_rules(
         num_beams, max_new_tokens, stop_tokens, length_penalty, early_stopping
     )
-    check_steering(steering)
+    steering = as_steering(steering)
     if steering is not None:
         rules = rules._replace(num_end_tokens=steering.num_end_tokens)
     if num_return > num_beams:

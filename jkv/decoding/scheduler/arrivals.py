@@ -12,6 +12,7 @@ from jkv.decoding.sampling.stopping import Stops, judge_prompts
 from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.steering.rows import (
+    as_steering,
     begin_rows,
     check_steering_of,
     with_variants,
@@ -100,6 +101,7 @@ def add_prompts(
             f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
             f"wide as the first ones; got i32{list(added.tokens.shape)}"
         )
+    steering = as_steering(steering)
     check_steering_of(state.result.steering_state, steering)
     added = with_variants(added, steering, variants)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)

@@ -121,14 +121,14 @@ def mark_refused(logits: jax.Array, logprobs: jax.Array) -> jax.Array:
     return jnp.where(jnp.max(logits, axis=-1) == nothing, nothing, logprobs)
 
 
-def check_steering(steering: object) -> None:
-    """Refuse what cannot steer.
+def as_steering(steering: Steering | None) -> Steering | None:
+    """Return what steers with arrays that a loop can index, None for nothing.
 
     Raises:
       UsageError: for something without the methods, or that is no pytree of arrays.
     """
     if steering is None:
-        return
+        return None
     methods = ("begin", "steer", "advance", "ended", "forced")
     missing = [name for name in methods if not callable(getattr(steering, name, None))]
     if missing or isinstance(steering, type):
@@ -143,6 +143,7 @@ def check_steering(steering: object) -> None:
                 f"@jax.tree_util.register_dataclass over its dataclass, and mark what "
                 f"is no array as static; got {type(leaf).__name__} in it"
             )
+    return jax.tree.map(jnp.asarray, steering)  # type: ignore[no-any-return]
 
 
 def check_steering_of(state: Any, steering: Steering | None) -> None:
@@ -152,7 +153,6 @@ def check_steering_of(state: Any, steering: Steering | None) -> None:
       state: the state of its rows, None if it was begun without.
       steering: what is given now.
     """
-    check_steering(steering)
     if (state is None) != (steering is None):
         was, now = ("without", "with") if state is None else ("with", "without")
         raise UsageError(
@@ -175,7 +175,6 @@ def with_variants(
       UsageError: for variants that are not there, where their numbers are known:
         outside of jit.
     """
-    check_steering(steering)
     if steering is None:
         if not isinstance(variants, int) or variants not in (0, -1):
             raise UsageError(
