@@ -82,7 +82,7 @@ def test_steered_texts_are_those_of_each_alone():
     """Queue, samples, preemptions, prefix hits, look-up, forced tokens, both ends."""
     rng = np.random.default_rng(3)
     seen, preemptions, accepted = set(), 0, 0
-    for game in range(8):
+    for game in range(5):
         automata = make_automata(game, 3, VOCABULARY)
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
         temperature = np.float32(rng.choice([0.0, 1.0], PROMPTS * SAMPLES))
@@ -123,6 +123,7 @@ def test_steered_texts_are_those_of_each_alone():
     assert preemptions > 3 and accepted > 20
 
 
+@pytest.mark.further
 def test_greedy_texts_with_a_draft_are_steered_alike():
     """The draft is steered, too: what it guesses may come next."""
     rng = np.random.default_rng(5)
@@ -165,6 +166,7 @@ def test_greedy_texts_with_a_draft_are_steered_alike():
     assert drafted > 30 and accepted > 0.4 * drafted
 
 
+@pytest.mark.further
 def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
     vocabulary, count, length = 5, 4096, 3
     wanted, drafted = np.float32(
