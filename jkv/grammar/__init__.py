@@ -1,0 +1,23 @@
+"""Grammars: languages that texts are steered into, as arrays on the device.
+
+`from_choices`, `from_regex` and `from_json_schema` compile a language for a vocabulary;
+`join` puts several into one `Grammar`, which is a `jkv.Steering`.
+"""
+
+from jkv.grammar.errors import NoText, TooLarge, Unsupported
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.languages import from_choices, from_regex
+from jkv.grammar.tables import join
+from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = [
+    "Grammar",
+    "NoText",
+    "TooLarge",
+    "Unsupported",
+    "Vocabulary",
+    "from_choices",
+    "from_regex",
+    "join",
+    "vocabulary_of",
+]
