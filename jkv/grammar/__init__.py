@@ -4,6 +4,7 @@
 `join` puts several into one `Grammar`, which is a `jkv.Steering`.
 """
 
+from jkv.grammar.catalog import Catalog, CatalogFull
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.languages import from_choices, from_regex
@@ -11,6 +12,8 @@ from jkv.grammar.tables import join
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = [
+    "Catalog",
+    "CatalogFull",
     "Grammar",
     "NoText",
     "TooLarge",
