@@ -7,6 +7,7 @@
 from jkv.grammar.catalog import Catalog, CatalogFull
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
+from jkv.grammar.json_texts import from_json_object, from_json_schema
 from jkv.grammar.languages import from_choices, from_regex
 from jkv.grammar.tables import join
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -20,6 +21,8 @@ __all__ = [
     "Unsupported",
     "Vocabulary",
     "from_choices",
+    "from_json_object",
+    "from_json_schema",
     "from_regex",
     "join",
     "vocabulary_of",

@@ -1,22 +1,9 @@
-"""Languages put together from others, and the one automaton that is made of them.
-
-An expression is a tree whose leaves are automata. `determinize` lays it out as an
-automaton with several transitions to a byte (K. Thompson, Regular expression search
-algorithm, 1968) and follows all of them at once (M. Rabin and D. Scott, Finite automata
-and their decision problems, 1959), byte ranges instead of bytes.
-"""
+"""Languages put together from others: trees whose leaves are automata."""
 
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
-from jkv.grammar.automaton import Automaton, Run, minimize
-from jkv.grammar.errors import TooLarge
-
-# Bytes that a state takes on the host while it is laid out, measured, and those of its
-# row of transitions.
-_BYTES_OF_NODE, _BYTES_OF_STATE = 400, 2048
+from jkv.grammar.automaton import Automaton
 
 
 class Expression:
@@ -35,6 +22,19 @@ class Literal(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class ByteRange(Expression):
+    """One byte of a range.
+
+    Attributes:
+      low: the first.
+      high: the last.
+    """
+
+    low: int
+    high: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Leaf(Expression):
     """The language of an automaton.
 
@@ -46,7 +46,7 @@ class Leaf(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sequence_(Expression):
+class Concatenation(Expression):
     """A text of each part, one after the other.
 
     Attributes:
@@ -82,152 +82,28 @@ class Repeat(Expression):
     most: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Separated(Expression):
+    """Entries in order with a separator between those that are there.
+
+    Attributes:
+      entries: each with whether it must be there.
+      separator: between two.
+      rest: what follows the entries, any number of times; None for nothing.
+      ending: what stands behind the last one, if there is any.
+    """
+
+    entries: Sequence[tuple[Expression, bool]]
+    separator: Expression
+    rest: Expression | None = None
+    ending: Expression = Literal(b"")
+
+
 def concat(*parts: Expression | bytes) -> Expression:
     """Return the expression of parts in order; bytes are literals."""
-    return Sequence_([Literal(p) if isinstance(p, bytes) else p for p in parts])
+    return Concatenation([Literal(p) if isinstance(p, bytes) else p for p in parts])
 
 
 def optional(part: Expression) -> Expression:
     """Return the expression of a part or nothing."""
     return Repeat(part, 0, 1)
-
-
-def determinize(expression: Expression, *, max_bytes: int) -> Automaton:
-    """Return the minimal automaton of an expression.
-
-    Raises:
-      TooLarge: it takes more than `max_bytes` on the way.
-    """
-    layout = _Layout(max_bytes)
-    begin = layout.add_node()
-    end = layout.add(expression, begin)
-    return minimize(layout.follow(begin, end))
-
-
-class _Layout:
-    """Nodes with edges of byte ranges and edges that take no byte."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.edges: list[list[Run]] = []
-        self.jumps: list[list[int]] = []
-
-    def add_node(self) -> int:
-        self.edges.append([])
-        self.jumps.append([])
-        self._check(len(self.edges) * _BYTES_OF_NODE)
-        return len(self.edges) - 1
-
-    def add(self, expression: Expression, begin: int) -> int:
-        """Lay out an expression behind a node; return the node where it ends."""
-        match expression:
-            case Literal(text):
-                for byte in text:
-                    node = self.add_node()
-                    self.edges[begin].append((byte, byte, node))
-                    begin = node
-                return begin
-            case Leaf(automaton):
-                return self._add_leaf(automaton, begin)
-            case Sequence_(parts):
-                for part in parts:
-                    begin = self.add(part, begin)
-                return begin
-            case Choice(parts):
-                ends = [self.add(part, self._behind(begin)) for part in parts]
-                return self._meet(ends)
-            case Repeat(part, least, most):
-                return self._repeat(part, least, most, begin)
-        raise TypeError(f"no expression: {expression!r}")
-
-    def _add_leaf(self, automaton: Automaton, begin: int) -> int:
-        nodes = [self.add_node() for _ in automaton.runs]
-        self.jumps[begin].append(nodes[0])
-        for node, runs in zip(nodes, automaton.runs, strict=True):
-            self.edges[node] = [(low, high, nodes[to]) for low, high, to in runs]
-        return self._meet([nodes[i] for i in np.flatnonzero(automaton.accepting)])
-
-    def _repeat(
-        self, part: Expression, least: int, most: int | None, begin: int
-    ) -> int:
-        for _ in range(least):
-            begin = self.add(part, begin)
-        if most is None:
-            # A node of its own: what stands before must not be reached by the loop.
-            begin = self._behind(begin)
-            end = self.add(part, self._behind(begin))
-            self.jumps[end].append(begin)
-            return begin
-        ends = [begin]
-        for _ in range(most - least):
-            ends.append(self.add(part, ends[-1]))
-        return self._meet(ends)
-
-    def _behind(self, begin: int) -> int:
-        node = self.add_node()
-        self.jumps[begin].append(node)
-        return node
-
-    def _meet(self, ends: Sequence[int]) -> int:
-        node = self.add_node()
-        for end in ends:
-            self.jumps[end].append(node)
-        return node
-
-    def follow(self, begin: int, end: int) -> Automaton:
-        """Return the automaton whose states are the sets of nodes reached at once."""
-        first = self._close([begin])
-        number, sets = {first: 0}, [first]
-        rows: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
-        closures: dict[tuple[int, ...], frozenset[int]] = {}
-        for nodes in sets:
-            row = np.full(256, -1, np.int32)
-            for low, high, targets in _split([e for n in nodes for e in self.edges[n]]):
-                if targets not in closures:
-                    closures[targets] = self._close(targets)
-                reached = closures[targets]
-                if reached not in number:
-                    number[reached] = len(sets)
-                    sets.append(reached)
-                    self._check(len(sets) * _BYTES_OF_STATE)
-                row[low : high + 1] = number[reached]
-            rows.append(row)
-        accepting = np.array([end in nodes for nodes in sets])
-        return Automaton(np.stack(rows), accepting)
-
-    def _close(self, nodes: Sequence[int]) -> frozenset[int]:
-        """Return the nodes reached without a byte; only those that lead on or end."""
-        found, newest = set(nodes), list(nodes)
-        while newest:
-            for node in self.jumps[newest.pop()]:
-                if node not in found:
-                    found.add(node)
-                    newest.append(node)
-        return frozenset(n for n in found if self.edges[n] or not self.jumps[n])
-
-    def _check(self, num_bytes: int) -> None:
-        if num_bytes > self.max_bytes:
-            raise TooLarge(
-                f"putting a language together takes more than max_bytes, "
-                f"{self.max_bytes:,}"
-            )
-
-
-def _split(edges: Sequence[Run]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Split overlapping ranges of bytes into distinct ones with all their targets."""
-    if len(edges) == 1:
-        low, high, target = edges[0]
-        return [(low, high, (target,))]
-    changes: dict[int, list[tuple[int, int]]] = {}
-    for low, high, target in edges:
-        changes.setdefault(low, []).append((1, target))
-        changes.setdefault(high + 1, []).append((-1, target))
-    found, open_, previous = [], dict[int, int](), 0
-    for place in sorted(changes):
-        targets = tuple(sorted(t for t, count in open_.items() if count))
-        if targets:
-            found.append((previous, place - 1, targets))
-        for change, target in changes[place]:
-            open_[target] = open_.get(target, 0) + change
-        previous = place
-    return found

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from jkv.grammar.anchors import split_branches
 from jkv.grammar.automaton import Automaton
+from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText
-from jkv.grammar.expressions import Choice, Literal, determinize
+from jkv.grammar.expressions import Choice, Literal
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.tables import make_grammar
