@@ -79,8 +79,8 @@ def show(options):
     print_lines(tokenizer, widths, jax.device_get(found))
     cache, shared, alone = texts.cache, texts.peak_blocks, texts.unshared_peak_blocks
     print(f"{int(tree.visits[:, 0].sum())} simulations of {options.lines} trees")
-    print(f"{shared} blocks of {cache.block_size} tokens at the peak; ", end="")
-    print(f"copies of the cache would take {alone}: {1 - shared / alone:.0%} saved")
+    print(f"{shared} blocks of {cache.block_size} tokens at the peak, ", end="")
+    print(f"{alone} if each node had copied its text")
     print(f"{jkv.num_free_blocks(cache)} of {cache.num_blocks} blocks free at the end")
 
 

@@ -1,7 +1,7 @@
 """The tree search of `examples/searching`, in plain Python and without a cache.
 
-Nodes are objects, their texts are lists of tokens, and the model computes each text anew.
-Numbers are float32, as in the example, and added in the same order.
+Nodes are objects, their texts are lists of tokens, and the model computes each text
+anew. Numbers are float32, as in the example, and added in the same order.
 """
 
 import dataclasses
