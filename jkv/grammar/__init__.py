@@ -10,6 +10,7 @@ from jkv.grammar.grammar import Grammar
 from jkv.grammar.json_texts import from_json_object, from_json_schema
 from jkv.grammar.languages import from_choices, from_regex
 from jkv.grammar.tables import join
+from jkv.grammar.tool_calls import from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "from_json_object",
     "from_json_schema",
     "from_regex",
+    "from_tools",
     "join",
     "vocabulary_of",
 ]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.grammar.determinization import determinize
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.languages import MAX_BYTES, compile_automaton
+from jkv.grammar.kept_files import Folder, keep
+from jkv.grammar.languages import MAX_BYTES, compile_expression
 from jkv.grammar.schema.compilation import SchemaCompiler
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -20,6 +20,7 @@ def from_json_schema(
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
     max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are the JSON values that a schema describes.
 
@@ -36,6 +37,7 @@ def from_json_schema(
       depth: levels of arrays and objects in a value of which the schema says nothing.
       max_bytes: of the tables, and of the memory that compiling takes beside the
         vocabulary's own.
+      folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
       ImportError: the extra `grammar` is not installed.
@@ -51,11 +53,15 @@ def from_json_schema(
       >>> from_json_schema(schema, vocabulary, whitespace="").num_states
       16
     """
-    compiler = SchemaCompiler(
-        schema, whitespace=whitespace, depth=depth, max_bytes=max_bytes
-    )
-    automaton = determinize(compiler.compile(schema), max_bytes=max_bytes)
-    return compile_automaton(automaton, vocabulary, max_bytes=max_bytes)
+
+    def make() -> Grammar:
+        compiler = SchemaCompiler(
+            schema, whitespace=whitespace, depth=depth, max_bytes=max_bytes
+        )
+        texts = compiler.compile(schema)
+        return compile_expression(texts, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["schema", schema, whitespace, depth], make)
 
 
 def from_json_object(
@@ -64,6 +70,7 @@ def from_json_object(
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
     max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are any JSON object.
 
@@ -72,6 +79,7 @@ def from_json_object(
       whitespace: as `from_json_schema` has it.
       depth: levels of arrays and objects inside of the object.
       max_bytes: as `from_json_schema` has it.
+      folder: as `from_json_schema` has it.
 
     Raises:
       ImportError: the extra `grammar` is not installed.
@@ -84,4 +92,5 @@ def from_json_object(
         whitespace=whitespace,
         depth=depth,
         max_bytes=max_bytes,
+        folder=folder,
     )

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from jkv.grammar.anchors import split_branches
-from jkv.grammar.automaton import Automaton
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText
-from jkv.grammar.expressions import Choice, Literal
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal
 from jkv.grammar.grammar import Grammar
+from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.tables import make_grammar
 from jkv.grammar.token_table import make_table
@@ -17,7 +17,11 @@ MAX_BYTES = 2**28
 
 
 def from_choices(
-    texts: Sequence[str], vocabulary: Vocabulary, *, max_bytes: int = MAX_BYTES
+    texts: Sequence[str],
+    vocabulary: Vocabulary,
+    *,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are some given ones.
 
@@ -26,6 +30,7 @@ def from_choices(
       vocabulary: of the model.
       max_bytes: of the tables, and of the memory that compiling takes beside the
         vocabulary's own.
+      folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
       NoText: the vocabulary can spell none of them, or none are given (a ValueError).
@@ -43,13 +48,19 @@ def from_choices(
     if not texts:
         raise NoText("there are no texts to choose from")
     choice = Choice([Literal(text.encode()) for text in texts])
-    return compile_automaton(
-        determinize(choice, max_bytes=max_bytes), vocabulary, max_bytes=max_bytes
-    )
+
+    def make() -> Grammar:
+        return compile_expression(choice, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["choices", list(texts)], make)
 
 
 def from_regex(
-    pattern: str, vocabulary: Vocabulary, *, max_bytes: int = MAX_BYTES
+    pattern: str,
+    vocabulary: Vocabulary,
+    *,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
 ) -> Grammar:
     r"""Make a grammar whose texts match a regular expression, from end to end.
 
@@ -60,6 +71,7 @@ def from_regex(
       vocabulary: of the model.
       max_bytes: of the tables, and of the memory that compiling takes beside the
         vocabulary's own. (On Windows the compiler of patterns is not bounded.)
+      folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
       ImportError: the extra `grammar` is not installed.
@@ -79,13 +91,18 @@ def from_regex(
     """
     branches = split_branches(pattern)
     whole = "|".join(f"(?:{branch.text})" for branch in branches)
-    automaton = compile_regex(whole, max_bytes)
-    return compile_automaton(automaton, vocabulary, max_bytes=max_bytes)
+
+    def make() -> Grammar:
+        leaf = Leaf(compile_regex(whole, max_bytes))
+        return compile_expression(leaf, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["regex", whole], make)
 
 
-def compile_automaton(
-    automaton: Automaton, vocabulary: Vocabulary, *, max_bytes: int
+def compile_expression(
+    expression: Expression, vocabulary: Vocabulary, *, max_bytes: int
 ) -> Grammar:
-    """Make the grammar of an automaton over bytes."""
+    """Make the grammar of an expression over bytes."""
+    automaton = determinize(expression, max_bytes=max_bytes)
     table = make_table(automaton, vocabulary, max_bytes=max_bytes)
     return make_grammar(table, vocabulary, max_bytes=max_bytes)

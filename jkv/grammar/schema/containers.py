@@ -152,7 +152,8 @@ def object_expression(
     named = dict(words.get("properties", {}))
     patterns = words.get("patternProperties", {})
     # An object that says nothing of its properties has any.
-    other = words.get("additionalProperties", not named and not patterns)
+    is_named = "properties" in words or "patternProperties" in words
+    other = words.get("additionalProperties", not is_named)
     required = words.get("required", [])
     for key in required:
         named.setdefault(key, words.get("additionalProperties", True))
