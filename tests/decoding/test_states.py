@@ -99,7 +99,7 @@ def test_an_extended_text_has_snapshots():
     made = []
     for seq_id, text in enumerate([PROMPTS[5], [*SHARED, *[4] * 10]]):
         ids = np.array([opened.seq_ids[seq_id], -1], np.int32)
-        cache, turn = extend("state", cache, ids, [text, []], num_new=4)
+        cache, turn = extend("state", 4, cache, ids, padded([text, []]))
         np.testing.assert_array_equal(turn.tokens[:1], expect("state", [text], 4))
         made.append(jkv.snapshots(cache, seq_id)[: len(text)].nonzero()[0].tolist())
     assert made == [[24], [16, 24]]

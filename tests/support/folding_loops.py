@@ -36,20 +36,26 @@ def generate(kind, cache, prompts, **options):
     given = dict(max_new_tokens=NUM_NEW, max_running=4, chunk_size=CHUNK) | options
     run = _compile(jkv.generate, kind)
     cache, result = run(None, cache, padded(prompts), **given)
-    jkv.check(cache)
+    for pool in pools_of(cache):
+        jkv.check(pool)
     return cache, result
 
 
-def extend(kind, cache, seq_ids, texts, num_new=NUM_NEW):
-    """Continue sequences, each by a text of its own."""
+def extend(kind, num_new, cache, seq_ids, texts):
+    """Continue sequences, each by a padded text of its own."""
     run = _compile(jkv.extend, kind)
-    return run(None, cache, seq_ids, padded(texts), max_new_tokens=num_new)
+    return run(None, cache, seq_ids, texts, max_new_tokens=num_new)
 
 
-def beam_search(kind, cache, prompts, num_new):
-    """Search with two beams."""
+def beam_search(kind, num_new, cache, prompts):
+    """Search with two beams for padded prompts."""
     run = _compile(jkv.beam_search, kind)
-    return run(None, cache, padded(prompts), num_beams=2, max_new_tokens=num_new)
+    return run(None, cache, prompts, num_beams=2, max_new_tokens=num_new)
+
+
+def pools_of(cache):
+    """A cache of each rank, for the host."""
+    return [cache] if cache.pools is None else jkv.split_pools(cache)
 
 
 def expect(kind, prompts=PROMPTS, count=NUM_NEW):

@@ -18,8 +18,8 @@ VOCABULARY = 5  # few, so that guesses are tried, and some are right
 FACTORS = np.array([31, 17], np.int32)
 SIZES = dict(max_sequences=6, max_context_length=64, block_size=4)
 WINDOW = 9
-# Groups of layers by name: keys of everything or of a window, beside a state or not, and
-# a state alone.
+# Groups of layers by name: keys of everything or of a window, alone or beside a state,
+# and a state alone.
 KINDS = "keys", "window", "keys+state", "window+state", "state"
 WITH_STATE = KINDS[2:]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from support.folding_loops import SHARED
+from support.folding_loops import SHARED, pools_of
 from support.folding_model import MODELS, SIZES, WITH_STATE, continue_text, make_config
 
 NUM_ROWS, NUM_SEQUENCES = 32, SIZES["max_sequences"]
@@ -111,10 +111,7 @@ class KeptTexts:
 
     def check(self):
         """See that the cache is sound and has the texts, and no others."""
-        pools = [self.cache]
-        if self.cache.pools is not None:
-            pools = jkv.split_pools(self.cache)
-        for cache in pools:
+        for cache in pools_of(self.cache):
             jkv.check(cache)
             lengths = [len(self.texts.get(i, [])) for i in range(NUM_SEQUENCES)]
             assert cache.metadata.context_lengths.tolist() == lengths

@@ -1,5 +1,7 @@
 """What each loop does beside kept texts: the rows of the table of loops."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -13,6 +15,7 @@ from support.folding_loops import (
     expect,
     extend,
     generate,
+    padded,
 )
 from support.folding_model import MODELS, continue_text, make_config
 from support.kept_texts import PENDING, TEXT
@@ -54,7 +57,8 @@ def extend_twice(kept):
             kept.texts[seq_id] += more
         # The last token of a turn is in no cache before the next one.
         expected = expect(kept.kind, [kept.texts[0], kept.texts[1]], 4)
-        kept.cache, turn = extend(kept.kind, kept.cache, ids, given, num_new=4)
+        run = functools.partial(extend, kept.kind, 4)
+        turn = kept.call(run, ids, padded(given))
         np.testing.assert_array_equal(turn.tokens, expected)
         for seq_id, tokens in enumerate(expected):
             kept.texts[seq_id] += tokens[:-1].tolist()
@@ -62,7 +66,8 @@ def extend_twice(kept):
 
 def search_with_beams(kept):
     prompts = [TEXT, PROMPTS[0]]
-    kept.cache, found = beam_search(kept.kind, kept.cache, prompts, 3)
+    run = functools.partial(beam_search, kept.kind, 3)
+    found = kept.call(run, padded(prompts))
     np.testing.assert_array_equal(found.tokens[:, 0], expect(kept.kind, prompts, 3))
 
 
