@@ -2,8 +2,9 @@
 
 A letter is a cell: `+` is exact, as the oracle of the folding model says, with each
 sequence of the cache as it must be; any other letter is a reason in `REASONS`. The
-five letters of a kind of groups are the pasts of the sequence, and the last two are the
-same where the cache is spread over a mesh, and where it has a pool for each rank:
+five letters of a kind of groups are the pasts of the sequence; the last two are for a
+cache that is spread over a mesh, and for one with a pool for each rank, where newest
+tokens are pending:
 
     computed, hit, guesses (its newest tokens are pending), swap, file; mesh, pools
 """
@@ -48,13 +49,13 @@ debug                +++++ +p +++++ +p +++++ +p   +++++ +p     +++++ +p
 """
 LOOPS = """
                      keys     window   keys+state window+state state
-generate_plainly     +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
+generate_plainly     +++++ aa +++++ aa +++++ ++   +++++ aa     +++++ aa
 generate_with_lookup +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
-generate_with_draft  +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
-extend_twice         +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
-search_with_beams    +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
+generate_with_draft  +++++ aa +++++ aa +++++ ++   +++++ aa     +++++ aa
+extend_twice         +++++ aa +++++ aa +++++ ++   +++++ aa     +++++ aa
+search_with_beams    +++++ aa +++++ aa +++++ ++   +++++ aa     +++++ aa
 score                +oooo oo +oooo oo +oooo oo   +oooo oo     +oooo oo
-engine               +++++ ++ +++++ ++ +++++ ++   +++++ ++     +++++ ++
+engine               +++++ ap +++++ ap +++++ +p   +++++ ap     +++++ ap
 """
 # By letter: why a cell is refused, and the error that says so (None: there is no call).
 REASONS = {
@@ -70,6 +71,9 @@ REASONS = {
     # What is done on the host is done to one pool.
     "p": (UsageError, "works on one pool"),
     "i": (UsageError, "seq_ids name sequences of one pool"),
+    # On several devices a loop is its verbs: they are played with each kind, and the
+    # loop that has most in it too; the others with the kind that has both.
+    "a": (None, "played with keys+state"),
     # `score` makes a cache of its own, of the sizes that it is given.
     "o": (None, "no cache is given, so that there is no past"),
 }
