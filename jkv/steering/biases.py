@@ -72,7 +72,8 @@ class TokenBias(Steering):
         """Add the numbers."""
         tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
         values = find_rows(jnp.asarray(self.values, jnp.float32), 1, state)
-        return logits.at[find_columns(tokens, logits)].add(values, mode="drop")
+        columns = find_columns(tokens, logits)
+        return jnp.asarray(logits).at[columns].add(values, mode="drop")
 
     def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return the same: nothing depends on the text."""

@@ -28,4 +28,5 @@ def forbid(logits: jax.Array, tokens: jax.Array) -> jax.Array:
       logits: f32[K, V].
       tokens: i32[K, E], -1 for none.
     """
-    return logits.at[find_columns(tokens, logits)].set(-jnp.inf, mode="drop")
+    columns = find_columns(tokens, logits)
+    return jnp.asarray(logits).at[columns].set(-jnp.inf, mode="drop")
