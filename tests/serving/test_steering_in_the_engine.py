@@ -25,7 +25,7 @@ def test_steered_requests_get_the_texts_they_get_alone():
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
     lookup = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
-    engine = make_engine(steering=automata, speculate=lookup)
+    engine = make_engine(nan_every=17, steering=automata, speculate=lookup)
     num_traces = None
     for seed in range(3):
         automata = make_automata(seed, 3, VOCABULARY)
@@ -37,13 +37,15 @@ def test_steered_requests_get_the_texts_they_get_alone():
         requests, _, _ = come_and_go(engine, rng, left)
         for number, request in requests.items():
             found = engine.results(number)
-            assert_alone(found, request, automata=automata)
+            assert_alone(found, request, nan_every=17, automata=automata)
             reasons |= {each.reason for each in found}
         # The programs are those of the first arrays.
         traces = exchange._cache_size(), run_window._cache_size()
         assert num_traces in (None, traces)
         num_traces = traces
-    assert {FinishReason.STOP, FinishReason.NOTHING_ALLOWED} <= reasons
+    # Logits without numbers are told from those of which nothing is allowed.
+    expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
+    assert {FinishReason[name] for name in expected} <= reasons
     assert_given_back(engine)
 
 

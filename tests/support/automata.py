@@ -17,7 +17,7 @@ NUM_STATES, DEAD = 9, 7
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Automata(jkv.Steering):
     """Automata of which each text has one, or none."""
 

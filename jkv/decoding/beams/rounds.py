@@ -38,7 +38,7 @@ from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
-from jkv.decoding.steering.rows import SteeredRows, begin_rows
+from jkv.decoding.steering.rows import SteeredRows, begin_rows, is_nothing_left
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
@@ -269,7 +269,7 @@ def _find_logprobs(
     if steered is None:
         return jax.nn.log_softmax(logits).reshape(shape)
     logits = steered.steer(logits)
-    is_refused = jnp.max(logits, axis=1, keepdims=True) == -jnp.inf
+    is_refused = is_nothing_left(logits)[:, None]
     logprobs = jnp.where(is_refused, -jnp.inf, jax.nn.log_softmax(logits))
     return logprobs.reshape(shape)
 

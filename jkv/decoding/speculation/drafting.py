@@ -24,7 +24,7 @@ from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.state import DraftRows
-from jkv.decoding.steering.rows import SteeredRows, rows_of
+from jkv.decoding.steering.rows import SteeredRows, is_nothing_left, rows_of
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -204,7 +204,7 @@ def _run_ahead(
         steered = texts.steered and texts.steered._replace(state=state)
         if steered is not None:
             logits = steered.steer(logits)
-            is_drafted &= jnp.max(logits, axis=-1) > -jnp.inf
+            is_drafted &= ~is_nothing_left(logits)
         filtered = filter_logits(logits, texts.chosen)
         drawn = draw(filtered, texts.rows.seeds, texts.made + i, DRAFT)
         if steered is not None:

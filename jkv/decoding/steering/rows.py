@@ -117,8 +117,15 @@ def mark_refused(logits: jax.Array, logprobs: jax.Array) -> jax.Array:
     A token that was chosen never has -inf, so that this tells no token from NaN, which
     logits without numbers give.
     """
-    nothing = jnp.float32(-jnp.inf)
-    return jnp.where(jnp.max(logits, axis=-1) == nothing, nothing, logprobs)
+    return jnp.where(is_nothing_left(logits), jnp.float32(-jnp.inf), logprobs)
+
+
+def is_nothing_left(logits: jax.Array) -> jax.Array:
+    """Return which rows of logits, f32[K, V], allow no token, bool[K].
+
+    A row without numbers is none of them, so no maximum is asked.
+    """
+    return jnp.all(logits == -jnp.inf, axis=-1)
 
 
 def as_steering(steering: Steering | None) -> Steering | None:

@@ -4,6 +4,7 @@ Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lane
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -174,7 +175,8 @@ def _fill_limits(
 ) -> jax.Array:
     """Return the most new tokens of each prompt's sequences, i32[Q]."""
     limits = max_new_tokens if limits is None else limits
-    if np.ndim(limits) == 0:
+    # A list may hold tracers, which numpy does not read.
+    if not isinstance(limits, Sequence) and np.ndim(limits) == 0:
         (counts,) = broadcast(num_prompts, limits=limits)
     else:
         (counts,) = broadcast(limits=limits)

@@ -139,7 +139,8 @@ class Loop:
         """
 
         def describe(each: Steering | None) -> Any:
-            return jax.tree.structure(each), jax.tree.map(_shape_of, each)
+            leaves, structure = jax.tree.flatten(each)
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
         new = as_steering(steering)
         if describe(new) != describe(self._steering):
