@@ -3,6 +3,10 @@
 What is steered is the model of `test_generation`, in the shapes of `test_steering`.
 """
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.plain_queue import Call, PlainTexts
@@ -37,6 +41,7 @@ from test_steering import (
     random_prompts,
 )
 
+import jkv
 from jkv.steering import (
     BannedTexts,
     MinimumLength,
@@ -50,7 +55,30 @@ pytestmark = pytest.mark.one_end
 LEAST, BUDGETS, OPENING, CLOSING = [0, 6, 12], [0, 2, 5], [4], [7, 5, 7, 6]
 # Of the last variant a tag that is forced is banned.
 BANNED = [[[9], [3, 3]], [[8, 6, 3]], [[10], [5, 7, 6]]]
+LAST = 12
 BIAS = {2: 3.0, 4: 3.0, 11: -4.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class EndsWith(jkv.Steering):
+    """A text ends with a token, which the loop does not know."""
+
+    token: jax.Array  # i32[]
+
+    def begin(self, variants, prompts):
+        del prompts
+        return jnp.zeros(variants.shape, bool)
+
+    def steer(self, state, logits):
+        del state
+        return logits
+
+    def advance(self, state, tokens):
+        return jnp.where(tokens < 0, state, tokens == self.token)
+
+    def ended(self, state):
+        return state
 
 
 def make_chain():
@@ -63,6 +91,7 @@ def make_chain():
         NoRepeatedNgrams(4, NEW_TOKENS),
         BannedTexts(banned),
         MinimumLength(np.int32([2]), np.int32(LEAST)),
+        EndsWith(np.int32(LAST)),
         ThinkingBudget(np.int32(OPENING), np.int32(CLOSING), np.int32(BUDGETS)),
     )
 
@@ -99,7 +128,12 @@ def run_alone(prompts, limits, sampling, variants):
     bias[[*BIAS]] = [*BIAS.values()]
     biases = np.where(variants[:, None] >= 0, bias, 0)
     plain = [
-        PlainSteering(make_rules(variant), prompts[i // SAMPLES], VOCABULARY)
+        PlainSteering(
+            make_rules(variant),
+            prompts[i // SAMPLES],
+            VOCABULARY,
+            [LAST] if variant >= 0 else [],
+        )
         for i, variant in enumerate(variants)
     ]
     return PlainTexts(
@@ -111,6 +145,7 @@ def test_chained_texts_are_those_of_each_alone():
     """Queue, samples, preemptions, look-up, tags that are forced or banned."""
     rng = np.random.default_rng(10)
     links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0
+    num_last = 0
     for game in range(6):
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
         temperature = np.float32(rng.choice([0.0, 1.0], PROMPTS * SAMPLES))
@@ -142,7 +177,11 @@ def test_chained_texts_are_those_of_each_alone():
         seen |= {*reasons(result)}
         preemptions += int(result.statistics.preemptions)
         accepted += int(result.statistics.accepted_tokens)
+        num_last += sum(
+            text[-1:] == [LAST] and reason == "STOP"
+            for text, reason in zip(texts(result), reasons(result), strict=True)
+        )
         written = [" ".join(map(str, text)) for text in texts(result)]
         tags += sum(text.count(" ".join(map(str, CLOSING))) for text in written)
     assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
-    assert preemptions > 2 and accepted > 10 and tags > 5
+    assert preemptions > 2 and accepted > 10 and tags > 5 and num_last > 2

@@ -748,9 +748,8 @@ MUTATIONS = (
         "steering-state-not-advanced",
         "decoding",
         "What steers a text is not told the tokens of plain steps.",
-        "        logprobs = mark_refused(logits, logprobs)\n"
-        "        steered = steered.advance(tokens)\n",
-        "        logprobs = mark_refused(logits, logprobs)\n",
+        "logprobs = mark_refused(logits, logprobs) steered = steered.advance(tokens)",
+        "logprobs = mark_refused(logits, logprobs)",
     ),
     Mutation(
         "steered-by-another-row",
@@ -793,16 +792,12 @@ MUTATIONS = (
         "logprob-of-the-unsteered",
         "decoding",
         "A log-probability is of the model's distribution, not of the steered one.",
-        "    if steered is not None:\n"
-        "        logits = steered.steer(logits)\n"
-        "    tokens, logprobs = sample(logits, chosen, positions, seen=seen)\n",
-        "    model = logits\n"
-        "    if steered is not None:\n"
-        "        logits = steered.steer(logits)\n"
-        "    tokens, logprobs = sample(logits, chosen, positions, seen=seen)\n"
-        "    of_model = jnp.take_along_axis(\n"
-        "        jax.nn.log_softmax(model), tokens[:, None], axis=1)[:, 0]\n"
-        "    logprobs = logprobs if steered is None else of_model\n",
+        "tokens, logprobs = sample(logits, chosen, positions, seen=seen)",
+        "model = logits if steered is None else jnp.where(\n"
+        "        jnp.isinf(logits), 0, logits)\n"
+        "    tokens, _ = sample(logits, chosen, positions, seen=seen)\n"
+        "    logprobs = jnp.take_along_axis(\n"
+        "        jax.nn.log_softmax(model), tokens[:, None], axis=1)[:, 0]",
     ),
     Mutation(
         "beam-without-its-parents-state",

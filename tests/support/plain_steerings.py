@@ -64,8 +64,10 @@ def spent_budgets(opening, closing, budget):
 class PlainSteering:
     """What several such rules say of one text, as `PlainTexts` asks."""
 
-    def __init__(self, rules, prompt, vocabulary):
+    def __init__(self, rules, prompt, vocabulary, ends=()):
+        """Take the rules, and tokens that end the text."""
         self.rules, self.prompt, self.vocabulary = rules, prompt, range(vocabulary)
+        self.ends = ends
 
     def allowed(self, new):
         """Which tokens may come next, a list of bool."""
@@ -75,6 +77,5 @@ class PlainSteering:
         return [token not in forbidden for token in self.vocabulary]
 
     def has_ended(self, new):
-        """None of the rules ends a text."""
-        del new
-        return False
+        """Whether the text ends with its newest token."""
+        return new[-1] in self.ends
