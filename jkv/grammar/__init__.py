@@ -9,6 +9,7 @@ from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.json_texts import from_json_object, from_json_schema
 from jkv.grammar.languages import from_choices, from_regex
+from jkv.grammar.spelling import with_one_spelling
 from jkv.grammar.tables import join
 from jkv.grammar.tool_calls import from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -28,4 +29,5 @@ __all__ = [
     "from_tools",
     "join",
     "vocabulary_of",
+    "with_one_spelling",
 ]

@@ -1,0 +1,137 @@
+"""One spelling: where a language leaves no choice of bytes, it leaves none of tokens.
+
+The name of a key in a JSON schema can be spelled by many tokens, short and long. A
+grammar allows them all. With one spelling it allows the longest token that is certain,
+so that tokens behind each other are forced, and speculation computes them in one step.
+Texts are the same; what changes is which tokens spell them. (SGLang calls this
+jump-forward decoding, and computes the spelling anew on the host:
+https://lmsys.org/blog/2024-02-05-compressed-fsm/.)
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.vocabulary import Vocabulary
+
+# A state that allows more tokens than so many leaves a choice of bytes.
+_MOST_TOKENS = 256
+
+
+def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
+    """Return a grammar of the same texts in which what is certain has one spelling.
+
+    A token is certain in a state if every text of the language goes on with its bytes;
+    of several the longest is allowed, and no other. Each takes a set of tokens more.
+
+    Args:
+      grammar: of one language, or a join.
+      vocabulary: the one that it was made for; with a token for every single byte, or
+        fewer states are changed: no text may be lost that others spell.
+
+    Raises:
+      ValueError: for another vocabulary.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.grammar import Vocabulary, from_choices, with_one_spelling
+      >>> tokens = [b"y", b"yes", b"no", b"e", b"s", None]
+      >>> vocabulary = Vocabulary(tokens, end_tokens=[5])
+      >>> grammar = from_choices(["yes", "no"], vocabulary)
+      >>> grammar = with_one_spelling(grammar, vocabulary)
+      >>> state = grammar.advance(jnp.int32([0]), jnp.int32([0]))
+      >>> grammar.forced(state).tolist()
+      [3]
+    """
+    if len(vocabulary.tokens) != grammar.vocabulary_size:
+        raise ValueError(
+            f"the grammar was made for {grammar.vocabulary_size} tokens, the "
+            f"vocabulary has {len(vocabulary.tokens)}"
+        )
+    states = _States(grammar, vocabulary)
+    found = {
+        state: token
+        for state in range(grammar.num_states)
+        if (token := states.find_certain(state)) is not None
+    }
+    if not found:
+        return grammar
+    rows = {token: i for i, token in enumerate(sorted(set(found.values())))}
+    masks = np.zeros((len(rows), grammar.masks.shape[1]), np.uint32)
+    for token, row in rows.items():
+        masks[row, token // 32] = np.uint32(1 << (token % 32))
+    mask_of_state = np.array(grammar.mask_of_state)
+    forced = np.array(grammar.forced_token)
+    for state, token in found.items():
+        mask_of_state[state] = grammar.masks.shape[0] + rows[token]
+        forced[state] = token
+    return dataclasses.replace(
+        grammar,
+        masks=jnp.concatenate([jnp.asarray(grammar.masks), jnp.asarray(masks)]),
+        mask_of_state=jnp.asarray(mask_of_state),
+        forced_token=jnp.asarray(forced),
+    )
+
+
+class _States:
+    """The states of a grammar, on the host."""
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        self._tokens, self._ends = vocabulary.tokens, set(vocabulary.end_tokens)
+        singles = {token for token in vocabulary.tokens if token and len(token) == 1}
+        self._has_all_bytes = len(singles) == 256
+        names = "class_of_token", "transitions", "row_of_state", "variant_of_state"
+        self._arrays: dict[str, Any] = {
+            n: np.asarray(getattr(grammar, n)) for n in names
+        }
+        self._masks = np.asarray(grammar.masks)
+        self._mask_of_state = np.asarray(grammar.mask_of_state)
+        self._allowed: dict[int, dict[int, bytes] | None] = {}  # by the set's number
+
+    def find_certain(self, state: int) -> int | None:
+        """Return the longest token of several that every text goes on with, if any."""
+        allowed = self._find_allowed(state)
+        if allowed is None or len(allowed) < 2:
+            return None
+        token, longest = max(allowed.items(), key=lambda one: (len(one[1]), -one[0]))
+        for other, spelled in allowed.items():
+            if not longest.startswith(spelled):
+                return None
+            rest = longest[len(spelled) :]
+            if rest and not self._goes_on_with(self._follow(state, other), rest):
+                return None
+        return token
+
+    def _goes_on_with(self, state: int, rest: bytes) -> bool:
+        """Whether every token that a state allows agrees with these bytes."""
+        allowed = self._find_allowed(state)
+        if not allowed:
+            return False
+        return all(
+            rest.startswith(spelled)
+            or (self._has_all_bytes and spelled.startswith(rest))
+            for spelled in allowed.values()
+        )
+
+    def _find_allowed(self, state: int) -> dict[int, bytes] | None:
+        """Return the tokens that a state allows; None if many, or one ends the text."""
+        number = int(self._mask_of_state[state])
+        if number not in self._allowed:
+            bits = np.unpackbits(self._masks[number].view(np.uint8), bitorder="little")
+            tokens = np.flatnonzero(bits).tolist()
+            found = None
+            if len(tokens) <= _MOST_TOKENS and not self._ends & {*tokens}:
+                found = {token: self._tokens[token] or b"" for token in tokens}
+            self._allowed[number] = found
+        return self._allowed[number]
+
+    def _follow(self, state: int, token: int) -> int:
+        """Return the state after a token."""
+        arrays = self._arrays
+        column = arrays["class_of_token"][arrays["variant_of_state"][state], token]
+        return int(
+            arrays["transitions"][int(arrays["row_of_state"][state]) + int(column)]
+        )
