@@ -1,7 +1,8 @@
 """A grammar: the tokens that a text may have next, as arrays on the device.
 
 Symbols: S states of all variants, C classes of tokens, R distinct sets of allowed
-tokens, V tokens of the vocabulary, W = ceil(V / 32) words of a set, K rows of a call.
+tokens, V tokens of the vocabulary, K rows of a call. Rows of a table, which agree in
+most places, are lists of pieces of 16 entries; equal pieces are kept once.
 
 A row of the state is one i32, the state of the automaton. Two states stand behind those
 of the language: a text that took a token which was not allowed is lost (nothing is
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 
 from jkv.steering.protocol import Steering
 
+PIECE = 16  # entries of a piece; with 8 or 32 tables are larger
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,10 +29,13 @@ class Grammar(Steering):
 
     Attributes:
       class_of_token: u8, u16 or i32 [G, V], for each of the G variants.
-      transitions: u8, u16 or i32[T], the rows of all states, one after the other.
-      row_of_state: i32[S + 2], where each state's row begins in `transitions`.
+      transition_pieces: u8, u16 or i32[Q, 16], states behind tokens of 16 classes.
+      transitions: u8, u16 or i32[T], pieces of each state, one state after the other.
+      row_of_state: i32[S + 2], where each state's pieces begin in `transitions`.
       variant_of_state: i32[S + 2].
-      masks: u32[R, W], the sets: token t is bit t % 32 of word t // 32.
+      mask_pieces: u32[P, 16], which of 512 tokens are allowed: of them token t is bit
+        t % 32 of word t // 32.
+      masks: u8, u16 or i32[R, ceil(V / 512)], the pieces of each set.
       mask_of_state: i32[S + 2], which set each state allows.
       forced_token: i32[S + 2], the only token that a state allows; -1 for several.
       starts: i32[G], where texts of each variant begin.
@@ -38,9 +44,11 @@ class Grammar(Steering):
     """
 
     class_of_token: jax.Array
+    transition_pieces: jax.Array
     transitions: jax.Array
     row_of_state: jax.Array
     variant_of_state: jax.Array
+    mask_pieces: jax.Array
     masks: jax.Array
     mask_of_state: jax.Array
     forced_token: jax.Array
@@ -94,12 +102,13 @@ class Grammar(Steering):
                 f"logits of {width} tokens, but the grammar's vocabulary has "
                 f"{self.vocabulary_size}: make it of the tokens that the model knows"
             )
-        words = self.masks[self.mask_of_state[state]]
-        missing = -(-width // 32) - words.shape[1]
+        words = self.mask_pieces[self.masks[self.mask_of_state[state]]]
+        words = words.reshape(len(words), words.shape[1] * PIECE)
+        missing = max(0, -(-width // 32) - words.shape[1])
         words = jnp.pad(words, ((0, 0), (0, missing)))
         shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
         bits = (words[:, :, None] >> shifts) & jnp.uint32(1)
-        allowed = bits.reshape(len(words), -1)[:, :width] == 1
+        allowed = bits.reshape(len(words), words.shape[1] * 32)[:, :width] == 1
         return jnp.where(allowed, logits, -jnp.inf)
 
     def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -111,8 +120,9 @@ class Grammar(Steering):
         """
         variants = self.variant_of_state[state]
         columns = self.class_of_token.at[variants, tokens].get(mode="clip")
-        places = self.row_of_state[state] + columns.astype(jnp.int32)
-        reached = self.transitions[places].astype(jnp.int32)
+        piece, lane = jnp.divmod(columns.astype(jnp.int32), PIECE)
+        pieces = self.transitions[self.row_of_state[state] + piece]
+        reached = self.transition_pieces[pieces, lane].astype(jnp.int32)
         is_known = tokens < self.vocabulary_size
         reached = jnp.where(is_known, reached, self.num_states)
         return jnp.where(tokens < 0, state, reached)

@@ -40,7 +40,6 @@ def from_json_schema(
       folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
-      ImportError: the extra `grammar` is not installed.
       Unsupported: a keyword that is not served, or recursion (a ValueError).
       NoText: no value is valid, or the vocabulary spells none (a ValueError).
       TooLarge: `max_bytes` is exceeded (a ValueError).
@@ -82,7 +81,6 @@ def from_json_object(
       folder: as `from_json_schema` has it.
 
     Raises:
-      ImportError: the extra `grammar` is not installed.
       NoText: the vocabulary spells no object (a ValueError).
       TooLarge: `max_bytes` is exceeded (a ValueError).
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from jkv.grammar.anchors import split_branches
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal
@@ -65,17 +64,16 @@ def from_regex(
     r"""Make a grammar whose texts match a regular expression, from end to end.
 
     Args:
-      pattern: in the syntax of https://docs.rs/regex, over Unicode characters: `.` is
-        any but a line's end, `\d` a digit of any script. `^` at its beginning and `$`
-        at its end, or those of what `|` separates, say what holds anyway.
+      pattern: in the syntax of Python's `re`, over Unicode characters: `.` is any but
+        a line's end, `\d` a digit of any script. Greedy or not makes no difference.
       vocabulary: of the model.
       max_bytes: of the tables, and of the memory that compiling takes beside the
-        vocabulary's own. (On Windows the compiler of patterns is not bounded.)
+        vocabulary's own.
       folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
-      ImportError: the extra `grammar` is not installed.
-      Unsupported: look-around, references back, `^` or `$` inside (a ValueError).
+      Unsupported: it is no pattern, or it has look-around, references back, `\b`,
+        atomic groups or lines as a flag (a ValueError).
       NoText: the vocabulary can spell none of the texts (a ValueError).
       TooLarge: `max_bytes` is exceeded (a ValueError).
 
@@ -89,14 +87,12 @@ def from_regex(
       >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
       [[0.0, -inf, 0.0, -inf, 0.0]]
     """
-    branches = split_branches(pattern)
-    whole = "|".join(f"(?:{branch.text})" for branch in branches)
 
     def make() -> Grammar:
-        leaf = Leaf(compile_regex(whole, max_bytes))
+        leaf = Leaf(compile_regex(pattern, max_bytes))
         return compile_expression(leaf, vocabulary, max_bytes=max_bytes)
 
-    return keep(folder, vocabulary, ["regex", whole], make)
+    return keep(folder, vocabulary, ["regex", pattern], make)
 
 
 def compile_expression(

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jkv.grammar.errors import TooLarge
-from jkv.grammar.grammar import Grammar
+from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.token_table import TokenTable
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -32,7 +32,8 @@ def make_grammar(
         return_inverse=True,
     )
     num_words = -(-num_tokens // 32)
-    # End tokens are one more class, behind the others.
+    # End tokens are one more class, behind the others. Equal pieces may spare some of
+    # what is counted here, but the rows are made first.
     end_class = table.transitions.shape[1]
     entries = (num_states + 2) * (end_class + 1)
     needed = (
@@ -58,14 +59,19 @@ def make_grammar(
     extra[1, -1] = True
     sets = np.concatenate([allowed, extra])
     masks = np.stack([_pack(row[class_of_token], num_words) for row in sets])
+    pieces_of_set, mask_pieces = _cut(masks)
+    pieces_of_state, transition_pieces = _cut(transitions)
+    per_state = pieces_of_state.shape[1]
     mask_of_state = np.append(mask_of_state.reshape(-1), len(allowed) + np.arange(2))
     forced = np.array([_only(row, class_of_token) for row in sets], np.int32)
     return _assemble(
         class_of_token=class_of_token[None],
-        transitions=transitions.reshape(-1),
-        row_of_state=np.arange(num_states + 2) * (end_class + 1),
+        transition_pieces=transition_pieces,
+        transitions=pieces_of_state.reshape(-1),
+        row_of_state=np.arange(num_states + 2) * per_state,
         variant_of_state=np.zeros(num_states + 2, np.int32),
-        masks=masks,
+        mask_pieces=mask_pieces,
+        masks=pieces_of_set,
         mask_of_state=mask_of_state,
         forced_token=forced[mask_of_state],
         starts=np.zeros(1, np.int32),
@@ -98,7 +104,8 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
     parts: dict[str, list[Ints]] = {name: [] for name in _STATE_ARRAYS}
     tails: dict[str, list[Ints]] = {}
     first_state = first_entry = first_variant = 0
-    transitions, masks, num_masks = [], [], 0
+    rows: dict[str, list[Ints]] = {name: [] for name in _PIECE_ARRAYS}
+    num_masks = num_mask_pieces = num_pieces = 0
     for grammar in grammars:
         own = {name: np.asarray(getattr(grammar, name)) for name in _STATE_ARRAYS}
         count = grammar.num_states
@@ -108,26 +115,34 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
         for name, values in own.items():
             parts[name].append(values[:count])
             tails[name] = [values[count:]]
+        targets = np.asarray(grammar.transition_pieces).astype(np.int32)
+        moved = np.where(
+            targets < count, targets + first_state, targets - count + total
+        )
+        rows["transition_pieces"].append(moved)
         entries = np.asarray(grammar.transitions).astype(np.int32)
-        is_state = entries < count
-        moved = np.where(is_state, entries + first_state, entries - count + total)
-        transitions.append(moved)
-        masks.append(np.asarray(grammar.masks))
+        rows["transitions"].append(entries + num_pieces)
+        rows["mask_pieces"].append(np.asarray(grammar.mask_pieces))
+        masks = np.asarray(grammar.masks).astype(np.int32)
+        rows["masks"].append(masks + num_mask_pieces)
         first_state += count
         first_entry += len(entries)
         first_variant += grammar.num_variants
-        num_masks += len(masks[-1])
+        num_masks += len(masks)
+        num_pieces += len(moved)
+        num_mask_pieces += len(rows["mask_pieces"][-1])
     joined = {name: np.concatenate(parts[name] + tails[name]) for name in parts}
-    distinct, which = np.unique(np.concatenate(masks), axis=0, return_inverse=True)
-    joined["mask_of_state"] = which.reshape(-1)[joined["mask_of_state"]]
+    joined |= {name: np.concatenate(values) for name, values in rows.items()}
+    for name in ("masks", "transitions"):
+        pieces = f"{name.removesuffix('s')}_pieces"
+        joined[pieces], which = np.unique(joined[pieces], axis=0, return_inverse=True)
+        joined[name] = which.reshape(-1)[joined[name]]
     firsts = np.cumsum([0, *(grammar.num_states for grammar in grammars[:-1])])
     starts = [
         np.asarray(g.starts) + first for g, first in zip(grammars, firsts, strict=True)
     ]
     return _assemble(
         class_of_token=np.concatenate([np.asarray(g.class_of_token) for g in grammars]),
-        transitions=np.concatenate(transitions),
-        masks=distinct,
         starts=np.concatenate(starts),
         end_tokens=np.asarray(grammars[0].end_tokens),
         vocabulary_size=grammars[0].vocabulary_size,
@@ -135,6 +150,7 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
     )
 
 
+_PIECE_ARRAYS = "transition_pieces", "transitions", "mask_pieces", "masks"
 _STATE_ARRAYS = "row_of_state", "variant_of_state", "mask_of_state", "forced_token"
 
 
@@ -143,8 +159,10 @@ def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
     num_states = len(arrays["row_of_state"])
     dtypes = {
         "class_of_token": _narrow(int(arrays["class_of_token"].max()) + 1),
-        "transitions": _narrow(num_states),
-        "masks": np.dtype(np.uint32),
+        "transition_pieces": _narrow(num_states),
+        "transitions": _narrow(len(arrays["transition_pieces"])),
+        "mask_pieces": np.dtype(np.uint32),
+        "masks": _narrow(len(arrays["mask_pieces"])),
     }
     placed = {
         name: jnp.asarray(values.astype(dtypes.get(name, np.dtype(np.int32))))
@@ -158,6 +176,13 @@ def _narrow(num_values: int) -> np.dtype[np.generic]:
     if num_values <= 2**8:
         return np.dtype(np.uint8)
     return np.dtype(np.uint16 if num_values <= 2**16 else np.int32)
+
+
+def _cut(rows: Ints) -> tuple[Ints, Ints]:
+    """Cut rows into pieces; return each row's [R, n] and the distinct pieces."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % PIECE)))
+    pieces, which = np.unique(padded.reshape(-1, PIECE), axis=0, return_inverse=True)
+    return which.reshape(len(rows), -1), pieces
 
 
 def _pack(bits: npt.NDArray[np.bool_], num_words: int) -> npt.NDArray[np.uint32]:

@@ -63,7 +63,6 @@ def from_tools(
       folder: as `from_json_schema` has it.
 
     Raises:
-      ImportError: the extra `grammar` is not installed.
       NoText: no tool is called `choice` (a ValueError).
       Unsupported: a schema uses a keyword that is not served (a ValueError).
       TooLarge: `max_bytes` is exceeded (a ValueError).
@@ -116,7 +115,7 @@ def _with_text(
     call: Expression, begin: str, is_single: bool, max_bytes: int
 ) -> Expression:
     """Return free texts with calls in them."""
-    tagged = compile_regex(f"{ANYTHING}{re.escape(begin)}{ANYTHING}", max_bytes)
+    tagged = compile_regex(re.escape(begin), max_bytes, is_search=True)
     anything = compile_regex(ANYTHING, max_bytes)
     free = Leaf(subtract(anything, tagged, max_bytes=max_bytes))
     return concat(free, Repeat(concat(call, free), 0, 1 if is_single else None))

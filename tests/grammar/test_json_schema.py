@@ -165,7 +165,7 @@ REFUSED = {
     "oneOf": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
     "minProperties": {"properties": {"a": {}, "b": {}}, "minProperties": 1},
     "pattern": {"pattern": "(?!a)"},
-    "anchor": {"pattern": "a^"},
+    "AT": {"pattern": "a\\b"},
     "type": {"type": "text"},
     "additionalProperties": {
         "allOf": [{"properties": {"a": {}}, "additionalProperties": False}],

@@ -94,7 +94,6 @@ DOORS: dict[str, tuple[str, ...]] = {
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
 EXTRAS = {
-    "outlines_core": "grammar/regex_process.py",
     "prometheus_client": "serving/prometheus.py",
     "rich": "grammar/progress.py",
 }

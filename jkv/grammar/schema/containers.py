@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jkv.grammar.automaton import Automaton
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
 from jkv.grammar.expressions import (
@@ -22,9 +23,9 @@ from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.quoting import quote
 from jkv.grammar.schema.strings import (
     ANYTHING,
+    find_pattern,
     in_quotes,
     literal_string,
-    search_pattern,
 )
 
 Compile = Callable[[Any], Expression]  # the texts of a schema
@@ -159,7 +160,11 @@ def object_expression(
         named.setdefault(key, words.get("additionalProperties", True))
     entries = []
     for key, schema in named.items():
-        also = [inner for pattern, inner in patterns.items() if _finds(pattern, key)]
+        also = [
+            inner
+            for pattern, inner in patterns.items()
+            if find_pattern(pattern, max_bytes).matches(key.encode())
+        ]
         value = compile_part({"allOf": [schema, *also]} if also else schema)
         entries.append((marks.property(key, value), key in required))
     keys = _Keys(named, patterns, max_bytes)
@@ -178,14 +183,6 @@ def object_expression(
     return marks.object(marks.separated(entries, Choice(rest) if rest else None))
 
 
-def _finds(pattern: str, key: str) -> bool:
-    found = compile_regex(search_pattern(pattern), _KEY_BYTES)
-    return found.matches(key.encode())
-
-
-_KEY_BYTES = 2**28
-
-
 class _Keys:
     """Keys of properties that are not named."""
 
@@ -199,15 +196,14 @@ class _Keys:
 
     def of_pattern(self, pattern: str) -> Expression:
         """Return the keys in which a pattern is found."""
-        return self._without(search_pattern(pattern), [])
+        return self._without(find_pattern(pattern, self._max_bytes), [])
 
     def of_others(self) -> Expression:
         """Return the keys in which no pattern is found."""
-        return self._without(ANYTHING, self._patterns)
+        return self._without(compile_regex(ANYTHING, self._max_bytes), self._patterns)
 
-    def _without(self, pattern: str, others: Sequence[str]) -> Expression:
-        keys = compile_regex(pattern, self._max_bytes)
-        taken = [compile_regex(search_pattern(p), self._max_bytes) for p in others]
+    def _without(self, keys: Automaton, patterns: Sequence[str]) -> Expression:
+        taken = [find_pattern(pattern, self._max_bytes) for pattern in patterns]
         for automaton in (self._named, *taken):
             keys = subtract(keys, automaton, max_bytes=self._max_bytes)
         return in_quotes(Leaf(quote(keys)))

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.grammar.anchors import PIECE, split_branches
 from jkv.grammar.automaton import Automaton
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
@@ -15,31 +14,24 @@ from jkv.grammar.schema.formats import FORMATS
 from jkv.grammar.schema.quoting import quote
 
 ANYTHING = "(?s:.*)"
-# What ECMA-262 means by these letters, which the compiler takes for any script's.
-_ASCII = {
-    r"\d": "[0-9]",
-    r"\D": "[^0-9]",
-    r"\w": "[0-9A-Za-z_]",
-    r"\W": "[^0-9A-Za-z_]",
-    r"\/": "/",
-}
+# How ECMA-262 names a group, which Python writes with a P.
+_NAMED = re.compile(r"(?<!\\)\(\?<(?=\w+>)")
 
 
 def string_expression(schema: Mapping[str, Any], max_bytes: int) -> Expression:
     """Return the strings that a schema describes, with their quotes."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    patterns = []
+    described = []
     if "pattern" in schema:
-        patterns.append(search_pattern(schema["pattern"]))
+        described.append(find_pattern(schema["pattern"], max_bytes))
     if "format" in schema:
         if schema["format"] not in FORMATS:
             raise Unsupported(f"format {schema['format']!r}")
-        patterns.append(FORMATS[schema["format"]])
-    if not patterns:
+        described.append(compile_regex(FORMATS[schema["format"]], max_bytes))
+    if not described:
         return in_quotes(Repeat(Leaf(_any_character(max_bytes)), least, most))
-    texts = compile_regex(patterns[0], max_bytes)
-    for pattern in patterns[1:]:
-        other = compile_regex(pattern, max_bytes)
+    texts = described[0]
+    for other in described[1:]:
         texts = intersect(texts, other, max_bytes=max_bytes)
     if least or most is not None:
         character = Leaf(compile_regex("(?s:.)", max_bytes))
@@ -59,35 +51,14 @@ def in_quotes(inner: Expression) -> Expression:
     return concat(b'"', inner, b'"')
 
 
-def search_pattern(pattern: str) -> str:
-    """Return the pattern of whole texts in which a schema's pattern is found.
+def find_pattern(pattern: str, max_bytes: int) -> Automaton:
+    """Return the texts in which a pattern of a schema is found.
 
-    Raises:
-      Unsupported: an anchor inside.
+    Patterns are those of ECMA-262, as far as Python reads them alike.
     """
-    parts = []
-    for branch in split_branches(_read_as_ecma(pattern)):
-        before = "" if branch.begins else ANYTHING
-        after = "" if branch.ends else ANYTHING
-        parts.append(f"(?:{before}(?:{branch.text}){after})")
-    return "|".join(parts)
+    pattern = _NAMED.sub("(?P<", pattern)
+    return compile_regex(pattern, max_bytes, is_search=True, flags=re.ASCII)
 
 
 def _any_character(max_bytes: int) -> Automaton:
     return quote(compile_regex("(?s:.)", max_bytes))
-
-
-def _read_as_ecma(pattern: str) -> str:
-    """Write a pattern of ECMA-262, which schemas use, for the compiler."""
-    return "".join(
-        _read_class(piece) if piece.startswith("[") else _ASCII.get(piece, piece)
-        for piece in PIECE.findall(pattern)
-    )
-
-
-def _read_class(piece: str) -> str:
-    """Write a class of characters; in the compiler's `[`, `&`, `~` may be operators."""
-    head = "[^" if piece.startswith("[^") else "["
-    inner = re.findall(r"\\(?:[pPxu]\{[^}]*\}|.)|.", piece[len(head) : -1], re.DOTALL)
-    escaped = {"[": r"\[", "&": r"\&", "~": r"\~"}
-    return head + "".join(escaped.get(p, _ASCII.get(p, p)) for p in inner) + "]"

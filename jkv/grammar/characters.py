@@ -1,0 +1,106 @@
+"""Sets of characters, and the bytes that UTF-8 writes them with."""
+
+import functools
+import re
+import sys
+
+from jkv.grammar.automaton import Automaton
+from jkv.grammar.determinization import determinize
+from jkv.grammar.expressions import ByteRange, Choice, Expression, Leaf, concat
+
+Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each other
+
+_LAST = sys.maxunicode
+_SURROGATES = ((0xD800, 0xDFFF),)
+# Last code points of one, two, three and four bytes.
+_LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, _LAST)
+
+
+def unite(*ranges: tuple[int, int]) -> Ranges:
+    """Sort ranges and join those that touch."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """Return all other characters; surrogates are none."""
+    found, next_ = [], 0
+    for low, high in unite(*ranges, *_SURROGATES):
+        if next_ < low:
+            found.append((next_, low - 1))
+        next_ = high + 1
+    return tuple([*found, (next_, _LAST)] if next_ <= _LAST else found)
+
+
+@functools.cache
+def category(letter: str) -> Ranges:
+    """Return the characters that `re` means by \\d, \\w or \\s."""
+    found = re.finditer(rf"\{letter}+", _every_character())
+    # The string leaves surrogates out; a run of them is not part of any category.
+    return unite(*((_code(m.start()), _code(m.end() - 1)) for m in found))
+
+
+def ignoring_case(ranges: Ranges) -> Ranges:
+    """Add what differs in case alone from what is there."""
+    others = []
+    for low, high in ranges:
+        for code in range(low, high + 1):
+            both = chr(code).lower(), chr(code).upper()
+            others += [(ord(c), ord(c)) for c in both if len(c) == 1]
+    return unite(*ranges, *others)
+
+
+@functools.lru_cache(maxsize=512)
+def one_of(ranges: Ranges) -> Expression:
+    """Return the language of one character of a set, in UTF-8."""
+    if all(high < 0x80 for _, high in ranges):
+        return Choice([ByteRange(low, high) for low, high in ranges])
+    sequences: list[Expression] = []
+    for low, high in complement(complement(ranges)):
+        first = 0
+        for last in _LAST_OF_LENGTH:
+            if max(low, first) <= min(high, last):
+                begin, end = chr(max(low, first)), chr(min(high, last))
+                sequences += _split(begin.encode(), end.encode())
+            first = last + 1
+    automaton: Automaton = determinize(Choice(sequences), max_bytes=2**30)
+    return Leaf(automaton)
+
+
+def _split(low: bytes, high: bytes) -> list[Expression]:
+    """Return the byte sequences between two of one length, as sequences of ranges.
+
+    All but the first byte of a character range over 0x80 to 0xBF (K. Thompson's way,
+    https://swtch.com/~rsc/regexp/regexp3.html).
+    """
+    if len(low) == 1:
+        return [ByteRange(low[0], high[0])]
+    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    if low[0] == high[0]:
+        head = ByteRange(low[0], low[0])
+        return [concat(head, tail) for tail in _split(low[1:], high[1:])]
+    first, last, found = low[0], high[0], []
+    if low[1:] != least:
+        found += _split(low, bytes([first]) + most)
+        first += 1
+    if high[1:] != most:
+        found += _split(bytes([last]) + least, high)
+        last -= 1
+    if first <= last:
+        tails = _split(least, most)
+        found += [concat(ByteRange(first, last), tail) for tail in tails]
+    return found
+
+
+@functools.cache
+def _every_character() -> str:
+    return "".join(map(chr, (*range(0xD800), *range(0xE000, _LAST + 1))))
+
+
+def _code(place: int) -> int:
+    return place if place < 0xD800 else place + 0x800
