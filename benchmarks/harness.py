@@ -205,7 +205,7 @@ def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
 
 
 def progress(text: str) -> None:
-    """Say what is done, or begins: rewrite the last line of a terminal, add to a log."""
+    """Say how far it is: rewrite the last line of a terminal, add one to a log."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
     elif text:
