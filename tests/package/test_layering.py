@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "state",
         "status",
+        "steering",
         "storage",
         "verbs",
     },
@@ -78,6 +79,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
         "texts",
         "model",
+        "steering",
         "sampling",
         "scheduler",
         "speculation",
@@ -91,7 +93,11 @@ DOORS: dict[str, tuple[str, ...]] = {
 }
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
-EXTRAS = {"prometheus_client": "serving/prometheus.py"}
+EXTRAS = {
+    "outlines_core": "grammar/regex_process.py",
+    "prometheus_client": "serving/prometheus.py",
+    "rich": "grammar/progress.py",
+}
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 
 

@@ -32,6 +32,8 @@ class Prompts:
     limits: jax.Array  # i32[Q], most new tokens of each of its sequences
     salts: jax.Array  # i32[Q], domain of the prefix index
     priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
+    # i32[Q], how each is steered, -1 not at all; None where nothing is
+    variants: jax.Array | None = None
 
     @classmethod
     def of(

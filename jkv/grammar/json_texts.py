@@ -1,0 +1,96 @@
+"""Grammars of JSON: of a schema, of any object, of calls of tools."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.kept_files import Folder, keep
+from jkv.grammar.languages import MAX_BYTES, compile_expression
+from jkv.grammar.schema.compilation import SchemaCompiler
+from jkv.grammar.vocabulary import Vocabulary
+
+WHITESPACE = "[ ]?"
+DEPTH = 3
+
+
+def from_json_schema(
+    schema: Mapping[str, Any] | bool,
+    vocabulary: Vocabulary,
+    *,
+    whitespace: str = WHITESPACE,
+    depth: int = DEPTH,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
+) -> Grammar:
+    """Make a grammar whose texts are the JSON values that a schema describes.
+
+    Properties stand in the order in which the schema names them. What a schema leaves
+    open is left out: an object has no properties and a tuple no items but those that
+    the schema speaks of. The page on grammars lists the keywords that are served,
+    ignored and refused.
+
+    Args:
+      schema: of JSON Schema, draft 2020-12, with what older drafts wrote otherwise.
+      vocabulary: of the model.
+      whitespace: pattern of what may stand around brackets, commas and colons; once at
+        each place. None stands before the value or behind it.
+      depth: levels of arrays and objects in a value of which the schema says nothing.
+      max_bytes: of the tables, and of the memory that compiling takes beside the
+        vocabulary's own.
+      folder: where compiled grammars are kept and found again; None for nowhere.
+
+    Raises:
+      ImportError: the extra `grammar` is not installed.
+      Unsupported: a keyword that is not served, or recursion (a ValueError).
+      NoText: no value is valid, or the vocabulary spells none (a ValueError).
+      TooLarge: `max_bytes` is exceeded (a ValueError).
+
+    Example:
+      >>> from jkv.grammar import Vocabulary, from_json_schema
+      >>> tokens = [bytes([byte]) for byte in range(128)]
+      >>> vocabulary = Vocabulary([*tokens, None], end_tokens=[128])
+      >>> schema = {"type": "array", "items": {"enum": ["yes", "no"]}, "maxItems": 2}
+      >>> from_json_schema(schema, vocabulary, whitespace="").num_states
+      16
+    """
+
+    def make() -> Grammar:
+        compiler = SchemaCompiler(
+            schema, whitespace=whitespace, depth=depth, max_bytes=max_bytes
+        )
+        texts = compiler.compile(schema)
+        return compile_expression(texts, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["schema", schema, whitespace, depth], make)
+
+
+def from_json_object(
+    vocabulary: Vocabulary,
+    *,
+    whitespace: str = WHITESPACE,
+    depth: int = DEPTH,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
+) -> Grammar:
+    """Make a grammar whose texts are any JSON object.
+
+    Args:
+      vocabulary: of the model.
+      whitespace: as `from_json_schema` has it.
+      depth: levels of arrays and objects inside of the object.
+      max_bytes: as `from_json_schema` has it.
+      folder: as `from_json_schema` has it.
+
+    Raises:
+      ImportError: the extra `grammar` is not installed.
+      NoText: the vocabulary spells no object (a ValueError).
+      TooLarge: `max_bytes` is exceeded (a ValueError).
+    """
+    return from_json_schema(
+        {"type": "object"},
+        vocabulary,
+        whitespace=whitespace,
+        depth=depth,
+        max_bytes=max_bytes,
+        folder=folder,
+    )

@@ -1,0 +1,84 @@
+"""Compiled grammars in a folder, found again by a hash of what they were made of."""
+
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+import weakref
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.vocabulary import Vocabulary
+
+# Of what a compiler makes of the same arguments; raise it where that changes.
+_VERSION = 1
+
+Folder = str | os.PathLike[str] | None
+
+
+def keep(
+    folder: Folder,
+    vocabulary: Vocabulary,
+    asked: Any,
+    make: Callable[[], Grammar],
+) -> Grammar:
+    """Return a grammar from a folder, or make it and put it there.
+
+    A file that cannot be read is made anew. Several processes may share a folder: files
+    appear whole.
+
+    Args:
+      folder: made where it lacks; None keeps nothing.
+      vocabulary: of the grammar.
+      asked: what else the grammar depends on, of JSON.
+      make: compiles it.
+    """
+    if folder is None:
+        return make()
+    text = json.dumps([_VERSION, asked]).encode()
+    name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
+    path = pathlib.Path(folder) / f"{name}.npz"
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        grammar = make()
+        _write(path, grammar)
+        return grammar
+
+
+_HASHES: "weakref.WeakKeyDictionary[Vocabulary, bytes]" = weakref.WeakKeyDictionary()
+
+
+def _hash_of(vocabulary: Vocabulary) -> bytes:
+    if vocabulary not in _HASHES:
+        tokens = [b"" if token is None else token for token in vocabulary.tokens]
+        lengths = [len(token) for token in tokens]
+        hashed = hashlib.sha256(json.dumps([lengths, vocabulary.end_tokens]).encode())
+        hashed.update(b"".join(tokens))
+        _HASHES[vocabulary] = hashed.digest()
+    return _HASHES[vocabulary]
+
+
+def _read(path: pathlib.Path) -> Grammar:
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    size = int(arrays.pop("vocabulary_size"))
+    placed = {name: jnp.asarray(values) for name, values in arrays.items()}
+    try:
+        return Grammar(vocabulary_size=size, **placed)
+    except TypeError as error:
+        raise ValueError(f"{path} holds another kind of grammar") from error
+
+
+def _write(path: pathlib.Path, grammar: Grammar) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = vars(grammar)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        np.savez_compressed(file, **arrays)
+    os.replace(file.name, path)

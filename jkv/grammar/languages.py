@@ -1,0 +1,108 @@
+"""Grammars of texts to choose from and of regular expressions."""
+
+from collections.abc import Sequence
+
+from jkv.grammar.anchors import split_branches
+from jkv.grammar.determinization import determinize
+from jkv.grammar.errors import NoText
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.kept_files import Folder, keep
+from jkv.grammar.regexes import compile_regex
+from jkv.grammar.tables import make_grammar
+from jkv.grammar.token_table import make_table
+from jkv.grammar.vocabulary import Vocabulary
+
+MAX_BYTES = 2**28
+
+
+def from_choices(
+    texts: Sequence[str],
+    vocabulary: Vocabulary,
+    *,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
+) -> Grammar:
+    """Make a grammar whose texts are some given ones.
+
+    Args:
+      texts: to choose from.
+      vocabulary: of the model.
+      max_bytes: of the tables, and of the memory that compiling takes beside the
+        vocabulary's own.
+      folder: where compiled grammars are kept and found again; None for nowhere.
+
+    Raises:
+      NoText: the vocabulary can spell none of them, or none are given (a ValueError).
+      TooLarge: `max_bytes` is exceeded (a ValueError).
+
+    Example:
+      >>> from jkv.grammar import Vocabulary, from_choices
+      >>> vocabulary = Vocabulary([b"y", b"yes", b"no", b"es", None], end_tokens=[4])
+      >>> grammar = from_choices(["yes", "no"], vocabulary)
+      >>> import jax.numpy as jnp
+      >>> state = grammar.begin(jnp.array([0]), jnp.array([[]], int))
+      >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
+      [[0.0, 0.0, 0.0, -inf, -inf]]
+    """
+    if not texts:
+        raise NoText("there are no texts to choose from")
+    choice = Choice([Literal(text.encode()) for text in texts])
+
+    def make() -> Grammar:
+        return compile_expression(choice, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["choices", list(texts)], make)
+
+
+def from_regex(
+    pattern: str,
+    vocabulary: Vocabulary,
+    *,
+    max_bytes: int = MAX_BYTES,
+    folder: Folder = None,
+) -> Grammar:
+    r"""Make a grammar whose texts match a regular expression, from end to end.
+
+    Args:
+      pattern: in the syntax of https://docs.rs/regex, over Unicode characters: `.` is
+        any but a line's end, `\d` a digit of any script. `^` at its beginning and `$`
+        at its end, or those of what `|` separates, say what holds anyway.
+      vocabulary: of the model.
+      max_bytes: of the tables, and of the memory that compiling takes beside the
+        vocabulary's own. (On Windows the compiler of patterns is not bounded.)
+      folder: where compiled grammars are kept and found again; None for nowhere.
+
+    Raises:
+      ImportError: the extra `grammar` is not installed.
+      Unsupported: look-around, references back, `^` or `$` inside (a ValueError).
+      NoText: the vocabulary can spell none of the texts (a ValueError).
+      TooLarge: `max_bytes` is exceeded (a ValueError).
+
+    Example:
+      >>> from jkv.grammar import Vocabulary, from_regex
+      >>> vocabulary = Vocabulary([b"a", b"b", b"ab", b"ba", None], end_tokens=[4])
+      >>> grammar = from_regex("(ab)+", vocabulary)
+      >>> import jax.numpy as jnp
+      >>> state = grammar.begin(jnp.array([0]), jnp.array([[]], int))
+      >>> state = grammar.advance(state, jnp.array([2]))
+      >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
+      [[0.0, -inf, 0.0, -inf, 0.0]]
+    """
+    branches = split_branches(pattern)
+    whole = "|".join(f"(?:{branch.text})" for branch in branches)
+
+    def make() -> Grammar:
+        leaf = Leaf(compile_regex(whole, max_bytes))
+        return compile_expression(leaf, vocabulary, max_bytes=max_bytes)
+
+    return keep(folder, vocabulary, ["regex", whole], make)
+
+
+def compile_expression(
+    expression: Expression, vocabulary: Vocabulary, *, max_bytes: int
+) -> Grammar:
+    """Make the grammar of an expression over bytes."""
+    automaton = determinize(expression, max_bytes=max_bytes)
+    table = make_table(automaton, vocabulary, max_bytes=max_bytes)
+    return make_grammar(table, vocabulary, max_bytes=max_bytes)

@@ -1,0 +1,1 @@
+"""JSON schemas as languages (https://json-schema.org/draft/2020-12)."""

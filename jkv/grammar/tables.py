@@ -1,0 +1,174 @@
+"""From automata over tokens to the arrays of a `Grammar`, for one language or many."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jkv.grammar.errors import TooLarge
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.token_table import TokenTable
+from jkv.grammar.vocabulary import Vocabulary
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+def make_grammar(
+    table: TokenTable, vocabulary: Vocabulary, *, max_bytes: int
+) -> Grammar:
+    """Lay out one language.
+
+    Raises:
+      TooLarge: the arrays exceed `max_bytes`.
+    """
+    num_states, num_tokens = len(table.transitions), len(vocabulary.tokens)
+    lost, over = num_states, num_states + 1
+    ends = list(vocabulary.end_tokens)
+    allowed, mask_of_state = np.unique(
+        np.column_stack([table.transitions >= 0, table.accepting]),
+        axis=0,
+        return_inverse=True,
+    )
+    num_words = -(-num_tokens // 32)
+    # End tokens are one more class, behind the others.
+    end_class = table.transitions.shape[1]
+    entries = (num_states + 2) * (end_class + 1)
+    needed = (
+        num_tokens * _narrow(end_class + 1).itemsize
+        + entries * _narrow(over + 1).itemsize
+        + (len(allowed) + 2) * num_words * 4
+        + (num_states + 2) * 16
+    )
+    if needed > max_bytes:
+        raise TooLarge(
+            f"{num_states:,} states, {end_class + 1:,} classes and {len(allowed):,} "
+            f"sets of {num_tokens:,} tokens take {needed:,} bytes, max_bytes is "
+            f"{max_bytes:,}"
+        )
+    transitions = np.full((num_states + 2, end_class + 1), lost, np.int32)
+    transitions[:-2, :-1] = np.where(table.transitions < 0, lost, table.transitions)
+    transitions[:-2, -1] = np.where(table.accepting, over, lost)
+    transitions[over] = over
+    class_of_token = table.class_of_token.copy()
+    class_of_token[ends] = end_class
+    # Of a lost text nothing is allowed, of one that has ended its end.
+    extra = np.zeros((2, end_class + 1), bool)
+    extra[1, -1] = True
+    sets = np.concatenate([allowed, extra])
+    masks = np.stack([_pack(row[class_of_token], num_words) for row in sets])
+    mask_of_state = np.append(mask_of_state.reshape(-1), len(allowed) + np.arange(2))
+    forced = np.array([_only(row, class_of_token) for row in sets], np.int32)
+    return _assemble(
+        class_of_token=class_of_token[None],
+        transitions=transitions.reshape(-1),
+        row_of_state=np.arange(num_states + 2) * (end_class + 1),
+        variant_of_state=np.zeros(num_states + 2, np.int32),
+        masks=masks,
+        mask_of_state=mask_of_state,
+        forced_token=forced[mask_of_state],
+        starts=np.zeros(1, np.int32),
+        end_tokens=np.array(ends),
+        vocabulary_size=num_tokens,
+    )
+
+
+def join(grammars: Sequence[Grammar]) -> Grammar:
+    """Serve several languages in one call, a variant each, in the order given.
+
+    Variants of a grammar that is itself a join follow each other.
+
+    Args:
+      grammars: of one vocabulary.
+
+    Raises:
+      ValueError: none are given, or vocabularies or end tokens differ.
+    """
+    if not grammars:
+        raise ValueError("join needs at least one grammar")
+    sizes = {grammar.vocabulary_size for grammar in grammars}
+    ends = {tuple(np.asarray(grammar.end_tokens).tolist()) for grammar in grammars}
+    if len(sizes) > 1 or len(ends) > 1:
+        raise ValueError(
+            f"grammars of different vocabularies: sizes {sorted(sizes)}, end tokens "
+            f"{sorted(ends)}"
+        )
+    total = sum(grammar.num_states for grammar in grammars)
+    parts: dict[str, list[Ints]] = {name: [] for name in _STATE_ARRAYS}
+    tails: dict[str, list[Ints]] = {}
+    first_state = first_entry = first_variant = 0
+    transitions, masks, num_masks = [], [], 0
+    for grammar in grammars:
+        own = {name: np.asarray(getattr(grammar, name)) for name in _STATE_ARRAYS}
+        count = grammar.num_states
+        own["row_of_state"] = own["row_of_state"] + first_entry
+        own["variant_of_state"] = own["variant_of_state"] + first_variant
+        own["mask_of_state"] = own["mask_of_state"] + num_masks
+        for name, values in own.items():
+            parts[name].append(values[:count])
+            tails[name] = [values[count:]]
+        entries = np.asarray(grammar.transitions).astype(np.int32)
+        is_state = entries < count
+        moved = np.where(is_state, entries + first_state, entries - count + total)
+        transitions.append(moved)
+        masks.append(np.asarray(grammar.masks))
+        first_state += count
+        first_entry += len(entries)
+        first_variant += grammar.num_variants
+        num_masks += len(masks[-1])
+    joined = {name: np.concatenate(parts[name] + tails[name]) for name in parts}
+    distinct, which = np.unique(np.concatenate(masks), axis=0, return_inverse=True)
+    joined["mask_of_state"] = which.reshape(-1)[joined["mask_of_state"]]
+    firsts = np.cumsum([0, *(grammar.num_states for grammar in grammars[:-1])])
+    starts = [
+        np.asarray(g.starts) + first for g, first in zip(grammars, firsts, strict=True)
+    ]
+    return _assemble(
+        class_of_token=np.concatenate([np.asarray(g.class_of_token) for g in grammars]),
+        transitions=np.concatenate(transitions),
+        masks=distinct,
+        starts=np.concatenate(starts),
+        end_tokens=np.asarray(grammars[0].end_tokens),
+        vocabulary_size=grammars[0].vocabulary_size,
+        **joined,
+    )
+
+
+_STATE_ARRAYS = "row_of_state", "variant_of_state", "mask_of_state", "forced_token"
+
+
+def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
+    """Give each array the smallest dtype that holds it, and put it on the device."""
+    num_states = len(arrays["row_of_state"])
+    dtypes = {
+        "class_of_token": _narrow(int(arrays["class_of_token"].max()) + 1),
+        "transitions": _narrow(num_states),
+        "masks": np.dtype(np.uint32),
+    }
+    placed = {
+        name: jnp.asarray(values.astype(dtypes.get(name, np.dtype(np.int32))))
+        for name, values in arrays.items()
+    }
+    return Grammar(vocabulary_size=vocabulary_size, **placed)
+
+
+def _narrow(num_values: int) -> np.dtype[np.generic]:
+    """Return the smallest dtype that holds numbers below this."""
+    if num_values <= 2**8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16 if num_values <= 2**16 else np.int32)
+
+
+def _pack(bits: npt.NDArray[np.bool_], num_words: int) -> npt.NDArray[np.uint32]:
+    padded = np.zeros(num_words * 32, bool)
+    padded[: len(bits)] = bits
+    return np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _only(allowed: npt.NDArray[np.bool_], class_of_token: Ints) -> int:
+    """Return the only token of a set of classes, or -1."""
+    if allowed.sum() != 1:
+        return -1
+    found = np.flatnonzero(class_of_token == np.argmax(allowed))
+    return int(found[0]) if len(found) == 1 else -1

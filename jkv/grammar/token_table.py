@@ -1,0 +1,129 @@
+"""An automaton over tokens: states that the vocabulary can spell, tokens in classes.
+
+Tokens that act alike in every state are one class. They are found by hashes: each token
+adds up a random weight for each pair of states between which it leads, 128 bits wide,
+so that two that differ once have different sums but for a chance of 2**-128.
+"""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from jkv.grammar.automaton import (
+    Automaton,
+    find_finishing,
+    find_reached,
+    merge_states,
+)
+from jkv.grammar.errors import NoText, TooLarge
+from jkv.grammar.progress import track
+from jkv.grammar.token_trie import TokenTrie, trie_of
+from jkv.grammar.vocabulary import Vocabulary
+
+# Pairs of a state and a node that a walk looks at together, some 100 MB.
+_PAIRS_AT_ONCE = 2**21
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenTable:
+    """Which token leads where.
+
+    Attributes:
+      transitions: i32[S, C], the state after a token of each class, -1 for none. All
+        states are reached from state 0, and a text can be finished from all of them.
+      accepting: bool[S], whether a text may end there.
+      class_of_token: i32[V].
+    """
+
+    transitions: Ints
+    accepting: npt.NDArray[np.bool_]
+    class_of_token: Ints
+
+
+def make_table(
+    automaton: Automaton, vocabulary: Vocabulary, *, max_bytes: int
+) -> TokenTable:
+    """Walk a vocabulary over an automaton.
+
+    Raises:
+      NoText: no text of the language can be spelled.
+      TooLarge: states times classes exceed `max_bytes`.
+    """
+    trie = trie_of(vocabulary)
+    class_of_token, firsts = _find_classes(automaton.transitions, trie)
+    num_states = len(automaton.transitions)
+    # Two such tables, of four bytes an entry, live at a time.
+    if num_states * len(firsts) * 8 > max_bytes:
+        raise TooLarge(
+            f"{num_states:,} states and {len(firsts):,} classes of tokens take "
+            f"{num_states * len(firsts) * 8:,} bytes, max_bytes is {max_bytes:,}"
+        )
+    table = np.stack(
+        [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
+    )
+    table, accepting = _keep_spelled(table, automaton.accepting)
+    labels = merge_states(table, accepting.astype(np.int64))
+    merged = np.unique(labels, return_index=True)[1]
+    table = np.append(labels, -1)[table[merged]].astype(np.int32)
+    # Classes that differed in states that are gone are one.
+    table, which = np.unique(table, axis=1, return_inverse=True)
+    classes = which.reshape(-1)[class_of_token]
+    return TokenTable(table, accepting[merged], classes.astype(np.int32))
+
+
+def _find_classes(transitions: Ints, trie: TokenTrie) -> tuple[Ints, list[int]]:
+    """Return the class of each token, i32[V], and a token of each class.
+
+    A class of tokens that lead nowhere has the token -1.
+    """
+    rng = np.random.default_rng(0)
+    num_states, num_nodes = len(transitions), len(trie.last_bytes)
+    shape = 2, num_states
+    begin = rng.integers(0, 2**64 - 1, shape, np.uint64) | np.uint64(1)
+    end = rng.integers(0, 2**64 - 1, shape, np.uint64)
+    hashes = np.zeros((2, num_nodes), np.uint64)
+    at_once = max(1, _PAIRS_AT_ONCE // max(1, num_nodes))
+    for first in track(range(0, num_states, at_once), "walking the vocabulary"):
+        states = np.arange(first, min(first + at_once, num_states), dtype=np.int32)
+        for origins, nodes, reached in trie.walk(transitions, states):
+            for half in range(2):
+                parts = begin[half, states[origins]] * end[half, reached]
+                np.add.at(hashes[half], nodes, parts)
+    of_token = hashes[:, trie.node_of_token]
+    of_token[:, trie.node_of_token == 0] = 0
+    order = np.lexsort(of_token)
+    ordered = of_token[:, order]
+    is_first = np.append(True, (np.diff(ordered) != 0).any(axis=0))
+    class_of_token = np.empty(len(order), np.int32)
+    class_of_token[order] = np.cumsum(is_first) - 1
+    firsts = order[is_first]
+    leads_nowhere = (of_token[:, firsts] == 0).all(axis=0)
+    return class_of_token, np.where(leads_nowhere, -1, firsts).tolist()
+
+
+def _follow(transitions: Ints, vocabulary: Vocabulary, token: int) -> Ints:
+    """Return the state after a token from every state, i32[S]."""
+    states = np.arange(len(transitions), dtype=np.int32)
+    spelled = vocabulary.tokens[token] if token >= 0 else None
+    if spelled is None:
+        return np.full_like(states, -1)
+    for byte in spelled:
+        states = np.where(states >= 0, transitions[states, byte], np.int32(-1))
+    return states
+
+
+def _keep_spelled(
+    table: Ints, accepting: npt.NDArray[np.bool_]
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Drop states that tokens do not reach, or do not finish a text from."""
+    alive = find_finishing(table, accepting)
+    if not alive[0]:
+        raise NoText("the vocabulary can spell no text of this language")
+    table = np.where(np.append(alive, False)[table], table, np.int32(-1))
+    alive &= find_reached(table)
+    number = np.full(len(alive) + 1, -1, np.int32)
+    number[:-1][alive] = np.arange(alive.sum())
+    return number[table[alive]], accepting[alive]

@@ -1,0 +1,122 @@
+"""What the tokens of a vocabulary spell: bytes, which is what grammars are made of."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """A `tokenizers.Tokenizer`, as far as its vocabulary goes."""
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        """Return the id of each token."""
+        ...
+
+    def to_str(self) -> str:
+        """Return the file that it would be saved as, JSON."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What each token spells, and which tokens end a text.
+
+    Attributes:
+      tokens: bytes of each id. A token of None (a special token, an id without a
+        meaning) or of no bytes is never allowed by a grammar.
+      end_tokens: ids that end a text. They spell nothing, whatever `tokens` says.
+    """
+
+    tokens: Sequence[bytes | None]
+    end_tokens: Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for end tokens that are none or no ids."""
+        ends = [int(token) for token in self.end_tokens]
+        if not ends:
+            raise ValueError("a vocabulary needs an end token: no text would ever stop")
+        if not all(0 <= token < len(self.tokens) for token in ends):
+            raise ValueError(
+                f"end tokens {ends}: ids of the vocabulary are 0 to "
+                f"{len(self.tokens) - 1}"
+            )
+        object.__setattr__(self, "end_tokens", tuple(sorted(set(ends))))
+
+
+def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary:
+    """Read from a tokenizer what its tokens spell.
+
+    Served are the two ways in which tokens spell bytes: a character for each byte
+    (byte-level BPE, of GPT-2 and most models since) and text with `▁` for a space and
+    `<0x0A>` for single bytes (of SentencePiece). A leading space is kept as the token
+    has it, also where a decoder would strip it from the beginning of a text.
+
+    Args:
+      tokenizer: a `tokenizers.Tokenizer`.
+      end_tokens: ids that end a text.
+
+    Returns:
+      The vocabulary, as long as the highest id. Special tokens are None.
+
+    Raises:
+      ValueError: its decoder is of another kind; make a `Vocabulary` by hand.
+    """
+    saved = json.loads(tokenizer.to_str())
+    kinds = set(_kinds_of_decoder(saved.get("decoder")))
+    if "ByteLevel" in kinds:
+        spell = _spell_byte_level
+    elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
+        spell = _spell_with_fallback
+    else:
+        raise ValueError(
+            f"a decoder of {sorted(kinds)} is not known: make a Vocabulary from the "
+            "bytes of each token"
+        )
+    vocabulary = tokenizer.get_vocab()
+    tokens: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
+    for text, number in vocabulary.items():
+        tokens[number] = spell(text)
+    # Added tokens are text as it is.
+    for added in saved.get("added_tokens", ()):
+        is_text = not added["special"]
+        tokens[added["id"]] = added["content"].encode() if is_text else None
+    return Vocabulary(tokens, tuple(end_tokens))
+
+
+def _kinds_of_decoder(decoder: Any) -> Iterable[str]:
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _kinds_of_decoder(part)
+    else:
+        yield decoder["type"]
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """Return the byte that each character of byte-level BPE stands for.
+
+    Bytes that print as they are stand for themselves, the others for the characters
+    from U+0100 on (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    shifted = {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | shifted
+
+
+_BYTES = _characters_of_bytes()
+
+
+def _spell_byte_level(text: str) -> bytes | None:
+    found = [_BYTES.get(character) for character in text]
+    return (
+        bytes(byte for byte in found if byte is not None) if None not in found else None
+    )
+
+
+def _spell_with_fallback(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("▁", " ").encode()

@@ -1,0 +1,139 @@
+"""A grammar inside jit: masks, states, ends, variants."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.grammar_reading import HostGrammar
+
+from jkv.grammar import (
+    NoText,
+    TooLarge,
+    Unsupported,
+    Vocabulary,
+    from_choices,
+    from_regex,
+    join,
+)
+
+# Of 40 tokens, so that a set is more than a word.
+WORDS = [b"a", b"b", b"ab", b"1", b"23", b"{", b"}", b" "]
+TOKENS = [*WORDS, None, b"", *[bytes([65 + i]) for i in range(28)], None, None]
+VOCABULARY = Vocabulary(TOKENS, end_tokens=[38, 39])
+NO_PROMPTS = jnp.full((3, 1), -1, jnp.int32)
+
+
+def steer_after(grammar, rows, variants):
+    """Logits of zeros, steered after each row of tokens; -1 ends a row."""
+    tokens = np.full((len(rows), 4), -1, np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def play(grammar, tokens, variants):
+        state = grammar.begin(variants, jnp.full((len(rows), 1), -1, jnp.int32))
+        for step in range(4):
+            state = grammar.advance(state, tokens[:, step])
+        logits = grammar.steer(state, jnp.ones((len(rows), 41)))
+        return state, logits, grammar.ended(state), grammar.forced(state)
+
+    return play(grammar, tokens, jnp.asarray(variants, jnp.int32))
+
+
+def test_steps_inside_jit_are_those_of_the_tables():
+    one = from_choices(["ab1", "abab", "b"], VOCABULARY)
+    other = from_regex("(ab)+", VOCABULARY)
+    grammar = join([one, join([other])])
+    assert (grammar.num_variants, grammar.num_end_tokens) == (2, 2)
+    rows = [[], [2], [2, 3], [2, 3, 38], [0, 0], [], [2, 2], [2, 39], [40]]
+    variants = [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    state, logits, ended, forced = steer_after(grammar, rows, variants)
+    expected = [{0, 1, 2}, {0, 2, 3}, {38, 39}, {38, 39}, set()]
+    expected += [{0, 2}, {0, 2, 38, 39}, {38, 39}, set()]
+    assert [set(np.flatnonzero(row == 1.0)) for row in logits] == expected
+    assert set(np.unique(logits)) == {-np.inf, 1.0}
+    assert ended.tolist() == [ids[-1:] in ([38], [39]) for ids in rows]
+    assert forced.tolist() == [-1] * 9
+    read = HostGrammar(grammar)
+    for row, ids, variant in zip(state, rows[:-1], variants, strict=False):
+        assert row == read.follow(ids, variant)
+
+
+def test_logits_that_are_allowed_stay_as_they_are():
+    grammar = from_choices(["a"], VOCABULARY)
+    logits = jax.random.normal(jax.random.key(0), (3, 40)) * 1e3
+    state = grammar.begin(jnp.zeros(3, jnp.int32), NO_PROMPTS)
+    steered = grammar.steer(state, logits)
+    assert steered.dtype == logits.dtype
+    assert (steered[:, 0] == logits[:, 0]).all() and (steered[:, 1:] == -jnp.inf).all()
+    assert grammar.forced(state).tolist() == [0, 0, 0]
+
+
+def test_texts_that_are_not_steered_are_taken():
+    grammar = join([from_choices(["a"], VOCABULARY), from_choices(["b"], VOCABULARY)])
+    state = grammar.begin(jnp.array([-1, 1, 0]), NO_PROMPTS)
+    assert state[0] == state[2] and state[1] != state[2]
+
+
+def test_an_empty_text_may_end_at_once():
+    grammar = HostGrammar(from_regex("a*", VOCABULARY))
+    assert grammar.allowed(grammar.start()) == {0, 38, 39}
+    assert grammar.advance(grammar.start(), 38) == grammar.ended
+
+
+@pytest.mark.parametrize("pattern", ["c", "1c", "[^\\s\\S]|z", "a{3}é"])
+def test_a_language_that_cannot_be_spelled_is_refused(pattern):
+    with pytest.raises(NoText, match="no text"):
+        from_regex(pattern, VOCABULARY)
+
+
+def test_no_choices_are_refused():
+    with pytest.raises(NoText, match="no texts"):
+        from_choices([], VOCABULARY)
+
+
+def test_texts_that_cannot_be_finished_are_not_begun():
+    """`1` begins "1c" too, which no token finishes."""
+    grammar = HostGrammar(from_choices(["1c", "ab"], VOCABULARY))
+    assert grammar.allowed(grammar.start()) == {0, 2}
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^a|a$", r"\Aa\z", "^(?:a)$", "(a)"])
+def test_anchors_at_the_ends_say_nothing(pattern):
+    grammar = HostGrammar(from_regex(pattern, VOCABULARY))
+    assert grammar.allowed(grammar.start()) == {0}
+
+
+@pytest.mark.parametrize("pattern", ["a^b", "(a$)b", "(?=a)a", r"(a)\1", "(", r"a\b"])
+def test_patterns_that_are_not_served_are_refused(pattern):
+    with pytest.raises(Unsupported):
+        from_regex(pattern, VOCABULARY)
+
+
+def test_what_takes_too_much_is_refused():
+    with pytest.raises(TooLarge, match="max_bytes"):
+        from_regex("[ab]*a[ab]{24}", VOCABULARY, max_bytes=2**25)
+    with pytest.raises(TooLarge, match="max_bytes"):
+        from_choices(["ab1"], VOCABULARY, max_bytes=100)
+
+
+def test_vocabularies_that_differ_are_not_joined():
+    other = Vocabulary(TOKENS[:39], end_tokens=[38])
+    with pytest.raises(ValueError, match="vocabularies"):
+        join([from_choices(["a"], VOCABULARY), from_choices(["a"], other)])
+    with pytest.raises(ValueError, match="at least one"):
+        join([])
+
+
+def test_logits_that_are_too_few_are_refused_when_traced():
+    grammar = from_choices(["a"], VOCABULARY)
+    with pytest.raises(ValueError, match="39 tokens"):
+        jax.eval_shape(grammar.steer, jnp.zeros(1, jnp.int32), jnp.zeros((1, 39)))
+
+
+@pytest.mark.parametrize("ends", [[], [40], [-1]])
+def test_end_tokens_are_ids(ends):
+    with pytest.raises(ValueError, match="end token"):
+        Vocabulary(TOKENS, end_tokens=ends)

@@ -1,0 +1,211 @@
+"""JSON schemas: which texts are theirs, which keywords are refused."""
+
+import json
+
+import pytest
+from support.grammar_reading import HostGrammar
+
+from jkv.grammar import (
+    NoText,
+    Unsupported,
+    Vocabulary,
+    from_json_object,
+    from_json_schema,
+)
+
+pytestmark = pytest.mark.one_end
+BYTES = Vocabulary([*(bytes([b]) for b in range(256)), None], end_tokens=[256])
+
+
+def grammar_of(schema, **options):
+    return HostGrammar(from_json_schema(schema, BYTES, whitespace="", **options))
+
+
+def is_text(grammar, text):
+    state = grammar.follow(text.encode() if isinstance(text, str) else text)
+    return 256 in grammar.allowed(state)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "x": {}},
+    "required": ["age"],
+}
+TREE = {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"enum": ["a", "b"]}}}
+# Schemas, texts that are theirs, texts that are not.
+CASES = {
+    "integer": ({"type": "integer"}, "0 -0 7 -12 100", "01 1.0 1e2 + - ''"),
+    "number": ({"type": "number"}, "0 -1.50 1e5 2E-07", "1. .5 1e 00.1"),
+    "from": ({"type": "integer", "minimum": -12}, "0 -12 -9 5 100", "-13 -0 -100"),
+    "between": (
+        {"type": "integer", "minimum": 97, "exclusiveMaximum": 1002},
+        "97 99 100 999 1000 1001",
+        "96 9 1002 2000 10000",
+    ),
+    "decimals": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1.25},
+        "0.01 0.10 1 1.0 1.25 1.250 1.2",
+        "0 0.00 1.26 1.3 2 -1 1e0 12",
+    ),
+    "negative": (
+        {"type": "number", "minimum": -0.5, "maximum": -0.05},
+        "-0.5 -0.50 -0.05 -0.1",
+        "-0.51 -0.04 0 -1 0.1 -0",
+    ),
+    "draft 4": (
+        {"type": "integer", "minimum": 3, "exclusiveMinimum": True},
+        "4 30",
+        "3 2",
+    ),
+    "whole": ({"type": "number", "multipleOf": 1}, "3 -4", "3.5"),
+    "lengths": (
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        r'"ab" "é€😀" "\n\"" "\u000A\u001fa"',
+        r'"a" "abcd" "\n" "\x" "\/a" "\u0061b"',
+    ),
+    "pattern": (
+        {"type": "string", "pattern": '^a\\d+$|"', "maxLength": 4},
+        r'"a1" "a123" "\"" "x\"y"',
+        r'"a" "a1234" "b1" """ "a٣"',
+    ),
+    "classes": (
+        {"pattern": "^[[&~\\w-]+$"},
+        '"[&~a-" "_9"',
+        '"" "é" "]"',
+    ),
+    "date": ({"format": "date"}, '"2024-02-29"', '"2024-02-30" "2024-13-01"'),
+    "time": ({"format": "time"}, '"23:59:60Z" "00:00:00.5+01:30"', '"24:00:00Z"'),
+    "uuid": (
+        {"format": "uuid"},
+        '"01234567-89ab-cdef-0123-456789ABCDEF"',
+        '"01234567-89ab-cdef-0123-456789ABCDE"',
+    ),
+    "ipv6": ({"format": "ipv6"}, '"::" "1::2" "1:2:3:4:5:6:7:8"', '"1::2::3" ":1"'),
+    "email": ({"format": "email"}, '"a.b@c.de"', '"a" "a@" ".a@b"'),
+    "uri": ({"format": "uri"}, '"http://a:1/b?c#d" "x:"', '"a" "//a" "http://a b"'),
+    "values": (
+        {"enum": ["a", 1, 1.0, None, True, {"k": [1]}]},
+        '"a" 1 null true {"k":[1]}',
+        'a 1.0 {"k":1} {} false',
+    ),
+    "a value beside": ({"enum": ["a", "abc", 3], "maxLength": 2}, '"a"', '"abc" 3'),
+    "constant": ({"const": "\n\x7f"}, r'"\n\u007f" "\u000a\u007F"', '"\x7f" "n"'),
+    "object": (
+        PERSON,
+        '{"age":1} {"name":"","age":1} {"age":1,"x":null} {"age":1,"x":[{}]}',
+        '{} {"name":""} {"age":1,"name":""} {"age":1,} {"age":1,"y":1}',
+    ),
+    "open": (
+        {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+        '{} {"a":1} {"b":2} {"a":1,"b":2,"":2} {"aa":2}',
+        '{"a":2} {"b":2,"a":1} {"\\u0061":2}',
+    ),
+    "patterns of keys": (
+        {"patternProperties": {"^x": {"const": 1}, "y$": {"const": 2}}},
+        '{} {"x":1,"y":2,"xx":1}',
+        '{"x":2} {"z":1} {"y":1}',
+    ),
+    "a map": (
+        {"additionalProperties": {"const": 1}, "minProperties": 1, "maxProperties": 2},
+        '{"a":1} {"a":1,"b":1}',
+        '{} {"a":1,"b":1,"c":1}',
+    ),
+    "nothing": ({"type": "object", "properties": {}}, "{}", '{"a":1}'),
+    "array": (
+        {"items": {"const": 1}, "minItems": 1, "maxItems": 3},
+        "[1] [1,1] [1,1,1]",
+        "[] [1,1,1,1] [1,] [,1]",
+    ),
+    "tuple": (
+        {"prefixItems": [{"const": 1}, {"const": 2}], "minItems": 1},
+        "[1] [1,2]",
+        "[] [2] [1,2,1]",
+    ),
+    "tuple and more": (
+        {"items": [{"const": 1}], "additionalItems": {"const": 2}, "maxItems": 3},
+        "[] [1] [1,2] [1,2,2]",
+        "[2] [1,1] [1,2,2,2]",
+    ),
+    "any of": ({"anyOf": [{"type": "null"}, {"const": 1}]}, "null 1", "2"),
+    "one of": ({"oneOf": [{"type": "null"}, {"const": 1}]}, "null 1", "2"),
+    "beside any of": (
+        {"type": "string", "anyOf": [{"minLength": 3}, {"const": "a"}]},
+        '"a" "abc"',
+        '"b" "ab" 1',
+    ),
+    "all of": (
+        {"allOf": [{"minimum": 3}, {"type": "integer"}], "maximum": 5},
+        "3 4 5",
+        "2 6 3.5",
+    ),
+    "reference": (TREE, '"a" "b"', '"c"'),
+    "types": ({"type": ["null", "integer"]}, "null 3", '"a" 1.5'),
+    "free": ({}, 'null [1,{"a":[]}] "a" {"a":{"b":[1]}}', '[[[[]]]] {"a":} nul'),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_of_a_schema(name):
+    schema, valid, others = CASES[name]
+    grammar = grammar_of(schema)
+    assert [text for text in valid.split(" ") if not is_text(grammar, text)] == []
+    assert [text for text in others.split(" ") if is_text(grammar, text)] == []
+
+
+REFUSED = {
+    "not": {"not": {}},
+    "uniqueItems": {"items": {"type": "integer"}, "uniqueItems": True},
+    "if": {"if": {}, "then": {}},
+    "frobnicate": {"properties": {"a": {"frobnicate": 1}}},
+    "recursion": {"properties": {"a": {"$ref": "#"}}},
+    "points to nothing": {"$ref": "#/$defs/a"},
+    "only places": {"$ref": "https://example.com/schema"},
+    "format": {"format": "iri"},
+    "multipleOf": {"type": "integer", "multipleOf": 3},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+    "minProperties": {"properties": {"a": {}, "b": {}}, "minProperties": 1},
+    "pattern": {"pattern": "(?!a)"},
+    "anchor": {"pattern": "a^"},
+    "type": {"type": "text"},
+    "additionalProperties": {
+        "allOf": [{"properties": {"a": {}}, "additionalProperties": False}],
+        "properties": {"b": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_is_not_served_is_refused_by_name(word):
+    with pytest.raises(Unsupported, match=word):
+        grammar_of(REFUSED[word])
+
+
+def test_keywords_that_say_nothing_are_ignored():
+    words = {"title": "t", "description": "d", "default": 1, "x-more": {"not": {}}}
+    grammar = grammar_of({"type": "integer", **words, "uniqueItems": False})
+    assert is_text(grammar, "5") and not is_text(grammar, "a")
+
+
+@pytest.mark.parametrize(
+    "schema", [False, {"enum": []}, {"minItems": 2, "maxItems": 1}]
+)
+def test_schemas_without_a_value_are_refused(schema):
+    with pytest.raises(NoText):
+        grammar_of(schema)
+
+
+def test_white_space_stands_once_at_each_place():
+    schema = {"properties": {"a": {"items": {"const": 1}}}}
+    grammar = HostGrammar(from_json_schema(schema, BYTES))
+    for text in ('{"a":[1,1]}', '{ "a" : [ 1 , 1 ] }', '{"a": [1, 1]}', "{ }", "{}"):
+        assert is_text(grammar, text), text
+    for text in ('{  "a":[]}', " {}", "{} ", '{"a":[1 ,  1]}', '{"a":[  ]}', "{\n}"):
+        assert not is_text(grammar, text), text
+
+
+def test_any_object_of_a_depth():
+    grammar = HostGrammar(from_json_object(BYTES, depth=1))
+    for value in ({}, {"a": 1, "b": [None, "x"], "c": {"d": True}}):
+        assert is_text(grammar, json.dumps(value))
+    for text in ("[]", "1", '{"a":[[]]}', '{"a":{"b":{}}}'):
+        assert not is_text(grammar, text)
