@@ -109,7 +109,7 @@ def interleave(
         fits = seconds_per_case / max(time.perf_counter() - began, 1e-9)
         wanted = min(rounds, max(MIN_ROUNDS, int(fits)))
         every[case.name] = max(1, rounds // wanted)
-        _progress(f"warmed up: {case.name}")
+        progress(f"warmed up: {case.name}")
     seconds: dict[str, dict[int, float]] = {case.name: {} for case in cases}
     order = random.Random(seed)
     gc.collect()
@@ -124,10 +124,10 @@ def interleave(
                 taken = time.perf_counter() - began
                 seconds[case.name][round_] = taken / case.calls
                 del state
-            _progress(f"round {round_ + 1} of {rounds}")
+            progress(f"round {round_ + 1} of {rounds}")
     finally:
         gc.enable()
-        _progress("")
+        progress("")
     return {name: Samples(taken) for name, taken in seconds.items()}
 
 
@@ -204,10 +204,13 @@ def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
 
 
-def _progress(text: str) -> None:
-    """Rewrite the last line of a terminal; logs get nothing."""
+def progress(text: str) -> None:
+    """Say how far it is: rewrite the last line of a terminal, add one to a log."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
+        print(f"{now} {text}", file=sys.stderr, flush=True)
 
 
 def _cell(value: Any) -> str:

@@ -224,6 +224,8 @@ class Arrivals:
         self.add = jax.jit(decoding.add_prompts, donate_argnames="state")
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self.counts: dict[str, int] = {}
+        how = "hits" if reuses else "no reuse"
+        harness.progress(f"compiling the steps of {how}, and letting texts run")
         self.begun = self._begin(jkv.init(config))
 
     def case(self) -> Case:
@@ -311,9 +313,14 @@ def measure_speculation(options: Options) -> Part:
 
         return Case(name=name, prepare=lambda: None, run=run), held
 
-    case, held = make_case("ranking", prompts)
-    case.run(None)
-    sizes = [len(zlib.compress(row.tobytes(), 9)) for row in np.asarray(held[1].tokens)]
+    # Eight at a time, with the program of eight plain texts.
+    sizes = []
+    for first in range(0, len(prompts), 8):
+        harness.progress(f"ranking texts from {first} of {len(prompts)} on")
+        case, held = make_case("ranking", prompts[first : first + 8])
+        case.run(None)
+        made = np.asarray(held[1].tokens)
+        sizes += [len(zlib.compress(row.tobytes(), 9)) for row in made]
     ranked, rows, limits = prompts[np.argsort(sizes, kind="stable")], [], []
     for count in (1, 8):
         plain, plain_held = make_case("plain", ranked[:count])
@@ -420,6 +427,7 @@ def main() -> None:
     given = parser.parse_args()
     options = Options(2 if given.quick else given.rounds, given.quick)
     for name in given.only:
+        harness.progress(f"begins: {name}")
         where = harness.machine()
         rows, limits, versions = PARTS[name](options)
         where["versions"] |= versions

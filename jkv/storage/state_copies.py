@@ -45,6 +45,43 @@ def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> C
     return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
 
 
+def read_rows(
+    arrays: Arrays, layer: jax.Array, rows: jax.Array, is_empty: jax.Array
+) -> Arrays:
+    """Return rows of a layer, zeros for those that hold nothing.
+
+    XLA on CPU would make a pass over all rows for the zeros, as it puts nothing into
+    the gather that it could be a part of. So there a loop writes those of the few rows
+    that are empty.
+
+    Args:
+      arrays: by name [L, S, ...].
+      layer: i32[].
+      rows: i32[B], past the end for none.
+      is_empty: bool[B], true where there is none.
+    """
+
+    def clear(arrays: Arrays) -> Arrays:
+        found = {
+            name: array.at[layer, rows].get(mode="clip")
+            for name, array in arrays.items()
+        }
+
+        def clear_one(request: jax.Array, found: Arrays) -> Arrays:
+            return {name: array.at[request].set(0) for name, array in found.items()}
+
+        return for_each_of(is_empty, clear_one, found)
+
+    def fill(arrays: Arrays) -> Arrays:
+        def get(array: jax.Array) -> jax.Array:
+            row = jnp.where(is_empty, array.shape[1], rows)
+            return array.at[layer, row].get(mode="fill", fill_value=0)
+
+        return jax.tree.map(get, arrays)
+
+    return jax.lax.platform_dependent(arrays, cpu=clear, default=fill)  # type: ignore[no-any-return]
+
+
 def _has_any(numbers: jax.Array, none: int) -> bool:
     """Return whether a number is below that of none; inside jit, whether one may be."""
     if isinstance(numbers, jax.core.Tracer):

@@ -19,6 +19,7 @@ from jkv.state import Batch, Cache, StateLayer, StateStorage
 from jkv.state.cache import LayerPlaces, Role
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
+from jkv.storage.state_copies import read_rows
 from jkv.verbs.arguments import any_layer, check_batch, name_kind
 
 Layer = Integer | StateLayer | LayerPlaces
@@ -206,13 +207,13 @@ def _read(
     *,
     dtypes: tuple[np.dtype[Any], ...],
 ) -> Arrays:
+    # Whatever an empty sequence's row holds, it begins with zeros.
     base = bases.at[layer, row].get(mode="fill", fill_value=0)
-    found = {}
-    for (name, array), dtype in zip(sorted(rows.items()), dtypes, strict=True):
-        state = _as_meant(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
-        # Whatever an empty sequence's row holds, it begins with zeros.
-        found[name] = jnp.where(_along(base > 0, state), state, jnp.zeros_like(state))
-    return found
+    found = read_rows(rows, layer, row, base == 0)
+    return {
+        name: _as_meant(state, dtype)
+        for (name, state), dtype in zip(sorted(found.items()), dtypes, strict=True)
+    }
 
 
 @functools.partial(jax.jit, static_argnames="dtypes")
