@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jkv.status import UsageError
 from jkv.steering.logits import find_columns
 from jkv.steering.protocol import Steering
-from jkv.steering.tables import check_integers, check_numbers, count_variants, find_rows
+from jkv.steering.tables import check_integers, check_numbers, count_variants
 
 
 @jax.tree_util.register_dataclass
@@ -70,10 +70,16 @@ class TokenBias(Steering):
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Add the numbers."""
-        tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
-        values = find_rows(jnp.asarray(self.values, jnp.float32), 1, state)
-        columns = find_columns(tokens, logits)
-        return jnp.asarray(logits).at[columns].add(values, mode="drop")
+        tokens = jnp.asarray(self.tokens, jnp.int32)
+        values = jnp.asarray(self.values, jnp.float32)
+        if tokens.ndim == 1:
+            # One row for all texts: XLA puts it where the logits are read.
+            tokens, values = tokens[None], values[None]
+        else:
+            tokens, values = tokens[state], values[state]
+        row = jnp.zeros((tokens.shape[0], logits.shape[1]), jnp.float32)
+        row = row.at[find_columns(tokens, row)].add(values, mode="drop")
+        return logits + row
 
     def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return the same: nothing depends on the text."""

@@ -64,8 +64,10 @@ class MinimumLength(Steering):
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Forbid the end tokens while tokens lack."""
-        ends = jnp.asarray(self.end_tokens, jnp.int32)
-        return forbid(logits, jnp.where(state[:, None] > 0, ends[None], -1))
+        # One row for all texts: XLA puts it where the logits are read.
+        ends = jnp.asarray(self.end_tokens, jnp.int32)[None]
+        without = forbid(jnp.zeros((1, logits.shape[1]), jnp.float32), ends)
+        return jnp.where(state[:, None] > 0, logits + without, logits)
 
     def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
         """Count the token."""

@@ -24,9 +24,13 @@ def find_columns(tokens: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.A
 def forbid(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return logits, f32[K, V], with -inf at some tokens of each row.
 
+    A mask is written, not the logits: those of the model are needed once more, and a
+    copy of them has four times its bytes.
+
     Args:
       logits: f32[K, V].
       tokens: i32[K, E], -1 for none.
     """
-    columns = find_columns(tokens, logits)
-    return jnp.asarray(logits).at[columns].set(-jnp.inf, mode="drop")
+    mask = jnp.zeros(logits.shape, bool)
+    mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
+    return jnp.where(mask, -jnp.inf, logits)

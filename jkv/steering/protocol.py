@@ -34,7 +34,7 @@ class Steering(Protocol):
       ...         return jnp.max(prompts, axis=1)
       ...     def steer(self, state, logits):
       ...         token = jnp.arange(logits.shape[1])
-      ...         return jnp.where(token > state[:, None], logits, -jnp.inf)
+      ...         return jnp.where(token[None] > state[:, None], logits, -jnp.inf)
       ...     def advance(self, state, tokens):
       ...         return jnp.maximum(state, tokens)
       >>> Ascending().steer(jnp.array([1]), jnp.ones((1, 4))).tolist()
