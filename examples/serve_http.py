@@ -25,6 +25,7 @@ def main():
     add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
     add("--port", type=int, default=8000, help="%(default)s")
     add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
+    add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
     add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
     options = parser.parse_args()
     api_key = options.api_key
@@ -39,7 +40,11 @@ def main():
     from served.display import warm_up
 
     try:
-        served = load(options, max_waiting=options.max_waiting)
+        served = load(
+            options,
+            max_waiting=options.max_waiting,
+            max_grammars=options.grammars,
+        )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(f"{warm_up(served.engine)} programs are ready")

@@ -31,7 +31,8 @@ from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 # All benchmarks but `rollouts`, which takes most of an hour.
 BENCHMARKS = (
     *("operations", "attention", "generate", "reuse", "accuracy", "compile"),
-    *("experts", "scheduling", "scoring", "states", "strategies", "windows"),
+    *("experts", "scheduling", "scoring", "search", "states", "strategies"),
+    "windows",
     "plots",
 )
 WRITTEN = (

@@ -23,8 +23,8 @@ from .showing import Asked, Shown
 Found = AsyncGenerator[tuple[int, Event], None]
 
 
-def submit_all(served: Served, asked: Asked) -> list[int]:
-    """Submit every prompt of a body, or none.
+def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
+    """Submit every prompt of a body, or none; a variant steers all of them.
 
     Raises:
         Refused: when too many wait, for now or always; when the engine has failed.
@@ -39,7 +39,9 @@ def submit_all(served: Served, asked: Asked) -> list[int]:
     numbers: list[int] = []
     try:
         for prompt in asked.prompts:
-            numbers.append(served.engine.submit(prompt, **asked.options))
+            numbers.append(
+                served.engine.submit(prompt, variant=variant, **asked.options)
+            )
     except BaseException as error:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):

@@ -72,20 +72,23 @@ def answer(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
             asked, shown = await asyncio.to_thread(
                 read_request, served, body, is_chat=is_chat
             )
-            numbers = submit_all(served, asked)
-            reply = Reply(served, asked, shown, is_chat=is_chat)
-            if shown.is_streamed:
-                pieces = stream(
-                    served, numbers, shown.num_choices, reply, has_usage=shown.has_usage
-                )
-                # A client may leave before the first piece is asked for.
-                end = BackgroundTask(cancel_all, served, numbers)
-                return StreamingResponse(
-                    pieces, media_type="text/event-stream", background=end
-                )
-            whole = await reply_whole(served, request, numbers, reply, asked, shown)
-            if whole is not None:
-                return JSONResponse(whole)
+            held = await asyncio.to_thread(served.hold, asked.language)
+            with contextlib.ExitStack() as at_end:
+                at_end.callback(held.release)
+                numbers = submit_all(served, asked, held.variant)
+                at_end.callback(cancel_all, served, numbers)
+                reply = Reply(served, asked, shown, is_chat=is_chat)
+                if shown.is_streamed:
+                    num, has_usage = shown.num_choices, shown.has_usage
+                    # A client may leave before the first piece is asked for.
+                    return StreamingResponse(
+                        stream(served, numbers, num, reply, has_usage=has_usage),
+                        media_type="text/event-stream",
+                        background=BackgroundTask(at_end.pop_all().close),
+                    )
+                whole = await reply_whole(served, request, numbers, reply, asked, shown)
+                if whole is not None:
+                    return JSONResponse(whole)
         except Refused as error:
             if error.code == "engine_failed":
                 request.app.state.failure = error

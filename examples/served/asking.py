@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jkv
 
+from .languages import Language
 from .loading import MOST_STOP_TOKENS, Served
 from .mistakes import Refused
 from .prompts import read_chat, read_prompts
@@ -28,6 +29,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]  # token ids
     options: dict[str, Any]  # of `Engine.submit`
     n: int
+    language: Language | None = None  # of all texts
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:

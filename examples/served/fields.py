@@ -27,6 +27,8 @@ SERVED = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "add_special_tokens"),
     *("stream", "stream_options", *LABELS),
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice"),
 }
 SERVED_OF_TEXTS = SERVED | {"prompt", "best_of", "echo"}
 SERVED_OF_CHATS = SERVED | {"messages"}
@@ -46,14 +48,9 @@ REFUSED = {
     "bad_words": Refusal(_STEERING, ([],)),
     "allowed_token_ids": Refusal(_STEERING),
     "logits_processors": Refusal(_STEERING, ([],)),
-    "response_format": Refusal(_STEERING, ({"type": "text"},)),
-    "structured_outputs": Refusal(_STEERING),
-    "guided_json": Refusal(_STEERING),
-    "guided_regex": Refusal(_STEERING),
-    "guided_choice": Refusal(_STEERING),
-    "guided_grammar": Refusal(_STEERING),
-    "guided_decoding_backend": Refusal(_STEERING),
-    "guided_whitespace_pattern": Refusal(_STEERING),
+    "guided_grammar": Refusal("is not served; guided_json and guided_regex are"),
+    "guided_decoding_backend": Refusal("is not served: there is one"),
+    "guided_whitespace_pattern": Refusal("is not served: white space is as told"),
     "tools": Refusal(_TOOLS, ([],)),
     "tool_choice": Refusal(_TOOLS, ("none",)),
     "parallel_tool_calls": Refusal(_TOOLS, (True, False)),

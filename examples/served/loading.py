@@ -8,7 +8,10 @@ import pretrained
 from tokenizers import Tokenizer
 
 import jkv
+from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
+
+from .languages import Held, Language, Languages
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
 
@@ -26,11 +29,22 @@ class Served(NamedTuple):
     stop_tokens: tuple[int, ...] = ()  # the model's own
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
+    languages: Languages | None = None  # that texts can be asked to be of
 
     @property
     def name(self) -> str:
         """The model's name: its folder's."""
         return self.folder.resolve().name
+
+    def hold(self, language: Language | None) -> Held:
+        """Return what steers texts into a language, kept until it is released.
+
+        Raises:
+            Refused: if there is no such language, or no room for it.
+        """
+        if language is None or self.languages is None:
+            return Held(None, None)
+        return self.languages.hold(self.engine, language)
 
     @property
     def most_characters(self) -> int:
@@ -51,13 +65,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load(
-    options: argparse.Namespace, *, max_waiting: int | None = None, **changes: object
+    options: argparse.Namespace,
+    *,
+    max_waiting: int | None = None,
+    max_grammars: int = 0,
+    **changes: object,
 ) -> Served:
     """Read a checkpoint, and make an engine of the command line's sizes.
 
     Args:
         options: of `add_options`.
         max_waiting: of `jkv.serving.Engine`.
+        max_grammars: languages that requests have at one time; 0 steers no text.
         **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
@@ -75,6 +94,10 @@ def load(
         num_blocks=options.blocks,
     )
     stop_tokens = tuple(model.config.stop_tokens)
+    languages = None
+    if max_grammars and stop_tokens:
+        vocabulary = vocabulary_of(tokenizer, stop_tokens)
+        languages = Languages(vocabulary, max_grammars)
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=min(options.max_new_tokens, context),
@@ -83,6 +106,7 @@ def load(
         stop_sizes=StopSizes(len(stop_tokens) + MOST_STOP_TOKENS, 0, 0),
         detokenize=tokenizer.decode,
         max_waiting=max_waiting,
+        steering=None if languages is None else languages.grammar,
         kept_programs=pretrained.keep_programs(model),
     )
     engine = Engine(model, params, jkv.init(config), **(fields | changes))
@@ -95,4 +119,5 @@ def load(
         stop_tokens=stop_tokens,
         max_waiting=max_waiting,
         longest_token=max(map(len, tokenizer.get_vocab())),
+        languages=languages,
     )

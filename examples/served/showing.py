@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from .asking import MOST_SAMPLES, Asked, read_body
 from .fields import check_fields, check_texts
+from .languages import read_language
 from .loading import Served
 from .mistakes import Refused
 from .prompts import read_prompt_texts
@@ -46,7 +47,15 @@ def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, 
     asked = read_body(served, fields, is_chat=is_chat)
     shown = _read_shown(served, fields, asked, is_chat=is_chat)
     best_of = _read_best_of(fields, asked.n, shown)
-    return asked._replace(options=asked.options | {"n": best_of}), shown
+    language = read_language(fields)
+    if language is not None and served.languages is None:
+        raise Refused(
+            f"{language.param} is not served here: the server has no room for grammars",
+            language.param,
+            code="unsupported_parameter",
+        )
+    options = asked.options | {"n": best_of}
+    return asked._replace(options=options, language=language), shown
 
 
 def check_model(served: Served, model: Any) -> None:

@@ -16,9 +16,16 @@ from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
+from jkv.decoding.steering.rows import (
+    as_steering,
+    begin_rows,
+    resume_rows,
+    with_variants,
+)
 from jkv.decoding.texts.blocks import (
     BlockSize,
     blocks_to_take,
@@ -34,6 +41,7 @@ from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
+from jkv.steering import Steering
 from jkv.verbs.lookups import context_lengths
 
 
@@ -51,6 +59,9 @@ def extend(
     stop_sequences: requests.Texts | None = None,  # i32[F, C]
     sampling: Sampling = GREEDY,
     chunk_size: int = CHUNK_SIZE,
+    steering: Steering | None = None,
+    variants: Integers = 0,
+    steering_state: Any = None,
 ) -> tuple[Cache, Generation]:
     """Give open sequences their next tokens, continue them, and leave them open.
 
@@ -78,6 +89,10 @@ def extend(
       sampling: how tokens are chosen. Numbers are drawn by seed and place in this call;
         the repetition penalty counts the tokens given and generated in it.
       chunk_size: rows in which the tokens given are computed; static.
+      steering: which tokens texts may have, as for `generate`.
+      variants: i32[B] or int, how each is steered, as for `generate`.
+      steering_state: what `steering_state` of an earlier result says, to go on from
+        there; the tokens given are no part of what is steered then. None begins anew.
 
     Returns:
       The cache and a `Generation`.
@@ -107,6 +122,8 @@ def extend(
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     ids = jnp.asarray(ids)
     given = Prompts.of(tokens, limits=limits, max_new_tokens=max_new_tokens, salts=0)
+    steering = as_steering(steering)
+    given = with_variants(given, steering, variants)
     num_sequences = given.lengths.shape[0]
     if ids.shape != (num_sequences,):
         raise ValueError(
@@ -123,11 +140,14 @@ def extend(
     bounds = Bounds(room, block_size, num_blocks)
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, num_sequences)
-    reasons = judge_prompts(given, bounds, vocabulary)
+    reasons = judge_prompts(given, bounds, vocabulary, steering)
     reasons = _judge(cache, ids, before + given.lengths, reasons, block_size)
-    result = Generation.empty(reasons, max_new_tokens)
+    begun = begin_rows(steering, given, 1)
+    if steering_state is not None:
+        begun = resume_rows(steering, begun, steering_state)
+    result = Generation.empty(reasons, max_new_tokens, begun)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
-    extension = _Extension(runner, ids, before, sampling)
+    extension = _Extension(runner, ids, before, Choice(sampling, steering))
     progress = Progress(given, stops, bounds, result)
     cache, progress = extension.feed(cache, progress, size)
     cache, progress = extension.decode(cache, progress)
@@ -173,7 +193,7 @@ class _Extension(NamedTuple):
     runner: Runner
     seq_ids: jax.Array  # i32[B]
     before: jax.Array  # i32[B], tokens that the sequences had
-    sampling: Sampling
+    choice: Choice
 
     def feed(
         self, cache: Cache, progress: Progress, most_each: int
@@ -251,9 +271,9 @@ class _Extension(NamedTuple):
         is_ready &= progress.is_running
         num_sequences = is_ready.shape[0]
         sequences = jnp.arange(num_sequences, dtype=jnp.int32)
-        seen = _find_seen(progress, logits.shape[1], self.sampling)
+        seen = _find_seen(progress, logits.shape[1], self.choice.sampling)
         sequences = jnp.where(is_ready, sequences, num_sequences)
-        result, _ = choose_next(progress, logits, sequences, seen, self.sampling)
+        result, _ = choose_next(progress, logits, sequences, seen, self.choice)
         return progress._replace(result=result)
 
 

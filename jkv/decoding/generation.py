@@ -16,17 +16,23 @@ import jax.numpy as jnp
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.sampling.stopping import Stops
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.steering.rows import as_steering, with_variants
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
+from jkv.steering import Steering
+
+# What a generation does beside its model: how it guesses, and what steers it.
+Options = tuple[Speculation | None, Steering | None]
 
 
 @takes_cache(argument=2, any_pools=True)
@@ -47,6 +53,8 @@ def generate(
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
     speculate: PromptLookup | DraftModel | None = None,
+    steering: Steering | None = None,
+    variants: Integers = 0,
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -101,6 +109,11 @@ def generate(
       speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
         or a `DraftModel`; None does not. The model must take `all_rows`. With several
         pools each guesses for its own; the cache of a draft lies on the whole mesh.
+      steering: which tokens texts may have, see `Steering`; None leaves them all. A
+        token that steering says is the only one is guessed without fail, if `speculate`
+        is given.
+      variants: i32[B] or int, how each prompt is steered, of `steering.num_variants`
+        ways; -1 is not at all.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -126,25 +139,28 @@ def generate(
     given = Prompts.of(
         prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
+    steering = as_steering(steering)
+    given = with_variants(given, steering, variants)
     stops = Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0])
+    options = speculate, steering
     sizes = Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts)
 
     def run(
-        params: Any, cache: Cache, prompts: Prompts, speculate: Speculation | None
+        params: Any, cache: Cache, prompts: Prompts, options: Options
     ) -> tuple[Cache, Generation]:
         """Do steps on one pool until nothing runs."""
-        runner = Runner(model, params)
-        state = begin_generation(runner, cache, prompts, stops, sizes)
+        runner, (speculate, steering) = Runner(model, params), options
+        state = begin_generation(runner, cache, prompts, stops, sizes, steering)
         cache, state = run_steps(
             runner,
             cache,
             begin_speculation(state, speculate),
-            sampling,
+            Choice(sampling, steering),
             lambda state, _: jnp.any(state.is_running),
             speculate,
         )
         return cache, state.result
 
     if cache.pools is not None:
-        return generate_on_pools(run, params, cache, given, speculate, num_samples)
-    return run(params, cache, given, speculate)
+        return generate_on_pools(run, params, cache, given, options, num_samples)
+    return run(params, cache, given, options)

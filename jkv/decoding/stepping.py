@@ -16,16 +16,19 @@ import jax.numpy as jnp
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.sampling.stopping import Stops
 from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.steering.rows import as_steering, check_steering_of, with_variants
 from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
+from jkv.steering import Steering
 
 
 @takes_cache(argument=2)
@@ -45,6 +48,8 @@ def begin(
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
     speculate: PromptLookup | DraftModel | None = None,
+    steering: Steering | None = None,
+    variants: Integers = 0,
 ) -> GenerationState:
     """Let B prompts wait; `decode` does the rest, any number of steps at a time.
 
@@ -68,6 +73,8 @@ def begin(
       salts: as for `generate`.
       speculate: as for `generate`, for `decode` with the same. The cache of a draft is
         a part of the state from now on.
+      steering: as for `generate`, for `decode` and `add_prompts` with the same.
+      variants: as for `generate`.
 
     Returns:
       The state that `decode` goes on from. The cache is as it was.
@@ -92,12 +99,14 @@ def begin(
     given = Prompts.of(
         prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
     )
+    steering = as_steering(steering)
     state = begin_generation(
         Runner(model, params),
         cache,
-        given,
+        with_variants(given, steering, variants),
         Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0]),
         Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts),
+        steering,
     )
     return begin_speculation(state, speculate)
 
@@ -120,6 +129,8 @@ def prefill(
     row_counts: tuple[int, ...] | None = None,
     salts: Integers = 0,
     speculate: PromptLookup | DraftModel | None = None,
+    steering: Steering | None = None,
+    variants: Integers = 0,
 ) -> tuple[Cache, GenerationState]:
     """Put the first of B prompts in the cache, and choose the first token of each.
 
@@ -144,6 +155,8 @@ def prefill(
       row_counts: as for `generate`.
       salts: as for `generate`.
       speculate: as for `begin`; first tokens come without guesses.
+      steering: as for `begin`.
+      variants: as for `begin`.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -179,6 +192,8 @@ def prefill(
         row_counts=row_counts,
         salts=salts,
         speculate=speculate,
+        steering=steering,
+        variants=variants,
     )
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
@@ -187,7 +202,8 @@ def prefill(
         is_first = (num_steps == 0) & jnp.any(state.is_running)
         return is_first | jnp.any(is_new)
 
-    return run_steps(Runner(model, params), cache, state, sampling, lacks_token)
+    choice = Choice(sampling, steering)
+    return run_steps(Runner(model, params), cache, state, choice, lacks_token)
 
 
 @takes_cache(argument=2)
@@ -200,6 +216,7 @@ def decode(
     sampling: Sampling = GREEDY,
     num_steps: Integer | None = None,
     speculate: PromptLookup | DraftModel | None = None,
+    steering: Steering | None = None,
 ) -> tuple[Cache, GenerationState]:
     """Do steps: a token for each running sequence, or a piece of its prompt.
 
@@ -213,6 +230,7 @@ def decode(
       speculate: how to guess tokens, as `begin` or `prefill` was told, so that a step
         may bring several; None does plain steps. The draft's cache is that of the
         state: the one in a `DraftModel` is not looked at.
+      steering: as `begin` or `prefill` was told.
 
     Returns:
       The cache and the state. `state.is_running` says which sequences go on; those that
@@ -243,11 +261,13 @@ def decode(
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max
     most = jnp.asarray(as_index(num_steps))
+    steering = as_steering(steering)
+    check_steering_of(state.result.steering_state, steering)
     return run_steps(
         Runner(model, params),
         cache,
         state,
-        sampling,
+        Choice(sampling, steering),
         lambda state, count: (count < most) & jnp.any(state.is_running),
         speculate,
     )

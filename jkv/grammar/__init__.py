@@ -4,6 +4,7 @@
 `join` puts several into one `Grammar`, which is a `jkv.Steering`.
 """
 
+from jkv.grammar.catalog import Catalog, CatalogFull
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.json_texts import from_json_object, from_json_schema
@@ -13,6 +14,8 @@ from jkv.grammar.tool_calls import from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = [
+    "Catalog",
+    "CatalogFull",
     "Grammar",
     "NoText",
     "TooLarge",

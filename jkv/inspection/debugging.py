@@ -65,7 +65,7 @@ class StepWatcher:
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = as_plain_batch(batch)
         # The loops of this package give tokens to any cache.
-        if named.get("tokens") is not None and plain.metadata.tokens is None:
+        if named.get("tokens") is not None and not plain.metadata.records_tokens:
             if is_called_from_outside(depth=2):
                 text = (
                     f"{name}(tokens=) on a cache that records none: they are ignored; "

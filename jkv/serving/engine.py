@@ -24,7 +24,7 @@ from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.sizes import find_sizes
 from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
-from jkv.serving.request.limits import RequestRefused, StopSizes
+from jkv.serving.request.limits import NOT_STEERED, RequestRefused, StopSizes
 from jkv.serving.request.request import Request, RequestState
 from jkv.serving.request.results import (
     Completion,
@@ -37,6 +37,7 @@ from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.state import Cache
+from jkv.steering import Steering
 
 
 class Engine:
@@ -92,6 +93,7 @@ class Engine:
         chunk_size: int = CHUNK_SIZE,
         row_counts: tuple[int, ...] | None = None,
         speculate: PromptLookup | DraftModel | None = None,
+        steering: Steering | None = None,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -121,6 +123,7 @@ class Engine:
             prompts come one after the other.
           speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
             The cache of a draft, with a row for each that runs, is given to the engine.
+          steering: as for `jkv.generate`; each request names a variant of it.
           stop_tokens: of requests that do not bring their own, such as a model's end.
           stop_sizes: most stop tokens and stop sequences of a request.
           detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
@@ -155,7 +158,7 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        loop = Loop(model, params, cache, sizes, kept_programs, speculate)
+        loop = Loop(model, params, cache, sizes, kept_programs, speculate, steering)
         self._limits = loop.find_limits(
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None
         )
@@ -181,6 +184,7 @@ class Engine:
         stop_strings: Sequence[str] | str = (),
         salt: int = 0,
         priority: int = 0,
+        variant: int = NOT_STEERED,
         timeout: float | None = None,
     ) -> int:
         """Take a request in, and return at once.
@@ -199,6 +203,8 @@ class Engine:
           salt: domain of the prefix cache.
           priority: of those that have not begun, smaller ones go first; equal ones in
             the order in which they came.
+          variant: how its sequences are steered, one of `steering.num_variants` ways;
+            -1 is not at all.
           timeout: seconds from now after which the request ends with what it has.
 
         Returns:
@@ -221,6 +227,7 @@ class Engine:
                 stop_strings=stop_strings,
                 salt=salt,
                 priority=priority,
+                variant=variant,
                 timeout=timeout,
             )
         except RequestRefused:
@@ -447,6 +454,20 @@ class Engine:
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
         return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
+
+    def replace_steering(self, steering: Steering) -> None:
+        """Steer by other arrays from the next window on, with the programs there are.
+
+        What a variant means may change only while no request has it: the state of a
+        request goes on as it is.
+
+        Args:
+          steering: of the same type, with arrays of the same shapes and dtypes.
+
+        Raises:
+          EngineError: for any other.
+        """
+        self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
 
     def start(self) -> None:
         """Give the engine a thread, which does the steps while there is work."""

@@ -43,7 +43,7 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     Args:
       cache: a concrete cache.
       num_blocks: blocks of the new pool, N; with several groups of layers one number
-        for each.
+        for each that has blocks, and none where all layers have a state.
 
     Returns:
       The cache with the same sequences in pools of that size.
@@ -64,6 +64,8 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     """
     metadata = cache.metadata
     sizes = _sizes_of_groups(metadata, num_blocks)
+    if not sizes:  # all layers have a state, and there is nothing to resize
+        return cache
     # All is judged before anything is done.
     orders = [
         _order_blocks(metadata, number, size) for number, size in enumerate(sizes)

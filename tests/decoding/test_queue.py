@@ -392,6 +392,24 @@ def test_stops_of_added_prompts_have_the_first_shape():
 
 
 @pytest.mark.one_end
+def test_limits_of_added_prompts_may_be_a_list_in_jit():
+    call, cache = draw_call(np.random.default_rng(0), 1), pool()
+    values = arguments(call)
+    del values["sampling"]
+
+    def add(limits):
+        state = decoding.begin(hash_model, np.uint32(0), cache, **values)
+        prompts = np.ones((2, WIDTH), np.int32)
+        state = decoding.add_prompts(cache, state, [1, 2], prompts, limits=limits)
+        return state.prompts.limits
+
+    for limits in ([1, 2], (1, 2), np.array([1, 2], np.int32), 2):
+        assert jax.eval_shape(add, limits).shape == (PROMPTS,)
+    with pytest.raises(ValueError, match=r"limits must be i32\[2\].*got i32\[1\]"):
+        jax.eval_shape(add, [1])
+
+
+@pytest.mark.one_end
 def test_row_counts_spread_between_the_least_and_the_largest():
     """For one or two sequences too: sizes are rounded, and none to 0 rows."""
     for running in (1, 2, 3, 7, 64):

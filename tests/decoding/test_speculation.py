@@ -27,7 +27,7 @@ from test_generation import (
 
 import jkv
 from jkv.decoding import PromptLookup
-from jkv.decoding.speculation.guesses import row_sizes
+from jkv.decoding.speculation.guesses import Guesses, row_sizes
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.pace import Pace
 
@@ -130,6 +130,12 @@ def test_the_longest_and_latest_run_is_looked_up():
 EIGHT, COST = np.int32(8), 1.5
 
 
+def guess(counts, certain=None):
+    """So many guesses for each text; a pace does not look at the tokens."""
+    counts = jnp.asarray(counts, jnp.int32)
+    return Guesses(jnp.zeros((len(counts), 7), jnp.int32), counts, certain)
+
+
 def play(right, num_steps, present=8):
     """Guess seven tokens for eight texts; who was guessed for, bool[steps, 8].
 
@@ -148,9 +154,9 @@ def play_long(right, present):
 
     def step(pace, _):
         pace = pace.follow(jnp.arange(8, dtype=jnp.int32))
-        guesses = jnp.where(pace.choose(found, EIGHT, COST), found, 0)
+        guesses = jnp.where(pace.choose(guess(found), EIGHT, COST), found, 0)
         accepted = jnp.minimum(right, guesses)
-        after = pace.after_guesses(guesses, accepted, EIGHT, COST)
+        after = pace.after_guesses(guess(guesses), accepted, EIGHT, COST)
         guessed = jnp.any(guesses > 0)
         pick = jax.tree.map(
             lambda a, b: jnp.where(guessed, a, b), after, pace.after_step()
@@ -186,10 +192,10 @@ def test_a_new_text_is_believed_to_be_like_the_others():
     good = Pace.begin(2, 7, COST).follow(jnp.int32([0, 1]))
     for accepted in ([7, 7], [7, 7]):
         good = good.after_guesses(
-            jnp.int32([7, 7]), jnp.int32(accepted), jnp.int32(2), COST
+            guess([7, 7]), jnp.int32(accepted), jnp.int32(2), COST
         )
     assert good.follow(jnp.int32([0, 5])).rates.tolist() == good.rates.tolist()
-    mixed = good.after_guesses(jnp.int32([7, 7]), jnp.int32([7, 0]), jnp.int32(2), COST)
+    mixed = good.after_guesses(guess([7, 7]), jnp.int32([7, 0]), jnp.int32(2), COST)
     rates = mixed.follow(jnp.int32([0, 6])).rates.tolist()
     assert mixed.rates[1] < rates[1] == mixed.typical < rates[0] == mixed.rates[0]
 
@@ -232,3 +238,19 @@ def test_a_model_without_logits_of_all_rows_is_refused():
             ),
             fresh_cache(),
         )
+
+
+@pytest.mark.one_end
+def test_guesses_that_cannot_fail_are_always_made_and_tell_nothing_of_others():
+    """Three tokens are forced, four looked up, which fail."""
+    pace, forced = Pace.begin(8, 7, COST), jnp.full((8,), 3, jnp.int32)
+    for _ in range(20):
+        guesses = guess([7] * 8, forced)
+        assert pace.choose(guesses, EIGHT, COST).all()
+        pace = pace.after_guesses(guesses, forced, EIGHT, COST)
+    assert pace.typical < 0.01 and pace.rates.max() < 0.01
+    # Where nothing is looked up nothing is learnt.
+    same = pace.after_guesses(guess([3] * 8, forced), forced, EIGHT, COST)
+    np.testing.assert_array_equal(same.typical, pace.typical)
+    # What was looked up alone is not tried any more.
+    assert not pace.choose(guess([7] * 8), EIGHT, COST).any()

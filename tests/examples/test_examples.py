@@ -37,6 +37,7 @@ TESTED_ELSEWHERE = {
     "serve_batch.py": "test_serve_batch",
     "serve_http.py": "test_serve_http",
     "train_with_tunix.py": "test_tunix_training",
+    "tree_search.py": "test_tree_search",
 }
 
 
@@ -110,6 +111,7 @@ def test_every_script_is_run_by_some_test():
         ("serve_http.py", 60),
         ("multiprocess.py", 60),
         ("train_with_tunix.py", 160),
+        ("tree_search.py", 150),
     ],
 )
 def test_examples_are_short(script, limit):
@@ -337,6 +339,13 @@ BAD_VALUES = {
         ("--draft-tokens 0", "--draft-tokens must be at least 1"),
         ("--ways dice", "invalid choice: 'dice'"),
     ],
+    "tree_search.py": [
+        ("--lines 0", "--lines must be at least 1, got 0"),
+        ("--width x", "invalid int value: 'x'"),
+        ("--choices 1", "--choices must be at least 2, got 1"),
+        ("--simulations -1", "--simulations must be at least 1"),
+        ([" "], "prompt must be a text that is not empty"),
+    ],
 }
 
 
@@ -360,6 +369,7 @@ def test_files_that_are_none_are_answered_in_one_line(complaint, tmp_path):
         ("best_of_n.py", "--model", somewhere),
         ("parallel_sampling.py", "--model", nowhere),
         ("speculate.py", "--draft", nowhere),
+        ("tree_search.py", "--model", nowhere),
         ("serve_batch.py", nowhere, somewhere),
         ("pydoc_model.py", "--model", nowhere),
         ("train_pydoc.py", "--output", somewhere),

@@ -4,6 +4,7 @@ Cold and warm, with guesses that are taken back, and in a conversation that goes
 """
 
 import argparse
+import functools
 import shutil
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
+from support.jax_versions import with_further
 
 import jkv
 from jkv.decoding import PromptLookup
@@ -20,6 +22,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 pytestmark = pytest.mark.one_end
 NAME = "qwen3_5"
+NUM_NEW = 12
 
 
 @pytest.mark.slow
@@ -64,6 +67,49 @@ def test_prompts_cold_and_warm_with_guesses():
     assert 0 < cold.accepted_tokens < cold.draft_tokens
     # The snapshots at 24 and 8 tokens of prompts of 26 and 11.
     assert (int(cold.cached_tokens), int(warm.cached_tokens)) == (0, 32)
+
+
+OTHERS = ["qwen3_5", "falcon_h1", "mamba2"]
+
+
+@pytest.mark.parametrize("name", with_further(["lfm2", *OTHERS], *OTHERS))
+def test_texts_go_on_behind_the_host_and_a_file(name, tmp_path):
+    """Swapped out and in, then saved and loaded, while others had their rows."""
+    model, params = pretrained.load(fixtures.checkpoint_folder(name))
+    expected = dict(np.load(fixtures.FIXTURES / name / "expected.npz"))
+    ends = expected["prompt_lengths"].cumsum()[:2]
+    prompts = [prompt.tolist() for prompt in np.split(expected["prompts"], ends)[:2]]
+    config = model.cache_config(96, max_sequences=4, block_size=4, dtype=jnp.float32)
+    run = jax.jit(
+        functools.partial(jkv.extend, model), static_argnames="max_new_tokens"
+    )
+
+    def extend(cache, seq_ids, texts):
+        rows = np.full((2, 32), -1, np.int32)
+        for row, tokens in zip(rows, texts, strict=True):
+            row[: len(tokens)] = tokens
+        cache, found = run(params, cache, seq_ids, rows, max_new_tokens=NUM_NEW)
+        return cache, found.tokens.tolist()
+
+    def let_others_in(cache):
+        cache, opened = jkv.allocate(cache, [0] * 4)
+        for seq_ids in np.split(opened.seq_ids, 2):
+            cache, _ = extend(cache, seq_ids, [[7, 5, 3], [2]])
+        return jkv.free(cache, opened.seq_ids)[0]
+
+    cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+    cache, first = extend(cache, opened.seq_ids, prompts)
+    cache, swapped = jkv.swap_out(cache, opened.seq_ids)
+    cache, back = jkv.swap_in(let_others_in(cache), swapped)
+    # The last token of a turn is in no cache yet.
+    cache, second = extend(cache, back.seq_ids, [text[-1:] for text in first])
+    jkv.save(tmp_path / "texts", cache, back.seq_ids)
+    cache, _ = jkv.free(cache, back.seq_ids)
+    cache, back = jkv.load(tmp_path / "texts", let_others_in(cache))
+    cache, third = extend(cache, back.seq_ids, [text[-1:] for text in second])
+    jkv.check(cache)
+    made = np.concatenate([first, second, third], axis=1)
+    np.testing.assert_array_equal(made, expected["generated"][:2, : 3 * NUM_NEW])
 
 
 def test_a_conversation_goes_back(tmp_path, capsys):

@@ -51,7 +51,6 @@ def test_what_is_not_served_is_refused_by_name(post):
     given = {
         "logit_bias": {"5": 1},
         "min_tokens": 2,
-        "response_format": {"type": "json_object"},
         "tools": [{"type": "function"}],
         "presence_penalty": 0.5,
         "frequency_penalty": -1,
@@ -65,7 +64,7 @@ def test_what_is_not_served_is_refused_by_name(post):
         error = said["error"]
         assert status == 400 and error["param"] == name, said
         assert error["message"].startswith(name) and "leave it out" in error["message"]
-    for name in ("logit_bias", "min_tokens", "response_format", "tools", "guided_json"):
+    for name in ("logit_bias", "min_tokens", "bad_words", "tools"):
         assert "not served yet" in fields.REFUSED[name].reason
     status, said = post(b'{"prompt": "a", "frobnicate": 1}')
     assert status == 400 and said["error"]["param"] == "frobnicate"
@@ -216,6 +215,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         stop_tokens=[0, 9],
         priority=-3,
         salt=0,
+        variant=-1,
     )
     assert told[0][0] == [5, 6] and told[1][1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)

@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "state",
         "status",
+        "steering",
         "storage",
         "verbs",
     },
@@ -78,6 +79,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
         "texts",
         "model",
+        "steering",
         "sampling",
         "scheduler",
         "speculation",

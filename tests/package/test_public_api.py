@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import jkv
-from jkv import decoding, serving
+from jkv import decoding, serving, steering
 
 pytestmark = pytest.mark.one_end
 
@@ -98,9 +98,10 @@ RAISE_NOTHING = {
 
 
 def public_functions() -> dict[str, Callable[..., object]]:
-    """All public functions by name, those of the decoding room too."""
+    """All public functions by name, those of the rooms too."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    names |= {name: getattr(decoding, name) for name in decoding.__all__}
+    for room in (decoding, steering):
+        names |= {name: getattr(room, name) for name in room.__all__}
     return {n: value for n, value in names.items() if inspect.isfunction(value)}
 
 
@@ -125,7 +126,7 @@ def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
 def public_records() -> dict[str, type]:
     """All public dataclasses and named tuples by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    for room in (decoding, serving):
+    for room in (decoding, serving, steering):
         names |= {name: getattr(room, name) for name in room.__all__}
     return {
         name: value

@@ -11,7 +11,9 @@ Models, and their texts without a cache:
   `sharded_model`: heads spread over a mesh.
   `tunix_models`: models of google-tunix.
   `plain_queue`: a model of hashes, and the serving loop in plain Python.
-  `plain_beam_search`, `plain_attention`: the algorithms in plain Python.
+  `plain_beam_search`, `plain_tree_search`, `plain_attention`: the algorithms in plain
+    Python.
+  `cloned_texts`: texts of a tree search as dense arrays, the bundled model on them.
   `small_engines`: engines around the model of hashes.
 
 What is computed, and how far off it may be:

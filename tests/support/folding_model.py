@@ -1,8 +1,12 @@
-"""A model whose next token follows, exactly, from a fold of all tokens before it.
+"""A model whose next token follows, exactly, from all tokens before it.
 
-Two layers keep a state, which is the fold; between them a layer may attend. A state
-that stands anywhere else, or is another sequence's, changes all tokens after it.
+Layers with a state keep a fold of the tokens; a layer that attends sums a number of
+each token and position that it sees, all or those of a window. A state that stands
+anywhere else, or is another sequence's, and a block that holds other tokens, change all
+tokens that come.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +17,17 @@ import jkv
 VOCABULARY = 5  # few, so that guesses are tried, and some are right
 FACTORS = np.array([31, 17], np.int32)
 SIZES = dict(max_sequences=6, max_context_length=64, block_size=4)
-KINDS = ("full", "window", "alone")
+WINDOW = 9
+# Groups of layers by name: keys of everything or of a window, alone or beside a state,
+# and a state alone.
+KINDS = "keys", "window", "keys+state", "window+state", "state"
+WITH_STATE = KINDS[2:]
 
 
 def make_config(
     kind, *, pending=0, num_snapshots=8, every=8, caching=True, num_blocks=96
 ):
-    """Groups of layers: the states and keys of all tokens, of a window, or no keys."""
+    """The sizes of a cache for one of the `KINDS`."""
     state = jkv.StateConfig(
         num_layers=2,
         arrays={"fold": ((2,), "int32")},
@@ -30,22 +38,25 @@ def make_config(
         heads_axes={"fold": 0},
         **SIZES,
     )
-    if kind == "alone":
-        return jkv.GroupedConfig(
-            groups=(state,), layer_groups=(0, 0), prefix_caching=caching
-        )
     keys = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=2,
         head_dim=4,
         num_blocks=num_blocks,
         dtype="float32",
-        sliding_window=9 if kind == "window" else None,
+        sliding_window=_find_window(kind),
         **SIZES,
     )
-    return jkv.GroupedConfig(
-        groups=(state, keys), layer_groups=(0, 1, 0), prefix_caching=caching
-    )
+    groups, layers = {
+        "state": ((state,), (0, 0)),
+        "keys+state": ((state, keys), (0, 1, 0)),
+        "keys": ((keys,), (0,)),
+    }[kind.replace("window", "keys")]
+    return jkv.GroupedConfig(groups=groups, layer_groups=layers, prefix_caching=caching)
+
+
+def _find_window(kind):
+    return WINDOW if "window" in kind else None
 
 
 def _rule(state, given):
@@ -54,21 +65,38 @@ def _rule(state, given):
     return {"fold": fold}, fold
 
 
-def model(_params, tokens, cache, batch, *, all_rows=False):
+def number_of(token, position):
+    """What a layer that attends sums: small, so that sums in float32 are exact."""
+    return (7 * token + 3 * position) % 13
+
+
+def attend(cache, layer, batch, tokens, *, window):
+    """Write rows of a layer, and return the sums of what each row sees, i32[R]."""
+    shape = (tokens.shape[0], 2, 4)
+    numbers = number_of(tokens, batch.positions).astype(jnp.float32)
+    values = jnp.broadcast_to(numbers[:, None, None], shape)
+    # Queries of zeros see all tokens alike: what is attended is the mean.
+    keys, queries = jnp.ones(shape), jnp.zeros(shape)
+    cache = jkv.write(cache, layer, batch, keys, values)
+    means = jkv.attend(cache, layer, batch, queries, window=window).mean(axis=(1, 2))
+    count = batch.positions + 1
+    count = count if window is None else jnp.minimum(count, window)
+    return jnp.round(means * count.astype(jnp.float32)).astype(jnp.int32), cache
+
+
+def _compute(_params, tokens, cache, batch, *, all_rows=False, window):
     """Logits that point at the next token of each row."""
-    inputs, total = {"token": tokens.astype(jnp.int32)}, jnp.int32(0)
+    tokens = tokens.astype(jnp.int32)
+    total = jnp.zeros(tokens.shape, jnp.int32)
     for layer, groups in enumerate(cache.layer_groups):
         if {*groups} & {*cache.state_numbers}:
-            fold, cache = jkv.fold_state(cache, layer, batch, _rule, inputs)
-            total += fold
-            continue
-        rows = jax.nn.one_hot(tokens % 4, 4)[:, None] * jnp.ones((1, 2, 1))
-        cache = jkv.write(cache, layer, batch, rows, rows)
-        window = cache.metadata.groups[0].window.length
-        attended = jkv.attend(cache, layer, batch, rows, window=window)
-        # Part of what follows, so that it is not left out.
-        total += (jnp.sum(attended) > 1e9).astype(jnp.int32)
-    chosen = jnp.abs(jnp.sum(total, axis=1)) % VOCABULARY
+            inputs = {"token": tokens}
+            folds, cache = jkv.fold_state(cache, layer, batch, _rule, inputs)
+            total += jnp.sum(folds, axis=1)
+        else:
+            sums, cache = attend(cache, layer, batch, tokens, window=window)
+            total += sums
+    chosen = jnp.abs(total) % VOCABULARY
     logits = 5.0 * jax.nn.one_hot(chosen, VOCABULARY)
     if all_rows:
         return logits, cache
@@ -76,13 +104,32 @@ def model(_params, tokens, cache, batch, *, all_rows=False):
     return last, cache
 
 
-def continue_text(prompt, count):
-    """The tokens that follow a prompt."""
-    fold, text = np.zeros(2, np.int64), list(prompt)
-    for place in range(len(prompt) + count):
-        if place >= len(prompt):
-            # Both layers have the same fold.
-            total = (2 * fold.sum() + 2**31) % 2**32 - 2**31
-            text.append(int(abs(total)) % VOCABULARY)
-        fold = (fold * FACTORS + text[place] + 2 + 2**31) % 2**32 - 2**31
+# By kind: all that differs is how far its layer sees, as the cache of `score` has no
+# windows.
+MODELS = {
+    kind: functools.partial(_compute, window=_find_window(kind)) for kind in KINDS
+}
+
+
+def fold_text(text):
+    """The state after a text, in each layer that has one."""
+    fold = np.zeros(2, np.int64)
+    for token in text:
+        fold = _wrap(fold * FACTORS + token + 2)
+    return fold
+
+
+def continue_text(prompt, count, kind):
+    """The tokens that follow a prompt in a model of one of the `KINDS`."""
+    text = list(prompt)
+    for _ in range(count):
+        total = 2 * fold_text(text).sum() if kind in WITH_STATE else 0
+        if kind != "state":
+            first = max(0, len(text) - (_find_window(kind) or len(text)))
+            total += sum(number_of(text[i], i) for i in range(first, len(text)))
+        text.append(int(abs(_wrap(total))) % VOCABULARY)
     return text[len(prompt) :]
+
+
+def _wrap(number):
+    return (number + 2**31) % 2**32 - 2**31

@@ -51,7 +51,7 @@ def load_served(folder):
     with pytest.MonkeyPatch.context() as patch:
         changed = SimpleNamespace(**vars(pretrained) | changes)
         patch.setattr(loading, "pretrained", changed)
-        served = loading.load(options, max_waiting=100)
+        served = loading.load(options, max_waiting=100, max_grammars=3)
     served.engine.warm_up()
     return served
 

@@ -743,6 +743,91 @@ MUTATIONS = (
         "may_take = ~has_more_samples(state, loads)[lanes.prompts]",
         "may_take = jnp.ones_like(lanes.forks)",
     ),
+    # What steers texts.
+    Mutation(
+        "steering-state-not-advanced",
+        "decoding",
+        "What steers a text is not told the tokens of plain steps.",
+        "logprobs = mark_refused(logits, logprobs) steered = steered.advance(tokens)",
+        "logprobs = mark_refused(logits, logprobs)",
+    ),
+    Mutation(
+        "steered-by-another-row",
+        "decoding",
+        "A text is steered by the state of another text of the step.",
+        "return whole.pick(sequences)",
+        "return whole.pick(jnp.flip(sequences))",
+    ),
+    Mutation(
+        "steered-refusal-lost-among-guesses",
+        "decoding",
+        "A step with guesses takes a token of a text that is allowed none.",
+        "return _Chosen(tokens, mark_refused(logits, logprobs))",
+        "return _Chosen(tokens, logprobs)",
+    ),
+    Mutation(
+        "steered-end-not-told",
+        "decoding",
+        "A text that has ended by what steers it goes on.",
+        "new.steered and new.steered.has_ended(),",
+        "None,",
+    ),
+    Mutation(
+        "guess-steered-one-token-late",
+        "decoding",
+        "The row of a guess is steered by the state before the guess, not after it.",
+        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + jnp.maximum("
+        "rows.before - 1, 0)",
+    ),
+    Mutation(
+        "steering-state-of-the-next-guess",
+        "decoding",
+        "A text keeps the state after the first wrong guess, not the one before it.",
+        "is_last = (after == last[:, None]).reshape(-1)",
+        "is_last = (after == jnp.minimum(last + 1, tokens.shape[1] - 1)[:, None])"
+        ".reshape(-1)",
+    ),
+    Mutation(
+        "logprob-of-the-unsteered",
+        "decoding",
+        "A log-probability is of the model's distribution, not of the steered one.",
+        "tokens, logprobs = sample(logits, chosen, positions, seen=seen)",
+        "model = logits if steered is None else jnp.where(\n"
+        "        jnp.isinf(logits), 0, logits)\n"
+        "    tokens, _ = sample(logits, chosen, positions, seen=seen)\n"
+        "    logprobs = jnp.take_along_axis(\n"
+        "        jax.nn.log_softmax(model), tokens[:, None], axis=1)[:, 0]",
+    ),
+    Mutation(
+        "beam-without-its-parents-state",
+        "decoding",
+        "A beam goes on with the state of its row, not with that of its parent.",
+        "steered = searcher.rows_of(state, running.parents)",
+        "steered = searcher.rows_of(\n"
+        "    state, jnp.indices(running.parents.shape, jnp.int32)[1])",
+    ),
+    Mutation(
+        "variant-lost-in-added-prompts",
+        "decoding",
+        "Prompts that are added are all steered by the first variant.",
+        "added = with_variants(added, steering, variants)",
+        "added = with_variants(added, steering, 0 * jnp.asarray(variants))",
+    ),
+    Mutation(
+        "thoughts-of-the-prompt-not-counted",
+        "steering",
+        "A thought that begins in the prompt has the whole budget behind the prompt.",
+        "num_thoughts=jnp.where(is_thinking, behind, 0)",
+        "num_thoughts=jnp.zeros_like(behind)",
+    ),
+    Mutation(
+        "row-without-a-token-moves",
+        "steering",
+        "The newest tokens of a text move on when it has none.",
+        "return jnp.where(tokens[:, None] < 0, newest, pushed)",
+        "return pushed",
+    ),
 )
 
 

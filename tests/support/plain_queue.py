@@ -114,9 +114,12 @@ _sample = jax.jit(sample)
 class PlainTexts:
     """Each prompt continued by itself."""
 
-    def __init__(self, call, find_logits=None):
-        """Take the logits after lists of tokens, f32[N, V], from another model."""
-        self.call = call
+    def __init__(self, call, find_logits=None, automata=None):
+        """Take the logits after lists of tokens, f32[N, V], from another model.
+
+        A `PlainAutomaton` for each sequence says which tokens it may have.
+        """
+        self.call, self.automata = call, automata
         self.find_logits = find_logits or functools.partial(
             dense_logits, call.nan_every
         )
@@ -148,6 +151,12 @@ class PlainTexts:
             call.prompts[i // call.num_samples] + self.new[i] for i in range(count)
         ]
         logits = self.find_logits(texts)
+        if self.automata is not None:
+            allowed = [
+                automaton.allowed(new)
+                for automaton, new in zip(self.automata, self.new, strict=True)
+            ]
+            logits = np.where(allowed, logits, np.float32(-np.inf))
         seen = np.zeros(logits.shape, bool)
         for row, text in zip(seen, texts, strict=True):
             row[text] = True
@@ -160,6 +169,9 @@ class PlainTexts:
             if np.isnan(logits[i]).any():
                 self.reasons[i] = FinishReason.NAN_LOGITS
                 continue
+            if np.max(logits[i]) == -np.inf:
+                self.reasons[i] = FinishReason.NOTHING_ALLOWED
+                continue
             self.new[i].append(int(tokens[i]))
             self.logprobs[i].append(logprobs[i])
             self.reasons[i] = self._why_over(i)
@@ -168,6 +180,8 @@ class PlainTexts:
         call, new = self.call, self.new[i]
         stops = [[token] for token in call.stop_tokens] + call.stop_sequences
         if any(stop and new[-len(stop) :] == stop for stop in stops):
+            return FinishReason.STOP
+        if self.automata is not None and self.automata[i].has_ended(new):
             return FinishReason.STOP
         if len(new) >= min(call.limits[i // call.num_samples], call.max_new_tokens):
             return FinishReason.LENGTH

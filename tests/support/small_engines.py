@@ -12,6 +12,7 @@ import numpy as np
 import jkv
 from jkv.decoding import FinishReason, Sampling, spread_seeds
 from jkv.serving import Engine, StopSizes
+from support.automata import PlainAutomaton
 from support.plain_queue import VOCABULARY, Call, PlainTexts, hash_model
 from support.small_caches import copied, small_cache
 
@@ -91,7 +92,7 @@ def draw_request(rng, **changes):
     return fields | changes
 
 
-def expected(request, free_blocks=BLOCKS, nan_every=0):
+def expected(request, free_blocks=BLOCKS, nan_every=0, automata=None):
     """The request alone, without a cache: its texts in plain Python."""
     sampling, n = request["sampling"], request["n"]
 
@@ -123,7 +124,11 @@ def expected(request, free_blocks=BLOCKS, nan_every=0):
         max_context_length=CONTEXT,
         num_blocks=free_blocks,
     )
-    texts = PlainTexts(call)
+    plain = None
+    if automata is not None:
+        one = PlainAutomaton(automata, request["variant"], call.prompts[0])
+        plain = [one] * MOST_SAMPLES
+    texts = PlainTexts(call, automata=plain)
     return texts.new[:n], texts.logprobs[:n], texts.reasons[:n]
 
 

@@ -31,11 +31,13 @@ class Rules(NamedTuple):
     stop_tokens: jax.Array  # i32[E]
     length_penalty: jax.Array  # f32[]
     early_stopping: EarlyStopping
+    num_end_tokens: int = 0  # more that may end a text, by what steers it
 
     @property
     def num_candidates(self) -> int:
         """Continuations of which K do not end, C."""
-        return max(2, 1 + self.stop_tokens.shape[0]) * self.num_beams
+        num_ends = self.stop_tokens.shape[0] + self.num_end_tokens
+        return max(2, 1 + num_ends) * self.num_beams
 
     def penalise(self, scores: jax.Array, lengths: jax.Array | int) -> jax.Array:
         """Divide sums of log-probabilities, f32[...], by what their length costs."""

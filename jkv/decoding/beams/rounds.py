@@ -8,7 +8,7 @@ Symbols: Q prompts, K beams of each, V tokens in the vocabulary.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jkv.decoding.beams.branches import (
 from jkv.decoding.beams.hypotheses import (
     NO_SCORE,
     Beams,
+    Continuations,
     Hypotheses,
     Rules,
     choose_running,
@@ -37,11 +38,13 @@ from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
+from jkv.decoding.steering.rows import SteeredRows, begin_rows, is_nothing_left
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
+from jkv.steering import Steering
 
 Carry = tuple[Cache, SearchState, jax.Array]
 
@@ -54,13 +57,26 @@ class Searcher(NamedTuple):
     num_rows: int  # of a step that computes prompts
     vocabulary: int
     size: BlockSize  # how many blocks a prompt takes while it is computed
+    steering: Steering | None
+
+    def rows_of(self, state: SearchState, parents: jax.Array) -> SteeredRows | None:
+        """Return what steers beams, i32[Q, C]; None where nothing does."""
+        if self.steering is None:
+            return None
+        num_prompts, num_beams = state.seq_ids.shape
+        variants = state.prompts.variants
+        assert variants is not None, "prompts that are steered have variants"
+        is_steered = jnp.repeat(variants >= 0, num_beams)
+        prompt = jnp.arange(num_prompts, dtype=jnp.int32)[:, None]
+        whole = SteeredRows(self.steering, state.steering_state, is_steered)
+        return whole.pick(prompt * num_beams + parents)
 
 
 def run_round(
     searcher: Searcher, cache: Cache, state: SearchState
 ) -> tuple[Cache, SearchState]:
     """Run the searches that find room, from their prompts to their end."""
-    cache, state = open_prompts(cache, _begin_anew(state), searcher.size)
+    cache, state = open_prompts(cache, _begin_anew(searcher, state), searcher.size)
     shape = *state.reasons.shape, searcher.vocabulary
     carry = cache, state, jnp.zeros(shape, jnp.float32)
     if searcher.size.is_reserved:
@@ -137,7 +153,7 @@ def _compute_prompts_that_fit(
     return *make_room_for_forks(cache, state, none), logits
 
 
-def _begin_anew(state: SearchState) -> SearchState:
+def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
     """Let searches that have waited begin with nothing."""
     sizes = state.beams.tokens.shape
     return dataclasses.replace(
@@ -145,6 +161,7 @@ def _begin_anew(state: SearchState) -> SearchState:
         beams=Beams.fresh(*sizes),
         hypotheses=_where(state.is_open, Hypotheses.none(*sizes), state.hypotheses),
         length=jnp.zeros((), jnp.int32),
+        steering_state=begin_rows(searcher.steering, state.prompts, state.num_beams),
     )
 
 
@@ -160,7 +177,7 @@ def _run_step(
       logits: f32[Q * K, V], after each beam's last token.
     """
     before = state
-    state, parents, reasons = _choose_beams(searcher.rules, cache, state, logits)
+    state, parents, reasons = _choose_beams(searcher, cache, state, logits)
     ends = reasons != FinishReason.RUNNING
     cache = free_beams(cache, before, ends & before.is_running)
     state = state.end(ends, reasons)
@@ -182,7 +199,7 @@ def _run_step(
 
 
 def _choose_beams(
-    rules: Rules, cache: Cache, state: SearchState, logits: jax.Array
+    searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> tuple[SearchState, jax.Array, jax.Array]:
     """Choose the next tokens, and what has ended with them.
 
@@ -190,8 +207,7 @@ def _choose_beams(
       The state, with one more token in each beam; i32[Q, K], the parents of its beams;
       and i32[Q], why searches end, RUNNING where they go on.
     """
-    shape = *state.seq_ids.shape, logits.shape[1]
-    logprobs = jax.nn.log_softmax(logits).reshape(shape)
+    rules, logprobs = searcher.rules, _find_logprobs(searcher, state, logits)
     # Without numbers there is no token: the search ends with the beams that it had.
     is_nan = jnp.any(jnp.isnan(logprobs), axis=(1, 2)) & state.is_running
     state = _count_beams_as_they_are(rules, state, is_nan)
@@ -201,10 +217,18 @@ def _choose_beams(
         rules.num_candidates,
     )
 
+    is_stuck = _find_stuck(searcher, state, found)
+    for _, stuck in is_stuck:
+        state = _count_beams_as_they_are(rules, state, stuck)
     length = state.length + 1
     is_past_context = state.prompts.lengths + length > cache.max_context_length
     is_last = is_past_context | (length >= rules.max_new_tokens)
     is_stop = jnp.any(found.tokens[:, :, None] == rules.stop_tokens[None, None], axis=2)
+    steered = searcher.rows_of(state, found.parents)
+    if steered is not None:
+        has_ended = steered.advance(found.tokens.reshape(-1)).has_ended()
+        if has_ended is not None:
+            is_stop |= has_ended.reshape(is_stop.shape)
     is_final = is_stop | is_last[:, None]
 
     ended = keep_ended(state.hypotheses, state.beams, found, is_final, length, rules)
@@ -215,6 +239,7 @@ def _choose_beams(
         is_nan.shape,
         [
             (FinishReason.NAN_LOGITS, is_nan),
+            *is_stuck,
             (FinishReason.STOP, ~improves & ~is_last),
             (FinishReason.LENGTH, is_last & ~is_past_context),
             (FinishReason.CONTEXT_FULL, is_last),
@@ -225,9 +250,46 @@ def _choose_beams(
         beams=state.beams.choose(running, length),
         hypotheses=hypotheses,
         length=length,
+        steering_state=_advance(searcher, state, running),
     )
     reasons = jnp.where(state.is_running, reasons, jnp.int32(FinishReason.RUNNING))
     return state, running.parents, reasons
+
+
+def _find_logprobs(
+    searcher: Searcher, state: SearchState, logits: jax.Array
+) -> jax.Array:
+    """Return the log-probabilities of beams, f32[Q, K, V], of logits f32[Q * K, V].
+
+    A beam that is allowed no token has -inf throughout: it goes on nowhere.
+    """
+    shape = *state.seq_ids.shape, logits.shape[1]
+    beam = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
+    steered = searcher.rows_of(state, beam)
+    if steered is None:
+        return jax.nn.log_softmax(logits).reshape(shape)
+    logits = steered.steer(logits)
+    is_refused = is_nothing_left(logits)[:, None]
+    logprobs = jnp.where(is_refused, -jnp.inf, jax.nn.log_softmax(logits))
+    return logprobs.reshape(shape)
+
+
+def _find_stuck(
+    searcher: Searcher, state: SearchState, found: Continuations
+) -> list[tuple[FinishReason, jax.Array]]:
+    """Return which searches found no text, and have no beam that may go on, bool[Q]."""
+    if searcher.steering is None:
+        return []
+    goes_on = jnp.any(found.scores > NO_SCORE, axis=1)
+    has_found = jnp.any(state.hypotheses.scores > NO_SCORE, axis=1)
+    stuck = state.is_running & ~goes_on & ~has_found
+    return [(FinishReason.NOTHING_ALLOWED, stuck)]
+
+
+def _advance(searcher: Searcher, state: SearchState, running: Continuations) -> Any:
+    """Return the state of what steers the beams that run on."""
+    steered = searcher.rows_of(state, running.parents)
+    return steered and steered.advance(running.tokens.reshape(-1)).state
 
 
 def _compute_beams(

@@ -3,6 +3,7 @@
 Symbols: Q prompts, K beams of each, P most prompt tokens, G most new tokens.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, as_stop_tokens, judge_prompts
+from jkv.decoding.steering.rows import as_steering, begin_rows, with_variants
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integers, Texts, check_counts
@@ -22,6 +24,7 @@ from jkv.sharding.loops import while_loop
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
+from jkv.steering import Steering
 
 
 @takes_cache(argument=2)
@@ -39,6 +42,8 @@ def beam_search(
     num_return: int = 1,
     chunk_size: int = CHUNK_SIZE,
     salts: Integers = 0,
+    steering: Steering | None = None,
+    variants: Integers = 0,
 ) -> tuple[Cache, BeamSearch]:
     """Find the most likely continuations of B prompts by beam search, and free them.
 
@@ -80,6 +85,10 @@ def beam_search(
       num_return: texts of each prompt that are returned, at most K; static.
       chunk_size: rows of a step that computes prompts; static.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one.
+      steering: which tokens texts may have, as for `generate`. A search of which no
+        beam is allowed a token ends with the texts that it has found; without any it
+        ends by NOTHING_ALLOWED, with the beams of that moment.
+      variants: i32[B] or int, how each prompt is steered, as for `generate`.
 
     Returns:
       The cache, all sequences of this call freed, and a `BeamSearch`. A search ends by
@@ -110,20 +119,27 @@ def beam_search(
     rules = _make_rules(
         num_beams, max_new_tokens, stop_tokens, length_penalty, early_stopping
     )
+    steering = as_steering(steering)
+    if steering is not None:
+        rules = rules._replace(num_end_tokens=steering.num_end_tokens)
     if num_return > num_beams:
         raise UsageError(
             f"num_return must be at most num_beams, as a search keeps so many texts; "
             f"got {num_return} of {num_beams}"
         )
     texts = Prompts.of(prompts, limits=None, max_new_tokens=max_new_tokens, salts=salts)
+    texts = with_variants(texts, steering, variants)
     num_rows = max(texts.lengths.shape[0], min(chunk_size, texts.tokens.size))
     size = find_block_size(cache, (num_rows,))
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
-    reasons = judge_prompts(texts, bounds, vocabulary)
+    reasons = judge_prompts(texts, bounds, vocabulary, steering)
     state = SearchState.begin(texts, reasons, num_beams, max_new_tokens)
-    searcher = Searcher(runner, rules, num_rows, vocabulary, size)
+    state = dataclasses.replace(
+        state, steering_state=begin_rows(steering, texts, num_beams)
+    )
+    searcher = Searcher(runner, rules, num_rows, vocabulary, size, steering)
     cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
         lambda carry: run_round(searcher, *carry),

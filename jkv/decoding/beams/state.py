@@ -4,7 +4,7 @@ Symbols: Q prompts, K beams of each, G most new tokens.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,8 @@ class SearchState:
     hypotheses: Hypotheses  # texts that have ended
     length: jax.Array  # i32[], new tokens of each beam that runs
     statistics: BeamStatistics
+    # Of what steers the beams, a pytree of arrays [Q * K, ...]; None without.
+    steering_state: Any = None
 
     @classmethod
     def begin(

@@ -3,15 +3,17 @@
 Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.draws import sample
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_texts
+from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.sharding.loops import when
@@ -30,13 +32,17 @@ class Progress(NamedTuple):
         """Which of them have not ended, bool[N]."""
         return self.result.reasons == FinishReason.RUNNING
 
+    def rows_of(self, choice: Choice, sequences: jax.Array) -> SteeredRows | None:
+        """Return what steers some of them, i32[K]; None where nothing does."""
+        return rows_of(choice.steering, self.prompts, self.result, sequences)
+
 
 def choose_next(
     progress: Progress,
     logits: jax.Array,
     sequences: jax.Array,
     seen: jax.Array | None,
-    sampling: Sampling,
+    choice: Choice,
 ) -> tuple[Generation, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
@@ -45,19 +51,26 @@ def choose_next(
       logits: f32[K, V].
       sequences: i32[K], N for none.
       seen: bool[K, V], tokens of their texts; None where no penalty applies to any.
-      sampling: of N sequences.
+      choice: of N sequences.
 
     Returns:
       What there is then, and i32[K], the tokens.
     """
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
-    chosen = sampling_of(sampling, num_sequences, known)
+    chosen = sampling_of(choice.sampling, num_sequences, known)
     positions = result.lengths[known]
+    steered = progress.rows_of(choice, known)
+    if steered is not None:
+        logits = steered.steer(logits)
     tokens, logprobs = sample(logits, chosen, positions, seen=seen)
-    new = _New(sequences, positions, tokens, logprobs)
+    if steered is not None:
+        logprobs = mark_refused(logits, logprobs)
+        steered = steered.advance(tokens)
+    new = _New(sequences, positions, tokens, logprobs, steered)
     written = new.put(result.tokens)
-    return _put(result, new, written, _judge(progress, new, written)), tokens
+    reasons = _judge(progress, new, written)
+    return _put(result, new, written, reasons, new.find_served(num_sequences)), tokens
 
 
 def take_several(
@@ -66,6 +79,7 @@ def take_several(
     tokens: jax.Array,
     logprobs: jax.Array,
     follows: jax.Array,
+    before: SteeredRows | None,
 ) -> tuple[Generation, jax.Array]:
     """Give texts several tokens that were chosen at once, as if one by one.
 
@@ -73,8 +87,9 @@ def take_several(
       progress: of N sequences.
       sequences: i32[W], N for none.
       tokens: i32[W, C].
-      logprobs: f32[W, C], of each; NaN if the logits were no numbers.
+      logprobs: f32[W, C], as those of a `_New`.
       follows: bool[W, C], whether the next token may follow this one; not the last.
+      before: W * C rows, what steers each of them.
 
     Returns:
       What there is then, and bool[W, C], which tokens texts took.
@@ -84,7 +99,9 @@ def take_several(
     after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = (result.lengths[known][:, None] + after).reshape(-1)
     each = jnp.broadcast_to(sequences[:, None], tokens.shape).reshape(-1)
-    new = _New(each, positions, tokens.reshape(-1), logprobs.reshape(-1))
+    flat = tokens.reshape(-1)
+    steered = None if before is None else before.advance(flat)
+    new = _New(each, positions, flat, logprobs.reshape(-1), steered)
     reasons = _judge(progress, new, new.put(result.tokens))
     # A text takes a token if it went on after all of those before.
     goes_on = follows & (reasons == FinishReason.RUNNING).reshape(tokens.shape)
@@ -92,7 +109,9 @@ def take_several(
     is_taken = (sequences < num_sequences)[:, None] & (after <= last[:, None])
     taken = jnp.where(is_taken.reshape(-1), each, num_sequences)
     new = new._replace(sequences=taken)
-    return _put(result, new, new.put(result.tokens), reasons), is_taken
+    is_last = (after == last[:, None]).reshape(-1)
+    newest = jnp.where(is_last, new.find_served(num_sequences), num_sequences)
+    return _put(result, new, new.put(result.tokens), reasons, newest), is_taken
 
 
 class _New(NamedTuple):
@@ -101,7 +120,9 @@ class _New(NamedTuple):
     sequences: jax.Array  # i32[K], N for none
     positions: jax.Array  # i32[K], among the new tokens of the sequence
     tokens: jax.Array  # i32[K]
-    logprobs: jax.Array  # f32[K], NaN if the logits were no numbers
+    # f32[K], NaN if the logits were no numbers, -inf if no token was allowed
+    logprobs: jax.Array
+    steered: SteeredRows | None  # K rows, after the tokens
 
     def put(self, tokens: jax.Array) -> jax.Array:
         """Return tokens, i32[N, G], with the new ones."""
@@ -109,8 +130,16 @@ class _New(NamedTuple):
         return tokens.at[sequences, self.positions].set(self.tokens, mode="drop")
 
     def find_served(self, num_sequences: int) -> jax.Array:
-        """Return the sequences that get a token, i32[K]; without numbers none."""
-        return jnp.where(jnp.isnan(self.logprobs), num_sequences, self.sequences)
+        """Return the sequences that get a token, i32[K]; N for those without."""
+        has_none = jnp.isnan(self.logprobs)
+        if self.steered is not None:
+            has_none |= self.is_refused
+        return jnp.where(has_none, num_sequences, self.sequences)
+
+    @property
+    def is_refused(self) -> jax.Array:
+        """Which were allowed no token, bool[K], of those that are steered."""
+        return self.logprobs == -jnp.inf
 
 
 def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
@@ -126,15 +155,31 @@ def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
         written,
         known,
         new.positions + 1,
+        new.steered and new.steered.has_ended(),
     )
+    if new.steered is not None:
+        nothing = jnp.int32(FinishReason.NOTHING_ALLOWED)
+        reasons = jnp.where(new.is_refused, nothing, reasons)
     nan = jnp.int32(FinishReason.NAN_LOGITS)
     return jnp.where(jnp.isnan(new.logprobs), nan, reasons)
 
 
 def _put(
-    result: Generation, new: _New, written: jax.Array, reasons: jax.Array
+    result: Generation,
+    new: _New,
+    written: jax.Array,
+    reasons: jax.Array,
+    newest: jax.Array,
 ) -> Generation:
-    """Add new tokens, i32[N, G] with them, and end texts for reasons, i32[K]."""
+    """Add new tokens, and end texts.
+
+    Args:
+      result: of N sequences.
+      new: K tokens.
+      written: i32[N, G], with them.
+      reasons: i32[K], why texts end with each.
+      newest: i32[K], the sequence of which it is the newest token, N for none.
+    """
     num_sequences = result.lengths.shape[0]
     served = new.find_served(num_sequences)
     # They all ran until now, and mostly go on.
@@ -151,6 +196,16 @@ def _put(
             new.logprobs, mode="drop"
         ),
         statistics=result.statistics,
+        steering_state=_keep_state(result.steering_state, new.steered, newest),
+    )
+
+
+def _keep_state(old: Any, steered: SteeredRows | None, sequences: jax.Array) -> Any:
+    """Return the state of N sequences, with K rows of it for some, i32[K]."""
+    if steered is None:
+        return old
+    return jax.tree.map(
+        lambda rows, new: rows.at[sequences].set(new, mode="drop"), old, steered.state
     )
 
 

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.decoding.steering.rows import find_unknown
 from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
 from jkv.decoding.texts.prompts import Prompts, find_malformed
 from jkv.decoding.texts.results import FinishReason
 from jkv.status import UsageError
+from jkv.steering import Steering
 
 # Beside a token of a text there can be no such number.
 _ANY = -1
@@ -164,7 +166,12 @@ def find_first(
     return reasons
 
 
-def judge_prompts(prompts: Prompts, bounds: Bounds, vocabulary: int) -> jax.Array:
+def judge_prompts(
+    prompts: Prompts,
+    bounds: Bounds,
+    vocabulary: int,
+    steering: Steering | None = None,
+) -> jax.Array:
     """Return why prompts are not begun, RUNNING where they are, i32[Q].
 
     Raises:
@@ -175,10 +182,19 @@ def judge_prompts(prompts: Prompts, bounds: Bounds, vocabulary: int) -> jax.Arra
         [
             (FinishReason.MALFORMED_PROMPT, find_malformed(prompts, vocabulary)),
             (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
+            *_name_unknown(prompts, steering),
             (FinishReason.LENGTH, prompts.limits <= 0),
             *bounds.exceeded(prompts.lengths),
         ],
     )
+
+
+def _name_unknown(
+    prompts: Prompts, steering: Steering | None
+) -> list[tuple[FinishReason, jax.Array]]:
+    """Return which prompts name a variant that is not there, if any are steered."""
+    unknown = find_unknown(prompts, steering)
+    return [] if unknown is None else [(FinishReason.UNKNOWN_VARIANT, unknown)]
 
 
 def judge_texts(
@@ -188,6 +204,7 @@ def judge_texts(
     tokens: jax.Array,
     sequences: jax.Array,
     lengths: jax.Array,
+    has_ended: jax.Array | None = None,
 ) -> jax.Array:
     """Return why texts end after a token, RUNNING where they go on.
 
@@ -198,6 +215,7 @@ def judge_texts(
       tokens: i32[N, G], new ones of N sequences.
       sequences: i32[K].
       lengths: i32[K], new tokens up to and with the one in question.
+      has_ended: bool[K], those that what steers them has ended with it.
 
     Returns:
       i32[K], `FinishReason`.
@@ -209,6 +227,8 @@ def judge_texts(
     is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
         is_stop |= _ends_with_any(tokens, sequences, lengths, stops.sequences)
+    if has_ended is not None:
+        is_stop |= has_ended
     return find_first(
         lengths.shape,
         [

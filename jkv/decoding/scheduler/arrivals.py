@@ -11,12 +11,19 @@ import jax.numpy as jnp
 from jkv.decoding.sampling.stopping import Stops, judge_prompts
 from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
 from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.steering.rows import (
+    as_steering,
+    begin_rows,
+    check_steering_of,
+    with_variants,
+)
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
+from jkv.steering import Steering
 
 
 @takes_cache()
@@ -32,6 +39,8 @@ def add_prompts(
     num_samples: Integers | None = None,
     salts: Integers = 0,
     priorities: Integers = 0,
+    steering: Steering | None = None,
+    variants: Integers = 0,
 ) -> GenerationState:
     """Let more prompts wait, instead of some that have ended.
 
@@ -54,6 +63,8 @@ def add_prompts(
         count as CANCELLED. None is all.
       salts: i32[K] or int, domains of the prefix cache.
       priorities: i32[K] or int; of those that have not begun, smaller ones go first.
+      steering: as for `begin`.
+      variants: i32[K] or int, as for `begin`.
 
     Returns:
       The state; a prompt that cannot begin has a reason at once.
@@ -90,6 +101,9 @@ def add_prompts(
             f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
             f"wide as the first ones; got i32{list(added.tokens.shape)}"
         )
+    steering = as_steering(steering)
+    check_steering_of(state.result.steering_state, steering)
+    added = with_variants(added, steering, variants)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~is_busy.at[index].get(mode="fill", fill_value=True)
@@ -106,7 +120,7 @@ def add_prompts(
     state = dataclasses.replace(state, prompts=kept, stops=stops)
     most = state.num_samples if num_samples is None else num_samples
     (wanted,) = broadcast(len(indices), num_samples=most)
-    return _queue_up(cache, state, index, added, jnp.asarray(wanted))
+    return _queue_up(cache, state, index, added, jnp.asarray(wanted), steering)
 
 
 def _queue_up(
@@ -115,6 +129,7 @@ def _queue_up(
     index: jax.Array,
     added: Prompts,
     wanted: jax.Array,
+    steering: Steering | None,
 ) -> GenerationState:
     """Let the sequences of added prompts wait.
 
@@ -124,18 +139,23 @@ def _queue_up(
       index: i32[K], which prompts they are; Q for none.
       added: K prompts.
       wanted: i32[K], how many sequences of each begin.
+      steering: what steers them.
     """
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
-    reasons = judge_prompts(added, state.bounds(cache), state.seen.shape[1])
+    reasons = judge_prompts(added, state.bounds(cache), state.seen.shape[1], steering)
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
     begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
     # Sequences of a prompt may have ended while they waited.
     queue = drop_from_queue(state.queue, ~state.is_running)
-    fresh = Generation.empty(reasons, state.result.tokens.shape[1])
+    fresh = Generation.empty(
+        reasons,
+        state.result.tokens.shape[1],
+        begin_rows(steering, added, num_samples),
+    )
     old = state.result
 
     def begin(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -149,6 +169,9 @@ def _queue_up(
             reasons=begin(old.reasons, fresh.reasons),
             logprobs=begin(old.logprobs, fresh.logprobs),
             statistics=old.statistics,
+            steering_state=jax.tree.map(
+                begin, old.steering_state, fresh.steering_state
+            ),
         ),
         seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         speculation=state.speculation and state.speculation.forget(sequences),

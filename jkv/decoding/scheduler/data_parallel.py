@@ -23,7 +23,7 @@ from jkv.state import Cache
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.pooling import enter_pool, leave_pool
 
-# A generation of one pool: params, cache, prompts, and how tokens are guessed.
+# A generation of one pool: params, cache, prompts, and how tokens are made.
 Generate = Callable[[Any, Cache, Prompts, Any], tuple[Cache, Generation]]
 
 
@@ -32,7 +32,7 @@ def generate_on_pools(
     params: Any,
     cache: Cache,
     prompts: Prompts,
-    speculate: Any,
+    options: Any,
     num_samples: int,
 ) -> tuple[Cache, Generation]:
     """Deal prompts to the ranks by what is free, and generate on all.
@@ -42,7 +42,7 @@ def generate_on_pools(
       params: the model's weights.
       cache: with a pool for each rank.
       prompts: Q of them.
-      speculate: how each rank guesses tokens, any pytree.
+      options: how each rank makes tokens, any pytree.
       num_samples: sequences of each.
 
     Returns:
@@ -53,7 +53,7 @@ def generate_on_pools(
     axis = pools.axis
 
     def on_rank(divided: Cache, whole: Any) -> tuple[Cache, Generation]:
-        params, prompts, speculate = whole
+        params, prompts, options = whole
         cache = enter_pool(without_rank(divided))
         free = jax.lax.all_gather(num_free_blocks(cache), axis)
         owner = deal(prompts, free, cache.block_size, num_samples)
@@ -63,13 +63,13 @@ def generate_on_pools(
             tokens=jnp.where(is_mine[:, None], prompts.tokens, -1),
             lengths=jnp.where(is_mine, prompts.lengths, 0),
         )
-        cache, result = generate(params, cache, mine, speculate)
+        cache, result = generate(params, cache, mine, options)
         result = _collect(result, jnp.repeat(is_mine, num_samples), axis)
         return leave_pool(with_rank(cache), pools), result
 
     out_specs = PartitionSpec(axis), PartitionSpec()
     answer: tuple[Cache, Generation] = pools.map(
-        on_rank, cache, (params, prompts, speculate), out_specs=out_specs
+        on_rank, cache, (params, prompts, options), out_specs=out_specs
     )
     return answer
 
@@ -107,6 +107,8 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
     def choose(array: jax.Array) -> jax.Array:
         shape = (-1,) + (1,) * (array.ndim - 1)
         mine = jnp.where(is_mine.reshape(shape), array, jnp.zeros_like(array))
+        if array.dtype == jnp.bool_:
+            return jax.lax.psum(mine.astype(jnp.int32), axis).astype(jnp.bool_)
         return jax.lax.psum(mine, axis)
 
     counts = Statistics(*jax.lax.psum(tuple(result.statistics), axis))
@@ -116,4 +118,5 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
         reasons=choose(result.reasons),
         logprobs=choose(result.logprobs),
         statistics=counts,
+        steering_state=jax.tree.map(choose, result.steering_state),
     )

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next, take_several
-from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Bounds
 from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.steering.rows import SteeredRows
 from jkv.sharding.loops import while_loop
 
 
@@ -21,7 +22,7 @@ def choose_tokens(
     bounds: Bounds,
     logits: jax.Array,
     is_ready: jax.Array,
-    sampling: Sampling,
+    choice: Choice,
 ) -> GenerationState:
     """Choose the next token of each text that is in the cache whole.
 
@@ -30,15 +31,15 @@ def choose_tokens(
       bounds: how long a text can become.
       logits: f32[W, V], after the last token of each place's text.
       is_ready: bool[W], whether they are.
-      sampling: of N sequences.
+      choice: of N sequences.
     """
     places, result = state.places, state.result
     counts = result.lengths[places.sequences]
     sequences = jnp.where(is_ready, places.sequences, result.lengths.shape[0])
-    state, tokens = _choose(state, bounds, logits, sequences, state.seen, sampling)
+    state, tokens = _choose(state, bounds, logits, sequences, state.seen, choice)
     if state.num_samples > 1:
         state = _choose_for_samples(
-            state, bounds, logits, is_ready & (counts == 0), sampling
+            state, bounds, logits, is_ready & (counts == 0), choice
         )
     return _note_seen(state, is_ready, tokens)
 
@@ -50,17 +51,21 @@ def take_tokens(
     tokens: jax.Array,
     logprobs: jax.Array,
     follows: jax.Array,
+    before: SteeredRows | None,
 ) -> GenerationState:
     """Give texts several tokens that were chosen at once.
 
     Args:
       state, bounds, is_ready: as for `choose_tokens`; the texts have a token already.
       tokens, logprobs, follows: [W, C], as for `take_several`.
+      before: W * C rows, as there.
     """
     sequences = state.places.sequences
     sequences = jnp.where(is_ready, sequences, state.result.lengths.shape[0])
     progress = _find_progress(state, bounds)
-    result, is_taken = take_several(progress, sequences, tokens, logprobs, follows)
+    result, is_taken = take_several(
+        progress, sequences, tokens, logprobs, follows, before
+    )
     return _note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
 
@@ -80,7 +85,7 @@ def _choose_for_samples(
     bounds: Bounds,
     logits: jax.Array,
     is_first: jax.Array,
-    sampling: Sampling,
+    choice: Choice,
 ) -> GenerationState:
     """Choose the first tokens of all samples of prompts that are whole, bool[W].
 
@@ -108,7 +113,7 @@ def _choose_for_samples(
             spread(logits[place]),
             chosen,
             spread(state.seen[place]),
-            sampling,
+            choice,
         )
         return todo.at[place].set(False), state
 
@@ -122,11 +127,11 @@ def _choose(
     logits: jax.Array,
     sequences: jax.Array,
     seen: jax.Array,
-    sampling: Sampling,
+    choice: Choice,
 ) -> tuple[GenerationState, jax.Array]:
     """Choose a token for sequences of a generation, as `choose_next`."""
     progress = _find_progress(state, bounds)
-    result, tokens = choose_next(progress, logits, sequences, seen, sampling)
+    result, tokens = choose_next(progress, logits, sequences, seen, choice)
     return dataclasses.replace(state, result=result), tokens
 
 

@@ -13,12 +13,14 @@ from jkv.decoding.scheduler.places import Places
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.samples import Holder
 from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata.requests import check_counts
 from jkv.state import Cache
 from jkv.status import UsageError
+from jkv.steering import Steering
 
 
 class Sizes(NamedTuple):
@@ -68,6 +70,7 @@ def begin_generation(
     prompts: Prompts,
     stops: Stops,
     sizes: Sizes,
+    steering: Steering | None,
 ) -> GenerationState:
     """Begin with everything in the queue."""
     max_new_tokens, num_samples = sizes.max_new_tokens, sizes.num_samples
@@ -78,7 +81,7 @@ def begin_generation(
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(prompts, bounds, vocabulary)
+    reasons = judge_prompts(prompts, bounds, vocabulary, steering)
     num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
@@ -86,7 +89,9 @@ def begin_generation(
     states = cache.metadata.states
     has_snapshots = states is not None and states.snapshots is not None
     return GenerationState(
-        result=Generation.empty(reasons, max_new_tokens),
+        result=Generation.empty(
+            reasons, max_new_tokens, begin_rows(steering, prompts, num_samples)
+        ),
         prompts=prompts,
         stops=stops,
         places=Places.empty(num_places),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.admission import admit
 from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.holding import hold_prompt
@@ -56,7 +56,7 @@ def run_step(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    sampling: Sampling,
+    choice: Choice,
     logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do one step.
@@ -65,13 +65,13 @@ def run_step(
       runner: the model.
       cache: the cache.
       state: the generation.
-      sampling: of N sequences.
+      choice: of N sequences.
       logits: f32[W, V], the last step's, whose memory is used again.
 
     Returns:
       The cache, the state, and the new logits, f32[W, V].
     """
-    cache, state, logits = advance(runner, cache, state, sampling, logits)
+    cache, state, logits = advance(runner, cache, state, choice, logits)
     cache, state = schedule(cache, state)
     return cache, state, logits
 
@@ -80,7 +80,7 @@ def advance(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    sampling: Sampling,
+    choice: Choice,
     logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step, and choose a token for each text that is whole.
@@ -104,7 +104,7 @@ def advance(
         state.bounds(cache),
         computed.logits,
         (computed.num_rows > 0) & is_whole,
-        sampling,
+        choice,
     )
     return cache, state, computed.logits
 

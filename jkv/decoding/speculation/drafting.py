@@ -8,12 +8,13 @@ lacks of each text, which mostly is the token or two that came with the last ste
 Symbols: W places, K drafts of each, R rows of a step, V tokens in the vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill, run_chunk
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.draws import draw
 from jkv.decoding.sampling.filters import PerRow, by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
@@ -23,6 +24,7 @@ from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.state import DraftRows
+from jkv.decoding.steering.rows import SteeredRows, is_nothing_left, rows_of
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -74,6 +76,7 @@ class _Targets(NamedTuple):
     chosen: Sampling  # of the sequence in each place
     rows: PerRow  # the same, one value a place
     made: jax.Array  # i32[W], new tokens of each
+    steered: SteeredRows | None  # W rows, None where nothing is steered
 
     def tokens(self, places: jax.Array, positions: jax.Array) -> jax.Array:
         """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
@@ -88,7 +91,7 @@ def draft(
     state: GenerationState,
     lengths: jax.Array,  # i32[W]
     is_ready: jax.Array,  # bool[W]
-    sampling: Sampling,
+    choice: Choice,
 ) -> Drafts:
     """Draft for all places that are ready.
 
@@ -98,13 +101,18 @@ def draft(
       state: the generation.
       lengths: tokens of the text in each place.
       is_ready: which texts are drafted for.
-      sampling: of N sequences.
+      choice: of N sequences.
     """
     sequences, made = state.places.sequences, state.result.lengths
-    chosen = sampling_of(sampling, made.shape[0], sequences)
+    chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]
     texts = _Targets(
-        state, lengths, chosen, by_row(chosen, num_places), made[sequences]
+        state,
+        lengths,
+        chosen,
+        by_row(chosen, num_places),
+        made[sequences],
+        rows_of(choice.steering, state.prompts, state.result, sequences),
     )
     rows = _take_over(drafts.rows, texts, is_ready)
     is_ready = is_ready & (rows.seq_ids >= 0)
@@ -181,19 +189,31 @@ def _run_ahead(
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
     rows, runner = drafts.rows, options.runner
-    Carry = tuple[Cache, Guesses, jax.Array]
+    # What is drafted is steered, too, or most of it would be refused.
+    Carry = tuple[Cache, Guesses, jax.Array, Any]
 
     def note(
-        i: jax.Array, batch: Batch, logits: jax.Array, guesses: Guesses, kept: jax.Array
-    ) -> tuple[Guesses, jax.Array]:
+        i: jax.Array,
+        batch: Batch,
+        logits: jax.Array,
+        guesses: Guesses,
+        kept: jax.Array,
+        state: Any,
+    ) -> tuple[Guesses, jax.Array, Any]:
+        is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
+        steered = texts.steered and texts.steered._replace(state=state)
+        if steered is not None:
+            logits = steered.steer(logits)
+            is_drafted &= ~is_nothing_left(logits)
         filtered = filter_logits(logits, texts.chosen)
         drawn = draw(filtered, texts.rows.seeds, texts.made + i, DRAFT)
-        is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
+        if steered is not None:
+            state = steered.advance(jnp.where(is_drafted, drawn, -1)).state
         guesses = Guesses(
             guesses.tokens.at[:, i].set(drawn),
             guesses.counts + is_drafted.astype(jnp.int32),
         )
-        return guesses, kept.at[:, i].set(filtered)
+        return guesses, kept.at[:, i].set(filtered), state
 
     # The last token or two of each text.
     done = _lengths(rows)
@@ -202,20 +222,26 @@ def _run_ahead(
     size = 2 * is_ready.shape[0]
     cache, batch, logits = run_chunk(runner, rows.cache, pending, done, missing, size)
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
-    guesses, kept = note(jnp.int32(0), batch, logits, nothing, drafts.logits)
+    begun = texts.steered and texts.steered.state
+    guesses, kept, steering_state = note(
+        jnp.int32(0), batch, logits, nothing, drafts.logits, begun
+    )
 
     has_states = rows.cache.metadata.states is not None
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
-        cache, guesses, kept = carry
+        cache, guesses, kept, state = carry
         seq_ids = jnp.where(guesses.counts == i, rows.seq_ids, NO_SEQUENCE)
         tokens = guesses.tokens[:, i - 1]
         cache, batch, logits = runner.run(
             cache, seq_ids, tokens, commits=False, num_pending=i if has_states else 0
         )
-        return cache, *note(i, batch, logits, guesses, kept)
+        return cache, *note(i, batch, logits, guesses, kept, state)
 
-    cache, guesses, kept = fori_loop(
-        jnp.int32(1), jnp.int32(options.num_tokens), trip, (cache, guesses, kept)
+    cache, guesses, kept, _ = fori_loop(
+        jnp.int32(1),
+        jnp.int32(options.num_tokens),
+        trip,
+        (cache, guesses, kept, steering_state),
     )
     return Drafts(rows._replace(cache=cache), guesses, kept)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jkv.decoding.model.rows import locate_rows
 from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.steering.rows import SteeredRows
 from jkv.decoding.texts.blocks import (
     BlockSize,
     count_columns,
@@ -29,6 +30,9 @@ class Guesses(NamedTuple):
 
     tokens: jax.Array  # i32[W, K]
     counts: jax.Array  # i32[W], how many there are
+    # i32[W], the first of them that cannot fail, as no other token is allowed; None
+    # where nothing says so.
+    certain: jax.Array | None = None
 
     @classmethod
     def none(cls, num_places: int, num_tokens: int) -> "Guesses":
@@ -37,6 +41,53 @@ class Guesses(NamedTuple):
             tokens=jnp.zeros((num_places, num_tokens), jnp.int32),
             counts=jnp.zeros((num_places,), jnp.int32),
         )
+
+    def limit(self, counts: jax.Array) -> "Guesses":
+        """Return the first of them, i32[W]."""
+        certain = self.certain
+        if certain is not None:
+            certain = jnp.minimum(certain, counts)
+        return Guesses(self.tokens, counts, certain)
+
+    def mask(self) -> jax.Array:
+        """Return the tokens, -1 behind the last one of each text, i32[W, K]."""
+        column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(column < self.counts[:, None], self.tokens, -1)
+
+
+def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
+    """Put tokens that are the only ones allowed among guesses, and behind them.
+
+    Args:
+      steered: what steers the texts in W places, None where nothing does.
+      guesses: for them.
+
+    Returns:
+      The guesses, and how many of them cannot fail.
+    """
+    forced = None if steered is None else steered.find_forced()
+    if steered is None or forced is None:
+        return guesses
+    given = guesses.mask()
+    tokens: list[jax.Array] = []
+    follows = jnp.ones(guesses.counts.shape, bool)  # all tokens so far are as given
+    is_certain = jnp.ones(guesses.counts.shape, bool)  # and these all forced
+    certain = jnp.zeros_like(guesses.counts)
+    for column in range(given.shape[1]):
+        forced = steered.find_forced()
+        assert forced is not None, "it told before"
+        token = jnp.where(follows, given[:, column], -1)
+        token = jnp.where(forced >= 0, forced, token)
+        # Behind a text's last guess there is none.
+        token = jnp.where(tokens[-1] < 0, -1, token) if tokens else token
+        follows &= token == given[:, column]
+        is_certain &= (forced >= 0) & (token >= 0)
+        certain += is_certain.astype(jnp.int32)
+        tokens.append(token)
+        steered = steered.advance(token)
+    chosen = jnp.stack(tokens, axis=1)
+    counts = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)
+    return Guesses(jnp.maximum(chosen, 0), counts, certain)
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, run_step, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
@@ -25,12 +25,13 @@ from jkv.decoding.speculation.drafting import (
     keep_accepted,
     open_rows,
 )
-from jkv.decoding.speculation.guesses import Guesses, limit_guesses
+from jkv.decoding.speculation.guesses import Guesses, force_guesses, limit_guesses
 from jkv.decoding.speculation.lookup import find_guesses
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
+from jkv.decoding.steering.rows import rows_of
 from jkv.decoding.texts.prompts import find_texts
 from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
@@ -53,7 +54,7 @@ class _Fixed(NamedTuple):
     """What stays the same from step to step."""
 
     runner: Runner
-    sampling: Sampling
+    choice: Choice
     options: Speculation
 
 
@@ -77,7 +78,7 @@ def run_steps(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    sampling: Sampling,
+    choice: Choice,
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
     options: Speculation | None = None,
 ) -> tuple[Cache, GenerationState]:
@@ -87,17 +88,17 @@ def run_steps(
       runner: the model.
       cache: the cache.
       state: of `begin_speculation` with options of this kind.
-      sampling: of N sequences.
+      choice: of N sequences.
       goes_on: when to do a further step.
       options: how to guess; None does plain steps.
     """
     if options is not None:
-        return _run_speculatively(runner, cache, state, sampling, goes_on, options)
+        return _run_speculatively(runner, cache, state, choice, goes_on, options)
     Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]
 
     def step(carry: Carry) -> Carry:
         num_steps, cache, state, logits = carry
-        return num_steps + 1, *run_step(runner, cache, state, sampling, logits)
+        return num_steps + 1, *run_step(runner, cache, state, choice, logits)
 
     logits = jnp.zeros(state.seen.shape, jnp.float32)
     _, cache, state, _ = while_loop(
@@ -112,7 +113,7 @@ def _run_speculatively(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    sampling: Sampling,
+    choice: Choice,
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
     options: Speculation,
 ) -> tuple[Cache, GenerationState]:
@@ -121,7 +122,7 @@ def _run_speculatively(
     _check_pending("cache", cache, options.num_tokens)
     if drafts is not None:
         _check_pending("draft model's cache", drafts.rows.cache, options.num_tokens - 1)
-    fixed = _Fixed(runner, sampling, options)
+    fixed = _Fixed(runner, choice, options)
     Carry = tuple[jax.Array, _Loop]
 
     def step(carry: Carry) -> Carry:
@@ -170,7 +171,8 @@ def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
     loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
     loop, guesses = _guess(fixed, loop)
     is_worth_it = jnp.any(guesses.counts > 0)
-    loop = when(is_worth_it, functools.partial(_check, fixed), loop, *guesses)
+    given = jax.tree.leaves(guesses)
+    loop = when(is_worth_it, functools.partial(_check, fixed), loop, *given)
     loop = when(~is_worth_it, functools.partial(_advance, fixed), loop)
     cache, state = schedule(loop.cache, loop.state)
     return loop._replace(cache=cache, state=state)
@@ -179,7 +181,7 @@ def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
 def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Do a step as without speculation."""
     cache, state, logits = advance(
-        fixed.runner, loop.cache, loop.state, fixed.sampling, loop.logits
+        fixed.runner, loop.cache, loop.state, fixed.choice, loop.logits
     )
     pace = loop.pace.after_step()
     return loop._replace(cache=cache, state=state, logits=logits, pace=pace)
@@ -194,15 +196,13 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
         fixed.runner,
         loop.cache,
         loop.state,
-        fixed.sampling,
+        fixed.choice,
         guesses,
         _choose_sampler(drafts, guesses),
     )
     if drafts is not None:
         drafts = keep_accepted(drafts, before, accepted)
-    pace = loop.pace.after_guesses(
-        guesses.counts, accepted, running, fixed.options.cost
-    )
+    pace = loop.pace.after_guesses(guesses, accepted, running, fixed.options.cost)
     return _Loop(cache, state, loop.logits, pace, drafts)
 
 
@@ -221,34 +221,40 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
     lengths = state.result.lengths[places.sequences]
     # A first token is drawn for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
+    steered = rows_of(
+        fixed.choice.steering, state.prompts, state.result, places.sequences
+    )
+    none = Guesses.none(places.num_places, options.num_tokens)
+    forced = force_guesses(steered, none)
     Carry = tuple[Guesses, Drafts | None]
 
-    def choose(counts: jax.Array) -> jax.Array:
-        return loop.pace.choose(counts, places.num_running, options.cost)
+    def choose(guesses: Guesses) -> jax.Array:
+        return loop.pace.choose(guesses, places.num_running, options.cost)
 
     def guess(carry: Carry) -> Carry:
         drafts = carry[1]
         if isinstance(options, DraftModel):
             assert drafts is not None
             drafts = draft(
-                options, drafts, state, loads.text_lengths, is_ready, fixed.sampling
+                options, drafts, state, loads.text_lengths, is_ready, fixed.choice
             )
-            tokens, counts = drafts.guesses
+            guesses = drafts.guesses._replace(certain=forced.certain)
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            tokens, counts = find_guesses(texts, lengths, options)
-        counts = limit_guesses(cache, state, loads, counts)
-        counts = jnp.where(choose(counts), counts, 0)
+            found = Guesses(*find_guesses(texts, lengths, options))
+            guesses = force_guesses(steered, found)
+        guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
+        guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
         if drafts is not None:
             # What is not checked may be wrong, and would stay.
-            drafts = keep_accepted(drafts, loads.text_lengths, counts)
-        return Guesses(tokens, counts), drafts
+            drafts = keep_accepted(drafts, loads.text_lengths, guesses.counts)
+        return guesses, drafts
 
     # To look for guesses takes time too: not where the most there can be would not pay.
     most = jnp.where(is_ready, jnp.int32(options.num_tokens), 0)
     guesses, drafts = when(
-        is_decoding & jnp.any(choose(most)),
+        is_decoding & jnp.any(choose(forced.limit(most))),
         guess,
-        (Guesses.none(places.num_places, options.num_tokens), loop.drafts),
+        (forced.limit(none.counts), loop.drafts),
     )
     return loop._replace(drafts=drafts), guesses

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.speculation.guesses import Guesses
+
 # How much the newest step weighs in the share of right guesses.
 _WEIGHT = 0.75
 
@@ -64,11 +66,11 @@ class Pace(NamedTuple):
         rates = jnp.where(texts == self.texts, self.rates, self.typical)
         return self._replace(texts=texts, rates=rates)
 
-    def choose(self, guesses: jax.Array, running: jax.Array, cost: float) -> jax.Array:
+    def choose(self, guesses: Guesses, running: jax.Array, cost: float) -> jax.Array:
         """Tell for which texts to guess in this step, bool[W]; for none if plain.
 
         Args:
-          guesses: i32[W], as many as there are.
+          guesses: for W places.
           running: i32[], texts that run.
           cost: of a step with guesses, in steps without.
         """
@@ -83,17 +85,24 @@ class Pace(NamedTuple):
 
     def after_guesses(
         self,
-        guesses: jax.Array,
+        guesses: Guesses,
         accepted: jax.Array,
         running: jax.Array,
         cost: float,
     ) -> "Pace":
-        """Return the pace after guesses, i32[W], of which some were right, i32[W]."""
-        is_guessed = guesses > 0
-        share = _divide(accepted, guesses)
-        number = jnp.sum(guesses, dtype=jnp.int32)
+        """Return the pace after guesses, of which some were right, i32[W]."""
+        # Those that cannot fail tell nothing about the others.
+        uncertain = guesses.counts
+        if guesses.certain is not None:
+            uncertain = uncertain - guesses.certain
+            accepted = jnp.maximum(accepted - guesses.certain, 0)
+        is_guessed = uncertain > 0
+        share = _divide(accepted, uncertain)
+        number = jnp.sum(uncertain, dtype=jnp.int32)
         all_share = _divide(jnp.sum(accepted, dtype=jnp.int32), number)
         typical = _average(self.typical, all_share, _WEIGHT)
+        if guesses.certain is not None:
+            typical = jnp.where(number > 0, typical, self.typical)
         rates = jnp.where(
             is_guessed,
             _average(self.rates, share, _WEIGHT),
@@ -113,11 +122,16 @@ class Pace(NamedTuple):
 
 
 def _find_worthy(
-    rates: jax.Array, guesses: jax.Array, running: jax.Array, cost: float
+    rates: jax.Array, guesses: Guesses, running: jax.Array, cost: float
 ) -> jax.Array:
     """Tell which guesses are worth a step, bool[W], if all of them together are."""
-    expected = rates * guesses.astype(jnp.float32)
-    is_worthy = (guesses > 0) & (1 + expected >= cost)
+    counts, certain = guesses.counts, guesses.certain
+    if certain is None:
+        expected = rates * counts.astype(jnp.float32)
+    else:
+        uncertain = (counts - certain).astype(jnp.float32)
+        expected = certain.astype(jnp.float32) + rates * uncertain
+    is_worthy = (counts > 0) & (1 + expected >= cost)
     brought = jnp.sum(jnp.where(is_worthy, expected, 0.0))
     return is_worthy & (brought >= (cost - 1) * running.astype(jnp.float32))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.model.rows import choose_size
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.demand import Loads
@@ -25,6 +26,7 @@ from jkv.decoding.scheduler.new_tokens import take_tokens
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
+from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.metadata.prefixes import sequences
 from jkv.sharding.loops import when
@@ -69,7 +71,7 @@ def check_guesses(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    sampling: Sampling,
+    choice: Choice,
     guesses: Guesses,
     sampler: Sampler,
 ) -> tuple[Cache, GenerationState, jax.Array]:
@@ -79,7 +81,7 @@ def check_guesses(
       runner: the model.
       cache: the cache.
       state: the generation.
-      sampling: of N sequences.
+      choice: of N sequences.
       guesses: for W places.
       sampler: how tokens are chosen.
 
@@ -87,7 +89,12 @@ def check_guesses(
       The cache, the state, and i32[W], how many guesses of each were right.
     """
     loads, places = state.loads(cache), state.places
-    choose = functools.partial(_choose_rows, state, sampling, guesses, sampler)
+    steered = rows_of(choice.steering, state.prompts, state.result, places.sequences)
+    if steered is not None:
+        steered = steered.advance_through(guesses.mask())
+    choose = functools.partial(
+        _choose_rows, state, choice.sampling, guesses, sampler, steered
+    )
     cache, batch, chosen = _compute_guesses(
         runner, cache, state, loads, guesses, choose
     )
@@ -95,7 +102,7 @@ def check_guesses(
     state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
     state = note_refusals(state, batch.status)
     before = state.result.lengths[places.sequences]
-    state = _take_checked(cache, state, guesses, batch, chosen)
+    state = _take_checked(cache, state, guesses, batch, chosen, steered)
     made = state.result.lengths[places.sequences] - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
@@ -179,6 +186,7 @@ def _choose_rows(
     sampling: Sampling,
     guesses: Guesses,
     sampler: Sampler,
+    steered: SteeredRows | None,  # W * (K + 1) rows
     logits: jax.Array,  # f32[R, V]
     rows: Rows,
 ) -> _Chosen:
@@ -191,7 +199,12 @@ def _choose_rows(
     token = jnp.where(is_before, guesses.tokens[rows.places], vocabulary)
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     seen = state.seen[rows.places].at[row, token].set(True, mode="drop")
-    return _Chosen(*sampler(logits, rows, chosen, counts, seen))
+    if steered is None:
+        return _Chosen(*sampler(logits, rows, chosen, counts, seen))
+    row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before
+    logits = steered.pick(row_of).steer(logits)
+    tokens, logprobs = sampler(logits, rows, chosen, counts, seen)
+    return _Chosen(tokens, mark_refused(logits, logprobs))
 
 
 def _take_checked(
@@ -200,6 +213,7 @@ def _take_checked(
     guesses: Guesses,
     batch: Batch,
     chosen: _Chosen,
+    steered: SteeredRows | None,  # W * (K + 1) rows
 ) -> GenerationState:
     """Let texts have their tokens for as long as guesses are right."""
     num_tokens = guesses.tokens.shape[1]
@@ -209,7 +223,9 @@ def _take_checked(
     guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
     is_right = (after < guesses.counts[:, None]) & (tokens == guess)
     is_ready = batch.query_lengths > 0
-    return take_tokens(state, state.bounds(cache), is_ready, tokens, logprobs, is_right)
+    return take_tokens(
+        state, state.bounds(cache), is_ready, tokens, logprobs, is_right, steered
+    )
 
 
 def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:

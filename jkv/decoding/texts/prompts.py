@@ -4,6 +4,7 @@ Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lane
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ class Prompts:
     limits: jax.Array  # i32[Q], most new tokens of each of its sequences
     salts: jax.Array  # i32[Q], domain of the prefix index
     priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
+    # i32[Q], how each is steered, -1 not at all; None where nothing is
+    variants: jax.Array | None = None
 
     @classmethod
     def of(
@@ -172,7 +175,8 @@ def _fill_limits(
 ) -> jax.Array:
     """Return the most new tokens of each prompt's sequences, i32[Q]."""
     limits = max_new_tokens if limits is None else limits
-    if np.ndim(limits) == 0:
+    # A list may hold tracers, which numpy does not read.
+    if not isinstance(limits, Sequence) and np.ndim(limits) == 0:
         (counts,) = broadcast(num_prompts, limits=limits)
     else:
         (counts,) = broadcast(limits=limits)

@@ -4,7 +4,7 @@ Symbols: N sequences, G most new tokens of a sequence.
 """
 
 import enum
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class FinishReason(enum.IntEnum):
     DEADLINE = 9  # its time was over (`jkv.serving`)
     FAILED = 10  # an exception in the loop that computed it (`jkv.serving`)
     MALFORMED_PROMPT = 11  # its prompt had no token ids, or padding between them
+    NOTHING_ALLOWED = 12  # what steers it allowed no token
+    UNKNOWN_VARIANT = 13  # what steers it has no such variant: it never began
 
 
 class Statistics(NamedTuple):
@@ -74,6 +76,8 @@ class Generation(NamedTuple):
     reasons: jax.Array  # i32[N], `FinishReason`
     logprobs: jax.Array  # f32[N, G], of each token under the model, 0 past the end
     statistics: Statistics  # what it took to make them
+    # Of what steers them, a pytree of arrays [N, ...]: after each one's last token.
+    steering_state: Any = None
 
     @property
     def status(self) -> NoReturn:
@@ -90,7 +94,9 @@ class Generation(NamedTuple):
         return self._replace(statistics=self.statistics._replace(**new))
 
     @classmethod
-    def empty(cls, reasons: jax.Array, max_new_tokens: int) -> "Generation":
+    def empty(
+        cls, reasons: jax.Array, max_new_tokens: int, steering_state: Any = None
+    ) -> "Generation":
         """Return what there is before the first step, of sequences i32[N]."""
         shape = reasons.shape[0], max_new_tokens
         return cls(
@@ -99,4 +105,5 @@ class Generation(NamedTuple):
             reasons=reasons,
             logprobs=jnp.zeros(shape, jnp.float32),
             statistics=Statistics.zeros(),
+            steering_state=steering_state,
         )

@@ -9,6 +9,7 @@ import numpy as np
 
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import begin_empty, exchange, run_window
@@ -17,6 +18,7 @@ from jkv.serving.device.transfers import Arrivals, WindowReport
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError, Request
 from jkv.state import Cache
+from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
 from jkv.verbs.prefixes import clear_prefixes
 
@@ -41,8 +43,10 @@ class Loop:
         sizes: EngineSizes,
         kept: KeptPrograms | None,
         speculate: PromptLookup | DraftModel | None,
+        steering: Steering | None = None,
     ):
         self._params, self._sizes, self.cache = params, sizes, cache
+        self._steering = as_steering(steering)
         draft = speculate if isinstance(speculate, DraftModel) else None
         draft_model = None if draft is None else draft.model
         self._draft_params = None if draft is None else draft.params
@@ -90,6 +94,7 @@ class Loop:
             stops=self._sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
+            num_variants=0 if self._steering is None else self._steering.num_variants,
         )
 
     def exchange(
@@ -105,6 +110,7 @@ class Loop:
             sampling=sampling,
             arrivals=Arrivals.of(self._sizes, dispatched),
             cancelled=np.asarray(cancelled),
+            steering=self._steering,
         )
 
     def run(self, num_steps: int) -> WindowReport:
@@ -119,9 +125,30 @@ class Loop:
             sampling=sampling,
             num_steps=np.int32(num_steps),
             draft_params=self._draft_params,
+            steering=self._steering,
         )
         self._generation = state, sampling
         return report
+
+    def replace_steering(self, steering: Steering) -> None:
+        """Steer by other arrays from the next window on.
+
+        Raises:
+          EngineError: for arrays of other shapes or dtypes, which programs are not
+            compiled for.
+        """
+
+        def describe(each: Steering | None) -> Any:
+            leaves, structure = jax.tree.flatten(each)
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        new = as_steering(steering)
+        if describe(new) != describe(self._steering):
+            raise EngineError(
+                "what steers an engine may be replaced by one of the same type, with "
+                "arrays of the same shapes and dtypes"
+            )
+        self._steering = new
 
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs, by running each with nothing to do.
@@ -174,6 +201,7 @@ class Loop:
             "cache": self.cache,
             "draft_params": self._draft_params,
             "draft_cache": self._draft_cache,
+            "steering": self._steering,
         }
 
     def _begun(self) -> Any:

@@ -23,7 +23,9 @@ from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
 from jkv.decoding.texts.results import Statistics
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
 from jkv.serving.device.transfers import Arrivals, WindowReport, make_empty_sequences
+from jkv.serving.request.limits import NOT_STEERED
 from jkv.state import Cache
+from jkv.steering import Steering
 
 _STATIC = ("model", "draft_model", "sizes")
 
@@ -35,6 +37,7 @@ def begin_empty(
     cache: Cache,
     draft_params: Any,
     draft_cache: Cache | None,
+    steering: Steering | None,
     *,
     draft_model: Model | None,
     sizes: EngineSizes,
@@ -54,6 +57,8 @@ def begin_empty(
         max_running=sizes.max_running,
         row_counts=sizes.row_counts,
         speculate=speculate,
+        steering=steering,
+        variants=NOT_STEERED,
     )
     fields = {
         name: jnp.zeros((num_sequences,), dtype)
@@ -69,6 +74,7 @@ def exchange(
     sampling: Sampling,
     arrivals: Arrivals,
     cancelled: jax.Array,  # bool[N]
+    steering: Steering | None,
 ) -> tuple[Cache, GenerationState, Sampling, jax.Array]:
     """End what was cancelled, then let prompts wait: an index may be free only now.
 
@@ -88,6 +94,8 @@ def exchange(
         num_samples=arrivals.num_samples,
         salts=arrivals.salts,
         priorities=arrivals.priorities,
+        steering=steering,
+        variants=NOT_STEERED if steering is None else arrivals.variants,
     )
     past_the_end = state.result.lengths.shape[0]
     first = jnp.where(indices < 0, past_the_end, indices * samples)
@@ -109,6 +117,7 @@ def run_window(
     sampling: Sampling,
     num_steps: jax.Array,  # i32[], at most S
     draft_params: Any,
+    steering: Steering | None,
     *,
     draft_model: Model | None,
     sizes: EngineSizes,
@@ -129,6 +138,7 @@ def run_window(
         sampling=sampling,
         num_steps=num_steps,
         speculate=speculate,
+        steering=steering,
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]

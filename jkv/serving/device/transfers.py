@@ -13,7 +13,7 @@ import numpy as np
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.request.limits import StopSizes
+from jkv.serving.request.limits import NOT_STEERED, StopSizes
 from jkv.serving.request.request import Request, RequestState
 
 # What `WindowReport.stages` counts.
@@ -34,6 +34,7 @@ class Arrivals(NamedTuple):
     num_samples: np.ndarray[Any, Any]  # i32[K]
     salts: np.ndarray[Any, Any]  # i32[K]
     priorities: np.ndarray[Any, Any]  # i32[K]
+    variants: np.ndarray[Any, Any]  # i32[K], how each is steered
     sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
 
     @classmethod
@@ -61,6 +62,7 @@ class Arrivals(NamedTuple):
             num_samples=filled(0),
             salts=filled(0),
             priorities=filled(0),
+            variants=filled(NOT_STEERED),
             sampling={
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
@@ -82,6 +84,7 @@ class Arrivals(NamedTuple):
         self.num_samples[lane] = count
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
+        self.variants[lane] = request.variant
         for name, values in request.sampling.items():
             self.sampling[name][lane, :count] = values[first : first + count]
 

@@ -27,6 +27,7 @@ def read_request(
     stop_strings: Sequence[str] | str,
     salt: int,
     priority: int,
+    variant: int,
     timeout: float | None,
 ) -> Request:
     """Return the request that was asked for; the arguments are those of `submit`.
@@ -34,7 +35,12 @@ def read_request(
     Raises:
       RequestRefused: for what is no request, or what the limits do not allow.
     """
-    counts = {"n": n, "max_new_tokens": max_new_tokens, "priority": priority}
+    counts = {
+        "n": n,
+        "max_new_tokens": max_new_tokens,
+        "priority": priority,
+        "variant": variant,
+    }
     for name, count in counts.items():
         if count is not None and not isinstance(count, int | np.integer):
             raise RequestRefused(f"{name} must be an int, got {count!r}")
@@ -55,6 +61,7 @@ def read_request(
         stop_strings=tuple(stop_strings),
         salt=int(np.asarray(as_domains("salt", salt))),
         priority=priority,
+        variant=int(variant),
         timeout=timeout,
     )
     limits.check(request)

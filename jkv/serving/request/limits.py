@@ -9,6 +9,9 @@ from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32
 from jkv.serving.request.request import Request
 
+# The variant of a request that is not steered.
+NOT_STEERED = -1
+
 
 class RequestRefused(ValueError):
     """A request that can never be served: the text says what to change.
@@ -42,6 +45,7 @@ class Limits(NamedTuple):
     stops: StopSizes
     stop_tokens: np.ndarray[Any, Any]  # i32[E], of a request that does not say
     has_detokenizer: bool
+    num_variants: int  # ways in which a request can be steered
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -69,6 +73,12 @@ class Limits(NamedTuple):
         if not I32.min < request.priority < I32.max:
             raise RequestRefused(
                 f"priority must fit in 32 bits, got {request.priority}"
+            )
+        if not NOT_STEERED <= request.variant < self.num_variants:
+            raise RequestRefused(
+                f"variant {request.variant} is not there: this engine steers in "
+                f"{self.num_variants} ways, counted from 0 (Engine(steering=...)); -1 "
+                f"is for a request that is not steered"
             )
         self._check_stops(request)
 

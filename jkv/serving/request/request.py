@@ -117,6 +117,7 @@ class Request:
     stop_strings: tuple[str, ...]
     salt: int
     priority: int
+    variant: int  # how it is steered, -1 not at all
     timeout: float | None  # seconds
 
     # What has come of it, since `begin`.

@@ -1,0 +1,1 @@
+"""Tree search over texts: what `tree_search.py` is made of."""

@@ -1,0 +1,1 @@
+"""Rows of what steers texts, as the loops keep, use and take them back."""

@@ -1,0 +1,293 @@
+"""Rows of steering: what the loops ask of a `Steering`, with its answers checked.
+
+A loop keeps a row of the state for each sequence, in its result. It picks the rows of a
+step, steers their logits, and goes on with the tokens that were chosen.
+
+Symbols: N sequences, Q prompts, K rows of a call, C tokens of one text, P most prompt
+tokens, V tokens in the vocabulary.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import Generation
+from jkv.metadata.requests import Integers, broadcast
+from jkv.status import UsageError
+from jkv.steering import Steering
+
+
+class SteeredRows(NamedTuple):
+    """K rows of texts, and what steers them."""
+
+    steering: Steering
+    state: Any  # a pytree of arrays [K, ...]
+    is_steered: jax.Array  # bool[K], the others go their own way
+
+    def pick(self, rows: jax.Array) -> "SteeredRows":
+        """Return these rows of it, i32[...]; with more axes they are flattened."""
+        rows = rows.reshape(-1)
+        state, is_steered = jax.tree.map(
+            lambda array: array.at[rows].get(mode="clip"), (self.state, self.is_steered)
+        )
+        return self._replace(state=state, is_steered=is_steered)
+
+    def steer(self, logits: jax.Array) -> jax.Array:
+        """Return the logits that tokens are chosen from, f32[K, V]."""
+        steered = self.steering.steer(self.state, logits)
+        _check_array(self.steering, "steer", steered, logits.shape, jnp.float32)
+        return jnp.where(self.is_steered[:, None], steered, logits)
+
+    def advance(self, tokens: jax.Array) -> "SteeredRows":
+        """Return the rows after one more token of each text, i32[K], -1 for none."""
+        tokens = jnp.where(self.is_steered, tokens, -1)
+        state = self.steering.advance(self.state, tokens)
+        _check_same(self.steering, self.state, state)
+        state = jax.tree.map(lambda new, old: new.astype(old.dtype), state, self.state)
+        return self._replace(state=state)
+
+    def advance_through(self, tokens: jax.Array) -> "SteeredRows":
+        """Return the rows before each of further tokens and after the last.
+
+        Args:
+          tokens: i32[K, C], -1 from where a text has no more.
+
+        Returns:
+          K * (C + 1) rows, those of a text one behind the other.
+        """
+        rows = [self]
+        for column in range(tokens.shape[1]):
+            rows.append(rows[-1].advance(tokens[:, column]))
+
+        def stack(*arrays: jax.Array) -> jax.Array:
+            return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+        state = jax.tree.map(stack, *(each.state for each in rows))
+        return self._replace(
+            state=state, is_steered=jnp.repeat(self.is_steered, len(rows))
+        )
+
+    def has_ended(self) -> jax.Array | None:
+        """Return which texts have ended with their newest token, bool[K]."""
+        ended = self.steering.ended(self.state)
+        if ended is None:
+            return None
+        _check_array(self.steering, "ended", ended, self.is_steered.shape, jnp.bool_)
+        return ended & self.is_steered
+
+    def find_forced(self) -> jax.Array | None:
+        """Return the only token that each text may have next, i32[K], -1 if several."""
+        forced = self.steering.forced(self.state)
+        if forced is None:
+            return None
+        _check_array(self.steering, "forced", forced, self.is_steered.shape, jnp.int32)
+        return jnp.where(self.is_steered, forced, -1)
+
+
+def rows_of(
+    steering: Steering | None,
+    prompts: Prompts,
+    result: Generation,
+    sequences: jax.Array,
+) -> SteeredRows | None:
+    """Return the rows of some sequences, i32[K]; None where nothing is steered.
+
+    Args:
+      steering: what steers them.
+      prompts: Q of them.
+      result: of N sequences, with the state of each.
+      sequences: those whose rows they are; of N or more any row.
+    """
+    if steering is None:
+        return None
+    assert prompts.variants is not None, "prompts that are steered have variants"
+    num_samples = result.lengths.shape[0] // prompts.lengths.shape[0]
+    is_steered = jnp.repeat(prompts.variants >= 0, num_samples)
+    whole = SteeredRows(steering, result.steering_state, is_steered)
+    return whole.pick(sequences)
+
+
+def mark_refused(logits: jax.Array, logprobs: jax.Array) -> jax.Array:
+    """Return log-probabilities, f32[K], -inf where a row is allowed no token.
+
+    A token that was chosen never has -inf, so that this tells no token from NaN, which
+    logits without numbers give.
+    """
+    return jnp.where(is_nothing_left(logits), jnp.float32(-jnp.inf), logprobs)
+
+
+def is_nothing_left(logits: jax.Array) -> jax.Array:
+    """Return which rows of logits, f32[K, V], allow no token, bool[K].
+
+    A row without numbers is none of them, so no maximum is asked.
+    """
+    return jnp.all(logits == -jnp.inf, axis=-1)
+
+
+def as_steering(steering: Steering | None) -> Steering | None:
+    """Return what steers with arrays that a loop can index, None for nothing.
+
+    Raises:
+      UsageError: for something without the methods, or that is no pytree of arrays.
+    """
+    if steering is None:
+        return None
+    methods = ("begin", "steer", "advance", "ended", "forced")
+    missing = [name for name in methods if not callable(getattr(steering, name, None))]
+    if missing or isinstance(steering, type):
+        raise UsageError(
+            f"steering must be a jkv.Steering, an object with the methods "
+            f"{', '.join(methods)}; got {steering!r}"
+        )
+    for leaf in jax.tree.leaves(steering):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+            raise UsageError(
+                f"{_name(steering)} must be a pytree of arrays: put "
+                f"@jax.tree_util.register_dataclass over its dataclass, and mark what "
+                f"is no array as static; got {type(leaf).__name__} in it"
+            )
+    return jax.tree.map(jnp.asarray, steering)  # type: ignore[no-any-return]
+
+
+def check_steering_of(state: Any, steering: Steering | None) -> None:
+    """Refuse steering other than the one with which a generation was begun.
+
+    Args:
+      state: the state of its rows, None if it was begun without.
+      steering: what is given now.
+    """
+    if (state is None) != (steering is None):
+        was, now = ("without", "with") if state is None else ("with", "without")
+        raise UsageError(
+            f"this generation was begun {was} steering and goes on {now} it: give "
+            f"`begin` or `prefill` and every `decode` and `add_prompts` the same"
+        )
+
+
+def with_variants(
+    prompts: Prompts, steering: Steering | None, variants: Integers
+) -> Prompts:
+    """Return prompts that say how each is steered.
+
+    Args:
+      prompts: Q of them.
+      steering: what steers them.
+      variants: i32[Q] or int.
+
+    Raises:
+      UsageError: for variants that are not there, where their numbers are known:
+        outside of jit.
+    """
+    if steering is None:
+        if not isinstance(variants, int) or variants not in (0, -1):
+            raise UsageError(
+                "variants say how a text is steered: give steering=, too, or leave "
+                "variants out"
+            )
+        return prompts
+    (array,) = broadcast(prompts.lengths.shape[0], variants=variants)
+    if not isinstance(array, jax.core.Tracer):
+        wrong = np.asarray(array)[_find_unknown(np.asarray(array), steering)]
+        if wrong.size:
+            raise UsageError(
+                f"variants of {_name(steering)} are from 0 to "
+                f"{steering.num_variants - 1}, or -1 for a text that is not steered; "
+                f"got {int(wrong[0])}"
+            )
+    return dataclasses.replace(prompts, variants=jnp.asarray(array))
+
+
+def find_unknown(prompts: Prompts, steering: Steering | None) -> jax.Array | None:
+    """Return which prompts name a variant that is not there, bool[Q].
+
+    None where nothing is steered.
+    """
+    if prompts.variants is None or steering is None:
+        return None
+    return _find_unknown(prompts.variants, steering)
+
+
+def _find_unknown(variants: Any, steering: Steering) -> Any:
+    return (variants < -1) | (variants >= steering.num_variants)
+
+
+def begin_rows(steering: Steering | None, prompts: Prompts, num_samples: int) -> Any:
+    """Return the state with which texts begin, a pytree of arrays [N, ...].
+
+    None where nothing steers them.
+
+    Args:
+      steering: what steers them.
+      prompts: Q of them.
+      num_samples: sequences of each.
+    """
+    if steering is None:
+        return None
+    variants = prompts.variants
+    assert variants is not None, "prompts that are steered have variants"
+    num_sequences = variants.shape[0] * num_samples
+    known = jnp.where(_find_unknown(variants, steering), -1, variants)
+    state = steering.begin(
+        jnp.repeat(known, num_samples), jnp.repeat(prompts.tokens, num_samples, axis=0)
+    )
+    for leaf in jax.tree.leaves(state):
+        if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (num_sequences,):
+            is_array = hasattr(leaf, "dtype")
+            got = f"{leaf.dtype}{list(leaf.shape)}" if is_array else repr(leaf)
+            raise UsageError(
+                f"{_name(steering)}.begin must return a pytree of arrays with a row "
+                f"for each of {num_sequences} sequences; got {got}"
+            )
+    return state
+
+
+def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
+    """Return the state that an earlier call left, if it is one of this steering.
+
+    Args:
+      steering: what steers the texts.
+      begun: the state as it would begin.
+      given: the state of the earlier call.
+    """
+    if steering is None:
+        raise UsageError("steering_state goes on with a steering: give it, too")
+    _check_same(steering, begun, given, "the steering_state of the call before")
+    return given
+
+
+def _check_same(
+    steering: Steering, old: Any, new: Any, what: str = "what `advance` returns"
+) -> None:
+    """Refuse a state of another kind than the one it follows."""
+
+    def describe(state: Any) -> list[str]:
+        leaves, structure = jax.tree.flatten(state)
+        shapes = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in leaves]
+        return [str(structure), *shapes]
+
+    was, now = describe(old), describe(new)
+    if was != now:
+        raise UsageError(
+            f"{_name(steering)}: {what} must be as `begin` makes it, "
+            f"{', '.join(was[1:])}; got {', '.join(now[1:]) or now[0]}"
+        )
+
+
+def _check_array(
+    steering: Steering, method: str, array: Any, shape: tuple[int, ...], dtype: Any
+) -> None:
+    """Refuse an answer of another shape or dtype."""
+    expected = f"{jnp.dtype(dtype)}{list(shape)}"
+    got = f"{jnp.result_type(array)}{list(jnp.shape(array))}"
+    if got != expected:
+        raise UsageError(
+            f"{_name(steering)}.{method} must return {expected}, got {got}"
+        )
+
+
+def _name(steering: object) -> str:
+    return type(steering).__name__

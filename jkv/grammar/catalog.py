@@ -1,0 +1,210 @@
+"""Grammars that come and go in arrays of fixed shapes, for an engine that never stops.
+
+An engine's programs are compiled for the shapes of what steers it. A catalog makes room
+for so many grammars of so many states once; each one that comes takes a variant and
+ranges of the arrays, and gives them back when it goes. The others stay where they are,
+so that texts under way go on.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.grammar.errors import TooLarge
+from jkv.grammar.grammar import Grammar
+from jkv.grammar.vocabulary import Vocabulary
+
+
+class CatalogFull(ValueError):
+    """A grammar finds no room beside those that are there; remove one of them."""
+
+
+class _Sizes(NamedTuple):
+    """How much of each array there is, or one grammar takes."""
+
+    states: int
+    transitions: int
+    masks: int
+
+
+class _Entry(NamedTuple):
+    """Where a grammar lies."""
+
+    firsts: _Sizes
+    counts: _Sizes
+
+
+class Catalog:
+    """Room for grammars, and those that are in it.
+
+    Example:
+      >>> from jkv.grammar import Catalog, Vocabulary, from_choices
+      >>> vocabulary = Vocabulary([b"y", b"yes", b"no", b"es", None], end_tokens=[4])
+      >>> catalog = Catalog(vocabulary, max_grammars=2)
+      >>> catalog.add(from_choices(["yes", "no"], vocabulary))
+      0
+      >>> catalog.grammar.num_variants
+      2
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        max_grammars: int,
+        max_states: int = 2**14,
+        max_transitions: int = 2**21,
+        max_masks: int = 2**10,
+    ) -> None:
+        """Make room; the arrays are of these sizes from now on.
+
+        Args:
+          vocabulary: of all grammars.
+          max_grammars: that are here at one time, the number of variants.
+          max_states: of all of them together; a JSON schema has some hundreds.
+          max_transitions: entries of all tables of states and classes together.
+          max_masks: sets of allowed tokens of all together, a bit for each token.
+        """
+        num_tokens = len(vocabulary.tokens)
+        self._vocabulary_size = num_tokens
+        self._end_tokens = np.array(list(vocabulary.end_tokens), np.int32)
+        # Of no grammar: a text that is lost, and one that has ended. They have a class
+        # map of their own, behind those of the variants, in which all tokens are alike.
+        self._lost, self._ended = max_states, max_states + 1
+        self._most = _Sizes(max_states, max_transitions, max_masks)
+        self._class_of_token = np.zeros((max_grammars + 1, num_tokens), np.uint16)
+        self._transitions = np.full(max_transitions + 2, self._lost, np.int32)
+        self._transitions[-1] = self._ended
+        row_of_state = np.full(max_states + 2, max_transitions)
+        row_of_state[-1] = max_transitions + 1
+        self._masks = np.zeros((max_masks + 2, -(-num_tokens // 32)), np.uint32)
+        for token in self._end_tokens:
+            self._masks[-1, token // 32] |= np.uint32(1 << (token % 32))
+        mask_of_state = np.full(max_states + 2, max_masks)
+        mask_of_state[-1] = max_masks + 1
+        forced = np.full(max_states + 2, -1)
+        if len(self._end_tokens) == 1:
+            forced[-1] = self._end_tokens[0]
+        self._of_states = {
+            "row_of_state": row_of_state.astype(np.int32),
+            "variant_of_state": np.full(max_states + 2, max_grammars, np.int32),
+            "mask_of_state": mask_of_state.astype(np.int32),
+            "forced_token": forced.astype(np.int32),
+        }
+        self._starts = np.full(max_grammars, self._lost, np.int32)
+        self._entries: dict[int, _Entry] = {}  # by variant
+
+    @property
+    def grammar(self) -> Grammar:
+        """All grammars that are here, as one: what steers an engine.
+
+        Give it to `Engine(steering=)`, and to `Engine.replace_steering` whenever one
+        was added. A variant that is free allows nothing.
+        """
+
+        def place(array: np.ndarray[Any, Any]) -> Any:
+            # A copy: a device may look at the memory of the array itself.
+            return jnp.array(array, copy=True)
+
+        return Grammar(
+            class_of_token=place(self._class_of_token),
+            transitions=place(self._transitions),
+            masks=place(self._masks),
+            starts=place(self._starts),
+            end_tokens=place(self._end_tokens),
+            vocabulary_size=self._vocabulary_size,
+            **{name: place(values) for name, values in self._of_states.items()},
+        )
+
+    def add(self, grammar: Grammar) -> int:
+        """Take in a grammar of one language; return its variant from now on.
+
+        Raises:
+          CatalogFull: if there is no room beside the others.
+          TooLarge: if there would be none without them, either.
+          ValueError: for a join, or another vocabulary.
+        """
+        self._check(grammar)
+        counts = _Sizes(
+            grammar.num_states,
+            int(grammar.transitions.shape[0]),
+            int(grammar.masks.shape[0]),
+        )
+        if any(count > most for count, most in zip(counts, self._most, strict=True)):
+            raise TooLarge(
+                f"a grammar of {counts} finds no room in a catalog of {self._most} "
+                f"(max_states, max_transitions, max_masks)"
+            )
+        free = [v for v in range(len(self._starts)) if v not in self._entries]
+        firsts = self._find_gaps(counts)
+        if not free or firsts is None:
+            raise CatalogFull(
+                f"{len(self._entries)} grammars leave no room for one of {counts}"
+            )
+        variant = free[0]
+        self._entries[variant] = _Entry(firsts, counts)
+        self._put(grammar, variant, self._entries[variant])
+        return variant
+
+    def remove(self, variant: int) -> None:
+        """Give the room of a grammar back; no text may be steered by it any more.
+
+        Raises:
+          KeyError: if there is none.
+        """
+        entry = self._entries.pop(variant)
+        first, count = entry.firsts.states, entry.counts.states
+        self._of_states["mask_of_state"][first : first + count] = self._most.masks
+        self._of_states["forced_token"][first : first + count] = -1
+        self._starts[variant] = self._lost
+
+    def _check(self, grammar: Grammar) -> None:
+        ends = np.asarray(grammar.end_tokens)
+        is_same = grammar.vocabulary_size == self._vocabulary_size
+        if not is_same or not np.array_equal(ends, self._end_tokens):
+            raise ValueError("a catalog takes grammars of its own vocabulary")
+        if grammar.num_variants != 1:
+            raise ValueError(
+                f"a catalog takes one language at a time, not a join of "
+                f"{grammar.num_variants}"
+            )
+
+    def _find_gaps(self, counts: _Sizes) -> _Sizes | None:
+        """Return where there is room for so many of each, the first gap that holds."""
+        found = []
+        for kind in range(len(counts)):
+            taken = sorted(
+                (entry.firsts[kind], entry.firsts[kind] + entry.counts[kind])
+                for entry in self._entries.values()
+            )
+            starts = [0, *(stop for _, stop in taken)]
+            stops = [*(start for start, _ in taken), self._most[kind]]
+            gaps = [stop - start for start, stop in zip(starts, stops, strict=True)]
+            fits = [i for i, gap in enumerate(gaps) if gap >= counts[kind]]
+            if not fits:
+                return None
+            found.append(starts[fits[0]])
+        return _Sizes(*found)
+
+    def _put(self, grammar: Grammar, variant: int, entry: _Entry) -> None:
+        firsts, counts = entry
+        first, count = firsts.states, counts.states
+        here = slice(first, first + count)
+        self._class_of_token[variant] = np.asarray(grammar.class_of_token)[0]
+        entries = np.asarray(grammar.transitions).astype(np.int32)
+        behind = np.array([self._lost, self._ended])
+        is_state = entries < count
+        moved = np.where(
+            is_state, entries + first, behind[np.clip(entries - count, 0, 1)]
+        )
+        start = firsts.transitions
+        self._transitions[start : start + counts.transitions] = moved
+        masks = np.asarray(grammar.masks)
+        self._masks[firsts.masks : firsts.masks + counts.masks] = masks
+        moves = {"row_of_state": start, "mask_of_state": firsts.masks}
+        for name, values in self._of_states.items():
+            own = np.asarray(getattr(grammar, name))[:count]
+            values[here] = own + moves.get(name, 0)
+        self._of_states["variant_of_state"][here] = variant
+        self._starts[variant] = int(np.asarray(grammar.starts)[0]) + first

@@ -1,0 +1,81 @@
+"""A number that is added to the logit of a token.
+
+Symbols: N texts, E tokens that are named, M variants.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.status import UsageError
+from jkv.steering.logits import find_columns
+from jkv.steering.protocol import Steering
+from jkv.steering.tables import check_integers, check_numbers, count_variants, find_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenBias(Steering):
+    """Numbers that are added to the logits of some tokens, in every step.
+
+    It is the `logit_bias` of OpenAI's interface
+    (https://platform.openai.com/docs/api-reference/completions). There -100 should mean
+    a ban; here it is a number like any other, and a token at -100 is still chosen where
+    nothing else is allowed. Give -inf to forbid a token, and never inf. Numbers of a
+    token that is named twice add up.
+
+    Args:
+      tokens: i32[E], -1 for none; i32[M, E] for tokens of its own for each of M
+        variants.
+      values: f32, shaped as `tokens`.
+
+    Raises:
+      ValueError: when a text begins, if they have other types or axes, or different
+        shapes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.steering import TokenBias
+      >>> bias = TokenBias(jnp.array([1, 3]), jnp.array([0.5, -jnp.inf]))
+      >>> bias.steer(bias.begin(jnp.array([0]), jnp.array([[5]])), jnp.ones((1, 4)))
+      Array([[ 1. ,  1.5,  1. , -inf]], dtype=float32)
+    """
+
+    tokens: jax.Array  # i32[E], or i32[M, E] of M variants
+    values: jax.Array  # f32[E], or f32[M, E]
+
+    @property
+    def num_variants(self) -> int:
+        """M, or one."""
+        return count_variants(self.tokens, 1)
+
+    @property
+    def num_end_tokens(self) -> int:
+        """None: this ends no text."""
+        return 0
+
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
+        """Return the variant of each text, i32[N]."""
+        del prompts
+        shapes = ("[E]", "[M, E]")
+        tokens = check_integers("TokenBias.tokens", self.tokens, shapes)
+        values = check_numbers("TokenBias.values", self.values, shapes)
+        if tokens.shape != values.shape:
+            raise UsageError(
+                f"TokenBias: values must be shaped as tokens, {list(tokens.shape)}; "
+                f"got {list(values.shape)}"
+            )
+        return variants
+
+    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+        """Add the numbers."""
+        tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
+        values = find_rows(jnp.asarray(self.values, jnp.float32), 1, state)
+        columns = find_columns(tokens, logits)
+        return jnp.asarray(logits).at[columns].add(values, mode="drop")
+
+    def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return the same: nothing depends on the text."""
+        del tokens
+        return state

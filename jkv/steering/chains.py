@@ -1,0 +1,128 @@
+"""Several things that steer one text, one behind the other.
+
+Symbols: N texts, K rows, M variants.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.status import UsageError
+from jkv.steering.protocol import Steering
+
+
+def chain(*steerings: Steering) -> Steering:
+    """Return what steers a text by several things at once.
+
+    Each steers the logits that the one before it left. A text has ended where one of
+    them says so. A forced token is that of the first that forces one, or -1 where
+    another forces a different one: nothing is allowed then. (A token that is forced by
+    one and forbidden by another ends the text alike: NOTHING_ALLOWED.)
+
+    Those with one variant steer all texts alike; the others must have M variants each,
+    and a text takes the same of all.
+
+    Args:
+      steerings: one or more, in order. Their states are kept side by side.
+
+    Returns:
+      A `Steering` with M variants, or one.
+
+    Raises:
+      ValueError: for none, for something that does not steer, and for numbers of
+        variants that differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.steering import BannedTexts, MinimumLength, chain
+      >>> both = chain(
+      ...     BannedTexts(jnp.array([[1]])),
+      ...     MinimumLength(jnp.array([2]), min_new_tokens=jnp.array([0, 5])),
+      ... )
+      >>> state = both.begin(jnp.array([0, 1]), jnp.array([[3], [3]]))
+      >>> both.steer(state, jnp.ones((2, 4))).tolist()
+      [[1.0, -inf, 1.0, 1.0], [1.0, -inf, -inf, 1.0]]
+    """
+    if not steerings:
+        raise UsageError("chain needs one jkv.Steering at least")
+    methods = ("begin", "steer", "advance", "ended", "forced")
+    for each in steerings:
+        lacks = [name for name in methods if not callable(getattr(each, name, None))]
+        if lacks or isinstance(each, type):
+            raise UsageError(
+                f"chain takes objects with the methods {', '.join(methods)}; got "
+                f"{each!r}"
+            )
+    counts = [each.num_variants for each in steerings]
+    if len({count for count in counts if count != 1}) > 1:
+        raise UsageError(
+            f"steerings of a chain must have equally many variants, or one; got "
+            f"{counts}"
+        )
+    return Chain(steerings)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chain(Steering):
+    """What `chain` returns."""
+
+    links: tuple[Steering, ...]
+
+    @property
+    def num_variants(self) -> int:
+        """Those of the links that have several, or one."""
+        counts = [link.num_variants for link in self.links]
+        return next((count for count in counts if count != 1), 1)
+
+    @property
+    def num_end_tokens(self) -> int:
+        """As many as all links together."""
+        return sum(link.num_end_tokens for link in self.links)
+
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> tuple[Any, ...]:
+        """Return the states of the links; of one with one variant each text has it."""
+        only = jnp.minimum(variants, 0)
+        return tuple(
+            link.begin(variants if link.num_variants != 1 else only, prompts)
+            for link in self.links
+        )
+
+    def steer(self, state: tuple[Any, ...], logits: jax.Array) -> jax.Array:
+        """Let each steer what the one before it left."""
+        for link, rows in zip(self.links, state, strict=True):
+            logits = link.steer(rows, logits)
+        return logits
+
+    def advance(self, state: tuple[Any, ...], tokens: jax.Array) -> tuple[Any, ...]:
+        """Let each go on."""
+        pairs = zip(self.links, state, strict=True)
+        return tuple(link.advance(rows, tokens) for link, rows in pairs)
+
+    def ended(self, state: tuple[Any, ...]) -> jax.Array | None:
+        """Return which texts have ended by one of the links, bool[K]."""
+        ended = None
+        for link, rows in zip(self.links, state, strict=True):
+            more = link.ended(rows)
+            if more is not None:
+                ended = more if ended is None else ended | more
+        return ended
+
+    def forced(self, state: tuple[Any, ...]) -> jax.Array | None:
+        """Return what the first forces that forces a token, i32[K], -1 for none.
+
+        Where two force different tokens that is -1, too.
+        """
+        pairs = zip(self.links, state, strict=True)
+        told = [link.forced(rows) for link, rows in pairs]
+        each = [tokens for tokens in told if tokens is not None]
+        if not each:
+            return None
+        token = each[0]
+        for other in each[1:]:
+            token = jnp.where(token < 0, other, token)
+        for other in each:
+            token = jnp.where((other >= 0) & (other != token), -1, token)
+        return token

@@ -1,0 +1,187 @@
+"""A chain of small steerings in the loop: each text is the one of plain Python.
+
+What is steered is the model of `test_generation`, in the shapes of `test_steering`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.plain_queue import Call, PlainTexts
+from support.plain_steerings import (
+    PlainSteering,
+    banned_texts,
+    early_ends,
+    repeated_ngrams,
+    spent_budgets,
+)
+from test_generation import (
+    CONTEXT,
+    VOCABULARY,
+    assert_as_before,
+    attention_model,
+    attention_params,
+    dense_logits,
+    fresh_cache,
+    padded,
+    per_row,
+    reasons,
+    texts,
+)
+from test_steering import (
+    LOOKUP,
+    NEW_TOKENS,
+    PROMPTS,
+    ROW_COUNTS,
+    RUNNING,
+    SAMPLES,
+    generate,
+    random_prompts,
+)
+
+import jkv
+from jkv.steering import (
+    BannedTexts,
+    MinimumLength,
+    NoRepeatedNgrams,
+    ThinkingBudget,
+    TokenBias,
+    chain,
+)
+
+pytestmark = pytest.mark.one_end
+LEAST, BUDGETS, OPENING, CLOSING = [0, 6, 12], [0, 2, 5], [4], [7, 5, 7, 6]
+# Of the last variant a tag that is forced is banned.
+BANNED = [[[9], [3, 3]], [[8, 6, 3]], [[10], [5, 7, 6]]]
+LAST = 12
+BIAS = {2: 3.0, 4: 3.0, 11: -4.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class EndsWith(jkv.Steering):
+    """A text ends with a token, which the loop does not know."""
+
+    token: jax.Array  # i32[]
+
+    def begin(self, variants, prompts):
+        del prompts
+        return jnp.zeros(variants.shape, bool)
+
+    def steer(self, state, logits):
+        del state
+        return logits
+
+    def advance(self, state, tokens):
+        return jnp.where(tokens < 0, state, tokens == self.token)
+
+    def ended(self, state):
+        return state
+
+
+def make_chain():
+    banned = np.full((3, 2, 3), -1, np.int32)
+    for variant, lists in enumerate(BANNED):
+        for row, tokens in zip(banned[variant], lists, strict=False):
+            row[: len(tokens)] = tokens
+    return chain(
+        TokenBias(np.int32([*BIAS]), np.float32([*BIAS.values()])),
+        NoRepeatedNgrams(4, NEW_TOKENS),
+        BannedTexts(banned),
+        MinimumLength(np.int32([2]), np.int32(LEAST)),
+        EndsWith(np.int32(LAST)),
+        ThinkingBudget(np.int32(OPENING), np.int32(CLOSING), np.int32(BUDGETS)),
+    )
+
+
+def make_rules(variant):
+    """The same in plain Python, of one variant."""
+    if variant < 0:
+        return []
+    return [
+        repeated_ngrams(4),
+        banned_texts(BANNED[variant]),
+        early_ends([2], LEAST[variant]),
+        spent_budgets(OPENING, CLOSING, BUDGETS[variant]),
+    ]
+
+
+def run_alone(prompts, limits, sampling, variants):
+    """Each text by itself, of a model without a cache."""
+    call = Call(
+        prompts=prompts,
+        limits=limits.tolist(),
+        num_samples=SAMPLES,
+        max_new_tokens=NEW_TOKENS,
+        stop_tokens=[2],
+        stop_sequences=[],
+        sampling=sampling,
+        nan_every=0,
+        block_size=4,
+        max_context_length=CONTEXT,
+        num_blocks=64,
+    )
+    variants = np.repeat(variants, SAMPLES)
+    bias = np.zeros(VOCABULARY, np.float32)
+    bias[[*BIAS]] = [*BIAS.values()]
+    biases = np.where(variants[:, None] >= 0, bias, 0)
+    plain = [
+        PlainSteering(
+            make_rules(variant),
+            prompts[i // SAMPLES],
+            VOCABULARY,
+            [LAST] if variant >= 0 else [],
+        )
+        for i, variant in enumerate(variants)
+    ]
+    return PlainTexts(
+        call, lambda texts: np.stack([*map(dense_logits, texts)]) + biases, plain
+    )
+
+
+def test_chained_texts_are_those_of_each_alone():
+    """Queue, samples, preemptions, look-up, tags that are forced or banned."""
+    rng = np.random.default_rng(10)
+    links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0
+    num_last = 0
+    for game in range(6):
+        prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
+        temperature = np.float32(rng.choice([0.0, 1.0], PROMPTS * SAMPLES))
+        sampling = per_row(PROMPTS * SAMPLES, temperature=temperature)
+        limits = rng.integers(8, NEW_TOKENS + 1, PROMPTS)
+        alone = run_alone(prompts, limits, sampling, variants)
+        cache = fresh_cache([64, 9, 8][game % 3], 8)
+        after, result = generate(
+            attention_model,
+            attention_params(),
+            cache,
+            padded(prompts, PROMPTS),
+            max_new_tokens=NEW_TOKENS,
+            limits=np.int32(limits),
+            stop_tokens=np.int32([2]),
+            sampling=sampling,
+            num_samples=SAMPLES,
+            max_running=RUNNING,
+            row_counts=ROW_COUNTS,
+            speculate=LOOKUP,
+            steering=links,
+            variants=np.int32(variants),
+        )
+        assert_as_before(after, cache)
+        assert texts(result) == alone.new
+        assert reasons(result) == [reason.name for reason in alone.reasons]
+        for found, new in zip(result.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
+        seen |= {*reasons(result)}
+        preemptions += int(result.statistics.preemptions)
+        accepted += int(result.statistics.accepted_tokens)
+        num_last += sum(
+            text[-1:] == [LAST] and reason == "STOP"
+            for text, reason in zip(texts(result), reasons(result), strict=True)
+        )
+        written = [" ".join(map(str, text)) for text in texts(result)]
+        tags += sum(text.count(" ".join(map(str, CLOSING))) for text in written)
+    assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
+    assert preemptions > 2 and accepted > 10 and tags > 5 and num_last > 2

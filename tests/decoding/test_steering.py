@@ -1,0 +1,490 @@
+"""Steered texts: each is the one that plain Python makes of it alone.
+
+Random automata allow tokens, force them and end texts. What is steered is the model of
+`test_generation`, in its shapes.
+"""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import plain_beam_search
+from support.automata import DEAD, Automata, PlainAutomaton, make_automata
+from support.plain_queue import Call, PlainTexts
+from support.small_caches import small_cache
+from test_beam_search import NEW_TOKENS as MOST
+from test_beam_search import (
+    NUM_BEAMS,
+    STOPS,
+    assert_found,
+    beam_search,
+    checked_model,
+    found_wrong,
+)
+from test_draft_model import similar_params, table_model
+from test_generation import (
+    CONTEXT,
+    VOCABULARY,
+    assert_as_before,
+    attention_model,
+    attention_params,
+    dense_logits,
+    fresh_cache,
+    padded,
+    per_row,
+    reasons,
+    texts,
+)
+
+import jkv
+from jkv import decoding
+from jkv.decoding import DraftModel, PromptLookup
+
+pytestmark = pytest.mark.one_end
+
+PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)
+STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")
+LOOKUP = PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)
+generate = jax.jit(jkv.generate, static_argnames=STATIC)
+
+
+def random_prompts(rng):
+    """Of few tokens, which recur."""
+    return [rng.integers(3, 9, n).tolist() for n in rng.integers(1, 10, PROMPTS)]
+
+
+def run_alone(prompts, limits, sampling, automata, variants):
+    """Each text by itself, of a model without a cache."""
+    call = Call(
+        prompts=prompts,
+        limits=limits.tolist(),
+        num_samples=SAMPLES,
+        max_new_tokens=NEW_TOKENS,
+        stop_tokens=[2],
+        stop_sequences=[],
+        sampling=sampling,
+        nan_every=0,
+        block_size=4,
+        max_context_length=CONTEXT,
+        num_blocks=64,
+    )
+    plain = [
+        PlainAutomaton(automata, variants[i // SAMPLES], prompts[i // SAMPLES])
+        for i in range(PROMPTS * SAMPLES)
+    ]
+    return PlainTexts(call, lambda texts: np.stack([*map(dense_logits, texts)]), plain)
+
+
+def test_steered_texts_are_those_of_each_alone():
+    """Queue, samples, preemptions, prefix hits, look-up, forced tokens, both ends."""
+    rng = np.random.default_rng(3)
+    seen, preemptions, accepted = set(), 0, 0
+    for game in range(5):
+        automata = make_automata(game, 3, VOCABULARY)
+        prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
+        temperature = np.float32(rng.choice([0.0, 1.0], PROMPTS * SAMPLES))
+        sampling = per_row(PROMPTS * SAMPLES, temperature=temperature)
+        limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
+        alone = run_alone(prompts, limits, sampling, automata, variants)
+        cache = fresh_cache([64, 9, 12, 8][game % 4], 8, prefix_caching=True)
+        for _ in range(2):  # the second finds what the first has left behind
+            found_wrong.clear()
+            after, result = generate(
+                checked_model,
+                attention_params(),
+                cache,
+                padded(prompts, PROMPTS),
+                max_new_tokens=NEW_TOKENS,
+                limits=np.int32(limits),
+                stop_tokens=np.int32([2]),
+                sampling=sampling,
+                num_samples=SAMPLES,
+                max_running=RUNNING,
+                row_counts=ROW_COUNTS,
+                speculate=LOOKUP,
+                steering=automata,
+                variants=np.int32(variants),
+            )
+            jax.effects_barrier()
+            assert not found_wrong, found_wrong[0]
+            assert_as_before(after, cache)
+            assert texts(result) == alone.new
+            assert reasons(result) == [reason.name for reason in alone.reasons]
+            for found, new in zip(result.logprobs, alone.logprobs, strict=True):
+                np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
+            seen |= {*reasons(result)}
+            preemptions += int(result.statistics.preemptions)
+            accepted += int(result.statistics.accepted_tokens)
+            cache = after
+    assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
+    assert preemptions > 3 and accepted > 20
+
+
+@pytest.mark.further
+def test_greedy_texts_with_a_draft_are_steered_alike():
+    """The draft is steered, too: what it guesses may come next."""
+    rng = np.random.default_rng(5)
+    accepted = drafted = 0
+    generate = jax.jit(jkv.generate, static_argnames=STATIC)
+    greedy = per_row(PROMPTS)
+    for game in range(3):
+        automata = make_automata(game, 3, VOCABULARY)
+        prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
+        limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
+        draft = DraftModel(
+            model=checked_model,
+            params=similar_params(),
+            cache=fresh_cache(64, 8),
+            num_tokens=3,
+            cost=1.0,
+        )
+        _, result = generate(
+            checked_model,
+            attention_params(),
+            fresh_cache([64, 9, 12][game], 8),
+            padded(prompts, PROMPTS),
+            max_new_tokens=NEW_TOKENS,
+            limits=np.int32(limits),
+            stop_tokens=np.int32([2]),
+            sampling=greedy,
+            max_running=2,
+            row_counts=(32,),
+            speculate=draft,
+            steering=automata,
+            variants=np.int32(variants),
+        )
+        # `run_alone` makes two samples, which are the same.
+        two = per_row(PROMPTS * SAMPLES)
+        alone = run_alone(prompts, limits, two, automata, variants)
+        assert texts(result) == alone.new[::SAMPLES]
+        assert reasons(result) == [reason.name for reason in alone.reasons[::SAMPLES]]
+        accepted += int(result.statistics.accepted_tokens)
+        drafted += int(result.statistics.draft_tokens)
+    assert drafted > 30 and accepted > 0.4 * drafted
+
+
+@pytest.mark.further
+def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
+    vocabulary, count, length = 5, 4096, 3
+    wanted, drafted = np.float32(
+        1.5 * np.random.default_rng(8).standard_normal((2, vocabulary, vocabulary))
+    )
+    follows = np.full((1, 3, vocabulary), -1, np.int32)
+    follows[0, 0, [1, 3, 4]] = [1, 0, 2]
+    follows[0, 1, [0, 1]] = [2, 0]
+    follows[0, 2, [0, 2, 3]] = 2, 1, 0
+    no_end = np.zeros((1, 3), bool)
+    automata = Automata(
+        follows=follows, ends=no_end, only=np.full((1, 3), -1, np.int32)
+    )
+    cache = small_cache(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        num_blocks=2 * count,
+        block_size=4,
+        max_sequences=count,
+        max_context_length=8,
+    )
+    draft = DraftModel(
+        model=table_model, params=drafted, cache=cache, num_tokens=2, cost=1.0
+    )
+    # The automaton begins in state 0: the only token of the prompt is 0.
+    _, result = jax.jit(
+        lambda cache, draft, automata: jkv.generate(
+            table_model,
+            wanted,
+            cache,
+            np.zeros((count, 1), np.int32),
+            max_new_tokens=length,
+            sampling=jkv.Sampling(temperature=0.8),
+            speculate=draft,
+            steering=automata,
+        )
+    )(cache, draft, automata)
+    assert int(result.statistics.accepted_tokens) > count / 4
+
+    def spread(token, state, chance, text):
+        """The chance of each text, by its tokens."""
+        if len(text) == length:
+            return {text: chance}
+        allowed = follows[0, state] >= 0
+        weights = np.where(allowed, np.exp(wanted[token].astype(float) / 0.8), 0)
+        weights /= weights.sum()
+        found = {}
+        for next_token in allowed.nonzero()[0].tolist():
+            found |= spread(
+                next_token,
+                follows[0, state, next_token],
+                chance * weights[next_token],
+                (*text, next_token),
+            )
+        return found
+
+    chances = spread(0, 0, 1.0, ())
+    counted = collections.Counter(map(tuple, np.asarray(result.tokens).tolist()))
+    assert counted.keys() <= chances.keys()
+    for text, chance in chances.items():
+        error = 4.5 * np.sqrt(chance * (1 - chance) / count)
+        assert abs(counted[text] / count - chance) < error, text
+
+
+def test_windows_of_steps_and_prompts_that_are_added():
+    """`begin`, `add_prompts` and `decode` steer as `generate` does."""
+    rng = np.random.default_rng(7)
+    automata = make_automata(1, 3, VOCABULARY)
+    cache, state = fresh_cache(12, 8), None
+    limits = np.full(PROMPTS, NEW_TOKENS)
+    sampling = per_row(PROMPTS * SAMPLES)
+    fixed = dict(num_samples=SAMPLES, max_running=RUNNING, row_counts=ROW_COUNTS)
+    begin = jax.jit(decoding.begin, static_argnames=STATIC)
+    decode = jax.jit(decoding.decode, static_argnames="model")
+    add = jax.jit(decoding.add_prompts)
+    for _ in range(2):
+        prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
+        if state is None:
+            state = begin(
+                attention_model,
+                attention_params(),
+                cache,
+                padded([], PROMPTS),
+                max_new_tokens=NEW_TOKENS,
+                stop_tokens=np.int32([2]),
+                steering=automata,
+                variants=np.int32([0, -1, 2, 1]),
+                **fixed,
+            )
+        state = add(
+            cache,
+            state,
+            np.arange(PROMPTS, dtype=np.int32),
+            padded(prompts, PROMPTS),
+            steering=automata,
+            variants=np.int32(variants),
+        )
+        while state.is_running.any():
+            cache, state = decode(
+                attention_model,
+                attention_params(),
+                cache,
+                state,
+                sampling=sampling,
+                num_steps=np.int32(5),
+                steering=automata,
+            )
+        alone = run_alone(prompts, limits, sampling, automata, variants)
+        assert texts(state.result) == alone.new
+        assert reasons(state.result) == [reason.name for reason in alone.reasons]
+    with pytest.raises(ValueError, match="begun with steering"):
+        decode(attention_model, attention_params(), cache, state)
+
+
+def test_a_text_that_is_extended_goes_on_where_its_steering_was():
+    automata = make_automata(2, 3, VOCABULARY)
+    prompts = [[3, 1, 4], [6], [5, 3, 5, 8]]
+    variants = np.int32([0, -1, 2])
+    extend = jax.jit(
+        jkv.extend, static_argnames=("model", "max_new_tokens", "chunk_size")
+    )
+    most = 4
+
+    def go_on(cache, ids, tokens, state):
+        return extend(
+            attention_model,
+            attention_params(),
+            cache,
+            ids,
+            tokens,
+            max_new_tokens=most,
+            stop_tokens=np.int32([2]),
+            chunk_size=12,
+            steering=automata,
+            variants=variants,
+            steering_state=state,
+        )
+
+    cache, opened = jkv.allocate(fresh_cache(64, 8), [0] * 3)
+    tokens = np.full((3, 4), -1, np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    plain = [
+        PlainAutomaton(automata, variant, prompt)
+        for variant, prompt in zip(variants, prompts, strict=True)
+    ]
+    found, state, ended = [[], [], []], None, [False] * 3
+    for _ in range(3):
+        cache, result = go_on(cache, opened.seq_ids, tokens, state)
+        state = result.steering_state
+        for i, new in enumerate(texts(result)):
+            found[i] += new
+            ended[i] |= reasons(result)[i] != "LENGTH"
+            tokens[i] = [new[-1] if new and not ended[i] else -1, -1, -1, -1]
+    for i, prompt in enumerate(prompts):
+        text = []
+        while len(text) < 3 * most and plain[i].allowed(text).any():
+            logits = dense_logits(prompt + text)
+            text.append(
+                int(np.argmax(np.where(plain[i].allowed(text), logits, -np.inf)))
+            )
+            if text[-1] == 2 or plain[i].has_ended(text):
+                break
+        assert found[i] == text
+    # Begun anew, the automata are where the given tokens put them.
+    with pytest.raises(ValueError, match="as `begin` makes it"):
+        go_on(cache, opened.seq_ids, tokens, {"at": jnp.zeros(3, jnp.int32)})
+
+
+def test_steered_beams_are_those_of_plain_python():
+    rng = np.random.default_rng(2)
+    seen = set()
+    for game in range(6):
+        automata = make_automata(game + 20, 3, VOCABULARY)
+        # One of them allows a first token, and nothing behind it.
+        automata.follows[2][automata.follows[2] >= 0] = DEAD
+        prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
+        found_wrong.clear()
+        cache = fresh_cache(*[(64, 12), (14, 8)][game % 2])
+        after, result = beam_search(
+            checked_model,
+            attention_params(),
+            cache,
+            padded(prompts, PROMPTS),
+            num_beams=NUM_BEAMS,
+            max_new_tokens=MOST,
+            stop_tokens=np.array(STOPS, np.int32),
+            num_return=NUM_BEAMS,
+            chunk_size=8,
+            steering=automata,
+            variants=np.int32(variants),
+        )
+        jax.effects_barrier()
+        assert not found_wrong, found_wrong[0]
+        assert_as_before(after, cache)
+        for i, prompt in enumerate(prompts):
+            plain = PlainAutomaton(automata, variants[i], prompt)
+            reason = jkv.FinishReason(int(result.reasons[i]))
+            seen.add(reason.name)
+            wanted = search_alone(plain, prompt)
+            if reason == jkv.FinishReason.NOTHING_ALLOWED:
+                # The beams of that moment.
+                is_there = result.scores[i] > -np.inf
+                assert not wanted and is_there.any()
+                np.testing.assert_array_equal(result.lengths[i], is_there)
+                continue
+            assert_found(jax.tree.map(np.asarray, result), i, pad_texts(wanted))
+    assert {"STOP", "NOTHING_ALLOWED"} <= seen
+
+
+def pad_texts(found):
+    """As many texts as a search returns; where there is none it has no token."""
+    return found + [(-np.inf, [])] * (NUM_BEAMS - len(found))
+
+
+def search_alone(plain, prompt):
+    """The beams of one prompt, by plain Python."""
+
+    def next_logprobs(tokens):
+        logits = dense_logits(tokens).astype(np.float64)
+        logits[~plain.allowed(tokens[len(prompt) :])] = -np.inf
+        if logits.max() == -np.inf:
+            return logits
+        shifted = logits - logits.max()
+        return shifted - np.log(np.exp(shifted).sum())
+
+    return plain_beam_search.search(
+        next_logprobs,
+        prompt,
+        num_beams=NUM_BEAMS,
+        max_new_tokens=MOST,
+        stop_tokens=STOPS,
+        has_ended=plain.has_ended,
+        num_end_tokens=4,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Wrong(jkv.Steering):
+    """Wrong in one way."""
+
+    how: str = dataclasses.field(metadata={"static": True})
+
+    def begin(self, variants, prompts):
+        del prompts
+        count = 1 if self.how == "rows" else len(variants)
+        return 3 if self.how == "no array" else jnp.zeros((count,), jnp.int32)
+
+    def steer(self, state, logits):
+        del state
+        if self.how == "shape":
+            return logits[:, :-1]
+        return logits.astype(jnp.bfloat16) if self.how == "dtype" else logits
+
+    def advance(self, state, tokens):
+        del tokens
+        return state.astype(jnp.float32) if self.how == "state" else state + 1
+
+    def ended(self, state):
+        return state if self.how == "ended" else state > 5
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("rows", "begin must return .* a row for each of 2 sequences; got int32.1"),
+        ("no array", "begin must return a pytree of arrays .* got 3"),
+        ("shape", "steer must return float32.*, got float32"),
+        ("dtype", "steer must return float32.*, got bfloat16"),
+        ("state", "`advance` returns must be as `begin` makes it, int32.*got float32"),
+        ("ended", "ended must return bool.*, got int32"),
+    ],
+)
+def test_a_wrong_steering_is_told_what_it_returns(how, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            lambda cache: jkv.generate(
+                attention_model,
+                attention_params(),
+                cache,
+                [[1, 2], [3, 4]],
+                max_new_tokens=2,
+                steering=Wrong(how),
+            ),
+            fresh_cache(),
+        )
+
+
+@jax.tree_util.register_static
+class NoSteering:
+    """It has none of the methods."""
+
+
+def test_what_is_no_steering_is_refused():
+    cache = fresh_cache()
+
+    def generate(**options):
+        return jkv.generate(
+            attention_model,
+            attention_params(),
+            cache,
+            [[1, 2], [3]],
+            max_new_tokens=2,
+            **options,
+        )
+
+    with pytest.raises(ValueError, match="methods begin, steer, advance"):
+        generate(steering=NoSteering())
+    automata = make_automata(0, 3, VOCABULARY)
+    for wrong in (3, [0, -2]):
+        with pytest.raises(ValueError, match="from 0 to 2, or -1"):
+            generate(steering=automata, variants=wrong)
+    with pytest.raises(ValueError, match="give steering="):
+        generate(variants=1)
+    # Where the numbers are not known a sequence is refused.
+    found = jax.jit(lambda variants: generate(steering=automata, variants=variants)[1])(
+        jnp.int32([3, -1])
+    )
+    assert reasons(found) == ["UNKNOWN_VARIANT", "LENGTH"]

@@ -1,0 +1,135 @@
+"""Texts that a client asks to be JSON, of a schema, a pattern or a choice."""
+
+import json
+import re
+import typing
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("outlines_core")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+import pydantic
+from served.languages import Language
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+CHAT = [{"role": "user", "content": "The with"}]
+
+
+class Answer(pydantic.BaseModel):
+    a: typing.Literal["x", "y"]
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(
+        base_url=f"{address}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+def ask(client, *, seed=1, **options):
+    """The texts of a chat, and why each ended."""
+    found = client.chat.completions.create(
+        model="pydoc", messages=CHAT, max_tokens=24, seed=seed, **options
+    )
+    return [(each.message.content, each.finish_reason) for each in found.choices]
+
+
+def test_the_real_client_parses_answers_into_its_types(client):
+    found = client.chat.completions.parse(
+        model="pydoc",
+        messages=CHAT,
+        max_tokens=24,
+        temperature=1.5,
+        n=4,
+        response_format=Answer,
+    )
+    for choice in found.choices:
+        assert isinstance(choice.message.parsed, Answer)
+        assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields, pattern",
+    [
+        ({"structured_outputs": {"regex": "[a-c]{3,5}x"}}, "[a-c]{3,5}x"),
+        ({"guided_regex": "(with|try)? ?!"}, "(with|try)? ?!"),
+        ({"structured_outputs": {"choice": ["yes", "no, never"]}}, "yes|no, never"),
+        ({"guided_choice": ["é", "ü"]}, "[éü]"),
+    ],
+)
+def test_patterns_and_choices(client, fields, pattern):
+    for text, reason in ask(client, n=3, temperature=1.5, extra_body=fields):
+        assert re.fullmatch(pattern, text) and reason == "stop"
+
+
+def test_json_objects_and_streams(client):
+    (text, reason), *_ = ask(client, response_format={"type": "json_object"})
+    # One that is cut by its limit is a beginning of JSON.
+    assert text.startswith("{") and reason in ("stop", "length")
+    if reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": False}}
+    schema["json_schema"]["schema"] = {"type": "integer", "minimum": 7, "maximum": 12}
+    pieces = client.completions.create(
+        model="pydoc",
+        prompt="The with",
+        max_tokens=8,
+        stream=True,
+        extra_body={"response_format": schema},
+    )
+    assert 7 <= int("".join(piece.choices[0].text for piece in pieces)) <= 12
+
+
+def test_languages_come_and_go(client, served):
+    """The server of the tests has room for three."""
+    for turn in range(2):
+        for number in range(5):
+            fields = {"guided_choice": [f"{number}", f"{number}{number}"]}
+            ((text, _),) = ask(client, seed=turn, extra_body=fields)
+            assert set(text) == {str(number)}
+    held = [
+        served.hold(Language("choice", json.dumps([text]), "guided_choice"))
+        for text in "abc"
+    ]
+    with pytest.raises(openai.RateLimitError, match="all room for grammars"):
+        ask(client, extra_body={"guided_choice": ["d"]})
+    # Those that are there are served all the same.
+    assert ask(client, extra_body={"guided_choice": ["a"]}) == [("a", "stop")]
+    for each in held:
+        each.release()
+    assert ask(client, extra_body={"guided_choice": ["d"]}) == [("d", "stop")]
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"response_format": "json"}, "must be an object with a type"),
+        ({"response_format": {"type": "xml"}}, "got 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "an object with a schema"),
+        ({"guided_json": "{"}, "is not JSON"),
+        ({"guided_json": [1]}, "must be a JSON schema"),
+        ({"guided_json": {"type": "thing"}}, "thing"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex: "),
+        ({"guided_regex": "("}, "guided_regex: "),
+        ({"guided_choice": []}, "one at least"),
+        ({"structured_outputs": {"grammar": "x"}}, "grammar is not served"),
+        ({"structured_outputs": {}}, "takes one of"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one of"),
+        ({"guided_choice": ["a" * 70_000]}, "65536 are taken"),
+        ({"guided_regex": "[a-z]{1,50000}"}, "guided_regex: "),
+    ],
+)
+def test_what_is_no_language_is_refused_by_name(client, fields, words):
+    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+        ask(client, extra_body=fields)

@@ -1,0 +1,64 @@
+"""Requests that are steered: each by its variant, by arrays that may be replaced."""
+
+import jax
+import numpy as np
+import pytest
+from support.automata import make_automata
+from support.plain_queue import VOCABULARY
+from support.small_engines import (
+    assert_alone,
+    assert_given_back,
+    come_and_go,
+    draw_request,
+    make_engine,
+)
+
+from jkv.decoding import FinishReason, PromptLookup
+from jkv.serving import EngineError, RequestRefused
+from jkv.serving.device.programs import exchange, run_window
+
+pytestmark = pytest.mark.one_end
+
+
+def test_steered_requests_get_the_texts_they_get_alone():
+    """With look-up, cancelled ones, refills, and what steers replaced in between."""
+    rng = np.random.default_rng(6)
+    automata, reasons = make_automata(0, 3, VOCABULARY), set()
+    lookup = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
+    engine = make_engine(nan_every=17, steering=automata, speculate=lookup)
+    num_traces = None
+    for seed in range(3):
+        automata = make_automata(seed, 3, VOCABULARY)
+        engine.replace_steering(automata)
+        left = [
+            draw_request(rng, variant=int(rng.integers(-1, 3)), timeout=None)
+            for _ in range(15)
+        ]
+        requests, _, _ = come_and_go(engine, rng, left)
+        for number, request in requests.items():
+            found = engine.results(number)
+            assert_alone(found, request, nan_every=17, automata=automata)
+            reasons |= {each.reason for each in found}
+        # The programs are those of the first arrays.
+        traces = exchange._cache_size(), run_window._cache_size()
+        assert num_traces in (None, traces)
+        num_traces = traces
+    # Logits without numbers are told from those of which nothing is allowed.
+    expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
+    assert {FinishReason[name] for name in expected} <= reasons
+    assert_given_back(engine)
+
+
+def test_what_an_engine_cannot_steer_is_refused():
+    engine = make_engine(steering=make_automata(0, 3, VOCABULARY))
+    for variant in (3, -2):
+        with pytest.raises(RequestRefused, match="steers in 3 ways"):
+            engine.submit([1], variant=variant)
+    with pytest.raises(RequestRefused, match="must be an int"):
+        engine.submit([1], variant=0.5)
+    with pytest.raises(RequestRefused, match="steers in 0 ways"):
+        make_engine().submit([1], variant=0)
+    with pytest.raises(EngineError, match="same shapes"):
+        engine.replace_steering(make_automata(0, 2, VOCABULARY))
+    with pytest.raises(ValueError, match="must be a jkv.Steering"):
+        make_engine(steering=jax.numpy.zeros(3))

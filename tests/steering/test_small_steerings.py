@@ -1,0 +1,330 @@
+"""The small steerings, each against a few lines of plain Python on random texts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import plain_steerings
+from support.plain_steerings import PlainSteering
+
+import jkv
+from jkv.steering import (
+    BannedTexts,
+    MinimumLength,
+    NoRepeatedNgrams,
+    ThinkingBudget,
+    TokenBias,
+    chain,
+)
+
+pytestmark = pytest.mark.one_end
+TEXTS, MOST, NEW, VOCABULARY = 48, 8, 10, 6
+BANS = [[[1, 2], [3], [2, 2, 4]], [[0, 1, 0], [5, 5], [4, 4]]]
+TAGS = [([1], [2]), ([1, 2], [2, 2, 3]), ([0, 1], [1, 0]), ([1], [2, 1])]
+
+
+@jax.jit
+def begin(steering, variants, prompts):
+    return steering.begin(variants, prompts)
+
+
+@jax.jit
+def steer(steering, state, logits):
+    return steering.steer(state, logits), steering.forced(state)
+
+
+@jax.jit
+def advance(steering, state, tokens):
+    return steering.advance(state, tokens)
+
+
+def padded(lists, width):
+    return np.int32([row + [-1] * (width - len(row)) for row in lists])
+
+
+def play(steered, plain_of, seed=0):
+    """Compare what is allowed after each of the new tokens of random texts.
+
+    Args:
+      steered: a `Steering`.
+      plain_of: from a variant and a prompt to a `PlainSteering`.
+      seed: of the texts.
+
+    Returns:
+      The share of tokens that were forbidden, and what was forced in each step, with
+      the texts: (prompt, new, token).
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, MOST + 1, TEXTS)
+    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in lengths]
+    variants = rng.integers(0, steered.num_variants, TEXTS).astype(np.int32)
+    plain = [plain_of(v, prompt) for v, prompt in zip(variants, prompts, strict=True)]
+    new = [[] for _ in prompts]
+    state = begin(steered, variants, padded(prompts, MOST))
+    logits = rng.standard_normal((TEXTS, VOCABULARY)).astype(np.float32)
+    shares, told = [], []
+    for _ in range(NEW):
+        # Rows come in any order.
+        order = rng.permutation(TEXTS)
+        rows = jax.tree.map(lambda array, order=order: array[order], state)
+        steered_logits, forced = steer(steered, rows, logits)
+        allowed = np.array([plain[i].allowed(new[i]) for i in order])
+        np.testing.assert_array_equal(
+            steered_logits, np.where(allowed, logits, -np.inf)
+        )
+        shares.append(1 - allowed.mean())
+        if forced is not None:
+            told += [
+                (prompts[i], list(new[i]), int(token))
+                for i, token in zip(order, forced, strict=True)
+            ]
+        # Some texts get no token.
+        tokens = rng.integers(-1, VOCABULARY, TEXTS).astype(np.int32)
+        before = jax.tree.map(jnp.copy, state)
+        state = advance(steered, state, tokens)
+        jax.tree.map(
+            lambda old, now, tokens=tokens: np.testing.assert_array_equal(
+                old[tokens < 0], now[tokens < 0]
+            ),
+            before,
+            state,
+        )
+        for text, token in zip(new, tokens.tolist(), strict=True):
+            text += [token] if token >= 0 else []
+    return np.mean(shares), told
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_ngram_comes_twice(size):
+    rule = plain_steerings.repeated_ngrams(size)
+    share, _ = play(
+        NoRepeatedNgrams(size, max_new_tokens=NEW),
+        lambda _, prompt: PlainSteering([rule], prompt, VOCABULARY),
+    )
+    assert share > 0.02
+
+
+def test_ngrams_of_a_text_past_its_limit_forget_the_oldest_tokens():
+    pairs = NoRepeatedNgrams(2, max_new_tokens=1)
+    state = pairs.begin(np.int32([0]), np.int32([[1, 2, 3]]))
+    for token in (2, 1):
+        state = pairs.advance(state, np.int32([token]))
+    # Of 1 2 3 2 1 the first is forgotten, and with it what came behind it.
+    assert np.isfinite(pairs.steer(state, np.zeros((1, 5), np.float32))).all()
+    state = pairs.advance(state, np.int32([3]))
+    assert pairs.steer(state, np.zeros((1, 5), np.float32))[0, 2] == -np.inf
+
+
+def test_no_text_ends_before_its_minimum_length():
+    ends, least = [2, 4], [0, 3, 7]
+    share, _ = play(
+        MinimumLength(np.array([2, -1, 4]), np.array(least)),
+        lambda variant, prompt: PlainSteering(
+            [plain_steerings.early_ends(ends, least[variant])], prompt, VOCABULARY
+        ),
+    )
+    assert share > 0.05
+    one = MinimumLength(np.int32([2]), 3)
+    play(
+        one,
+        lambda _, prompt: PlainSteering(
+            [plain_steerings.early_ends([2], 3)], prompt, VOCABULARY
+        ),
+    )
+
+
+def test_banned_texts_are_never_completed():
+    texts = np.stack([padded(banned, 3) for banned in BANS])
+    share, _ = play(
+        BannedTexts(texts),
+        lambda variant, prompt: PlainSteering(
+            [plain_steerings.banned_texts(BANS[variant])], prompt, VOCABULARY
+        ),
+    )
+    assert share > 0.05
+    # Of one token each, and a list that is empty.
+    play(
+        BannedTexts(np.int32([[5], [-1], [0]])),
+        lambda _, prompt: PlainSteering(
+            [plain_steerings.banned_texts([[5], [0]])], prompt, VOCABULARY
+        ),
+    )
+
+
+@pytest.mark.parametrize("opening, closing", TAGS)
+def test_thought_is_closed_when_its_budget_is_spent(opening, closing):
+    budgets = [0, 2, 4]
+    found = {}
+
+    def plain_of(variant, prompt):
+        found[tuple(prompt)] = budgets[variant]
+        rule = plain_steerings.spent_budgets(opening, closing, budgets[variant])
+        return PlainSteering([rule], prompt, VOCABULARY)
+
+    tags = np.int32(opening), np.int32(closing)
+    _, told = play(ThinkingBudget(*tags, np.int32(budgets)), plain_of)
+    assert len({token for *_, token in told}) == 1 + len({*closing})
+
+
+def test_a_thought_has_its_budget_and_the_closing_tag():
+    """A model that would think for ever; the tag is forced from where it is begun."""
+    brief = ThinkingBudget(np.int32([7]), np.int32([8, 8, 9]), 3)
+    for thought, rest in (
+        ([1, 1, 1], [8, 8, 9]),
+        ([1, 8, 8], [9]),
+        ([8, 1, 8], [8, 9]),
+    ):
+        state = brief.begin(np.int32([0]), np.int32([[5, 7, -1]]))
+        for token in thought:
+            assert int(brief.forced(state)[0]) == -1
+            state = brief.advance(state, np.int32([token]))
+        for token in rest:
+            assert int(brief.forced(state)[0]) == token
+            state = brief.advance(state, np.int32([token]))
+        assert int(brief.forced(state)[0]) == -1
+        assert not state.is_thinking[0]
+
+
+def test_biases_are_added():
+    tokens = np.array([[1, 3, 3, -1], [0, -1, -1, 5]])
+    values = np.float32([[0.5, -100, 1, 9], [-np.inf, 7, 8, 2]])
+    bias = TokenBias(tokens, values)
+    logits = np.ones((3, VOCABULARY), np.float32)
+    state = bias.begin(np.int32([0, 1, 0]), np.int32([[1], [2], [3]]))
+    found = bias.steer(bias.advance(state, np.int32([4, -1, 0])), logits)
+    first, second = [1, 1.5, 1, -98, 1, 1], [-np.inf, 1, 1, 1, 1, 3]
+    np.testing.assert_array_equal(found, [first, second, first])
+    alike = TokenBias(tokens[0], values[0])
+    state = alike.begin(np.int32([0, 0, 0]), np.int32([[1], [2], [3]]))
+    np.testing.assert_array_equal(alike.steer(state, logits), [first] * 3)
+
+
+def test_a_chain_forbids_what_any_of_its_links_forbids():
+    least, closing = [1, 6], [2, 4]
+    links = chain(
+        NoRepeatedNgrams(3, max_new_tokens=NEW),
+        MinimumLength(np.int32([2]), np.int32(least)),
+        chain(BannedTexts(padded(BANS[0], 3)), TokenBias(np.int32([0]), np.zeros(1))),
+        ThinkingBudget(np.int32([1]), np.int32(closing), np.int32([2, 3])),
+    )
+    assert links.num_variants == 2 and links.num_end_tokens == 0
+    _, told = play(
+        links,
+        lambda variant, prompt: PlainSteering(
+            [
+                plain_steerings.repeated_ngrams(3),
+                plain_steerings.early_ends([2], least[variant]),
+                plain_steerings.banned_texts(BANS[0]),
+                plain_steerings.spent_budgets([1], closing, [2, 3][variant]),
+            ],
+            prompt,
+            VOCABULARY,
+        ),
+    )
+    assert {token for *_, token in told} == {-1, *closing}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Says(jkv.Steering):
+    """It forces a token, and ends a text, as its fields say."""
+
+    token: jax.Array | None
+    has_ended: jax.Array | None
+
+    def begin(self, variants, prompts):
+        del prompts
+        return variants
+
+    def steer(self, state, logits):
+        return logits + state[:, None].astype(jnp.float32)
+
+    def advance(self, state, tokens):
+        del tokens
+        return state
+
+    def ended(self, state):
+        del state
+        return self.has_ended
+
+    def forced(self, state):
+        del state
+        return self.token
+
+
+def test_a_chain_says_what_its_links_force_and_end():
+    silent = Says(None, None)
+    assert chain(silent).forced((0,)) is None and chain(silent).ended((0,)) is None
+    tokens = np.int32([-1, 3, -1, 3, 3]), np.int32([-1, -1, 4, 4, 3])
+    ends = [np.array([True, False, True]), np.array([False, False, True])]
+    both = chain(Says(tokens[0], ends[0]), silent, Says(tokens[1], ends[1]))
+    assert both.forced((0, 0, 0)).tolist() == [-1, 3, 4, -1, 3]
+    assert both.ended((0, 0, 0)).tolist() == [True, False, True]
+    assert both.num_end_tokens == 3
+
+
+def test_a_token_that_one_link_forces_and_another_forbids_ends_the_text():
+    links = chain(
+        ThinkingBudget(np.int32([4]), np.int32([7, 5]), 1),
+        BannedTexts(np.int32([[7, 5]])),
+    )
+    state = links.begin(np.int32([0]), np.int32([[4, 3, 7]]))
+    assert links.forced(state).tolist() == [5]
+    assert jnp.max(links.steer(state, jnp.zeros((1, 10)))) == -jnp.inf
+
+
+def test_a_link_without_variants_steers_all_texts_alike():
+    links = chain(Says(None, None), MinimumLength(np.int32([1]), np.int32([0, 1, 2])))
+    variants, _ = links.begin(np.int32([2, -1, 0]), np.int32([[1], [1], [1]]))
+    assert variants.tolist() == [0, -1, 0]
+
+
+def test_what_cannot_be_chained_is_refused():
+    with pytest.raises(ValueError, match="one jkv.Steering at least"):
+        chain()
+    for wrong in (3, TokenBias):
+        with pytest.raises(ValueError, match="methods begin, steer"):
+            chain(wrong)
+    two, three = (MinimumLength(np.int32([1]), np.arange(n)) for n in (2, 3))
+    with pytest.raises(ValueError, match=r"or one; got \[2, 3\]"):
+        chain(two, three)
+    assert chain(two, MinimumLength(np.int32([1]), 4), two).num_variants == 2
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (NoRepeatedNgrams(0, 8), "size must be an int of 1 or more, got 0"),
+        (NoRepeatedNgrams(2, 1.5), "max_new_tokens must be an int of 1 .* got 1.5"),
+        (MinimumLength(np.int32(2), 3), r"end_tokens must be int32.E., got int32\[\]"),
+        (MinimumLength(np.int32([2]), 0.5), "min_new_tokens must be int32.*got float"),
+        (BannedTexts(np.int32([2])), r"texts must be int32.F, C. or .*got int32\[1\]"),
+        (
+            ThinkingBudget(np.int32([1]), np.int32([]), 3),
+            "a tag must have a token at least",
+        ),
+        (
+            ThinkingBudget(np.int32([[1]]), np.int32([2]), 3),
+            "open_tag must be int32.A., got",
+        ),
+        (
+            TokenBias(np.int32([1, 2]), np.float32([1])),
+            r"shaped as tokens, \[2\]; got \[1\]",
+        ),
+        (TokenBias(np.float32([1]), np.float32([1])), "tokens must be int32.E. or"),
+    ],
+)
+def test_wrong_fields_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong.begin(np.int32([0]), np.int32([[1, 2, -1]]))
+
+
+def test_each_is_a_pytree_of_what_may_change():
+    """What is static is in the structure, so that programs tell it apart."""
+    structures = {
+        jax.tree.structure(NoRepeatedNgrams(size, most))
+        for size, most in ((2, 8), (3, 8), (2, 9))
+    }
+    assert len(structures) == 3

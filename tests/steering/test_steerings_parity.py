@@ -1,0 +1,62 @@
+"""What transformers forbids is forbidden here, and nothing else."""
+
+import numpy as np
+import pytest
+
+from jkv.steering import BannedTexts, MinimumLength, NoRepeatedNgrams
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.filterwarnings("default"),  # of torch and transformers themselves
+]
+TEXTS, LENGTH, VOCABULARY = 40, 12, 5
+BANNED = [[1, 2], [3], [2, 2, 4], [4, 0]]
+
+
+def random_tokens():
+    return np.random.default_rng(0).integers(0, VOCABULARY, (TEXTS, LENGTH), np.int32)
+
+
+def find_forbidden(steering, num_prompt_tokens):
+    """Which tokens may not come behind random texts, the end of which is new."""
+    tokens = random_tokens()
+    state = steering.begin(np.zeros(TEXTS, np.int32), tokens[:, :num_prompt_tokens])
+    for column in range(num_prompt_tokens, LENGTH):
+        state = steering.advance(state, tokens[:, column])
+    return np.isinf(steering.steer(state, np.zeros((TEXTS, VOCABULARY), np.float32)))
+
+
+def find_expected(make_processor):
+    """The same by a processor of transformers."""
+    torch = pytest.importorskip("torch")
+    processor = make_processor(pytest.importorskip("transformers"))
+    tokens = torch.tensor(random_tokens()).long()
+    scores = processor(tokens, torch.zeros((TEXTS, VOCABULARY)))
+    return np.isinf(scores.numpy())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ngrams_are_those_of_hugging_face(size):
+    expected = find_expected(lambda t: t.NoRepeatNGramLogitsProcessor(size))
+    found = find_forbidden(NoRepeatedNgrams(size, LENGTH), num_prompt_tokens=5)
+    np.testing.assert_array_equal(found, expected)
+    assert 0 < expected.sum() < expected.size
+
+
+def test_banned_texts_are_those_of_hugging_face():
+    expected = find_expected(lambda t: t.NoBadWordsLogitsProcessor(BANNED))
+    texts = np.int32([[*banned, *[-1] * (3 - len(banned))] for banned in BANNED])
+    found = find_forbidden(BannedTexts(texts), num_prompt_tokens=LENGTH - 1)
+    np.testing.assert_array_equal(found, expected)
+    assert expected.sum(axis=0)[[0, 2, 4]].all()
+
+
+@pytest.mark.parametrize("least", [6, 7, 8])
+def test_minimum_lengths_are_those_of_hugging_face(least):
+    num_prompt_tokens, ends = 5, [2, 4]
+    expected = find_expected(
+        lambda t: t.MinNewTokensLengthLogitsProcessor(num_prompt_tokens, least, ends)
+    )
+    found = find_forbidden(MinimumLength(np.int32(ends), least), num_prompt_tokens)
+    np.testing.assert_array_equal(found, expected)
+    assert found.any() == (least > LENGTH - num_prompt_tokens)

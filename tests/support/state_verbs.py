@@ -1,0 +1,211 @@
+"""What each verb does with kept texts: the rows of the table of verbs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from support.folding_model import attend, fold_text, make_config, number_of
+from support.kept_texts import OTHER, PENDING, TEXT
+
+SNAPSHOT = 16
+
+
+def append(kept):
+    kept.feed(0, [1])
+    kept.feed(0, [2, 0, 3, 1, 1, 4], num_pending=2)
+    kept.feed(0, [3])
+
+
+def read(kept):
+    layer = 1 if len(kept.cache.layer_groups) == 3 else 0
+
+    def run(cache):
+        return jkv.read(cache, layer, 0, return_start=True)
+
+    _, values, length, start = kept.ask(run)
+    text, start = kept.texts[0], int(start)
+    assert int(length) == len(text)
+    wanted = [number_of(token, place) for place, token in enumerate(text)]
+    np.testing.assert_array_equal(values[start : len(text), 0, 0], wanted[start:])
+
+
+def read_state(kept):
+    def run(cache):
+        _, batch = jkv.append(cache, [0])
+        state = jkv.read_state(cache, 0, batch)
+        return state, jkv.read_pending(cache, 0, batch), batch.pending_before
+
+    state, pending, count = jax.device_get(kept.ask(run))
+    text = kept.texts[0]
+    base = len(text) - int(count[0])
+    np.testing.assert_array_equal(state["fold"][0], fold_text(text[:base]))
+    rest = [*text[base:], *[0] * PENDING][:PENDING]
+    np.testing.assert_array_equal(pending["token"][0], rest)
+
+
+def write_state(kept):
+    after = fold_text([*kept.texts[0], 3]).astype(np.int32)[None]
+
+    def run(cache):
+        cache, batch = jkv.append(cache, [0], tokens=[3], num_pending=0)
+        tokens = np.array([3], np.int32)
+        for layer in range(len(cache.layer_groups)):
+            if layer == 1 and cache.storage:
+                window = cache.metadata.groups[0].window.length
+                _, cache = attend(cache, layer, batch, tokens, window=window)
+                continue
+            cache = jkv.write_state(
+                cache, layer, batch, {"fold": after}, {"token": tokens}
+            )
+        return jkv.commit(cache, batch)
+
+    kept.call(run)
+    kept.texts[0].append(3)
+
+
+def fork(kept):
+    _fork(kept, len(kept.texts[0]))
+
+
+def fork_at_snapshot(kept):
+    _fork(kept, SNAPSHOT)
+
+
+def _fork(kept, length):
+    forked = kept.call(jkv.fork, [0], [length])
+    jkv.raise_for_status(forked.status)
+    child = int(forked.seq_ids[0])
+    kept.texts[child] = kept.texts[0][:length]
+    kept.feed(0, [1])
+    kept.step({child: [3, 3], 1: [0]})
+
+
+def truncate_by_two(kept):
+    _truncate(kept, len(kept.texts[0]) - 2)
+
+
+def truncate_to_snapshot(kept):
+    _truncate(kept, SNAPSHOT)
+
+
+def truncate_to_nothing(kept):
+    _truncate(kept, 0)
+
+
+def _truncate(kept, length):
+    jkv.raise_for_status(kept.call(jkv.truncate, [0], [length]))
+    del kept.texts[0][length:]
+    kept.check()
+    kept.feed(0, [4, 0])
+
+
+def reorder(kept):
+    jkv.raise_for_status(kept.call(jkv.reorder, [0, 1], [1, 0]))
+    kept.texts = {0: kept.texts[1], 1: kept.texts[0]}
+
+
+def free(kept):
+    """A sequence that begins in the same row sees nothing of what was there."""
+    jkv.raise_for_status(kept.call(jkv.free, [0]))
+    del kept.texts[0]
+    kept.check()
+    assert kept.open_anew(0) == 0
+    kept.feed(0, OTHER)
+
+
+def match(kept):
+    prompt = [*TEXT[:20], 3, 3]
+    expected = SNAPSHOT if kept.has_state else 20
+    assert kept.ask(jkv.match, _row(prompt)).tolist() == [expected]
+    seq_id, found = kept.open(prompt)
+    assert found == expected
+    kept.feed(seq_id, prompt[found:])
+
+
+def evict_cached(kept):
+    _forget(kept, lambda cache: jkv.evict_cached(cache, 100))
+
+
+def invalidate(kept):
+    _forget(kept, lambda cache: jkv.invalidate(cache, 0))
+
+
+def clear_prefixes(kept):
+    _forget(kept, jkv.clear_prefixes)
+
+
+def _forget(kept, verb):
+    """What no sequence has is not found; what one has is never lost to it."""
+    jkv.raise_for_status(kept.call(jkv.free, [0]))
+    del kept.texts[0]
+    assert int(kept.ask(jkv.match, _row(TEXT))[0]) > 0
+    kept.call(verb)
+    assert int(kept.ask(jkv.match, _row(TEXT))[0]) == 0
+
+
+def evict(kept):
+    """The sequence that was unused for longer goes; without blocks none has to."""
+
+    def run(cache):
+        return jkv.evict(cache, jkv.num_free_blocks(cache) + 1)
+
+    kept.feed(0, [1])
+    gone = kept.call(run).tolist()
+    if kept.kind == "state":
+        assert set(gone) == {-1}
+    else:
+        assert gone[0] == 1 and set(gone[1:]) == {-1}
+        del kept.texts[1]
+
+
+def evict_older_than(kept):
+    kept.feed(0, [1])
+    gone = kept.call(jkv.evict_older_than, np.uint32(0)).tolist()
+    assert gone[0] == 1 and set(gone[1:]) == {-1}
+    del kept.texts[1]
+
+
+def swap_out_and_in(kept):
+    """Into another cache, the second sequence first."""
+    kept.cache, swapped = jkv.swap_out(kept.cache, [1, 0])
+    assert not kept.cache.metadata.is_open.any()
+    other = jkv.init(make_config(kept.kind, pending=PENDING))
+    kept.cache, back = jkv.swap_in(other, swapped)
+    kept.texts = dict(
+        zip(back.seq_ids.tolist(), (kept.texts[1], kept.texts[0]), strict=True)
+    )
+
+
+def save_and_load(kept, folder):
+    """Of two sequences the first, into the same cache: it is there twice."""
+    jkv.save(folder / "sequence", kept.cache, [0])
+    kept.cache, back = jkv.load(folder / "sequence", kept.cache)
+    jkv.raise_for_status(back.status)
+    kept.texts[int(back.seq_ids[0])] = [*kept.texts[0]]
+
+
+def compact(kept):
+    jkv.raise_for_status(kept.call(jkv.free, [0]))
+    del kept.texts[0]
+    kept.call(jkv.compact)
+
+
+def resize(kept):
+    kept.cache = jkv.resize(kept.cache, [24] * len(kept.cache.metadata.groups))
+    kept.cache = jkv.resize(kept.cache, [96] * len(kept.cache.metadata.groups))
+
+
+def debug(kept):
+    """Debug mode has nothing to say of a step that is right."""
+    copied = jkv.debug(jax.tree.map(jnp.copy, kept.cache))
+    watched = dataclasses.replace(kept.copy(), cache=copied, donates=True)
+    watched.feed(0, [1])
+    jkv.check(watched.cache)
+    assert jkv.stats(watched.cache).live_sequences == len(kept.texts)
+
+
+def _row(prompt):
+    return np.array([[*prompt, *[-1] * (32 - len(prompt))]], np.int32)

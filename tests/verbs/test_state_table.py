@@ -1,0 +1,59 @@
+"""Everything by everything: what is done, what layers keep, and what came before.
+
+The table is `support.state_table`. Where a cell is refused, nothing has changed.
+"""
+
+import inspect
+
+import pytest
+from support import state_loops, state_verbs
+from support.jax_versions import with_further
+from support.state_table import LOOPS, PASTS, REASONS, VERBS, read_table
+
+pytestmark = pytest.mark.one_end
+
+ROWS = {
+    f"{row.name}, {row.kind}": row
+    for table in (VERBS, LOOPS)
+    for row in read_table(table)
+}
+# What `make test` plays: the verbs where layers attend beside a state and where none
+# does, and the loops that are compiled soon.
+FIRST_KINDS = {"keys+state", "state"}
+FIRST_LOOPS = {"extend_twice", "search_with_beams", "score"}
+LATER = [
+    name
+    for name, row in ROWS.items()
+    if row.kind not in FIRST_KINDS
+    or row.name == "debug"
+    or (
+        hasattr(state_loops, row.name)
+        and (row.name not in FIRST_LOOPS or row.kind != "state")
+    )
+]
+
+
+@pytest.mark.parametrize("name", with_further(ROWS, *LATER))
+def test_cells(name, tmp_path):
+    """A row of one kind of groups, after each past."""
+    row = ROWS[name]
+    for number, (letter, past) in enumerate(zip(row.letters, PASTS, strict=True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        row.play(letter, past, folder)
+
+
+def test_the_table_is_whole():
+    """Each row is a function and each function a row; each reason is given."""
+    functions = {
+        name
+        for module in (state_verbs, state_loops)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+    rows = ROWS.values()
+    assert {row.name for row in rows} == functions
+    letters = {letter for row in rows for letter in row.letters + row.places}
+    assert letters == {"+", *REASONS}
