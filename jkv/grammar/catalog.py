@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.grammar.errors import TooLarge
-from jkv.grammar.grammar import Grammar
+from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
 
@@ -25,7 +25,9 @@ class _Sizes(NamedTuple):
 
     states: int
     transitions: int
+    transition_pieces: int
     masks: int
+    mask_pieces: int
 
 
 class _Entry(NamedTuple):
@@ -54,8 +56,10 @@ class Catalog:
         *,
         max_grammars: int,
         max_states: int = 2**14,
-        max_transitions: int = 2**21,
-        max_masks: int = 2**10,
+        max_transitions: int = 2**20,
+        max_transition_pieces: int = 2**16,
+        max_masks: int = 2**12,
+        max_mask_pieces: int = 2**16,
     ) -> None:
         """Make room; the arrays are of these sizes from now on.
 
@@ -63,8 +67,10 @@ class Catalog:
           vocabulary: of all grammars.
           max_grammars: that are here at one time, the number of variants.
           max_states: of all of them together; a JSON schema has some hundreds.
-          max_transitions: entries of all tables of states and classes together.
-          max_masks: sets of allowed tokens of all together, a bit for each token.
+          max_transitions: pieces of all states together, one for 16 classes of tokens.
+          max_transition_pieces: those of them that differ.
+          max_masks: sets of allowed tokens of all together.
+          max_mask_pieces: pieces of these sets that differ, 64 bytes for 512 tokens.
         """
         num_tokens = len(vocabulary.tokens)
         self._vocabulary_size = num_tokens
@@ -72,15 +78,33 @@ class Catalog:
         # Of no grammar: a text that is lost, and one that has ended. They have a class
         # map of their own, behind those of the variants, in which all tokens are alike.
         self._lost, self._ended = max_states, max_states + 1
-        self._most = _Sizes(max_states, max_transitions, max_masks)
+        self._most = _Sizes(
+            max_states,
+            max_transitions,
+            max_transition_pieces,
+            max_masks,
+            max_mask_pieces,
+        )
         self._class_of_token = np.zeros((max_grammars + 1, num_tokens), np.uint16)
-        self._transitions = np.full(max_transitions + 2, self._lost, np.int32)
-        self._transitions[-1] = self._ended
+        lost = np.full((max_transition_pieces + 2, PIECE), self._lost, np.int32)
+        lost[-1] = self._ended
         row_of_state = np.full(max_states + 2, max_transitions)
         row_of_state[-1] = max_transitions + 1
-        self._masks = np.zeros((max_masks + 2, -(-num_tokens // 32)), np.uint32)
+        transitions = np.full(max_transitions + 2, max_transition_pieces, np.int32)
+        transitions[-1] = max_transition_pieces + 1
+        # What nobody allows, and the pieces of the end tokens, stand behind the others.
+        ends = np.zeros((-(-num_tokens // (32 * PIECE)), PIECE), np.uint32)
         for token in self._end_tokens:
-            self._masks[-1, token // 32] |= np.uint32(1 << (token % 32))
+            ends.reshape(-1)[token // 32] |= np.uint32(1 << (token % 32))
+        nothing = np.zeros((max_mask_pieces + 1, PIECE), np.uint32)
+        masks = np.full((max_masks + 2, len(ends)), max_mask_pieces, np.int32)
+        masks[-1] = max_mask_pieces + 1 + np.arange(len(ends))
+        self._tables = {
+            "transitions": transitions,
+            "transition_pieces": lost,
+            "masks": masks,
+            "mask_pieces": np.concatenate([nothing, ends]),
+        }
         mask_of_state = np.full(max_states + 2, max_masks)
         mask_of_state[-1] = max_masks + 1
         forced = np.full(max_states + 2, -1)
@@ -109,12 +133,11 @@ class Catalog:
 
         return Grammar(
             class_of_token=place(self._class_of_token),
-            transitions=place(self._transitions),
-            masks=place(self._masks),
             starts=place(self._starts),
             end_tokens=place(self._end_tokens),
             vocabulary_size=self._vocabulary_size,
             **{name: place(values) for name, values in self._of_states.items()},
+            **{name: place(values) for name, values in self._tables.items()},
         )
 
     def add(self, grammar: Grammar) -> int:
@@ -126,15 +149,13 @@ class Catalog:
           ValueError: for a join, or another vocabulary.
         """
         self._check(grammar)
-        counts = _Sizes(
-            grammar.num_states,
-            int(grammar.transitions.shape[0]),
-            int(grammar.masks.shape[0]),
-        )
+        tables = {name: getattr(grammar, name) for name in self._tables}
+        lengths = {name: int(table.shape[0]) for name, table in tables.items()}
+        counts = _Sizes(states=grammar.num_states, **lengths)
         if any(count > most for count, most in zip(counts, self._most, strict=True)):
             raise TooLarge(
                 f"a grammar of {counts} finds no room in a catalog of {self._most} "
-                f"(max_states, max_transitions, max_masks)"
+                "(max_states and so on)"
             )
         free = [v for v in range(len(self._starts)) if v not in self._entries]
         firsts = self._find_gaps(counts)
@@ -192,17 +213,22 @@ class Catalog:
         first, count = firsts.states, counts.states
         here = slice(first, first + count)
         self._class_of_token[variant] = np.asarray(grammar.class_of_token)[0]
-        entries = np.asarray(grammar.transitions).astype(np.int32)
+        targets = np.asarray(grammar.transition_pieces).astype(np.int32)
         behind = np.array([self._lost, self._ended])
-        is_state = entries < count
-        moved = np.where(
-            is_state, entries + first, behind[np.clip(entries - count, 0, 1)]
-        )
-        start = firsts.transitions
-        self._transitions[start : start + counts.transitions] = moved
-        masks = np.asarray(grammar.masks)
-        self._masks[firsts.masks : firsts.masks + counts.masks] = masks
-        moves = {"row_of_state": start, "mask_of_state": firsts.masks}
+        is_state = targets < count
+        moved = {
+            "transition_pieces": np.where(
+                is_state, targets + first, behind[np.clip(targets - count, 0, 1)]
+            ),
+            "transitions": np.asarray(grammar.transitions).astype(np.int32)
+            + firsts.transition_pieces,
+            "masks": np.asarray(grammar.masks).astype(np.int32) + firsts.mask_pieces,
+            "mask_pieces": np.asarray(grammar.mask_pieces),
+        }
+        for name, rows in moved.items():
+            start = getattr(firsts, name)
+            self._tables[name][start : start + len(rows)] = rows
+        moves = {"row_of_state": firsts.transitions, "mask_of_state": firsts.masks}
         for name, values in self._of_states.items():
             own = np.asarray(getattr(grammar, name))[:count]
             values[here] = own + moves.get(name, 0)

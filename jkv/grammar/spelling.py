@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.grammar.grammar import Grammar
+from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
 # A state that allows more tokens than so many leaves a choice of bytes.
@@ -60,20 +60,36 @@ def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     if not found:
         return grammar
     rows = {token: i for i, token in enumerate(sorted(set(found.values())))}
-    masks = np.zeros((len(rows), grammar.masks.shape[1]), np.uint32)
-    for token, row in rows.items():
-        masks[row, token // 32] = np.uint32(1 << (token % 32))
     mask_of_state = np.array(grammar.mask_of_state)
     forced = np.array(grammar.forced_token)
     for state, token in found.items():
         mask_of_state[state] = grammar.masks.shape[0] + rows[token]
         forced[state] = token
+    pieces, masks = _add_masks(grammar, list(rows))
     return dataclasses.replace(
         grammar,
-        masks=jnp.concatenate([jnp.asarray(grammar.masks), jnp.asarray(masks)]),
+        mask_pieces=jnp.asarray(pieces),
+        masks=jnp.asarray(masks),
         mask_of_state=jnp.asarray(mask_of_state),
         forced_token=jnp.asarray(forced),
     )
+
+
+def _add_masks(grammar: Grammar, tokens: list[int]) -> tuple[Any, Any]:
+    """Return the pieces and the sets with one more for each token, it alone."""
+    old = np.asarray(grammar.mask_pieces)
+    nothing, first = len(old), len(old) + 1
+    new = np.zeros((1 + len(tokens), PIECE), np.uint32)
+    masks = np.full((len(tokens), grammar.masks.shape[1]), nothing, np.int32)
+    for row, token in enumerate(tokens):
+        word, bit = divmod(token, 32)
+        new[1 + row, word % PIECE] = np.uint32(1 << bit)
+        masks[row, word // PIECE] = first + row
+    pieces = np.concatenate([old, new])
+    dtype = np.min_scalar_type(len(pieces) - 1)
+    dtype = np.dtype(np.int32) if dtype.itemsize > 2 else dtype
+    joined = np.concatenate([np.asarray(grammar.masks).astype(np.int32), masks])
+    return pieces, joined.astype(dtype)
 
 
 class _States:
@@ -83,12 +99,10 @@ class _States:
         self._tokens, self._ends = vocabulary.tokens, set(vocabulary.end_tokens)
         singles = {token for token in vocabulary.tokens if token and len(token) == 1}
         self._has_all_bytes = len(singles) == 256
-        names = "class_of_token", "transitions", "row_of_state", "variant_of_state"
         self._arrays: dict[str, Any] = {
-            n: np.asarray(getattr(grammar, n)) for n in names
+            field.name: np.asarray(getattr(grammar, field.name))
+            for field in dataclasses.fields(grammar)
         }
-        self._masks = np.asarray(grammar.masks)
-        self._mask_of_state = np.asarray(grammar.mask_of_state)
         self._allowed: dict[int, dict[int, bytes] | None] = {}  # by the set's number
 
     def find_certain(self, state: int) -> int | None:
@@ -118,9 +132,12 @@ class _States:
 
     def _find_allowed(self, state: int) -> dict[int, bytes] | None:
         """Return the tokens that a state allows; None if many, or one ends the text."""
-        number = int(self._mask_of_state[state])
+        number = int(self._arrays["mask_of_state"][state])
         if number not in self._allowed:
-            bits = np.unpackbits(self._masks[number].view(np.uint8), bitorder="little")
+            words = self._arrays["mask_pieces"][self._arrays["masks"][number]].reshape(
+                -1
+            )
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
             tokens = np.flatnonzero(bits).tolist()
             found = None
             if len(tokens) <= _MOST_TOKENS and not self._ends & {*tokens}:
@@ -132,6 +149,6 @@ class _States:
         """Return the state after a token."""
         arrays = self._arrays
         column = arrays["class_of_token"][arrays["variant_of_state"][state], token]
-        return int(
-            arrays["transitions"][int(arrays["row_of_state"][state]) + int(column)]
-        )
+        piece, lane = divmod(int(column), PIECE)
+        row = arrays["transitions"][int(arrays["row_of_state"][state]) + piece]
+        return int(arrays["transition_pieces"][row, lane])

@@ -7,7 +7,6 @@ import typing
 import pytest
 
 pytest.importorskip("openai")
-pytest.importorskip("outlines_core")
 pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

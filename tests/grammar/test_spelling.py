@@ -1,5 +1,9 @@
 """One spelling loses no text, and forces what is certain."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,26 +30,41 @@ WHOLE = Vocabulary([*BYTES, *PIECES, None], end_tokens=[256 + len(PIECES)])
 FEW = Vocabulary([b"a", b"b", b"c", *PIECES, None], end_tokens=[3 + len(PIECES)])
 
 
+@jax.jit
+def _look(grammar, state):
+    logits = jnp.zeros((1, grammar.vocabulary_size))
+    return grammar.steer(state[None], logits)[0] == 0
+
+
+_advance = jax.jit(lambda grammar, *row: grammar.advance(*(x[None] for x in row))[0])
+
+
+def make_steps(grammar):
+    """How a text begins, goes on, and what it may go on with, on the host."""
+
+    @functools.cache
+    def advance(state, token):
+        return int(_advance(grammar, np.int32(state), np.int32(token)))
+
+    @functools.cache
+    def look(state):
+        return np.flatnonzero(_look(grammar, np.int32(state))).tolist()
+
+    return lambda variant: int(grammar.starts[variant]), advance, look
+
+
 def spell_all(grammar, vocabulary, variant=0):
     """Each text of a finite language, with the spellings that it has."""
-    arrays = {
-        name: np.asarray(getattr(grammar, name))
-        for name in ("masks", "mask_of_state", "class_of_token", "transitions")
-    }
-    rows, of_state = np.asarray(grammar.row_of_state), grammar.variant_of_state
-    found, waiting = {}, [(int(grammar.starts[variant]), ())]
+    begin, advance, look = make_steps(grammar)
+    found, waiting = {}, [(begin(variant), ())]
     while waiting:
         state, tokens = waiting.pop()
-        words = arrays["masks"][arrays["mask_of_state"][state]]
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        for token in np.flatnonzero(bits).tolist():
+        for token in look(state):
             if token in vocabulary.end_tokens:
                 text = b"".join(vocabulary.tokens[each] for each in tokens)
                 found.setdefault(text, set()).add(tokens)
                 continue
-            column = arrays["class_of_token"][int(of_state[state]), token]
-            reached = int(arrays["transitions"][int(rows[state]) + int(column)])
-            waiting.append((reached, (*tokens, token)))
+            waiting.append((advance(state, token), (*tokens, token)))
     return found
 
 

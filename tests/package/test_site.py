@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 
 import jkv
-from jkv import decoding, serving, steering
+from jkv import decoding, grammar, serving, steering
 
 pytestmark = pytest.mark.one_end
 
@@ -73,7 +73,9 @@ def test_the_reference_has_every_public_name_once() -> None:
     of_decoding = {f"decoding.{n}" for n in decoding.__all__ if n not in jkv.__all__}
     of_serving = {f"serving.{name}" for name in serving.__all__}
     of_steering = {f"steering.{n}" for n in steering.__all__ if n not in jkv.__all__}
-    others = of_decoding | of_serving | of_steering | {"integrations.tunix.JkvRollout"}
+    of_grammar = {f"grammar.{name}" for name in grammar.__all__}
+    others = of_decoding | of_serving | of_steering | of_grammar
+    others |= {"integrations.tunix.JkvRollout"}
     assert sorted(named) == sorted({*jkv.__all__, *others})
     index = (DOCS / "reference" / "index.md").read_text()
     for name in named:
