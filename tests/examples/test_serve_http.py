@@ -219,5 +219,6 @@ def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr(sys, "argv", ["serve_http.py", "--port", "81"])
     runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
-    assert told == dict(host="127.0.0.1", port=81, max_waiting=256)
+    expected = dict(host="127.0.0.1", port=81, max_waiting=256, max_grammars=8)
+    assert told == expected
     assert "3 programs are ready" in capsys.readouterr().out
