@@ -38,7 +38,12 @@ from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
-from jkv.decoding.steering.rows import SteeredRows, begin_rows, is_nothing_left
+from jkv.decoding.steering.rows import (
+    SteeredRows,
+    all_rows,
+    begin_rows,
+    is_nothing_left,
+)
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
@@ -64,11 +69,8 @@ class Searcher(NamedTuple):
         if self.steering is None:
             return None
         num_prompts, num_beams = state.seq_ids.shape
-        variants = state.prompts.variants
-        assert variants is not None, "prompts that are steered have variants"
-        is_steered = jnp.repeat(variants >= 0, num_beams)
         prompt = jnp.arange(num_prompts, dtype=jnp.int32)[:, None]
-        whole = SteeredRows(self.steering, state.steering_state, is_steered)
+        whole = all_rows(self.steering, state.prompts, state.steering_state, num_beams)
         return whole.pick(prompt * num_beams + parents)
 
 

@@ -104,11 +104,18 @@ def rows_of(
     """
     if steering is None:
         return None
-    assert prompts.variants is not None, "prompts that are steered have variants"
     num_samples = result.lengths.shape[0] // prompts.lengths.shape[0]
-    is_steered = jnp.repeat(prompts.variants >= 0, num_samples)
-    whole = SteeredRows(steering, result.steering_state, is_steered)
+    whole = all_rows(steering, prompts, result.steering_state, num_samples)
     return whole.pick(sequences)
+
+
+def all_rows(
+    steering: Steering, prompts: Prompts, state: Any, num_each: int
+) -> SteeredRows:
+    """Return the rows of all texts, so many of each prompt, one behind the other."""
+    assert prompts.variants is not None, "prompts that are steered have variants"
+    is_steered = jnp.repeat(prompts.variants >= 0, num_each)
+    return SteeredRows(steering, state, is_steered)
 
 
 def mark_refused(logits: jax.Array, logprobs: jax.Array) -> jax.Array:
