@@ -2,6 +2,7 @@
 
 from jkv.decoding.beams.search import beam_search
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
+from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.protocol import Model
@@ -22,6 +23,8 @@ __all__ = [
     "BeamSearch",
     "BeamStatistics",
     "DraftModel",
+    "ExactDifference",
+    "ExactReport",
     "FinishReason",
     "Generation",
     "GenerationState",
@@ -33,6 +36,7 @@ __all__ = [
     "beam_search",
     "begin",
     "cancel",
+    "check_exact",
     "decode",
     "extend",
     "filter_logits",
