@@ -35,6 +35,7 @@ from jkv.serving.request.results import (
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
+from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.state import Cache
 from jkv.steering import Steering
@@ -454,6 +455,46 @@ class Engine:
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
         return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
+
+    def update_params(
+        self,
+        params: Any,
+        *,
+        draft_params: Any = None,
+        recompute: bool = False,
+        keep_cached: bool = False,
+        version: int | None = None,
+    ) -> int:
+        """Compute with other weights from the next window on; nothing is compiled.
+
+        What is cached is of the old weights, and is not found any more. Requests that
+        run go on from their keys and values, in the order and places they have, and
+        their blocks are found by no other; or they are computed again. A request that
+        waits has nothing of the old weights. Each token of a `Completion` has its
+        version.
+
+        Args:
+          params: of the same shapes and dtypes; arrays that are elsewhere are copied to
+            where the old ones are, others are used as they are: who donates them gives
+            a copy.
+          draft_params: of the draft model, likewise; None leaves those there are. What
+            the draft has of a text stays until that is computed again.
+          recompute: whether running requests give their blocks back, and are computed
+            again from their prompts and tokens so far.
+          keep_cached: whether what is cached is found as before, so that a text may
+            attend to keys and values of several versions.
+          version: of these weights, above the last one, such as a trainer's step; None
+            counts on from 0, that of the first weights.
+
+        Returns:
+          The version.
+
+        Raises:
+          ValueError: for other shapes, dtypes or names, which are told, and for
+            `recompute` with `keep_cached`; nothing has changed then.
+        """
+        update = Update(params, draft_params, recompute, keep_cached, version)
+        return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
     def replace_steering(self, steering: Steering) -> None:
         """Steer by other arrays from the next window on, with the programs there are.

@@ -38,6 +38,7 @@ _GAUGES = {
     "blocks_free": ("free_blocks", "Blocks that are free, cached ones too"),
     "tokens_per_second": ("tokens_per_second", "New tokens, over ten seconds"),
     "prefix_hit_rate": ("hit_rate", "Share of tokens that the prefix cache had"),
+    "weights_version": ("version", "Of the weights, counted by updates"),
     "acceptance_rate": ("acceptance_rate", "Share of guessed tokens that were right"),
 }
 _COUNTERS = {

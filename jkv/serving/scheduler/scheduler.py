@@ -30,6 +30,7 @@ from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures
 from jkv.serving.scheduler.queue import Queue
+from jkv.serving.scheduler.versions import Update, Versions, has_begun
 
 logger = logging.getLogger("jkv.serving")
 
@@ -54,6 +55,7 @@ class _Window(NamedTuple):
 
     samples: list[Sample | None]  # what each sequence computed when they were started
     report: WindowReport
+    version: int  # of the weights that they were started with
 
 
 class Scheduler:
@@ -75,6 +77,7 @@ class Scheduler:
         self.loop, self.measures = loop, Measures()
         self.queue = Queue(sizes.num_prompts, sizes.num_samples)
         self.measures.free_blocks = sum(loop.num_blocks)
+        self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
         self._deadlines = Deadlines()
         self._ended: Results[Request] = Results(
@@ -168,7 +171,41 @@ class Scheduler:
                 waiting=states[RequestState.WAITING],
                 running=states[RequestState.RUNNING],
                 preempted=states[RequestState.PREEMPTED],
+                version=self._versions.newest,
             )
+
+    def update_params(self, update: Update) -> int:
+        """Compute with other weights from the next window on; return their version."""
+        self._versions.check(update)
+        self.loop.replace_params(update.params, update.draft_params)
+        try:
+            # The window under way is of the old weights: which texts have begun?
+            unread, self._unread = self._unread, None
+            if unread is not None:
+                self._read_window(unread)
+            if not update.keep_cached:
+                self.loop.forget_cached()
+            if update.recompute:
+                self.loop.preempt_all()
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        with self._lock:
+            self._versions.advance(update)
+            if update.recompute:
+                self._note_preempted()
+            for sharing in self.queue.find_begun():
+                if update.recompute or not has_begun(sharing):
+                    self._versions.begin(s for s in sharing if not s.has_ended)
+            return self._versions.newest
+
+    def _note_preempted(self) -> None:
+        """Note that all who ran wait: a window counts only what it did itself."""
+        for sample in self.queue.find_computed():
+            if sample is not None and sample.stage == RequestState.RUNNING:
+                sample.stage = RequestState.PREEMPTED
+                self.measures.add_preemption()
 
     # A step of the engine.
 
@@ -193,7 +230,10 @@ class Scheduler:
             while self.queue.has_changes:
                 dispatched = self.queue.dispatch(self._sizes.num_lanes)
                 changes.append((dispatched, self.queue.take_cancelled()))
-            samples = self.queue.find_computed()
+                for request, first in dispatched:
+                    sharing = request.samples[first : first + self._sizes.num_samples]
+                    self._versions.begin(sharing)
+            samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
         for dispatched, cancelled in changes:
             self.loop.exchange(dispatched, cancelled)
@@ -201,7 +241,7 @@ class Scheduler:
         if self._options.checks and (changes or report):
             for cache in self.loop.caches:
                 check(cache)
-        return None if report is None else _Window(samples, report)
+        return None if report is None else _Window(samples, report, version)
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
@@ -221,7 +261,9 @@ class Scheduler:
                 if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
                 request = self.queue.requests[sample.request_id]
-                num_tokens += self._extend(request, sample, part, brought)
+                num_tokens += self._extend(
+                    request, sample, part, brought, window.version
+                )
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             self.measures.free_blocks = int(report.num_free_blocks)
@@ -232,6 +274,7 @@ class Scheduler:
         sample: Sample,
         part: SequenceNews,
         brought: Extension | BaseException,
+        version: int,
     ) -> int:
         """Give a sequence what a window brought for it; return how many tokens."""
         self._news.note(request)
@@ -239,7 +282,7 @@ class Scheduler:
             request.error = brought
             self._end_all(request, FinishReason.FAILED)
             return 0
-        sample.take(brought)
+        sample.take(brought, version)
         if brought.reason != FinishReason.RUNNING:
             goes_on = part.reason == FinishReason.RUNNING
             self._end(request, sample, brought.reason, is_computed=goes_on)
