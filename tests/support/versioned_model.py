@@ -79,7 +79,7 @@ def make_cache():
     return jkv.init(config)
 
 
-def make_engine(**options):
+def make_engine(cache=None, **options):
     """An engine of few blocks, so that texts are preempted, with the first weights."""
     sizes = dict(
         max_running=4,
@@ -91,4 +91,6 @@ def make_engine(**options):
         stop_sizes=StopSizes(tokens=1, sequences=0, length=0),
         checks=True,
     )
-    return Engine(versioned_model, weights(0), make_cache(), **(sizes | options))
+    return Engine(
+        versioned_model, weights(0), cache or make_cache(), **(sizes | options)
+    )

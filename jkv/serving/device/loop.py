@@ -38,6 +38,8 @@ class Loop:
     Attributes:
       cache: the newest value; what is computed on it may not be done yet.
       num_blocks: blocks that one sequence can find in each group of layers.
+      num_rows: rows of the cache that sequences can have.
+      block_size: how many blocks a text takes.
       num_free_blocks: i32[], those that are free after an exchange, until the next
         window is started.
     """
@@ -65,7 +67,8 @@ class Loop:
         self._preempt_all = BoundProgram(preempt_all, kept, {})
         state, _ = self._begin.find_shapes(**self._beginning)
         self._vocabulary = int(state.seen.shape[1])
-        self._block_size = state.block_size(cache)
+        self.block_size = state.block_size(cache)
+        self.num_rows = int(cache.metadata.sequences.free_rows.count)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         # What a fresh start needs when the arrays are lost.
         self._first = _First.of(cache)
@@ -97,7 +100,7 @@ class Loop:
             max_new_tokens=self._sizes.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
-            block_size=self._block_size,
+            block_size=self.block_size,
             vocabulary=self._vocabulary,
             stops=self._sizes.stops,
             stop_tokens=stop_tokens,

@@ -21,7 +21,8 @@ def replace_weights(name: str, old: Any, new: Any) -> Any:
     """
     olds, _ = jax.tree_util.tree_flatten_with_path(old)
     news, _ = jax.tree_util.tree_flatten_with_path(new)
-    structure, new_structure = jax.tree.structure(old), jax.tree.structure(new)
+    structure: Any = jax.tree.structure(old)
+    new_structure: Any = jax.tree.structure(new)
     paths = dict(olds).keys() ^ dict(news).keys()
     if paths:
         path = min(paths, key=str)

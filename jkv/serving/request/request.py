@@ -129,6 +129,7 @@ class Request:
     submitted: float = 0.0
     first_token: float | None = None  # when its first token was read
     error: BaseException | None = None  # what made it fail
+    is_parked: bool = False  # whether its texts are kept when they end
     # Called when there is something new; each from the thread that does the steps.
     listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 

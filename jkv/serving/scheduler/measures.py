@@ -75,6 +75,9 @@ class EngineStats(NamedTuple):
     time_to_first_token: Times  # of a request, from `submit` on
     time_between_tokens: Times  # of a sequence; those of one window share its time
     version: int = 0  # of the weights, as `Engine.update_params` counts them
+    parked: int = 0  # texts that wait to be resumed
+    parked_blocks: int = 0  # most that they hold on the device
+    parked_bytes: int = 0  # of their copies on the host
 
     @property
     def hit_rate(self) -> float:
