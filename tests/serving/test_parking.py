@@ -50,7 +50,7 @@ def test_a_text_goes_on_as_if_nothing_had_happened(place):
     number, text = park_one(engine)
     stats = engine.stats()
     assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (1, 6, 0)
-    assert stats.free_blocks < 24  # read again by the next window
+    assert int(jkv.num_free_blocks(engine.cache)) == 24 - 5
     if place == "host":
         clock.now = 6.0
         engine.generate([[1]], max_new_tokens=1)
@@ -174,6 +174,7 @@ def test_what_cannot_be_parked_is_refused():
         num_blocks=4,
         max_sequences=2,
         max_context_length=16,
+        dtype="float32",
     )
     engine = make_engine(cache=jkv.init(config), max_running=1)
     with pytest.raises(ValueError, match="prefix_caching=True"):
