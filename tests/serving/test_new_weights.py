@@ -3,8 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from support.long_runs import Clock, Game
 from support.versioned_model import make_cache, make_engine, read_ages, weights
 
+import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
 from jkv.serving.device.programs import exchange, preempt_all, run_window
@@ -147,3 +149,17 @@ def test_other_weights_are_refused_by_name():
         engine.update_params(params, version=0)
     assert engine.stats().version == 0
     assert engine.update_params(params, version=3) == 3
+
+
+def test_long_runs_in_small():
+    """Rollouts of several turns, parked, cancelled and given up, under updates."""
+    clock = Clock()
+    engine = make_engine(clock=clock, park_seconds=6.0, max_parked_bytes=4000)
+    game = Game(engine, clock, np.random.default_rng(0))
+    game.play(40)
+    counts, stats = game.counts, engine.stats()
+    assert min(counts.updates, counts.resumed, counts.given_up, counts.cancelled) > 0
+    assert 0 < counts.of_older_versions < counts.tokens
+    assert stats.version == counts.updates and stats.parked == stats.parked_bytes == 0
+    assert stats.cached_tokens > 0 and stats.failed == 0
+    assert int(jkv.num_free_blocks(engine.cache)) == 24
