@@ -13,6 +13,7 @@ from jkv.decoding.sampling.filters import filter_logits
 from jkv.decoding.sampling.options import Sampling, spread_seeds
 from jkv.decoding.scheduler.arrivals import add_prompts
 from jkv.decoding.scheduler.cancellation import cancel
+from jkv.decoding.scheduler.preemption import preempt
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scoring import score
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -41,6 +42,7 @@ __all__ = [
     "extend",
     "filter_logits",
     "generate",
+    "preempt",
     "prefill",
     "sample",
     "score",

@@ -92,6 +92,7 @@ RAISE_NOTHING = {
     "fragmentation",
     "memory_profile",
     "num_free_blocks",
+    "preempt",
     "snapshots",
     "stats",
 }

@@ -109,6 +109,9 @@ def exchange(
     return cache, state, Sampling(**fields), free
 
 
+preempt_all = jax.jit(decoding.preempt, donate_argnames=("cache", "state"))
+
+
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("cache", "state"))
 def run_window(
     model: Model,

@@ -1,6 +1,6 @@
 """What a reader gets of a request: the whole at the end, or events on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jkv.decoding.texts.results import FinishReason
@@ -16,6 +16,10 @@ class Completion(NamedTuple):
     logprobs: list[float]  # of each token under the model
     reason: FinishReason  # RUNNING until it ends
     text: str | None  # of the tokens, without a stop string; None without detokenize
+    # Of the weights that chose each token, as `Engine.update_params` counts them.
+    versions: Sequence[int] = ()
+    # No key or value that its tokens attended to is of older weights.
+    oldest_version: int = 0
 
 
 class Event(NamedTuple):
@@ -39,6 +43,8 @@ def read_completions(request: Request) -> list[Completion]:
             list(sample.logprobs),
             sample.reason,
             sample.text,
+            list(sample.versions),
+            sample.oldest_version,
         )
         for sample in request.samples
     ]
