@@ -111,14 +111,14 @@ def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.
 def lay_out(tree: TextTree, block_size: int) -> Layout:
     """Give each segment blocks of its own, and the blocks of its ancestors before them.
 
-    Texts that do not fit `max_length` get no rows, and are not sound.
+    Unsound segments, and texts that do not fit `max_length`, have no rows in it.
     """
     places = find_places(tree)
     count, num_rows = tree.num_segments, tree.num_rows
-    fits = places.ends <= tree.max_length
+    fits = (places.ends <= tree.max_length).at[:-1].min(places.is_sound)
     lengths = jnp.where(fits, places.lengths, 0)
-    places = places._replace(lengths=lengths, is_sound=places.is_sound & fits[:-1])
-    # A text that fits has ancestors that fit, so what it reads has rows.
+    places = places._replace(lengths=lengths, is_sound=fits[:-1])
+    # The ancestors of a sound segment are sound, so what it reads has rows.
     starts, ends = places.starts[:-1], places.ends[:-1]
     first_columns = jax.lax.div(starts, jnp.int32(block_size))
     last_columns = jax.lax.div(jnp.maximum(ends - 1, 0), jnp.int32(block_size))
