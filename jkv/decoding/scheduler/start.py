@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact
+from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
 from jkv.decoding.scheduler.places import Places
@@ -31,6 +33,7 @@ class Sizes(NamedTuple):
     max_running: int | None
     chunk_size: int
     row_counts: tuple[int, ...] | None
+    exact: Exact | None = None
 
     def resolve(
         self, num_sequences: int, most_rows: int
@@ -43,6 +46,9 @@ class Sizes(NamedTuple):
         """
         running = num_sequences if self.max_running is None else self.max_running
         check_counts(max_running=running, chunk_size=self.chunk_size)
+        if self.exact is not None:
+            self._check_exact(self.exact)
+            return self.exact.num_requests, (self.exact.num_rows,)
         num_places = min(running, num_sequences)
         if self.row_counts is None:
             chunk = min(self.chunk_size, most_rows)
@@ -62,6 +68,19 @@ class Sizes(NamedTuple):
                 f"{running}"
             )
         return num_places, counts
+
+    def _check_exact(self, exact: Exact) -> None:
+        """Refuse what would give a step another shape."""
+        if self.row_counts is not None or self.chunk_size != CHUNK_SIZE:
+            raise UsageError(
+                f"exact={tuple(exact)} fixes the rows of every step: leave out "
+                f"row_counts and chunk_size"
+            )
+        exact.check_fits("max_running", self.max_running or 1)
+
+    def limit_running(self, num_places: int) -> int:
+        """Return how many sequences run at one time, of so many places."""
+        return num_places if self.max_running is None else self.max_running
 
 
 def begin_generation(
@@ -99,9 +118,12 @@ def begin_generation(
         holder=Holder.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
-        most_running=jnp.minimum(num_rows, num_places),
+        most_running=jnp.minimum(
+            num_rows, min(num_places, sizes.limit_running(num_places))
+        ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
         partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
+        exact=sizes.exact,
     )
