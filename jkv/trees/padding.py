@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jkv.decoding.texts.text_tree import NO_PARENT, TextTree
+from jkv.decoding.texts.text_tree import TextTree
+from jkv.decoding.texts.tree_numbers import NO_PARENT
 from jkv.status import UsageError
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.text_tree import (
-    NO_PARENT,
     TextTree,
     empty_tree,
     grow_rows,
@@ -25,6 +24,7 @@ from jkv.decoding.texts.text_tree import (
     list_rows,
     read_text,
 )
+from jkv.decoding.texts.tree_numbers import NO_PARENT
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
@@ -43,7 +43,7 @@ class TreeRecord:
       (0, [-1, -1, -1, -1])
     """
 
-    tree: TextTree
+    tree: TextTree  # what came of the rollout until now, of R rows and S segments
     # f32[R], what the rollout reported of each token that it generated, 0 of others
     logprobs: jax.Array
     is_generated: jax.Array  # bool[S], whether the model chose the segment's tokens

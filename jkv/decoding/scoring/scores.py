@@ -16,11 +16,14 @@ import numpy as np
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
-from jkv.decoding.scoring.levels import Level, list_levels, run_levels
+from jkv.decoding.scoring.levels import list_levels, run_levels
 from jkv.decoding.scoring.one_call import run_tree
-from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
+from jkv.decoding.scoring.two_levels import check_counts, score_two_levels
 from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.status import UsageError
@@ -36,7 +39,13 @@ def score(
 
 @overload
 def score(
-    model: Model, params: Any, prompts: Texts, continuations: Texts, *, config: Config
+    model: Model,
+    params: Any,
+    prompts: Texts,
+    continuations: Texts,
+    *,
+    config: Config,
+    exact: ExactShape = ...,
 ) -> jax.Array: ...
 
 
@@ -47,6 +56,7 @@ def score(
     continuations: Texts | None = None,  # i32[N, C]
     *,
     config: Config,
+    exact: ExactShape = False,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations, or of a whole tree.
 
@@ -76,6 +86,10 @@ def score(
       config: the model's sizes and `block_size`; the counts of blocks, sequences and
         tokens are not used, nor are windows and the dtype: all keys and values are
         kept, in float32.
+      exact: static; as for `generate`, for the bits that it reported with the same:
+        values come from calls of that shape, through a cache with the windows and the
+        dtype of `config`. The derivative is that of a score without `exact`. Of prompts
+        and continuations only.
 
     Returns:
       f32[N, C], 0 past each continuation's end. Of a tree f32[R]: the log-probability
@@ -109,8 +123,10 @@ def score(
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
       [nan, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
     """
-    grouped = as_grouped(config)
+    grouped, shape = as_grouped(config), Exact.of(exact)
     if isinstance(prompts, TextTree):
+        if shape is not None:
+            raise UsageError("exact takes prompts and continuations, and no tree yet")
         if continuations is not None:
             raise UsageError(
                 "a tree has its continuations: score(model, params, tree, config=...)"
@@ -120,16 +136,25 @@ def score(
         raise UsageError("prompts need continuations; only a jkv.TextTree has none")
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
-    _check_counts(asked, given)
-    if grouped.state_groups:
-        logits = _run_two_levels(model, params, grouped, asked, given)
-    else:
-        tree = _join(asked, given)
-        rows = _list_asked_rows(asked, tree.num_rows)
-        logits, _ = run_tree(model, params, grouped, tree, rows)
-    for name, texts in (("prompt", asked), ("continuation", given)):
-        refuse_unknown(name, texts, logits.shape[-1])
-    return _score_tokens(logits.astype(jnp.float32), count_tokens(asked), given)
+    check_counts(asked, given)
+    usual = score_two_levels(model, params, grouped, asked, given)
+    if shape is None:
+        return usual
+    runner = Runner(model, jax.lax.stop_gradient(params), shape)
+    return _with_derivative_of(score_exactly(runner, grouped, asked, given), usual)
+
+
+@jax.custom_vjp
+def _with_derivative_of(values: jax.Array, usual: jax.Array) -> jax.Array:
+    """Return values, whose derivative is that of others that mean the same."""
+    del usual
+    return values
+
+
+_with_derivative_of.defvjp(
+    lambda values, usual: (_with_derivative_of(values, usual), None),
+    lambda _, cotangent: (jnp.zeros_like(cotangent), cotangent),
+)
 
 
 def _score_tree(
@@ -186,94 +211,3 @@ def _refuse_unknown_rows(tree: TextTree, vocabulary: int) -> None:
             f"segment {segments[row]} has {tokens[row]} at position {place}; the "
             f"model's logits are of token ids from 0 to {vocabulary - 1}"
         )
-
-
-def _check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
-    """Reject continuations that cannot be dealt to the prompts."""
-    num_prompts, num_continuations = prompts.shape[0], continuations.shape[0]
-    if not num_prompts or not num_continuations or num_continuations % num_prompts:
-        raise ValueError(
-            f"continuations must be as many for each prompt, so a multiple of "
-            f"{num_prompts}, got {num_continuations}"
-        )
-    if not prompts.shape[1] or not continuations.shape[1]:
-        raise ValueError("prompts and continuations need room for a token at least")
-
-
-def _join(prompts: jax.Array, continuations: jax.Array) -> TextTree:
-    """Return prompts and continuations as a tree, with a row for each place.
-
-    The last token of a continuation is not in it: nothing is asked after it.
-    """
-    (num_prompts, width), (count, most) = prompts.shape, continuations.shape
-    fed = most - 1
-    # Continuations of one token bring no rows, and need no segments.
-    count = count if fed else 0
-    each = count // num_prompts
-    texts = (prompts, continuations[:count, :fed])
-    firsts, tokens, segments = (0, num_prompts), [], []
-    for first, text in zip(firsts, texts, strict=True):
-        column = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-        is_token = column < count_tokens(text)[:, None]
-        number = first + jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
-        tokens.append(jnp.where(is_token, text, -1).reshape(-1))
-        segments.append(jnp.where(is_token, number, -1).reshape(-1))
-    roots = np.full(num_prompts, -1, np.int32)
-    children = np.repeat(np.arange(num_prompts, dtype=np.int32), each)
-    return TextTree(
-        tokens=jnp.concatenate(tokens),
-        segments=jnp.concatenate(segments),
-        parents=jnp.asarray(np.concatenate([roots, children])),
-        max_length=width + fed,
-    )
-
-
-def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
-    """Return the rows of prompts' ends, R for an empty one, and all that follow."""
-    num_prompts, width = prompts.shape
-    lengths = count_tokens(prompts)
-    last = jnp.arange(num_prompts, dtype=jnp.int32) * width + lengths - 1
-    later = jnp.arange(num_prompts * width, num_rows, dtype=jnp.int32)
-    return jnp.concatenate([jnp.where(lengths > 0, last, num_rows), later])
-
-
-def _run_two_levels(
-    model: Model,
-    params: Any,
-    config: GroupedConfig,
-    prompts: jax.Array,
-    continuations: jax.Array,
-) -> jax.Array:
-    """Compute prompts, then forks of them that go on, for logits as of one step."""
-    tree, (num_prompts, width) = _join(prompts, continuations), prompts.shape
-    rows = np.arange(tree.num_rows, dtype=np.int32)
-    segments = np.arange(tree.num_segments, dtype=np.int32)
-    first = num_prompts * width
-    levels = [Level(segments[:num_prompts], None, rows[:first], width, asks_all=False)]
-    children = segments[num_prompts:]
-    if len(children):
-        parents = (children - num_prompts) // (len(children) // num_prompts)
-        fed = continuations.shape[1] - 1
-        levels.append(Level(children, parents, rows[first:], fed, asks_all=True))
-    return jnp.concatenate(run_levels(model, params, config, tree, levels))
-
-
-def _score_tokens(
-    logits: jax.Array, lengths: jax.Array, chosen: jax.Array
-) -> jax.Array:
-    """Return the log-probabilities of tokens under the logits before them.
-
-    Args:
-      logits: f32[Q + N * (C - 1), V], of the prompts' ends and of the rows fed.
-      lengths: i32[Q], of the prompts.
-      chosen: i32[N, C], the continuations.
-    """
-    num_prompts, (count, most) = lengths.shape[0], chosen.shape
-    normalised = jax.nn.log_softmax(logits, axis=-1)
-    first = jnp.where(lengths[:, None] > 0, normalised[:num_prompts], jnp.nan)
-    of_first = jnp.take_along_axis(first, chosen[:, 0].reshape(num_prompts, -1), axis=1)
-    later = normalised[num_prompts:].reshape(count, most - 1, logits.shape[1])
-    of_later = jnp.take_along_axis(later, chosen[:, 1:, None], axis=2)[..., 0]
-    found = jnp.concatenate([of_first.reshape(count, 1), of_later], axis=1)
-    is_token = jnp.arange(most)[None] < count_tokens(chosen)[:, None]
-    return jnp.where(is_token, found, 0.0)
