@@ -64,6 +64,7 @@ from jkv.status import (
 from jkv.steering import Steering
 from jkv.storage.files import FileError
 from jkv.storage.swapped import Swapped
+from jkv.trees import TextTree
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
@@ -155,6 +156,7 @@ __all__ = [
     "Steering",
     "SwapIn",
     "Swapped",
+    "TextTree",
     "allocate",
     "append",
     "attend",

@@ -15,10 +15,11 @@ from jkv.decoding.scheduler.arrivals import add_prompts
 from jkv.decoding.scheduler.cancellation import cancel
 from jkv.decoding.scheduler.preemption import preempt
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.scoring import score
+from jkv.decoding.scoring.scores import score
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.stepping import begin, decode, prefill
 from jkv.decoding.texts.results import FinishReason, Generation, Statistics
+from jkv.decoding.texts.text_tree import TextTree
 
 __all__ = [
     "BeamSearch",
@@ -33,6 +34,7 @@ __all__ = [
     "PromptLookup",
     "Sampling",
     "Statistics",
+    "TextTree",
     "add_prompts",
     "beam_search",
     "begin",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import jkv
-from jkv import decoding, serving, steering
+from jkv import decoding, serving, steering, trees
 
 pytestmark = pytest.mark.one_end
 
@@ -33,7 +33,7 @@ PUBLIC = """
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
-    snapshots write_state Steering
+    snapshots write_state Steering TextTree
 """.split()
 
 
@@ -101,7 +101,7 @@ RAISE_NOTHING = {
 def public_functions() -> dict[str, Callable[..., object]]:
     """All public functions by name, those of the rooms too."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    for room in (decoding, steering):
+    for room in (decoding, steering, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
     return {n: value for n, value in names.items() if inspect.isfunction(value)}
 
@@ -127,7 +127,7 @@ def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
 def public_records() -> dict[str, type]:
     """All public dataclasses and named tuples by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    for room in (decoding, serving, steering):
+    for room in (decoding, serving, steering, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
     return {
         name: value

@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 
 import jkv
-from jkv import decoding, grammar, serving, steering
+from jkv import decoding, grammar, serving, steering, trees
 
 pytestmark = pytest.mark.one_end
 
@@ -74,7 +74,8 @@ def test_the_reference_has_every_public_name_once() -> None:
     of_serving = {f"serving.{name}" for name in serving.__all__}
     of_steering = {f"steering.{n}" for n in steering.__all__ if n not in jkv.__all__}
     of_grammar = {f"grammar.{name}" for name in grammar.__all__}
-    others = of_decoding | of_serving | of_steering | of_grammar
+    of_trees = {f"trees.{name}" for name in trees.__all__ if name not in jkv.__all__}
+    others = of_decoding | of_serving | of_steering | of_grammar | of_trees
     others |= {"integrations.tunix.JkvRollout"}
     assert sorted(named) == sorted({*jkv.__all__, *others})
     index = (DOCS / "reference" / "index.md").read_text()

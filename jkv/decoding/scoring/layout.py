@@ -1,0 +1,162 @@
+"""Where the segments of a tree stand: positions, blocks, and the row of each slot.
+
+All of it is found side by side, whatever the tree's depth is: each segment knows its
+ancestors 1, 2, 4, 8, ... levels above it (binary lifting), so the one that holds a
+position of its text is found in a number of steps that grows with the logarithm of S.
+
+Symbols: R rows, S segments, N blocks, T tokens a block, M columns of block tables.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.decoding.texts.text_tree import TextTree
+from jkv.metadata.entries import find_owners
+
+
+class Places(NamedTuple):
+    """Where segments stand; entry S of the longer arrays is no segment."""
+
+    first_rows: jax.Array  # i32[S + 1], R for a segment without tokens
+    lengths: jax.Array  # i32[S + 1]
+    starts: jax.Array  # i32[S + 1], tokens of the text before the segment
+    ancestors: jax.Array  # i32[levels, S + 1], those 1, 2, 4, ... levels above, or S
+    is_sound: jax.Array  # bool[S], whether it and its ancestors are as they should be
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return self.is_sound.shape[0]
+
+    @property
+    def ends(self) -> jax.Array:
+        """Tokens of each segment's text, i32[S + 1]."""
+        return self.starts + self.lengths
+
+
+class Layout(NamedTuple):
+    """A tree as attention takes its segments: as requests whose sequences share."""
+
+    places: Places
+    positions: jax.Array  # i32[R], of each row in its text, 0 where it has no token
+    is_token: jax.Array  # bool[R]
+    blocks: jax.Array  # i32[R], block of each row's token, N where it has none
+    block_tables: jax.Array  # i32[S, M], N where nothing is mapped
+    slot_rows: jax.Array  # i32[N, T], the row that each slot holds, R for none
+
+
+def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:
+    """Return the blocks that suffice for any tree of so many rows and segments.
+
+    Where a segment begins inside a block, it has a copy of that block's beginning; its
+    n tokens then lie in at most (n + 2 (T - 1)) / T blocks.
+    """
+    return max(1, (num_rows + 2 * num_segments * (block_size - 1)) // block_size)
+
+
+def find_places(tree: TextTree) -> Places:
+    """Find where segments stand; an unsound one counts as a root."""
+    num_rows, count = tree.num_rows, tree.num_segments
+    segment = jnp.where(tree.segments >= 0, tree.segments, count)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    first = jnp.full((count + 1,), num_rows, jnp.int32)
+    first = first.at[segment].min(row, mode="drop").at[count].set(num_rows)
+    last = jnp.full((count + 1,), -1, jnp.int32).at[segment].max(row, mode="drop")
+    lengths = jnp.zeros((count + 1,), jnp.int32).at[segment].add(1, mode="drop")
+    lengths = lengths.at[count].set(0)
+
+    number = jnp.arange(count, dtype=jnp.int32)
+    has_parent = (tree.parents >= 0) & (tree.parents < number)
+    is_wrong = (tree.parents != -1) & ~has_parent
+    is_wrong |= (lengths[:-1] > 0) & (last[:-1] - first[:-1] + 1 != lengths[:-1])
+    is_wrong = jnp.append(is_wrong, False)
+    above = jnp.append(jnp.where(has_parent, tree.parents, count), jnp.int32(count))
+    # Each round adds what as many further ancestors have, and looks twice as far.
+    starts, ancestors = lengths[above], []
+    for _ in range(max(1, (count - 1).bit_length())):
+        ancestors.append(above)
+        is_wrong |= is_wrong[above]
+        starts += starts[above]
+        above = above[above]
+    return Places(first, lengths, starts, jnp.stack(ancestors), ~is_wrong[:-1])
+
+
+def find_holders(
+    places: Places, segments: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Return which segment of a text holds a position of it, i32[...].
+
+    Args:
+      places: of the tree.
+      segments: i32[...], whose texts are meant.
+      positions: i32[...], of 0 or more; past the text's end they are the segment's own.
+    """
+    segments, positions = jnp.broadcast_arrays(segments, positions)
+    for ancestors in reversed(places.ancestors):
+        above = ancestors[segments]
+        # The last one below the holder: all before it begin behind the position.
+        segments = jnp.where(places.starts[above] > positions, above, segments)
+    parent = places.ancestors[0][segments]
+    return jnp.where(places.starts[segments] > positions, parent, segments)
+
+
+def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the rows of positions that texts have, i32[...]."""
+    holders = find_holders(places, segments, positions)
+    return places.first_rows[holders] + positions - places.starts[holders]
+
+
+def lay_out(tree: TextTree, block_size: int) -> Layout:
+    """Give each segment blocks of its own, and the blocks of its ancestors before them.
+
+    Unsound segments, and texts that do not fit `max_length`, have no rows in it.
+    """
+    places = find_places(tree)
+    count, num_rows = tree.num_segments, tree.num_rows
+    fits = (places.ends <= tree.max_length).at[:-1].min(places.is_sound)
+    lengths = jnp.where(fits, places.lengths, 0)
+    places = places._replace(lengths=lengths, is_sound=fits[:-1])
+    # The ancestors of a sound segment are sound, so what it reads has rows.
+    starts, ends = places.starts[:-1], places.ends[:-1]
+    first_columns = jax.lax.div(starts, jnp.int32(block_size))
+    last_columns = jax.lax.div(jnp.maximum(ends - 1, 0), jnp.int32(block_size))
+    owned = jnp.where(lengths[:-1] > 0, last_columns - first_columns + 1, 0)
+    behind = jnp.cumsum(owned, dtype=jnp.int32)
+    first_blocks = behind - owned
+    num_blocks = count_blocks(num_rows, count, block_size)
+
+    owners = find_owners(first_blocks, 0, num_blocks)
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    columns = first_columns[owners] + block - first_blocks[owners]
+    offset = jnp.arange(block_size, dtype=jnp.int32)[None]
+    held = columns[:, None] * block_size + offset
+    is_held = (held < ends[owners][:, None]) & (block < behind[-1])[:, None]
+    slot_rows = find_rows(places, owners[:, None], held)
+
+    # A column's block is owned by the segment that holds the text's last token in it.
+    num_columns = max(1, -(-tree.max_length // block_size))
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    last = jnp.minimum(column * block_size + block_size, ends[:, None]) - 1
+    number = jnp.arange(count, dtype=jnp.int32)
+    holders = find_holders(places, number[:, None], jnp.maximum(last, 0))
+    holders = jnp.minimum(holders, count - 1)
+    tables = first_blocks[holders] + column - first_columns[holders]
+    tables = jnp.where(column * block_size < ends[:, None], tables, num_blocks)
+
+    segment = jnp.clip(tree.segments, 0, count - 1)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    is_token = (tree.segments >= 0) & (tree.segments < count) & (tree.tokens >= 0)
+    is_token &= fits[segment]
+    positions = starts[segment] + row - places.first_rows[segment]
+    positions = jnp.where(is_token, positions, 0)
+    blocks = tables[segment, jax.lax.div(positions, jnp.int32(block_size))]
+    return Layout(
+        places=places,
+        positions=positions,
+        is_token=is_token,
+        blocks=jnp.where(is_token, blocks, num_blocks),
+        block_tables=tables,
+        slot_rows=jnp.where(is_held, slot_rows, num_rows),
+    )

@@ -1,0 +1,213 @@
+"""Scoring: log-probabilities of texts whose common beginnings are computed once.
+
+A tree is scored as it is. Prompts and continuations are a tree of two levels, whose
+last tokens need not be computed.
+
+Symbols: Q prompts of at most P tokens, N continuations of at most C tokens; a tree of R
+rows.
+"""
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
+from jkv.config.state_config import StateConfig
+from jkv.decoding.model.exact import Exact, ExactShape
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.scoring.exact_scores import score_exactly
+from jkv.decoding.scoring.layout import Places, find_places, find_rows
+from jkv.decoding.scoring.levels import list_levels, run_levels
+from jkv.decoding.scoring.one_call import run_tree
+from jkv.decoding.scoring.two_levels import check_counts, score_two_levels
+from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known
+from jkv.metadata.requests import Texts, as_prompts
+from jkv.status import UsageError
+
+Config = CacheConfig | StateConfig | GroupedConfig
+
+
+@overload
+def score(
+    model: Model, params: Any, prompts: TextTree, *, config: Config
+) -> jax.Array: ...
+
+
+@overload
+def score(
+    model: Model,
+    params: Any,
+    prompts: Texts,
+    continuations: Texts,
+    *,
+    config: Config,
+    exact: ExactShape = ...,
+) -> jax.Array: ...
+
+
+def score(
+    model: Model,
+    params: Any,
+    prompts: Texts | TextTree,  # i32[Q, P]
+    continuations: Texts | None = None,  # i32[N, C]
+    *,
+    config: Config,
+    exact: ExactShape = False,
+) -> jax.Array:
+    """Return the log-probability of each token of continuations, or of a whole tree.
+
+    Each prompt is computed once for all of its continuations: Q * P + N * (C - 1) rows
+    in one call of the model, instead of N * (P + C). A `TextTree` of any depth is R
+    rows in one call: each of its tokens once, however many texts it is part of.
+    Differentiable in `params` once and backwards (`jax.grad`, `jax.vjp`), as the loss
+    of a policy gradient needs it: attention has no `jax.jvp` and no second derivative.
+    Jit it with `model` and `config` static. A model with layers that keep a state is
+    called once for each level (prompts and continuations are two), with all of its
+    states; that has no derivative, and the tree must be known when it is traced.
+
+    What `generate` returned for the same prompts can be given as it is:
+    `score(model, params, prompts, result.tokens, config=config)`.
+
+    The model is asked for the logits of Q + N * (C - 1) rows, or of the R rows of a
+    tree, `batch.last_rows`, in one array; score fewer at a time where a large
+    vocabulary makes that too many (`jkv.trees.split`).
+
+    Args:
+      model: see `Model`; its `write` and `attend` are those of this step.
+      params: the model's weights.
+      prompts: i32[Q, P], -1 after each prompt's end, or a list of token ids for each.
+        Or a `TextTree`, and no continuations.
+      continuations: i32[N, C] likewise, N a multiple of Q: continuation j of prompt i
+        is `i * (N / Q) + j`.
+      config: the model's sizes and `block_size`; the counts of blocks, sequences and
+        tokens are not used, nor are windows and the dtype: all keys and values are
+        kept, in float32.
+      exact: static; as for `generate`, for the bits that it reported with the same:
+        values come from calls of that shape, through a cache with the windows and the
+        dtype of `config`. The derivative is that of a score without `exact`. Of prompts
+        and continuations only.
+
+    Returns:
+      f32[N, C], 0 past each continuation's end. Of a tree f32[R]: the log-probability
+      of each row's token after the text before it, 0 in a row without a token.
+
+      NaN for a token with nothing before it: the first one after an empty prompt, and
+      the first one of each root of a tree. Inside jit also for a token of a
+      continuation or a tree that is outside the vocabulary, V or above, and for the
+      tokens of segments that break an invariant of `TextTree`, and of their
+      descendants. (What a token outside the vocabulary does to those behind it is up to
+      the model.)
+
+    Raises:
+      ValueError: for texts of a wrong shape or type, or a model whose logits are not
+        [B, V], when it is traced; outside jit for a token outside the vocabulary, and
+        for a tree that breaks an invariant.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows] * 50.0, cache
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=1, max_sequences=1, max_context_length=1)
+      >>> jkv.score(count_on, None, [[5, 6]], [[7, 8], [7, 9]], config=config).round(2)
+      Array([[  0.,   0.],
+             [  0., -50.]], dtype=float32)
+
+      The prompt, its two samples, and what a tool answered to the second one:
+
+      >>> tree = jkv.TextTree.of([[5, 6], [7, 8], [7, 9], [10]], parents=[-1, 0, 0, 2])
+      >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
+      [nan, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
+    """
+    grouped, shape = as_grouped(config), Exact.of(exact)
+    if isinstance(prompts, TextTree):
+        if shape is not None:
+            raise UsageError("exact takes prompts and continuations, and no tree yet")
+        if continuations is not None:
+            raise UsageError(
+                "a tree has its continuations: score(model, params, tree, config=...)"
+            )
+        return _score_tree(model, params, grouped, prompts)
+    if continuations is None:
+        raise UsageError("prompts need continuations; only a jkv.TextTree has none")
+    asked = as_prompts(prompts, "prompts")
+    given = as_prompts(continuations, "continuations")
+    check_counts(asked, given)
+    usual = score_two_levels(model, params, grouped, asked, given)
+    if shape is None:
+        return usual
+    runner = Runner(model, jax.lax.stop_gradient(params), shape)
+    return _with_derivative_of(score_exactly(runner, grouped, asked, given), usual)
+
+
+@jax.custom_vjp
+def _with_derivative_of(values: jax.Array, usual: jax.Array) -> jax.Array:
+    """Return values, whose derivative is that of others that mean the same."""
+    del usual
+    return values
+
+
+_with_derivative_of.defvjp(
+    lambda values, usual: (_with_derivative_of(values, usual), None),
+    lambda _, cotangent: (jnp.zeros_like(cotangent), cotangent),
+)
+
+
+def _score_tree(
+    model: Model, params: Any, config: GroupedConfig, tree: TextTree
+) -> jax.Array:
+    """Return the log-probability of each row's token, f32[R]."""
+    check_tree(tree)
+    if not tree.num_rows:
+        raise UsageError("a tree without a row has nothing to score")
+    if config.state_groups:
+        levels = list_levels(tree)
+        found = run_levels(model, params, config, tree, levels)
+        order = np.concatenate([level.rows for level in levels])
+        empty = jnp.zeros((tree.num_rows, found[0].shape[1]), found[0].dtype)
+        logits = empty.at[order].set(jnp.concatenate(found))
+        places = find_places(tree)
+    else:
+        every_row = jnp.arange(tree.num_rows, dtype=jnp.int32)
+        logits, layout = run_tree(model, params, config, tree, every_row)
+        places = layout.places
+    _refuse_unknown_rows(tree, logits.shape[-1])
+    return _score_rows(logits.astype(jnp.float32), places, tree)
+
+
+def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
+    """Return the log-probabilities of rows' tokens under the logits before them.
+
+    Args:
+      logits: f32[R, V].
+      places: where the segments stand.
+      tree: R rows.
+    """
+    segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
+    row = jnp.arange(tree.num_rows, dtype=jnp.int32)
+    before = places.starts[segment] + row - places.first_rows[segment] - 1
+    rows = find_rows(places, segment, jnp.maximum(before, 0))
+    normalised = jax.nn.log_softmax(logits, axis=-1)
+    found = normalised.at[rows, jnp.maximum(tree.tokens, 0)].get(
+        mode="fill", fill_value=jnp.nan
+    )
+    found = jnp.where((before >= 0) & places.is_sound[segment], found, jnp.nan)
+    is_token = (tree.tokens >= 0) & (tree.segments >= 0)
+    return jnp.where(is_token, found, 0.0)
+
+
+def _refuse_unknown_rows(tree: TextTree, vocabulary: int) -> None:
+    """Refuse a tree with a token that the model does not know, outside of jit."""
+    if not is_known(tree):
+        return
+    tokens, segments = np.asarray(tree.tokens), np.asarray(tree.segments)
+    for row in np.flatnonzero(tokens >= vocabulary):
+        place = row - np.flatnonzero(segments == segments[row])[0]
+        raise UsageError(
+            f"segment {segments[row]} has {tokens[row]} at position {place}; the "
+            f"model's logits are of token ids from 0 to {vocabulary - 1}"
+        )

@@ -1,0 +1,285 @@
+"""Trees of texts: segments of tokens, each of which continues another one.
+
+What a rollout leaves is a tree: a prompt, its samples, the answers of tools, branches.
+Kept as separate texts, its prompts and turns are there many times. Here each token is
+there once, in a row of its own, and a segment names the one that it continues.
+Training on such trees, instead of on each branch as a text of its own: "Tree Training"
+(arXiv 2511.00413, https://arxiv.org/abs/2511.00413).
+
+Symbols: R rows, S segments, N new segments of at most C tokens.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.decoding.texts.prompts import count_tokens
+from jkv.decoding.texts.tree_numbers import (
+    NO_PARENT,
+    Measures,
+    check_numbers,
+    measure_segments,
+)
+from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.status import UsageError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextTree:
+    """R tokens in S segments, each of which continues another segment or nothing.
+
+    The text of a segment is the text of its parent and then its own tokens. Invariants:
+
+    1. A parent stands before its children: `parents[s] < s`, and -1 for a root.
+    2. The rows of a segment stand side by side, in the order of its tokens. A segment
+       may have none.
+    3. A row without a token has -1 in `tokens` and in `segments`.
+    4. No text of a segment is longer than `max_length`.
+
+    `jkv.score` takes such a tree. A row without a token is computed like any other.
+
+    Example:
+      >>> import jkv
+      >>> tree = jkv.TextTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
+      >>> tree.tokens.tolist(), tree.segments.tolist(), tree.max_length
+      ([5, 6, 7, 8, 9, 4], [0, 0, 0, 1, 2, 2], 5)
+    """
+
+    tokens: jax.Array  # i32[R], token ids, -1 where a row has none
+    segments: jax.Array  # i32[R], the segment of each row, -1 where it has none
+    parents: jax.Array  # i32[S], the segment that each one continues, -1 for none
+    # Most tokens of a text, or more. Static: block tables are as wide.
+    max_length: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TextTree":
+        """Make a tree of segments, parents before their children.
+
+        Outside jit it has a row for each token. Inside jit, where nobody knows how many
+        tokens there are, it has a row for each place of `texts`.
+
+        Args:
+          texts: i32[S, C], -1 after each segment's end, or a list of token ids of each.
+          parents: i32[S], the number of the segment that each one continues, -1 for
+            none. An int holds for all.
+
+        Raises:
+          ValueError: for arguments of a wrong shape or type; for a parent that does not
+            stand before its child, where that is known: outside jit.
+        """
+        given = as_prompts(texts, "texts")
+        (known,) = broadcast(given.shape[0], parents=parents)
+        return _continue(empty_tree(), list_rows(given), known, given.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return self.parents.shape[0]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens of each segment without those of its parents, i32[S]."""
+        ones = (self.segments >= 0).astype(jnp.int32)
+        segments = jnp.where(self.segments >= 0, self.segments, self.num_segments)
+        empty = jnp.zeros((self.num_segments,), jnp.int32)
+        return empty.at[segments].add(ones, mode="drop")
+
+
+def empty_tree() -> TextTree:
+    """Return a tree without segments."""
+    nothing = jnp.zeros((0,), jnp.int32)
+    return TextTree(tokens=nothing, segments=nothing, parents=nothing, max_length=0)
+
+
+class Rows(NamedTuple):
+    """The rows of new segments."""
+
+    tokens: jax.Array  # i32[n], -1 for none
+    owners: jax.Array  # i32[n], which of the N new segments, -1 for none
+    places: jax.Array  # i32[n], where in i32[N * C] the token stood
+
+
+def list_rows(texts: jax.Array) -> Rows:
+    """Return the rows of i32[N, C]: one for each token, or inside jit for each place.
+
+    -1 stands after the end of each text.
+    """
+    count, width = texts.shape
+    lengths = count_tokens(texts)
+    is_token = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
+    is_token = is_token.reshape(-1)
+    place = jnp.arange(count * width, dtype=jnp.int32)
+    if not isinstance(is_token, jax.core.Tracer):
+        place = jnp.asarray(np.flatnonzero(is_token).astype(np.int32))
+    is_token = is_token[place]
+    tokens = jnp.where(is_token, texts.reshape(-1)[place], -1)
+    owners = jnp.where(is_token, jax.lax.div(place, jnp.int32(max(width, 1))), -1)
+    return Rows(tokens, owners, place)
+
+
+def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
+    """Add segments to a tree.
+
+    Outside jit a row is added for each token, inside jit for each place of `texts`.
+
+    Args:
+      tree: S segments.
+      texts: i32[N, C], -1 after each segment's end, or a list of token ids of each.
+      parents: i32[N], the segment of the tree that each one continues, -1 for none. An
+        int holds for all.
+
+    Returns:
+      The tree, and i32[N], the numbers of the new segments: S, S + 1, ...
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type; for a parent that is no
+        segment of the tree, where that is known: outside jit.
+
+    Example:
+      >>> import jkv
+      >>> tree = jkv.TextTree.of([[5, 6, 7]])
+      >>> tree, samples = jkv.trees.grow(tree, [[8], [9, 4]], 0)
+      >>> tree, tools = jkv.trees.grow(tree, [[1, 2]], samples[1:])
+      >>> tree.parents.tolist(), tree.tokens.tolist()
+      ([-1, 0, 0, 2], [5, 6, 7, 8, 9, 4, 1, 2])
+    """
+    given = as_prompts(texts, "texts")
+    return grow_rows(tree, list_rows(given), parents, given.shape)
+
+
+def grow_rows(
+    tree: TextTree, rows: Rows, parents: Integers, shape: tuple[int, ...]
+) -> tuple[TextTree, jax.Array]:
+    """Add segments whose rows are listed: N of at most C tokens, the shape.
+
+    Raises:
+      ValueError: as `grow`.
+    """
+    (known,) = broadcast(shape[0], parents=parents)
+    if not isinstance(known, jax.core.Tracer):
+        wrong = np.flatnonzero(np.asarray(known) >= tree.num_segments)
+        if wrong.size:
+            raise UsageError(
+                f"text {wrong[0]} has parent {known[wrong[0]]}, and the tree has the "
+                f"segments 0 to {tree.num_segments - 1}; -1 is for none"
+            )
+    first = tree.num_segments
+    numbers = first + jnp.arange(shape[0], dtype=jnp.int32)
+    return _continue(tree, rows, known, shape), numbers
+
+
+def _continue(
+    tree: TextTree, rows: Rows, parents: jax.Array, shape: tuple[int, ...]
+) -> TextTree:
+    """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
+    segments = jnp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
+    grown = TextTree(
+        tokens=jnp.concatenate([tree.tokens, rows.tokens]),
+        segments=jnp.concatenate([tree.segments, segments]),
+        parents=jnp.concatenate([tree.parents, jnp.asarray(parents)]),
+        max_length=_bound_length(tree, parents, shape[1]),
+    )
+    if not is_known(grown):
+        return grown
+    longest = int(measure(grown).ends.max(initial=0))
+    grown = dataclasses.replace(grown, max_length=max(longest, tree.max_length))
+    check_tree(grown)
+    return grown
+
+
+def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
+    """Return how long texts may be at most, with new segments of `width` tokens.
+
+    Args:
+      tree: to which they are added.
+      parents: i32[N], numbers in the new tree.
+      width: C.
+    """
+    first = tree.num_segments
+    if isinstance(parents, jax.core.Tracer):
+        return tree.max_length + width * (1 if first else parents.shape[0])
+    lengths: list[int] = []
+    for parent in np.asarray(parents):
+        is_new = first <= parent < first + len(lengths)
+        before = lengths[parent - first] if is_new else tree.max_length
+        lengths.append(width + (before if parent >= 0 else 0))
+    return max([tree.max_length, *lengths])
+
+
+def is_known(tree: TextTree) -> bool:
+    """Whether a tree's numbers are known: outside jit, or as constants in it."""
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def measure(tree: TextTree) -> Measures:
+    """Measure the segments of a tree whose numbers are known."""
+    return measure_segments(np.asarray(tree.segments), np.asarray(tree.parents))
+
+
+def read_text(tree: TextTree, segment: int) -> list[int]:
+    """Return the text of a segment: that of its parents, and its own tokens (host).
+
+    Args:
+      tree: whose numbers are known.
+      segment: its number.
+
+    Returns:
+      Token ids, in order.
+
+    Raises:
+      ValueError: for a number that no segment has.
+
+    Example:
+      >>> import jkv
+      >>> tree = jkv.TextTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
+      >>> jkv.trees.read_text(tree, 2)
+      [5, 6, 7, 9, 4]
+    """
+    if not 0 <= segment < tree.num_segments:
+        raise UsageError(
+            f"segment must be in 0..{tree.num_segments - 1}, got {segment}"
+        )
+    tokens, segments, parents = (
+        np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
+    )
+    parts = []
+    while segment >= 0:
+        parts.append(tokens[segments == segment].tolist())
+        segment = int(parents[segment])
+    return [token for part in reversed(parts) for token in part]
+
+
+def check_tree(tree: TextTree) -> None:
+    """Refuse what is no tree: shapes and types always, numbers where they are known.
+
+    Raises:
+      ValueError: naming the invariant's first exception.
+    """
+    for name in ("tokens", "segments", "parents"):
+        array = getattr(tree, name)
+        if array.ndim != 1 or array.dtype != jnp.int32:
+            raise UsageError(
+                f"a tree's {name} must be i32 of one axis, got "
+                f"{array.dtype}{list(array.shape)}"
+            )
+    if tree.tokens.shape != tree.segments.shape:
+        raise UsageError(
+            f"a tree needs a segment for each of {tree.num_rows} rows, got "
+            f"{tree.segments.shape[0]}"
+        )
+    if is_known(tree):
+        check_numbers(
+            np.asarray(tree.tokens),
+            np.asarray(tree.segments),
+            np.asarray(tree.parents),
+            tree.max_length,
+        )

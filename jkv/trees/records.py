@@ -1,0 +1,332 @@
+"""What a rollout did, as the tree that it made.
+
+`generate`, `extend` and `fork` say which text continues which: noted when it happens,
+nobody has to search token lists for what they share. All of it works inside jit, where
+the arrays grow by all that could have come of a call; outside jit they grow by what
+came.
+
+Symbols: R rows and S segments of the tree, B sequences of a call, M of the cache.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.decoding.texts.prompts import count_tokens
+from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.text_tree import (
+    TextTree,
+    empty_tree,
+    grow_rows,
+    is_known,
+    list_rows,
+    read_text,
+)
+from jkv.decoding.texts.tree_numbers import NO_PARENT
+from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.status import UsageError
+from jkv.verbs.allocation import Allocation
+from jkv.verbs.forking import Fork
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TreeRecord:
+    """The tree of a rollout, and where in it the sequences of a cache are.
+
+    Example:
+      >>> import jkv
+      >>> record = jkv.trees.TreeRecord.empty(max_sequences=4)
+      >>> record.tree.num_segments, record.tips.tolist()
+      (0, [-1, -1, -1, -1])
+    """
+
+    tree: TextTree  # what came of the rollout until now, of R rows and S segments
+    # f32[R], what the rollout reported of each token that it generated, 0 of others
+    logprobs: jax.Array
+    is_generated: jax.Array  # bool[S], whether the model chose the segment's tokens
+    tips: jax.Array  # i32[M], the segment that each sequence's text ends with, or -1
+    # i32[M], how many of its last tokens are not in the cache yet
+    num_unfed: jax.Array
+
+    @classmethod
+    def empty(cls, max_sequences: int) -> "TreeRecord":
+        """Return a record of nothing.
+
+        Args:
+          max_sequences: of the cache, M; 0 where only `generate` is called.
+        """
+        return cls(
+            tree=empty_tree(),
+            logprobs=jnp.zeros((0,), jnp.float32),
+            is_generated=jnp.zeros((0,), bool),
+            tips=jnp.full((max_sequences,), NO_PARENT, jnp.int32),
+            num_unfed=jnp.zeros((max_sequences,), jnp.int32),
+        )
+
+
+def note_generate(
+    record: TreeRecord,
+    prompts: Texts,
+    result: Generation,
+    parents: Integers = NO_PARENT,
+) -> tuple[TreeRecord, jax.Array]:
+    """Note what `generate` made of prompts: a segment of each, and its samples.
+
+    Args:
+      record: of what came before.
+      prompts: i32[Q, P], as `generate` got them; or, where they continue segments, what
+        each has behind its parent.
+      result: of N sequences, N / Q samples of each prompt.
+      parents: i32[Q], the segment that each prompt continues, -1 for none. An int holds
+        for all.
+
+    Returns:
+      The record, and i32[N], the segments of the samples.
+
+    Raises:
+      ValueError: for prompts of a wrong shape or type, or a result of other prompts.
+
+    Example:
+      >>> import jax, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, result = jkv.generate(count_on, None, cache, [[5, 6, 7]],
+      ...     max_new_tokens=2, num_samples=2)
+      >>> record = jkv.trees.TreeRecord.empty(0)
+      >>> record, samples = jkv.trees.note_generate(record, [[5, 6, 7]], result)
+      >>> record.tree.tokens.tolist(), record.tree.parents.tolist(), samples.tolist()
+      ([5, 6, 7, 8, 9, 8, 9], [-1, 0, 0], [1, 2])
+    """
+    texts = as_prompts(prompts, "prompts")
+    num_prompts, num_texts = texts.shape[0], result.tokens.shape[0]
+    if not num_prompts or num_texts % num_prompts:
+        raise UsageError(
+            f"the result has {num_texts} sequences, no multiple of {num_prompts} "
+            f"prompts"
+        )
+    record, segments = _add(record, texts, parents)
+    each = num_texts // num_prompts
+    return _add(record, result.tokens, jnp.repeat(segments, each), result.logprobs)
+
+
+def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
+    """Note that sequences were opened: they have no text yet.
+
+    Args:
+      record: of what came before.
+      opened: what `allocate` answered.
+
+    Returns:
+      The record.
+
+    Raises:
+      ValueError: for what is no answer of `allocate`.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, opened = jkv.allocate(cache, [0])
+      >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
+      >>> jkv.trees.note_allocate(record, opened).tips.tolist()
+      [-1, -1]
+    """
+    if not isinstance(opened, Allocation):
+        raise UsageError(f"expected a jkv.Allocation, got {type(opened).__name__}")
+    return _move(record, opened.seq_ids, jnp.int32(NO_PARENT), jnp.int32(0))
+
+
+def note_given(
+    record: TreeRecord, seq_ids: Integers, tokens: Texts
+) -> tuple[TreeRecord, jax.Array]:
+    """Note tokens that texts get without having generated them, before they are fed.
+
+    A tool's answer that several branches shall share: note it of the trunk, fork that,
+    and give it to `extend` for each of the branches, behind the token that waits.
+
+    Args:
+      record: of what came before.
+      seq_ids: i32[B], open sequences; -1 is padding.
+      tokens: i32[B, P], -1 after the end, or a list of token ids for each.
+
+    Returns:
+      The record, and i32[B], the segments of these tokens.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type.
+
+    Example:
+      >>> import jkv
+      >>> record = jkv.trees.TreeRecord.empty(max_sequences=2)
+      >>> record, _ = jkv.trees.note_given(record, [0], [[5, 6, 7]])
+      >>> record.tips.tolist(), record.num_unfed.tolist()
+      ([0, -1], [3, 0])
+    """
+    (ids,) = broadcast(seq_ids=seq_ids)
+    texts = as_prompts(tokens, "tokens")
+    _check_texts(ids, texts)
+    unfed = _of_sequences(record.num_unfed, ids, 0) + count_tokens(texts)
+    record, segments = _add(record, texts, _of_sequences(record.tips, ids, NO_PARENT))
+    return _move(record, ids, segments, unfed), segments
+
+
+def note_extend(
+    record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
+) -> tuple[TreeRecord, jax.Array]:
+    """Note what `extend` did: the tokens that it was given, and those it generated.
+
+    The tokens given begin with what the record knows and the cache does not: the last
+    one that was generated, and what `note_given` was told. These are not noted twice. A
+    sequence that was refused stays where it was.
+
+    Args:
+      record: of what came before.
+      seq_ids: i32[B], as `extend` got them.
+      tokens: i32[B, P], as `extend` got them.
+      result: what `extend` returned.
+
+    Returns:
+      The record, and i32[B], the segments of the generated tokens.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type; outside jit for tokens that do
+        not begin with those the cache does not have.
+
+    Example:
+      >>> import jax, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
+      >>> cache, opened = jkv.allocate(cache, [0])
+      >>> for given in ([[5, 6, 7]], [[9, 40]]):
+      ...     cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, given,
+      ...         max_new_tokens=2)
+      ...     record, _ = jkv.trees.note_extend(record, opened.seq_ids, given, answer)
+      >>> jkv.trees.read_text(record.tree, int(record.tips[0]))
+      [5, 6, 7, 8, 9, 40, 41, 42]
+    """
+    (ids,) = broadcast(seq_ids=seq_ids)
+    texts = as_prompts(tokens, "tokens")
+    _check_texts(ids, texts)
+    _check_texts(ids, result.tokens)
+    reasons = [FinishReason.NAN_LOGITS, FinishReason.NOTHING_ALLOWED]
+    was_fed = (result.lengths > 0) | jnp.isin(
+        result.reasons, jnp.array(reasons, jnp.int32)
+    )
+    unfed = _of_sequences(record.num_unfed, ids, 0)
+    tips = _of_sequences(record.tips, ids, NO_PARENT)
+    _check_unfed(record, texts, tips, jnp.where(was_fed, unfed, 0))
+    column = unfed[:, None] + jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
+    new = jnp.take_along_axis(texts, column, axis=1, mode="fill", fill_value=-1)
+    new = jnp.where(was_fed[:, None], new, -1)
+    record, given = _add(record, new, tips)
+    record, segments = _add(record, result.tokens, given, result.logprobs)
+    waiting = (result.lengths > 0).astype(jnp.int32)
+    moved = jnp.where(was_fed, ids, NO_PARENT)
+    return _move(record, moved, segments, waiting), segments
+
+
+def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord:
+    """Note that sequences were forked whole: children begin where their parents are.
+
+    Args:
+      record: of what came before.
+      parents: i32[B], as `fork` got them, without lengths.
+      forked: what `fork` answered.
+
+    Returns:
+      The record.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> cache, opened = jkv.allocate(cache, [0])
+      >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
+      >>> record, _ = jkv.trees.note_given(record, opened.seq_ids, [[5, 6, 7]])
+      >>> cache, forked = jkv.fork(cache, [0, 0])
+      >>> jkv.trees.note_fork(record, [0, 0], forked).tips.tolist()
+      [0, 0, 0]
+    """
+    (ids,) = broadcast(seq_ids=parents)
+    if not isinstance(forked, Fork) or forked.seq_ids.shape != ids.shape:
+        raise UsageError(f"expected the jkv.Fork of {ids.shape[0]} parents")
+    tips = _of_sequences(record.tips, ids, NO_PARENT)
+    return _move(record, forked.seq_ids, tips, _of_sequences(record.num_unfed, ids, 0))
+
+
+def _add(
+    record: TreeRecord,
+    texts: jax.Array,
+    parents: Integers,
+    logprobs: jax.Array | None = None,
+) -> tuple[TreeRecord, jax.Array]:
+    """Add segments, i32[N, C]; with log-probabilities, f32[N, C], where generated."""
+    rows = list_rows(texts)
+    tree, segments = grow_rows(record.tree, rows, parents, texts.shape)
+    is_generated = jnp.full(segments.shape, logprobs is not None)
+    if logprobs is None:
+        logprobs = jnp.zeros(texts.shape, jnp.float32)
+    added = jnp.where(rows.owners >= 0, logprobs.reshape(-1)[rows.places], 0.0)
+    record = dataclasses.replace(
+        record,
+        tree=tree,
+        logprobs=jnp.concatenate([record.logprobs, added]),
+        is_generated=jnp.concatenate([record.is_generated, is_generated]),
+    )
+    return record, segments
+
+
+def _of_sequences(array: jax.Array, ids: jax.Array, otherwise: int) -> jax.Array:
+    """Return the entries of sequences, i32[B]; something else for those of padding."""
+    ids = jnp.where(ids < 0, array.shape[0], ids)
+    return array.at[ids].get(mode="fill", fill_value=otherwise)
+
+
+def _move(
+    record: TreeRecord, ids: jax.Array, tips: jax.Array, num_unfed: jax.Array
+) -> TreeRecord:
+    """Note where sequences, i32[B], are now; -1 is padding."""
+    ids = jnp.where(ids < 0, record.tips.shape[0], ids)
+    return dataclasses.replace(
+        record,
+        tips=record.tips.at[ids].set(tips, mode="drop"),
+        num_unfed=record.num_unfed.at[ids].set(num_unfed, mode="drop"),
+    )
+
+
+def _check_texts(ids: jax.Array, texts: jax.Array) -> None:
+    """Refuse texts that are not one for each sequence."""
+    if ids.shape != texts.shape[:1]:
+        raise UsageError(
+            f"expected tokens for each of {ids.shape[0]} sequences, got "
+            f"{texts.shape[0]}"
+        )
+
+
+def _check_unfed(
+    record: TreeRecord, texts: jax.Array, tips: jax.Array, num_unfed: jax.Array
+) -> None:
+    """Refuse texts that lack what the cache does not have, outside jit."""
+    arrays = texts, tips, num_unfed
+    is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
+    if is_traced or not is_known(record.tree):
+        return
+    for text, tip, count in zip(*map(np.asarray, arrays), strict=True):
+        if count:
+            known = read_text(record.tree, int(tip))[-count:]
+            if text[:count].tolist() != known:
+                raise UsageError(
+                    f"extend was given {text[text >= 0].tolist()}, and the cache lacks "
+                    f"{known} of this text: tokens given begin with these"
+                )

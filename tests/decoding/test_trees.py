@@ -1,0 +1,355 @@
+"""Trees of texts: each distinct token once, the same numbers as text by text."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import windowed_model
+from support.folding_model import (
+    MODELS,
+    VOCABULARY,
+    WITH_STATE,
+    continue_text,
+    make_config,
+)
+from support.jax_versions import with_further
+from support.small_attention_model import attention_model, attention_params
+from support.text_trees import (
+    CONFIG,
+    NUM_ROWS,
+    ROOT_ROWS,
+    SEGMENTS,
+    dense_scores,
+    draw_segments,
+    list_texts,
+    make_tree,
+    pad,
+)
+
+import jkv
+
+TREE = make_tree()
+NUM_TOKENS = sum(len(tokens) for tokens, _ in SEGMENTS)
+score = functools.partial(jkv.score, attention_model, config=CONFIG)
+WEIGHTS = np.cos(np.arange(NUM_ROWS, dtype=np.float32))
+WEIGHTS[[*ROOT_ROWS, *range(NUM_TOKENS, NUM_ROWS)]] = 0
+
+
+def weigh(scores, weights=WEIGHTS):
+    """A loss in which each token counts differently, as advantages do."""
+    return jnp.where(weights != 0, scores * weights, 0.0).sum()
+
+
+@jax.jit
+def score_and_differentiate(params, tree, weights):
+    def loss(params):
+        scores = score(params, tree)
+        return weigh(scores, weights), scores
+
+    (_, scores), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    return scores, gradient
+
+
+def assert_same_gradients(found, expected):
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        scale = np.abs(other).max()
+        assert scale > 1e-2
+        np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=0)
+
+
+@pytest.mark.one_end
+def test_scores_and_gradients_equal_a_dense_model():
+    params = attention_params()
+    scores, gradient = score_and_differentiate(params, pad(TREE), WEIGHTS)
+    assert np.flatnonzero(np.isnan(scores)).tolist() == ROOT_ROWS
+    assert not np.asarray(scores)[NUM_TOKENS:].any()
+    expected = dense_scores(jax.device_get(params))
+    known = np.flatnonzero(WEIGHTS)
+    np.testing.assert_allclose(scores[known], expected[known], atol=2e-5)
+
+    def loss(params):
+        return weigh(dense_scores(params, xp=jnp), WEIGHTS[:NUM_TOKENS])
+
+    assert_same_gradients(gradient, jax.jit(jax.grad(loss))(params))
+
+
+@pytest.mark.one_end
+def test_random_trees_equal_a_dense_model():
+    """Of one compiled program; those of a tree with another parent do not."""
+    params, rng = attention_params(), np.random.default_rng(11)
+    weights = jax.device_get(params)
+    for _ in range(10):
+        segments = draw_segments(rng)
+        scores, _ = score_and_differentiate(params, pad(make_tree(segments)), WEIGHTS)
+        expected = dense_scores(weights, segments)
+        scores = np.asarray(scores)[: len(expected)]
+        known = ~np.isnan(scores)
+        np.testing.assert_allclose(scores[known], expected[known], atol=2e-5)
+        texts = list_texts(segments)
+        pairs = zip(texts, segments, strict=True)
+        begins = [text for text, (own, _) in pairs if own and text == own]
+        assert np.sum(~known) == len(begins)
+    scores, _ = score_and_differentiate(params, pad(TREE), WEIGHTS)
+    moved = [(own, 6 if i == 9 else parent) for i, (own, parent) in enumerate(SEGMENTS)]
+    distance = np.abs(scores[:NUM_TOKENS] - dense_scores(weights, moved))
+    assert np.nanmax(distance) > 1e-2
+
+
+def traced_rows(tree):
+    """The rows of the model's calls; nothing is computed."""
+    rows = []
+
+    def watched(params, tokens, cache, batch):
+        rows.append(tokens.shape[0])
+        return attention_model(params, tokens, cache, batch)
+
+    scored = functools.partial(jkv.score, watched, config=CONFIG)
+    scores = jax.eval_shape(scored, attention_params(), tree)
+    return rows, scores.shape
+
+
+@pytest.mark.one_end
+def test_each_distinct_token_is_a_row_once():
+    """A prompt of 512, 8 turns of 8 samples of 64 tokens, of which one goes on."""
+    assert traced_rows(TREE) == ([NUM_TOKENS], (NUM_TOKENS,))
+    rng, trunk = np.random.default_rng(0), 0
+    tree = jkv.TextTree.of(rng.integers(0, 9, (1, 512), np.int32))
+    for _ in range(8):
+        samples = rng.integers(0, 9, (8, 64), np.int32)
+        samples[:, 0] = np.arange(8)
+        tree, segments = jkv.trees.grow(tree, samples, trunk)
+        trunk = int(segments[3])
+    texts = [jkv.trees.read_text(tree, s) for s in range(1, tree.num_segments)]
+    assert sum(map(len, texts)) == 51_200
+    distinct = {tuple(text[: i + 1]) for text in texts for i in range(len(text))}
+    assert traced_rows(tree)[0] == [len(distinct)] == [4_608]
+
+
+@pytest.mark.one_end
+def test_prompts_and_continuations_are_a_tree_of_two_levels():
+    prompts, texts = [[3, 1, 4, 1, 5], [9, 2]], [[6, 5, 3], [5, 8], [9], [7, 9, 3]]
+    params = attention_params()
+    expected = jax.jit(score)(params, prompts, texts)
+    tree, children = jkv.trees.grow(jkv.TextTree.of(prompts), texts, [0, 0, 1, 1])
+    scores = np.asarray(score_and_differentiate(params, pad(tree), WEIGHTS)[0])
+    segments = np.asarray(tree.segments)
+    for row, child in zip(expected, children, strict=True):
+        found = scores[: len(segments)][segments == child]
+        np.testing.assert_allclose(found, row[: len(found)], atol=2e-5)
+
+
+@pytest.mark.one_end
+def test_layers_in_groups_see_as_far_as_in_numpy():
+    """A window that ends inside a parent, or behind it."""
+    full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
+    windowed = full.__class__(
+        num_blocks=12,
+        max_sequences=1,
+        sliding_window=windowed_model.WINDOW,
+        **windowed_model.SIZES,
+    )
+    config = jkv.GroupedConfig(groups=(full, windowed), layer_groups=(1, 0))
+    run = jax.jit(
+        functools.partial(jkv.score, windowed_model.mixed_model, config=config)
+    )
+    segments = SEGMENTS[:7]
+    scores = np.asarray(run(windowed_model.EMBEDDING, make_tree(segments)))
+    row = 0
+    for text, (own, _) in zip(list_texts(segments), segments, strict=True):
+        for place in range(len(text) - len(own), len(text)):
+            if place:
+                logits = windowed_model.find_logits(text[:place], windowed_model.MIXED)
+                expected = logits[text[place]] - np.log(np.exp(logits).sum())
+                np.testing.assert_allclose(scores[row], expected, rtol=1e-4, atol=1e-4)
+            row += 1
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("kind", with_further(WITH_STATE, *WITH_STATE[:2]))
+def test_layers_with_a_state_are_computed_level_by_level(kind):
+    """Only the token that follows from all before it is likely."""
+    config = make_config(kind)
+    trunk = [2, 1, 3, 0, 4]
+    likely = continue_text(trunk, 3, kind)
+    tool = [1, 4]
+    later = continue_text(trunk + likely + tool, 2, kind)
+    wrong = [(token + 1) % VOCABULARY for token in later]
+    texts = [trunk, likely, tool, later, [], wrong, [0, 1]]
+    tree = jkv.TextTree.of(texts, [-1, 0, 1, 2, 2, 4, -1])
+    run = functools.partial(jkv.score, MODELS[kind], None, config=config)
+    scores, segments = np.asarray(run(tree)), np.asarray(tree.segments)
+    assert (scores[np.isin(segments, [1, 3])] > -0.1).all()
+    assert scores[segments == 5][0] < -4
+    assert np.flatnonzero(np.isnan(scores)).tolist() == [0, len(segments) - 2]
+    closed_over = jax.jit(lambda: run(tree))()
+    np.testing.assert_array_equal(closed_over, scores)
+    with pytest.raises(ValueError, match="let the jitted function close over the tree"):
+        jax.eval_shape(run, tree)
+
+
+@pytest.mark.one_end
+def test_parts_add_up_to_the_whole():
+    """Each token counts in one part, and gradients add up."""
+    params = attention_params()
+    whole, gradient = score_and_differentiate(params, pad(TREE), WEIGHTS)
+    parts = jkv.trees.split(TREE, 24)
+    rows, is_first = np.asarray(parts.rows), np.asarray(parts.is_first)
+    assert rows.shape[1] == 24 and len(rows) > 2
+    assert np.sort(rows[is_first]).tolist() == list(range(NUM_TOKENS))
+    total = None
+    for i in range(len(rows)):
+        part = jax.tree.map(lambda each, i=i: each[i], parts)
+        counts = np.append(WEIGHTS[:NUM_TOKENS], 0)[rows[i]] * is_first[i]
+        counts = np.pad(counts, (0, NUM_ROWS - len(counts)))
+        scores, found = score_and_differentiate(params, pad(part.tree), counts)
+        known = rows[i] < NUM_TOKENS
+        np.testing.assert_allclose(
+            np.asarray(scores)[: len(known)][known],
+            np.asarray(whole)[rows[i][known]],
+            atol=2e-5,
+        )
+        total = found if total is None else jax.tree.map(jnp.add, total, found)
+    assert_same_gradients(total, gradient)
+
+
+@pytest.mark.one_end
+def test_branches_are_repeated_little():
+    """The trunk is dealt last in each turn, so parts repeat what leads to them."""
+    texts, parents = [[1] * 8], [-1]
+    for turn in range(4):
+        trunk = 4 * turn
+        texts += [[2] * 4] * 4
+        parents += [trunk] * 4
+    tree = jkv.TextTree.of(texts, parents)
+    parts = jkv.trees.split(tree, 28)
+    num_repeated = int(((parts.rows < tree.num_rows) & ~parts.is_first).sum())
+    # 72 tokens and at least 12 or more of the trunk in each part but the first.
+    assert parts.rows.shape[0] == 5 and num_repeated <= 4 * 24
+    single = jkv.trees.split(tree, tree.num_rows, num_segments=20)
+    assert single.tree.tokens.tolist() == [tree.tokens.tolist()]
+    assert single.tree.parents.shape == (1, 20) and single.is_first.all()
+
+
+@pytest.mark.one_end
+class TestMistakes:
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (
+                dict(parents=[-1, 1, 0]),
+                "segment 1 has parent 1; a parent stands before",
+            ),
+            (dict(parents=[-1, 0, -2]), "segment 2 has parent -2"),
+            (dict(segments=[0, 0, 1, 3]), "row 3 has token 8 and segment 3 of 3"),
+            (dict(segments=[0, 0, -1, 2]), "row 2 has token 7 and segment -1 of 3"),
+            (
+                dict(segments=[0, 1, 0, 2]),
+                "rows of segment 0 do not stand side by side",
+            ),
+            (
+                dict(tokens=[5, 6, 7, 19]),
+                "segment 2 has 19 at position 0.*from 0 to 18",
+            ),
+            (dict(tokens=[5, 6, 7]), "a segment for each of 3 rows, got 4"),
+            (dict(parents=[[-1, 0, 0]]), r"parents must be i32 of one axis, got int32"),
+        ],
+    )
+    def test_a_tree_that_is_none(self, change, message):
+        fields = dict(tokens=[5, 6, 7, 8], segments=[0, 0, 1, 2], parents=[-1, 0, 0])
+        arrays = {k: jnp.array(v, jnp.int32) for k, v in (fields | change).items()}
+        tree = jkv.TextTree(**arrays, max_length=8)
+        with pytest.raises(ValueError, match=message):
+            score(attention_params(), tree)
+
+    def test_texts_longer_than_said(self):
+        tree = jkv.TextTree.of([[1, 2], [3, 4]], [-1, 0])
+        tree = jkv.TextTree(
+            tokens=tree.tokens,
+            segments=tree.segments,
+            parents=tree.parents,
+            max_length=3,
+        )
+        with pytest.raises(
+            ValueError, match="of segment 1 has 4 tokens, and max_length"
+        ):
+            score(None, tree)
+
+    def test_a_tree_and_more(self):
+        with pytest.raises(ValueError, match="a tree has its continuations"):
+            score(None, TREE, [[1]])
+        with pytest.raises(ValueError, match="prompts need continuations"):
+            score(None, [[1]])
+        with pytest.raises(ValueError, match="nothing to score"):
+            score(None, jkv.TextTree.of([[]]))
+
+    def test_a_parent_that_is_not_there(self):
+        with pytest.raises(ValueError, match="text 1 has parent 12, and the tree has"):
+            jkv.trees.grow(TREE, [[1], [2]], [3, 12])
+        with pytest.raises(ValueError, match="segment 0 has parent 0"):
+            jkv.TextTree.of([[1], [2]], [0, 0])
+
+    def test_sizes_that_are_too_small(self):
+        with pytest.raises(ValueError, match="num_rows must be at least 42"):
+            jkv.trees.pad(TREE, num_rows=41)
+        with pytest.raises(ValueError, match="segment 10 has 20 tokens, and a part 18"):
+            jkv.trees.split(TREE, 18)
+        with pytest.raises(ValueError, match="a part needs . segments, got num_seg"):
+            jkv.trees.split(TREE, 24, num_segments=2)
+        with pytest.raises(ValueError, match="outside jit"):
+            jax.eval_shape(lambda tree: jkv.trees.split(tree, 24), TREE)
+
+
+@pytest.mark.one_end
+def test_what_is_wrong_inside_jit_is_nan_and_nothing_else():
+    """A segment that is its own ancestor, one that lies apart, one that is too long."""
+    good, params = pad(TREE), attention_params()
+    expected = np.asarray(score_and_differentiate(params, good, WEIGHTS)[0])
+    segments, parents = np.asarray(good.segments), np.asarray(good.parents)
+
+    def find_nan(is_moved=(), **change):
+        fields = dict(tokens=good.tokens, segments=segments, parents=parents) | change
+        tree = jkv.TextTree(max_length=good.max_length, **fields)
+        scores = np.asarray(score_and_differentiate(params, tree, WEIGHTS)[0])
+        is_nan = np.isnan(scores) & ~np.isnan(expected)
+        unharmed = ~is_nan & ~np.isin(segments, is_moved) & (segments >= 0)
+        np.testing.assert_allclose(scores[unharmed], expected[unharmed], atol=2e-5)
+        return {int(each) for each in segments[is_nan]}
+
+    def move(changes):
+        moved = parents.copy()
+        moved[list(changes)] = list(changes.values())
+        return moved
+
+    assert find_nan(parents=move({2: 5})) == {2, 4, 6, 10}
+    # A token of segment 4 far behind the others.
+    apart, tokens = segments.copy(), np.asarray(good.tokens).copy()
+    apart[-1], tokens[-1] = 4, 3
+    assert find_nan(segments=apart, tokens=tokens) == {-1, 4, 10}
+    # 18 tokens of segment 4, then 5, 5, 2, and 6 that do not fit.
+    moved = {7: 4, 9: 7, 10: 9, 11: 10}
+    assert find_nan([*moved, 8], parents=move(moved)) == {11}
+
+
+@pytest.mark.one_end
+def test_trees_grow_inside_jit():
+    """With a row for each place; what is scored is the same."""
+
+    @jax.jit
+    def run(params, prompts, texts, parents):
+        tree = jkv.TextTree.of(prompts)
+        tree, first = jkv.trees.grow(tree, texts, parents)
+        tree, _ = jkv.trees.grow(tree, texts[:1], first[1:2])
+        return tree, score(params, tree)
+
+    prompts, texts = [[3, 1, 4, -1], [9, 2, 6, 5]], [[6, 5, 3], [5, 8, -1], [9, -1, -1]]
+    arrays = (jnp.array(each, jnp.int32) for each in (prompts, texts, [0, 1, 0]))
+    tree, scores = run(attention_params(), *arrays)
+    assert tree.num_rows == 8 + 9 + 3 and tree.max_length == 4 + 3 + 3
+    segments = [([3, 1, 4], -1), ([9, 2, 6, 5], -1), ([6, 5, 3], 0), ([5, 8], 1)]
+    segments += [([9], 0), ([6, 5, 3], 3)]
+    assert tree.lengths.tolist() == [len(own) for own, _ in segments]
+    found = np.asarray(scores)[np.asarray(tree.segments) >= 0]
+    expected = dense_scores(jax.device_get(attention_params()), segments)
+    np.testing.assert_allclose(np.nan_to_num(found), expected, atol=2e-5)
