@@ -6,8 +6,9 @@ Rollouts are parked between their turns, cancelled and given up while the weight
 in each of the ways of `Engine.update_params`. The model writes the version of its
 weights into each key, and each token tells the oldest version that it attended to and a
 hash of its text: the game checks every token, so an older block that is found or a
-token that is lost ends the run. What may not grow is compared after a tenth of the rollouts
-and at the end: memory of the process, live arrays and their bytes, compiled programs.
+token that is lost ends the run. What may not grow is compared after a tenth of the
+rollouts and at the end: memory of the process, live arrays and their bytes, compiled
+programs.
 """
 
 import argparse

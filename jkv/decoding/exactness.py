@@ -21,7 +21,7 @@ from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.scoring import score
+from jkv.decoding.scoring.scores import score
 from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Texts, as_prompts, check_counts
 from jkv.state import Cache
