@@ -142,11 +142,11 @@ def test_new_weights_leave_parked_texts_without_blocks():
     assert engine.stats().parked_bytes > 0
     engine.update_params(weights(1), keep_cached=True)
     found, _ = resume(engine, kept, [3])
-    assert {*read_ages([*text, 3], found)} == {0} == {found.oldest_version}
+    assert {*read_ages([*text, 3], found)} == {0} == {*found.context_versions}
     engine.update_params(weights(2))
     assert engine.stats().parked_bytes == 0
     found, num_found = resume(engine, lost, [3])
-    assert num_found == 0 and {*found.versions} == {2} == {found.oldest_version}
+    assert num_found == 0 and {*found.versions} == {2} == {*found.context_versions}
 
 
 def test_a_refused_request_leaves_its_text_parked():
