@@ -48,6 +48,7 @@ def paged_attention(
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
     work_lists: WorkLists | None = ...,
+    by_position: bool = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...
 
@@ -76,6 +77,7 @@ def paged_attention(
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
     work_lists: WorkLists | None = ...,
+    by_position: bool = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -104,6 +106,7 @@ def paged_attention(
     max_query_length: int | None = ...,
     block_part: tuple[jax.typing.ArrayLike, int] | None = ...,
     work_lists: WorkLists | None = ...,
+    by_position: bool = ...,
     implementation: str | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
@@ -131,6 +134,7 @@ def paged_attention(
     max_query_length: int | None = None,
     block_part: tuple[jax.typing.ArrayLike, int] | None = None,
     work_lists: WorkLists | None = None,
+    by_position: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -179,6 +183,9 @@ def paged_attention(
         traced. Lengths and tables are those of the whole. Join the results by their
         log-sum-exp; `sinks`, which count once, are added in the join.
       work_lists: a `Batch`'s: what `append` listed for the kernel of these requests.
+      by_position: static; what a row gets is the same bits whatever other rows the call
+        has and wherever the row is, as long as R, B and the pools' sizes but N are the
+        same. With plain XLA, on every platform.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
@@ -206,7 +213,7 @@ def paged_attention(
       ... )
       Array([[[6.]]], dtype=float32)
     """
-    attend = choose(implementation)
+    attend = choose(implementation, by_position=by_position)
     pools = make_pools(
         key_pool,
         value_pool,

@@ -15,6 +15,7 @@ from jkv.attention.call import Attend, Call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.platforms import find_kernel, interpret_kernel, why_refused
 from jkv.attention.reference import attend_reference
+from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import attend_differentiably
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
@@ -27,18 +28,25 @@ _KERNELS: dict[str, Callable[[Call, str], Attend | None]] = {
 }
 
 
-def choose(implementation: str | None) -> Attend:
+def choose(implementation: str | None, *, by_position: bool) -> Attend:
     """Return the implementation of that name; None is the one that always works.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: for an unknown name, or one whose bits depend on more than positions.
     """
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(repr(name) for name in _IMPLEMENTATIONS if name)
         raise ValueError(
             f"implementation must be None or one of {names}, got {implementation!r}"
         )
-    return _IMPLEMENTATIONS[implementation]
+    if not by_position:
+        return _IMPLEMENTATIONS[implementation]
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} adds a context up in an order that "
+            f"depends on the step; leave it out where bits shall not"
+        )
+    return _BY_POSITION
 
 
 def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -108,3 +116,4 @@ _IMPLEMENTATIONS: dict[str | None, Attend] = {
     "reference": attend_reference,
     "pallas": functools.partial(attend_differentiably, attend_pallas),
 }
+_BY_POSITION = functools.partial(attend_differentiably, attend_by_position)

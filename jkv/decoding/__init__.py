@@ -2,6 +2,7 @@
 
 from jkv.decoding.beams.search import beam_search
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
+from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.protocol import Model
@@ -23,6 +24,8 @@ __all__ = [
     "BeamSearch",
     "BeamStatistics",
     "DraftModel",
+    "ExactDifference",
+    "ExactReport",
     "FinishReason",
     "Generation",
     "GenerationState",
@@ -34,6 +37,7 @@ __all__ = [
     "beam_search",
     "begin",
     "cancel",
+    "check_exact",
     "decode",
     "extend",
     "filter_logits",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
@@ -62,6 +63,7 @@ def extend(
     steering: Steering | None = None,
     variants: Integers = 0,
     steering_state: Any = None,
+    exact: ExactShape = False,
 ) -> tuple[Cache, Generation]:
     """Give open sequences their next tokens, continue them, and leave them open.
 
@@ -93,6 +95,7 @@ def extend(
       variants: i32[B] or int, how each is steered, as for `generate`.
       steering_state: what `steering_state` of an earlier result says, to go on from
         there; the tokens given are no part of what is steered then. None begins anew.
+      exact: as for `generate`; static. At most W sequences.
 
     Returns:
       The cache and a `Generation`.
@@ -133,12 +136,18 @@ def extend(
     before = context_lengths(cache).at[ids].get(mode="clip")
     # What a text may still take.
     room = cache.max_context_length - before
-    size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
+    shape = Exact.of(exact)
+    if shape is None:
+        size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
+    else:
+        shape.check_alone(None, chunk_size)
+        shape.check_fits("the number of sequences", num_sequences)
+        size = shape.num_rows
     block_size = find_block_size(cache, (size,))
     groups = cache.metadata.groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(room, block_size, num_blocks)
-    runner = Runner(model, params)
+    runner = Runner(model, params, shape)
     vocabulary = runner.count_vocabulary(cache, num_sequences)
     reasons = judge_prompts(given, bounds, vocabulary, steering)
     reasons = _judge(cache, ids, before + given.lengths, reasons, block_size)
@@ -147,7 +156,8 @@ def extend(
         begun = resume_rows(steering, begun, steering_state)
     result = Generation.empty(reasons, max_new_tokens, begun)
     stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
-    extension = _Extension(runner, ids, before, Choice(sampling, steering))
+    num_rows = None if shape is None else shape.num_requests
+    extension = _Extension(runner, ids, before, Choice(sampling, steering, num_rows))
     progress = Progress(given, stops, bounds, result)
     cache, progress = extension.feed(cache, progress, size)
     cache, progress = extension.decode(cache, progress)
@@ -218,11 +228,17 @@ class _Extension(NamedTuple):
             cache,
             Pending(self.seq_ids, find_tokens),
             progress,
-            Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each),
+            self.share_rows(prompts.lengths.shape[0], most_each),
             count_left=count_left,
             note=note,
             partings=self.find_partings(cache, prompts),
         )
+
+    def share_rows(self, num_sequences: int, most_each: int) -> Sizes:
+        """Return how the rows of a step are shared out."""
+        if self.runner.exact is not None:
+            return Sizes(self.runner.exact.num_rows)
+        return Sizes(num_sequences * most_each, most_each=most_each)
 
     def find_partings(self, cache: Cache, prompts: Prompts) -> jax.Array | None:
         """Return up to where whole texts are like one that is known, i32[B].

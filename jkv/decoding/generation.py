@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
@@ -55,6 +56,7 @@ def generate(
     speculate: PromptLookup | DraftModel | None = None,
     steering: Steering | None = None,
     variants: Integers = 0,
+    exact: ExactShape = False,
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -66,7 +68,7 @@ def generate(
             jkv.generate,
             static_argnames=(
                 "model", "max_new_tokens", "num_samples", "max_running", "chunk_size",
-                "row_counts",
+                "row_counts", "exact",
             ),
             donate_argnames="cache",
         )
@@ -114,6 +116,10 @@ def generate(
         is given.
       variants: i32[B] or int, how each prompt is steered, of `steering.num_variants`
         ways; -1 is not at all.
+      exact: static; True or (W, R): tokens and log-probabilities are the same bits
+        whatever else is in the call or came before, as `jkv.check_exact` shows for a
+        model of your own. Every call of the model has W requests and R rows, 64 and 64
+        for True, and costs that much.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -143,7 +149,14 @@ def generate(
     given = with_variants(given, steering, variants)
     stops = Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0])
     options = speculate, steering
-    sizes = Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts)
+    sizes = Sizes(
+        max_new_tokens,
+        num_samples,
+        max_running,
+        chunk_size,
+        row_counts,
+        Exact.of(exact),
+    )
 
     def run(
         params: Any, cache: Cache, prompts: Prompts, options: Options

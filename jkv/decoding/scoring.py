@@ -21,7 +21,10 @@ import jax.numpy as jnp
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
+from jkv.decoding.exact_scores import score_exactly
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model, call_model
+from jkv.decoding.model.runner import Runner
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Batch, Cache
@@ -42,6 +45,7 @@ def score(
     continuations: Texts,  # i32[N, C]
     *,
     config: CacheConfig | StateConfig | GroupedConfig,
+    exact: ExactShape = False,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations after their prompts.
 
@@ -67,6 +71,9 @@ def score(
       config: the model's sizes and `block_size`; the counts of blocks, sequences and
         tokens are not used, nor are windows and the dtype: all keys and values are
         kept, in float32.
+      exact: static; as for `generate`, for the bits that it reported with the same:
+        values come from calls of that shape, through a cache with the windows and the
+        dtype of `config`. The derivative is that of a score without `exact`.
 
     Returns:
       f32[N, C], 0 past each continuation's end. NaN for a token with nothing before it,
@@ -91,10 +98,41 @@ def score(
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     _check_counts(asked, given)
-    if as_grouped(config).state_groups:
-        logits = _run_twice(model, params, as_grouped(config), asked, given)
+    usual = _score_in_one_step(model, params, as_grouped(config), asked, given)
+    shape = Exact.of(exact)
+    if shape is None:
+        return usual
+    runner = Runner(model, jax.lax.stop_gradient(params), shape)
+    return _with_derivative_of(
+        score_exactly(runner, as_grouped(config), asked, given), usual
+    )
+
+
+@jax.custom_vjp
+def _with_derivative_of(values: jax.Array, usual: jax.Array) -> jax.Array:
+    """Return values, whose derivative is that of others that mean the same."""
+    del usual
+    return values
+
+
+_with_derivative_of.defvjp(
+    lambda values, usual: (_with_derivative_of(values, usual), None),
+    lambda _, cotangent: (jnp.zeros_like(cotangent), cotangent),
+)
+
+
+def _score_in_one_step(
+    model: Model,
+    params: Any,
+    config: GroupedConfig,
+    asked: jax.Array,
+    given: jax.Array,
+) -> jax.Array:
+    """Score continuations, i32[N, C], of prompts, i32[Q, P]."""
+    if config.state_groups:
+        logits = _run_twice(model, params, config, asked, given)
     else:
-        cache, batch = _plan(as_grouped(config), asked, given)
+        cache, batch = _plan(config, asked, given)
         tokens = jnp.concatenate([asked.reshape(-1), given[:, :-1].reshape(-1)])
         logits, _ = call_model(model, params, jnp.maximum(tokens, 0), cache, batch)
     for name, texts in (("prompt", asked), ("continuation", given)):

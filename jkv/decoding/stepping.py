@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
@@ -50,6 +51,7 @@ def begin(
     speculate: PromptLookup | DraftModel | None = None,
     steering: Steering | None = None,
     variants: Integers = 0,
+    exact: ExactShape = False,
 ) -> GenerationState:
     """Let B prompts wait; `decode` does the rest, any number of steps at a time.
 
@@ -75,6 +77,7 @@ def begin(
         a part of the state from now on.
       steering: as for `generate`, for `decode` and `add_prompts` with the same.
       variants: as for `generate`.
+      exact: as for `generate`; the state keeps it for `decode`.
 
     Returns:
       The state that `decode` goes on from. The cache is as it was.
@@ -105,7 +108,14 @@ def begin(
         cache,
         with_variants(given, steering, variants),
         Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0]),
-        Sizes(max_new_tokens, num_samples, max_running, chunk_size, row_counts),
+        Sizes(
+            max_new_tokens,
+            num_samples,
+            max_running,
+            chunk_size,
+            row_counts,
+            Exact.of(exact),
+        ),
         steering,
     )
     return begin_speculation(state, speculate)
@@ -131,6 +141,7 @@ def prefill(
     speculate: PromptLookup | DraftModel | None = None,
     steering: Steering | None = None,
     variants: Integers = 0,
+    exact: ExactShape = False,
 ) -> tuple[Cache, GenerationState]:
     """Put the first of B prompts in the cache, and choose the first token of each.
 
@@ -157,6 +168,7 @@ def prefill(
       speculate: as for `begin`; first tokens come without guesses.
       steering: as for `begin`.
       variants: as for `begin`.
+      exact: as for `begin`.
 
     Returns:
       The cache, and the state that `decode` goes on from.
@@ -194,6 +206,7 @@ def prefill(
         speculate=speculate,
         steering=steering,
         variants=variants,
+        exact=exact,
     )
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:

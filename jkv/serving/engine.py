@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.sampling.options import GREEDY, Sampling
@@ -96,6 +97,7 @@ class Engine:
         num_steps: int = 8,
         chunk_size: int = CHUNK_SIZE,
         row_counts: tuple[int, ...] | None = None,
+        exact: ExactShape = False,
         speculate: PromptLookup | DraftModel | None = None,
         steering: Steering | None = None,
         stop_tokens: Integers = (),
@@ -127,6 +129,7 @@ class Engine:
           chunk_size: as for `jkv.generate`.
           row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
             prompts come one after the other.
+          exact: as for `jkv.generate`; the bits are those of `jkv.generate` with it.
           speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
             The cache of a draft, with a row for each that runs, is given to the engine.
           steering: as for `jkv.generate`; each request names a variant of it.
@@ -165,6 +168,7 @@ class Engine:
             num_steps=num_steps,
             chunk_size=chunk_size,
             row_counts=row_counts,
+            exact=exact,
             stop_sizes=stop_sizes,
             speculate=speculate,
         )

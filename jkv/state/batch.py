@@ -87,6 +87,8 @@ class Batch:
     slot_rows: jax.Array | None = None
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
+    # Static: whether what a row gets is to depend on nothing but its own sequence.
+    by_position: bool = dataclasses.field(default=False, metadata={"static": True})
     # Static: those of the cache that planned it, to tell a batch of another cache.
     sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
@@ -149,6 +151,22 @@ class Batch:
     def slots_in(self, place: int) -> Slots:
         """Return the same for a group by its place among those with blocks."""
         return Slots(self.blocks_of_groups[place], self.offsets)
+
+    def first_requests(self, num_requests: int) -> Self:
+        """Return the step without the requests behind the first ones, which own no row.
+
+        Args:
+          num_requests: requests that are left.
+        """
+        by_request = (
+            *("seq_ids", "status", "query_starts", "query_lengths", "context_lengths"),
+            *("epochs", "pending_counts"),
+        )
+        first = {
+            name: jax.tree.map(lambda each: each[:num_requests], getattr(self, name))
+            for name in by_request
+        }
+        return dataclasses.replace(self, plan=None, **first)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step without the rows behind the first ones; none has an owner.

@@ -145,6 +145,7 @@ def attend(
         kv_dtype=storage.dtype,
         value_head_dim=storage.latent_value_dim,
         max_query_length=1 if batch.is_decoding else None,
+        by_position=batch.by_position,
         implementation=implementation,
     )
     operands = _Operands(

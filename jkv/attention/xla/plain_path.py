@@ -27,13 +27,13 @@ from jkv.attention.xla.small_calls import attend_side_by_side, is_small
 def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return what `attend_xla` does; small calls take the shorter way."""
     if is_small(call):
-        return _attend_by_head(call, attend_side_by_side)
+        return attend_by_head(call, attend_side_by_side)
     return attend_xla(call)
 
 
 def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
-    return _attend_by_head(call, _attend_requests)
+    return attend_by_head(call, _attend_requests)
 
 
 def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -44,7 +44,7 @@ def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Arr
     return attend_prefill(call, queries, output, lse)
 
 
-def _attend_by_head(
+def attend_by_head(
     call: Call, attend: Callable[[Call, jax.Array], tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
     """Scale the queries, f32[R, K, G, D], and join the heads of what is found."""

@@ -12,7 +12,6 @@ Symbols: `R` rows, `P` lanes, `Q` rows of a lane, `W` columns of a trip.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,9 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
-from jkv.attention.xla.operations import divide_up, gather, quotient
+from jkv.attention.xla.operations import divide_up, quotient
 from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.attention.xla.row_tiles import Owners, Readers, cut_rows, take_rows
 from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
@@ -31,14 +31,6 @@ _COLUMNS_BYTES = 2**18
 
 # Rows of a tile: those of a step that checks seven guesses fit in one.
 _TILE_ROWS = 8
-
-
-class Readers(NamedTuple):
-    """What the rows of each lane see of their sequence."""
-
-    request: jax.Array  # i32[P]
-    last: jax.Array  # i32[P, Q], the last token in the pools that it sees, or -1
-    before: jax.Array | None  # i32[P, Q], the last one before its window
 
 
 def is_small(call: Call) -> bool:
@@ -78,28 +70,9 @@ def _column_bytes(call: Call, num_lanes: int) -> int:
     return num_lanes * pools.block_size * token_bytes
 
 
-class _Owners(NamedTuple):
-    """Whose token each row is."""
-
-    owns: jax.Array  # bool[R, B]
-    rank: jax.Array  # i32[R, B], number within the request if it owns the row
-
-    @classmethod
-    def of(cls, call: Call) -> "_Owners":
-        """Find the request of each row."""
-        requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
-        rank = row[:, None] - requests.query_starts[None]
-        return cls((rank >= 0) & (rank < requests.query_lengths[None]), rank)
-
-    def pick(self, values: jax.Array) -> jax.Array:
-        """Return what the owner of each row has, i32[R or 1, B] to i32[R], else 0."""
-        # One request owns a row at most, so that a sum finds what it has.
-        return jnp.sum(jnp.where(self.owns, values, 0), axis=1, dtype=jnp.int32)
-
-
 def _locate_rows(call: Call) -> Readers:
     """Find the request of each row, and what it sees."""
-    requests, owners = call.requests, _Owners.of(call)
+    requests, owners = call.requests, Owners.of(call)
     first = requests.context_lengths - requests.query_lengths
     position = owners.pick(first[None] + owners.rank + 1) - 1
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
@@ -175,19 +148,15 @@ def _attend_tiles(
     One trip does where no request has more rows than a tile.
     """
     num_lanes = call.num_requests
-    counts = divide_up(call.requests.query_lengths, _TILE_ROWS)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most_tiles = (call.num_rows + num_lanes * (_TILE_ROWS - 1)) // _TILE_ROWS
-    most_trips = -(-most_tiles // num_lanes)
+    tiles = cut_rows(call, _TILE_ROWS)
+    most_trips = -(-tiles.most // num_lanes)
     Results = tuple[jax.Array, jax.Array]
 
     def take(trip: jax.Array, results: Results) -> Results:
         base = trip * num_lanes
         index = base + jnp.arange(num_lanes, dtype=jnp.int32)
-        rows, readers = _locate_tiles(call, ends, index)
-        tiles = jnp.moveaxis(gather(queries, rows), 1, 2)  # f32[P, K, Q, G, D]
-        tiles = tiles.reshape(num_lanes, *shape[1:], -1)
-        found = _attend_lanes(call, tiles, readers)
+        rows, readers = tiles.locate(index)
+        found = _attend_lanes(call, take_rows(queries, rows), readers)
         output, lse = (
             lax.dynamic_update_slice_in_dim(old, new, base, 0)
             for old, new in zip(results, found, strict=True)
@@ -199,50 +168,5 @@ def _attend_tiles(
         jnp.zeros((*shape, call.pools.value_dim), jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
-    results = fori_loop(jnp.int32(0), divide_up(ends[-1], num_lanes), take, results)
-    return _to_rows(call, results, ends - counts)
-
-
-def _to_rows(
-    call: Call,
-    found: tuple[jax.Array, jax.Array],  # by tile
-    first_tiles: jax.Array,  # i32[B]
-) -> tuple[jax.Array, jax.Array]:
-    """Bring results from tiles to rows; a row without a request sees nothing."""
-    owners = _Owners.of(call)
-    index = owners.pick(first_tiles[None] * _TILE_ROWS + owners.rank)
-    is_owned = owners.owns.any(axis=1)[:, None, None]
-
-    def by_row(array: jax.Array) -> jax.Array:
-        num_tiles, num_kv_heads, _, *rest = array.shape
-        shape = num_tiles, num_kv_heads, _TILE_ROWS, call.heads_per_kv, *rest
-        rows = jnp.moveaxis(array.reshape(shape), 2, 1)
-        return gather(rows.reshape(-1, num_kv_heads, call.heads_per_kv, *rest), index)
-
-    output, lse = (by_row(array) for array in found)
-    return (
-        jnp.where(is_owned[..., None], output, 0.0),
-        jnp.where(is_owned, lse, -jnp.inf),
-    )
-
-
-def _locate_tiles(
-    call: Call,
-    ends: jax.Array,  # i32[B], tiles of all requests up to and with this one
-    index: jax.Array,  # i32[P]
-) -> tuple[jax.Array, Readers]:
-    """Return the rows of tiles, i32[P, Q], and what they see."""
-    requests = call.requests
-    request = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
-    before = jnp.where(request > 0, gather(ends, request - 1), 0)
-    offset = jnp.arange(_TILE_ROWS, dtype=jnp.int32)[None]
-    offset = ((index - before) * _TILE_ROWS)[:, None] + offset
-    length = gather(requests.query_lengths, request)[:, None]
-    valid = (offset < length) & (index < ends[-1])[:, None]
-    position = gather(requests.context_lengths, request)[:, None] - length + offset
-    starts = None
-    if call.window is not None:
-        starts = call.find_held(position - call.window)
-    last = jnp.where(valid, call.find_held(position), -1)
-    row = gather(requests.query_starts, request)[:, None] + offset
-    return row, Readers(request, last, starts)
+    num_trips = divide_up(tiles.ends[-1], num_lanes)
+    return tiles.to_rows(fori_loop(jnp.int32(0), num_trips, take, results))

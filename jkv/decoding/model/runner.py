@@ -1,11 +1,14 @@
 """A model with its weights, and the one way in which a step runs rows through it."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
+from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.prefixes import commit
@@ -19,6 +22,7 @@ class Runner(NamedTuple):
 
     model: Model
     params: Any
+    exact: Exact | None = None  # the one shape of all calls; None: that of each step
 
     def run(
         self,
@@ -29,6 +33,7 @@ class Runner(NamedTuple):
         *,
         commits: bool = True,
         num_pending: jax.Array | int = 0,
+        asked_rows: jax.Array | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows, and commit them.
 
@@ -41,11 +46,16 @@ class Runner(NamedTuple):
           commits: whether full blocks can be found afterwards, by a prefix index.
           num_pending: i32[], of each sequence's newest tokens how many may be taken
             back from layers with a state.
+          asked_rows: i32[B], whose logits are asked for; None is each sequence's last.
 
         Returns:
           The cache, the batch, and f32[B, V]: the logits after each sequence's last
-          row, anything without one.
+          row, or those that were asked for; anything without one.
         """
+        num_sequences = seq_ids.shape[0]
+        if self.exact is not None:
+            self.exact.check_cache(cache)
+            seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
         recorded = tokens if commits else None
         if counts is None:
             # Rows and sequences are the same thing, which costs less.
@@ -61,10 +71,40 @@ class Runner(NamedTuple):
                 tokens=recorded,
                 num_pending=num_pending,
             )
-        logits, cache = call_model(self.model, self.params, tokens, cache, batch)
+        if asked_rows is not None:
+            batch = dataclasses.replace(batch, asked_rows=asked_rows)
+        logits, cache = self._call(tokens, cache, batch)
         if commits:
             cache = commit(cache, batch)
-        return cache, batch, logits.astype(jnp.float32)
+        logits = logits.astype(jnp.float32)
+        if num_sequences < batch.seq_ids.shape[0]:
+            batch = batch.first_requests(num_sequences)
+            logits = logits[:num_sequences]
+        return cache, batch, logits
+
+    def _call(
+        self, tokens: jax.Array, cache: Cache, batch: Batch
+    ) -> tuple[jax.Array, Cache]:
+        """Call the model; with one shape of calls as a program of its own.
+
+        XLA fuses a model with what is around it, and what is fused may be rounded
+        otherwise. Inside a loop of one trip, whose trip begins with all that the model
+        is given, there is nothing around it.
+        """
+        if self.exact is None:
+            return call_model(self.model, self.params, tokens, cache, batch)
+        batch = self.exact.fix(batch)
+        leaves, structure = jax.tree.flatten((tokens, batch))
+
+        def call(
+            carry: tuple[jax.Array, Cache], *leaves: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            tokens, batch = jax.tree.unflatten(structure, leaves)
+            return call_model(self.model, self.params, tokens, carry[1], batch)
+
+        logits = jax.eval_shape(call, (tokens, cache), *leaves)[0]
+        empty = jnp.zeros(logits.shape, logits.dtype)
+        return when(jnp.any(batch.query_lengths > 0), call, (empty, cache), *leaves)
 
     def run_planned(
         self, cache: Cache, batch: Batch, tokens: jax.Array

@@ -1,9 +1,19 @@
 """How tokens are chosen: what steers a text, then sampling from what that leaves."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.decoding.sampling.draws import sample
+from jkv.decoding.sampling.filters import PerRow, by_row
 from jkv.decoding.sampling.options import Sampling
 from jkv.steering import Steering
+
+Chunk = TypeVar("Chunk")
+Results = TypeVar("Results")
 
 
 class Choice(NamedTuple):
@@ -11,3 +21,53 @@ class Choice(NamedTuple):
 
     sampling: Sampling
     steering: Steering | None = None
+    # Rows that are chosen for at a time, so that bits do not depend on how many there
+    # are; None: as they come.
+    num_rows: int | None = None
+
+    def sample(
+        self,
+        logits: jax.Array,
+        sampling: Sampling,
+        counts: jax.Array,
+        seen: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Choose a token for each of K rows.
+
+        Args:
+          logits: f32[K, V].
+          sampling: of these rows, one number or K.
+          counts: i32[K], tokens that each has generated.
+          seen: bool[K, V] or None, as for `sample`.
+
+        Returns:
+          Tokens i32[K], and their log-probabilities, f32[K].
+        """
+        if self.num_rows is None or self.num_rows == logits.shape[0]:
+            return sample(logits, sampling, counts, seen=seen)
+        rows = by_row(sampling, logits.shape[0])
+
+        def choose(
+            chunk: tuple[jax.Array, PerRow, jax.Array, jax.Array | None],
+        ) -> tuple[jax.Array, jax.Array]:
+            logits, rows, counts, seen = chunk
+            return sample(logits, Sampling(**rows._asdict()), counts, seen=seen)
+
+        return _map_chunks(choose, (logits, rows, counts, seen), self.num_rows)
+
+
+def _map_chunks(
+    function: Callable[[Chunk], Results], rows: Chunk, num_rows: int
+) -> Results:
+    """Call a function of rows for so many at a time; the last chunk is filled up."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    missing = -count % num_rows
+
+    def cut(array: jax.Array) -> jax.Array:
+        # The last row again: what is computed of it is dropped.
+        last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
+        whole = jnp.concatenate([array, last])
+        return whole.reshape(-1, num_rows, *array.shape[1:])
+
+    found = lax.map(function, jax.tree.map(cut, rows))
+    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:count], found)

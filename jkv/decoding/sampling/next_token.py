@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.draws import sample
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_texts
@@ -63,7 +62,7 @@ def choose_next(
     steered = progress.rows_of(choice, known)
     if steered is not None:
         logits = steered.steer(logits)
-    tokens, logprobs = sample(logits, chosen, positions, seen=seen)
+    tokens, logprobs = choice.sample(logits, chosen, positions, seen)
     if steered is not None:
         logprobs = mark_refused(logits, logprobs)
         steered = steered.advance(tokens)

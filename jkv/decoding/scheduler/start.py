@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
 from jkv.decoding.scheduler.places import Places
@@ -31,6 +32,7 @@ class Sizes(NamedTuple):
     max_running: int | None
     chunk_size: int
     row_counts: tuple[int, ...] | None
+    exact: Exact | None = None
 
     def resolve(
         self, num_sequences: int, most_rows: int
@@ -43,6 +45,10 @@ class Sizes(NamedTuple):
         """
         running = num_sequences if self.max_running is None else self.max_running
         check_counts(max_running=running, chunk_size=self.chunk_size)
+        if self.exact is not None:
+            self.exact.check_alone(self.row_counts, self.chunk_size)
+            self.exact.check_fits("max_running", self.max_running or 1)
+            return self.exact.num_requests, (self.exact.num_rows,)
         num_places = min(running, num_sequences)
         if self.row_counts is None:
             chunk = min(self.chunk_size, most_rows)
@@ -63,6 +69,10 @@ class Sizes(NamedTuple):
             )
         return num_places, counts
 
+    def limit_running(self, num_places: int) -> int:
+        """Return how many sequences run at one time, of so many places."""
+        return num_places if self.max_running is None else self.max_running
+
 
 def begin_generation(
     runner: Runner,
@@ -77,6 +87,8 @@ def begin_generation(
     check_counts(num_samples=num_samples)
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
+    if sizes.exact is not None:
+        sizes.exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
@@ -99,9 +111,12 @@ def begin_generation(
         holder=Holder.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
-        most_running=jnp.minimum(num_rows, num_places),
+        most_running=jnp.minimum(
+            num_rows, min(num_places, sizes.limit_running(num_places))
+        ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
         partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
+        exact=sizes.exact,
     )

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.exact import Exact
 from jkv.decoding.sampling.stopping import Bounds, Stops
 from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.places import Places
@@ -57,6 +58,8 @@ class GenerationState:
     partings: jax.Array | None
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    # The one shape of all calls of the model, None where it may vary; static.
+    exact: Exact | None = dataclasses.field(metadata={"static": True})
 
     @property
     def num_samples(self) -> int:

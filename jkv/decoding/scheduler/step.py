@@ -162,11 +162,11 @@ def _compute_rows(
     sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
     size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
     carry = cache, Computed.nothing(logits)
-    if num_places in sizes:
+    if num_places in sizes and runner.exact is None:
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
         carry = when(is_decoding & (work > 0), decode, carry, counts)
     for i, num_rows in enumerate(sizes):
-        if num_rows == num_places == 1:
+        if num_rows == num_places == 1 and runner.exact is None:
             continue  # its work is one row each
         is_chosen = (size == i) & ~is_decoding & (work > 0)
         carry = when(is_chosen, mix(num_rows), carry, counts)

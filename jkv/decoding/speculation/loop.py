@@ -69,6 +69,11 @@ def begin_speculation(
             f"speculate must be a PromptLookup or a DraftModel, as in "
             f"PromptLookup(num_tokens=7), or None; got {options!r}"
         )
+    if state.exact is not None:
+        raise UsageError(
+            "exact= computes a token of each text in a step, and guesses would change "
+            "the shape of steps: leave out speculate"
+        )
     rows = open_rows(options, state) if isinstance(options, DraftModel) else None
     pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
     return dataclasses.replace(state, speculation=SpeculationState(pace, rows))
@@ -92,6 +97,10 @@ def run_steps(
       goes_on: when to do a further step.
       options: how to guess; None does plain steps.
     """
+    exact = state.exact
+    if exact is not None:
+        runner = runner._replace(exact=exact)
+        choice = choice._replace(num_rows=exact.num_requests)
     if options is not None:
         return _run_speculatively(runner, cache, state, choice, goes_on, options)
     Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]

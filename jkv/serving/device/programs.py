@@ -56,6 +56,7 @@ def begin_empty(
         num_samples=sizes.num_samples,
         max_running=sizes.max_running,
         row_counts=sizes.row_counts,
+        exact=False if sizes.exact is None else sizes.exact,
         speculate=speculate,
         steering=steering,
         variants=NOT_STEERED,

@@ -1,0 +1,213 @@
+"""Scores with the bits that `generate` reports: the same calls of the model.
+
+`score` computes everything in one step, whose rows are as many as there are tokens, and
+sums in another order than decoding does. Here prompts and what continues them go
+through a cache in calls of one shape, as `generate(exact=)` makes them: prompts in
+chunks, then continuations, W rows at a time, wherever these lie.
+
+Symbols: Q prompts of at most P tokens, N continuations of at most C tokens, W requests
+of a call, R rows, V tokens in the vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.config.grouped_config import GroupedConfig
+from jkv.config.state_config import StateConfig
+from jkv.decoding.model.exact import Exact
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.draws import pick_logprobs
+from jkv.decoding.texts.prompts import count_tokens
+from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import fori_loop, when
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.verbs.allocation import allocate
+from jkv.verbs.forking import fork
+from jkv.verbs.initialization import init
+
+
+def score_exactly(
+    runner: Runner,
+    config: GroupedConfig,
+    prompts: jax.Array,
+    continuations: jax.Array,
+) -> jax.Array:
+    """Return the log-probability of each token of continuations.
+
+    Args:
+      runner: the model, with the shape of its calls.
+      config: the model's sizes; its windows and dtypes hold, its counts do not.
+      prompts: i32[Q, P], -1 after each one's end.
+      continuations: i32[N, C] likewise, N a multiple of Q.
+
+    Returns:
+      f32[N, C], 0 past each continuation's end; as `score`.
+    """
+    assert runner.exact is not None, "calls have a shape"
+    lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
+    cache = init(_resize(config, prompts, continuations))
+    cache, opened = allocate(cache, jnp.zeros_like(lengths))
+    cache, first = _score_first(runner, cache, opened.seq_ids, prompts, continuations)
+    found = first
+    if continuations.shape[1] > 1:
+        cache, forked = fork(cache, jnp.repeat(opened.seq_ids, num_samples))
+        found = _score_later(runner, cache, forked.seq_ids, continuations, first)
+    return found
+
+
+def _resize(
+    config: GroupedConfig, prompts: jax.Array, continuations: jax.Array
+) -> GroupedConfig:
+    """Return sizes that hold prompts and forks of them."""
+    (num_prompts, width), (count, most) = prompts.shape, continuations.shape
+    # A fork owns its tail and what comes behind it.
+    own_blocks = -(-(config.block_size - 1 + most - 1) // config.block_size)
+    prompt_blocks = -(-width // config.block_size)
+    both: dict[str, Any] = dict(
+        max_sequences=num_prompts + count,
+        # What a model reads from it, a scaled rotation, stays what it was.
+        max_context_length=max(config.max_context_length, width + most - 1),
+    )
+    of_states: dict[str, Any] = dict(
+        num_snapshots=0, snapshot_every=None, max_pending=0, inputs=None
+    )
+    of_blocks: dict[str, Any] = dict(
+        num_blocks=num_prompts * prompt_blocks + count * own_blocks,
+        prefix_caching=False,
+        record_tokens=False,
+    )
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            **both,
+            **(of_states if isinstance(group, StateConfig) else of_blocks),
+        )
+        for group in config.groups
+    )
+    return dataclasses.replace(config, groups=groups, prefix_caching=False)
+
+
+def _score_first(
+    runner: Runner,
+    cache: Cache,
+    seq_ids: jax.Array,
+    prompts: jax.Array,
+    continuations: jax.Array,
+) -> tuple[Cache, jax.Array]:
+    """Compute prompts, W at a time, and score the first tokens behind them.
+
+    Returns:
+      The cache, and f32[N, C] with the first column; NaN where a prompt is empty.
+    """
+    exact, num_prompts = _shape_of(runner), prompts.shape[0]
+    lengths = count_tokens(prompts)
+    chosen = continuations[:, 0].reshape(num_prompts, -1)
+    width = exact.num_requests
+    lane = jnp.arange(width, dtype=jnp.int32)
+
+    def take(
+        group: jax.Array, carry: tuple[Cache, jax.Array]
+    ) -> tuple[Cache, jax.Array]:
+        cache, found = carry
+        index = group * width + lane
+        is_prompt = index < num_prompts
+        known = jnp.minimum(index, num_prompts - 1)
+
+        def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
+            return jnp.maximum(prompts.at[known[text], position].get(mode="clip"), 0)
+
+        def note(_: Cache, found: jax.Array, chunk: Chunk) -> jax.Array:
+            at = jnp.where(chunk.is_whole, known, num_prompts)
+            return when(
+                jnp.any(chunk.is_whole),
+                lambda found, logits: found.at[at].set(
+                    _pick_each(logits, chosen[known]), mode="drop"
+                ),
+                found,
+                chunk.logits,
+            )
+
+        return prefill(
+            runner,
+            cache,
+            Pending(jnp.where(is_prompt, seq_ids[known], NO_SEQUENCE), find_tokens),
+            found,
+            Sizes(exact.num_rows),
+            count_left=lambda _, done: lengths[known] - done,
+            note=note,
+        )
+
+    found = jnp.full(chosen.shape, jnp.nan, jnp.float32)
+    num_groups = jnp.int32(-(-num_prompts // width))
+    cache, found = fori_loop(jnp.int32(0), num_groups, take, (cache, found))
+    is_given = continuations >= 0
+    scores = jnp.zeros(continuations.shape, jnp.float32)
+    scores = scores.at[:, 0].set(found.reshape(-1))
+    return cache, jnp.where(is_given, scores, 0.0)
+
+
+def _pick_each(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return log-probabilities of several tokens a row, i32[W, K], f32[W, K]."""
+
+    def pick(token: jax.Array) -> jax.Array:
+        return pick_logprobs(logits, token)
+
+    return lax.map(pick, tokens.T).T
+
+
+def _score_later(
+    runner: Runner,
+    cache: Cache,
+    seq_ids: jax.Array,
+    continuations: jax.Array,
+    first: jax.Array,
+) -> jax.Array:
+    """Feed continuations, W rows in a call, and score the token after each row.
+
+    The last token of a continuation is not fed: nothing is asked after it.
+    """
+    exact, (count, most) = _shape_of(runner), continuations.shape
+    width = exact.num_requests
+    fed = jnp.minimum(jnp.maximum(count_tokens(continuations) - 1, 0), most - 1)
+    ends = running_sum(fed)
+    starts, total = ends - fed, ends[-1]
+    # Those that feed nothing own no row, and are not among the owners.
+    row = jnp.arange(width, dtype=jnp.int32)
+
+    def take(
+        call: jax.Array, carry: tuple[Cache, jax.Array]
+    ) -> tuple[Cache, jax.Array]:
+        cache, found = carry
+        index = call * width + row
+        is_row = index < total
+        owner = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+        owner = jnp.minimum(owner, count - 1)
+        column = index - starts[owner]
+        is_new = jnp.concatenate([jnp.ones((1,), bool), owner[1:] != owner[:-1]])
+        rank = running_sum((is_new & is_row).astype(jnp.int32)) - 1
+        request = jnp.where(is_row, rank, width)
+        nowhere = jnp.full((width,), NO_SEQUENCE, jnp.int32)
+        ids = nowhere.at[request].set(seq_ids[owner], mode="drop")
+        counts = jnp.zeros((width,), jnp.int32).at[request].add(1, mode="drop")
+        tokens = continuations.at[owner, column].get(mode="clip")
+        tokens = jnp.where(is_row, tokens, 0)
+        cache, _, logits = runner.run(
+            cache, ids, tokens, counts, commits=False, asked_rows=row
+        )
+        following = continuations.at[owner, column + 1].get(mode="clip")
+        scores = pick_logprobs(logits, jnp.maximum(following, 0))
+        at = jnp.where(is_row, owner, count)
+        return cache, found.at[at, column + 1].set(scores, mode="drop")
+
+    num_calls = lax.div(total + (width - 1), jnp.int32(width))
+    return fori_loop(jnp.int32(0), num_calls, take, (cache, first))[1]
+
+
+def _shape_of(runner: Runner) -> Exact:
+    assert runner.exact is not None, "calls have a shape"
+    return runner.exact
