@@ -4,8 +4,8 @@
 
 Rollouts are parked between their turns, cancelled and given up while the weights change
 in each of the ways of `Engine.update_params`. The model writes the version of its
-weights into each key, and each token tells the oldest version that it attended to and a
-hash of its text: the game checks every token, so an older block that is found or a
+weights into each key, and each token tells the oldest version that it attended to and
+a hash of its text: the game checks every token, so an older block that is found or a
 token that is lost ends the run. What may not grow is compared after a tenth of the
 rollouts and at the end: memory of the process, live arrays and their bytes, compiled
 programs.
@@ -49,6 +49,8 @@ def resident_bytes():
 
 def look(game, engine):
     """Return what may not grow, and how far the game is."""
+    # After a window, nothing waits to be read from the last exchange.
+    engine.generate([[1]], max_new_tokens=1)
     gc.collect()
     arrays = jax.live_arrays()
     return {

@@ -537,8 +537,8 @@ class Engine:
         What is cached is of the old weights, and is not found any more. Requests that
         run go on from their keys and values, in the order and places they have, and
         their blocks are found by no other; or they are computed again. A request that
-        waits has nothing of the old weights. Each token of a `Completion` has its
-        version.
+        waits has nothing of the old weights. `Completion.versions` has the
+        version of each token.
 
         Args:
           params: of the same shapes and dtypes; arrays that are elsewhere are copied to

@@ -34,6 +34,7 @@ PUBLIC = """
     partition_specs BeamSearch beam_search
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
+    ExactDifference ExactReport check_exact
 """.split()
 
 

@@ -1,11 +1,12 @@
 """Texts that wait for a tool: their blocks wait with them, and go before others do."""
 
 import pytest
+from support.small_attention_model import attention_model, attention_params
 from support.versioned_model import make_engine, read_ages, weights
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import RequestRefused
+from jkv.serving import Engine, RequestRefused
 
 pytestmark = pytest.mark.one_end
 PROMPT = [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -142,11 +143,11 @@ def test_new_weights_leave_parked_texts_without_blocks():
     assert engine.stats().parked_bytes > 0
     engine.update_params(weights(1), keep_cached=True)
     found, _ = resume(engine, kept, [3])
-    assert {*read_ages([*text, 3], found)} == {0} == {found.oldest_version}
+    assert {*read_ages([*text, 3], found)} == {0} == {*found.context_versions}
     engine.update_params(weights(2))
     assert engine.stats().parked_bytes == 0
     found, num_found = resume(engine, lost, [3])
-    assert num_found == 0 and {*found.versions} == {2} == {found.oldest_version}
+    assert num_found == 0 and {*found.versions} == {2} == {*found.context_versions}
 
 
 def test_a_refused_request_leaves_its_text_parked():
@@ -204,3 +205,41 @@ def test_what_is_on_the_host_outlives_a_failed_step():
     engine._scheduler._fail(RuntimeError("a device was lost"))
     found, num_found = resume(engine, number, [7], max_new_tokens=3)
     assert found.tokens == alone([*text, 7], 3) and num_found == 20
+
+
+@pytest.mark.further
+def test_a_text_goes_on_to_the_bit_where_the_engine_is_exact():
+    """Its blocks come from the host; the other text is computed in one piece."""
+    config = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        num_blocks=60,
+        block_size=4,
+        max_sequences=8,
+        max_context_length=40,
+        prefix_caching=True,
+        dtype="float32",
+    )
+    results = []
+    for is_parked in (True, False):
+        engine = Engine(
+            attention_model,
+            attention_params(),
+            jkv.init(config),
+            max_running=3,
+            max_new_tokens=9,
+            num_steps=2,
+            exact=(6, 10),
+            park_seconds=0.0,
+        )
+        if is_parked:
+            number, text = park_one(engine)
+            engine.generate([[1]], max_new_tokens=1)
+            wipe(engine)
+            found, num_found = resume(engine, number, [4, 5])
+            assert num_found == (len(text) - 1) // 4 * 4 == 16
+        else:
+            (found,) = engine.generate([[*text, 4, 5]])
+        results.append((found.tokens, found.logprobs))
+    assert results[0] == results[1]

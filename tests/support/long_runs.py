@@ -8,7 +8,7 @@ tool said. Some are cancelled, some given up while they are parked.
 import dataclasses
 
 from jkv.decoding import FinishReason
-from support.versioned_model import AGES, VOCABULARY, read_ages, weights
+from support.versioned_model import VOCABULARY, check_versions, weights
 
 MOST_TURNS, MOST_OPEN = 3, 12
 PROMPTS = 4  # beginnings that rollouts share
@@ -99,7 +99,8 @@ class Game:
                 self.counts.cancelled += self.engine.cancel(rollout.number)
             return True
         assert found.reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
-        self.check(rollout.prompt, found)
+        self.counts.of_older_versions += check_versions(rollout.prompt, found)
+        self.counts.tokens += len(found.tokens)
         rollout.prompt = [*rollout.prompt, *found.tokens]
         rollout.turns -= 1
         rollout.parked = rollout.turns > 0
@@ -121,12 +122,3 @@ class Game:
         rollout.prompt = [*rollout.prompt, *answer]
         self.counts.resumed += 1
         return True
-
-    def check(self, prompt, found):
-        """No token attended to an older block than the result says."""
-        oldest = read_ages(prompt, found)
-        for age_of, chosen in zip(oldest, found.versions, strict=True):
-            # Great ages look alike.
-            assert age_of >= max(found.oldest_version, chosen - AGES + 1), found
-            self.counts.of_older_versions += age_of < chosen
-        self.counts.tokens += len(found.tokens)

@@ -63,6 +63,24 @@ def read_ages(prompt, completion):
     return oldest
 
 
+def check_versions(prompt, completion):
+    """No token attended to an older version than it says; return how many to old ones.
+
+    Ages of AGES - 1 and more look alike.
+    """
+    rows = list(
+        zip(
+            read_ages(prompt, completion),
+            completion.versions,
+            completion.context_versions,
+            strict=True,
+        )
+    )
+    for oldest, chosen, told in rows:
+        assert told <= chosen and oldest >= max(told, chosen - AGES + 1), completion
+    return sum(oldest < chosen for oldest, chosen, _ in rows)
+
+
 def make_cache():
     """24 blocks of four tokens, in which texts of 40 tokens find equal ones."""
     config = jkv.CacheConfig(

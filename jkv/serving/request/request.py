@@ -50,7 +50,8 @@ class Sample:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
-    oldest_version: int = 0  # that any key or value in its context can be of
+    context_versions: list[int] = dataclasses.field(default_factory=list)
+    oldest_version: int = 0  # that any key or value in its context can be of now
     reason: FinishReason = FinishReason.RUNNING
     stage: RequestState = RequestState.WAITING  # one of the first three
     newest: float | None = None  # when its newest tokens were read
@@ -90,6 +91,7 @@ class Sample:
         """Take new tokens, chosen by weights of a version, and the text with them."""
         self.tokens += extension.tokens
         self.versions += [version] * len(extension.tokens)
+        self.context_versions += [self.oldest_version] * len(extension.tokens)
         self.logprobs += extension.logprobs
         self.stream = extension.stream
 

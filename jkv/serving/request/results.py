@@ -18,8 +18,8 @@ class Completion(NamedTuple):
     text: str | None  # of the tokens, without a stop string; None without detokenize
     # Of the weights that chose each token, as `Engine.update_params` counts them.
     versions: Sequence[int] = ()
-    # No key or value that its tokens attended to is of older weights.
-    oldest_version: int = 0
+    # No key or value that each token attended to is of older weights than these.
+    context_versions: Sequence[int] = ()
 
 
 class Event(NamedTuple):
@@ -44,7 +44,7 @@ def read_completions(request: Request) -> list[Completion]:
             sample.reason,
             sample.text,
             list(sample.versions),
-            sample.oldest_version,
+            list(sample.context_versions),
         )
         for sample in request.samples
     ]

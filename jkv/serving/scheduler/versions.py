@@ -1,7 +1,7 @@
 """Versions of the weights: which ones a text's tokens and blocks are of.
 
 Weights may change while texts run. Each token then has the version of the weights that
-chose it, and a text the oldest version that any key or value in its context can be of.
+chose it, and the oldest version that any key or value in its context can be of.
 Keeping what running texts have is the in-flight update of PipelineRL
 (https://arxiv.org/abs/2509.19128); AReaL (https://arxiv.org/abs/2505.24298) computes it
 again. Both need to know how old the parts of a text are.
