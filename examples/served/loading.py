@@ -11,9 +11,13 @@ import jkv
 from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
-from .languages import Held, Language, Languages
+from .grammars import Held, Languages
+from .languages import Language
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
+
+# Of Hermes, Qwen and others.
+TOOL_TAGS = ("<tool_call>", "</tool_call>")
 
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
@@ -30,6 +34,7 @@ class Served(NamedTuple):
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
     languages: Languages | None = None  # that texts can be asked to be of
+    tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
 
     @property
     def name(self) -> str:
@@ -69,6 +74,7 @@ def load(
     *,
     max_waiting: int | None = None,
     max_grammars: int = 0,
+    tool_tags: tuple[str, str] = TOOL_TAGS,
     **changes: object,
 ) -> Served:
     """Read a checkpoint, and make an engine of the command line's sizes.
@@ -77,6 +83,7 @@ def load(
         options: of `add_options`.
         max_waiting: of `jkv.serving.Engine`.
         max_grammars: languages that requests have at one time; 0 steers no text.
+        tool_tags: what stands before and behind a call of a tool.
         **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
@@ -120,4 +127,5 @@ def load(
         max_waiting=max_waiting,
         longest_token=max(map(len, tokenizer.get_vocab())),
         languages=languages,
+        tool_tags=tool_tags,
     )

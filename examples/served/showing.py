@@ -47,10 +47,11 @@ def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, 
     asked = read_body(served, fields, is_chat=is_chat)
     shown = _read_shown(served, fields, asked, is_chat=is_chat)
     best_of = _read_best_of(fields, asked.n, shown)
-    language = read_language(fields)
+    calls = None if asked.tools is None else asked.tools.language
+    language = read_language(fields, calls)
     if language is not None and served.languages is None:
         raise Refused(
-            f"{language.param} is not served here: the server has no room for grammars",
+            f"{language.param} is not served here: start the server with --grammars",
             language.param,
             code="unsupported_parameter",
         )
