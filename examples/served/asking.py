@@ -15,6 +15,7 @@ from .languages import Language
 from .loading import MOST_STOP_TOKENS, Served
 from .mistakes import Refused
 from .prompts import read_chat, read_prompts
+from .rule_table import Rules
 from .tools import Tools, read_tools
 from .values import is_tokens, read_flag, read_number
 
@@ -32,6 +33,7 @@ class Asked(NamedTuple):
     n: int
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
+    rules: Rules | None = None  # likewise
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:

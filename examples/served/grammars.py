@@ -5,9 +5,9 @@ has is never given up.
 """
 
 import threading
+from collections.abc import Callable
 
 from jkv.grammar import Catalog, CatalogFull, Grammar, Vocabulary
-from jkv.serving import Engine
 from jkv.serving.request.limits import NOT_STEERED
 
 from .languages import Language
@@ -22,50 +22,53 @@ class _Entry:
 
 
 class Held:
-    """A language that a request has, until it is released."""
+    """What steers a request, until it is released; nothing at first."""
 
-    def __init__(self, languages: "Languages | None", entry: _Entry | None) -> None:
-        self._languages, self._entry = languages, entry
-        self.variant = NOT_STEERED if entry is None else entry.variant
+    def __init__(
+        self,
+        variant: int = NOT_STEERED,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep a variant, and what gives it back."""
+        self.variant, self._releases = variant, [release]
 
     def release(self) -> None:
         """Give it back; a second time does nothing."""
-        entry, self._entry = self._entry, None
-        if entry is not None and self._languages is not None:
-            self._languages.give_back(entry)
+        while self._releases:
+            self._releases.pop()()
 
 
 class Languages:
-    """The languages of an engine's catalog. All methods may be called by any thread."""
+    """The languages of an engine's catalog.
+
+    One thread may hold a language, and any thread release one, at a time.
+    """
 
     def __init__(self, vocabulary: Vocabulary, max_grammars: int) -> None:
         """Make room for so many at one time."""
-        self._vocabulary = vocabulary
+        self._vocabulary, self.most = vocabulary, max_grammars
         self._catalog = Catalog(vocabulary, max_grammars=max_grammars)
         self._entries: dict[Language, _Entry] = {}  # the one named last is last
-        self._compiling, self._lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self.grammar: Grammar = self._catalog.grammar  # all that are there
 
-    @property
-    def grammar(self) -> Grammar:
-        """All of them, for `Engine(steering=)`."""
-        return self._catalog.grammar
-
-    def hold(self, engine: Engine, language: Language) -> Held:
+    def hold(self, language: Language, replace: Callable[[], None]) -> Held:
         """Compile a language if it is not there, and keep it until it is released.
+
+        Args:
+            language: it.
+            replace: called when `grammar` is another.
 
         Raises:
             Refused: if there is no such language, or running requests have all room.
         """
-        with self._compiling:
-            found = self._find(language)
-            if found is None:
-                found = self._add(engine, language)
-        return Held(self, found)
+        entry = self._find(language) or self._add(language, replace)
 
-    def give_back(self, entry: _Entry) -> None:
-        """Note that a request does not have it any more."""
-        with self._lock:
-            entry.num_held -= 1
+        def release() -> None:
+            with self._lock:
+                entry.num_held -= 1
+
+        return Held(entry.variant, release)
 
     def _find(self, language: Language) -> _Entry | None:
         with self._lock:
@@ -75,7 +78,7 @@ class Languages:
                 self._entries[language] = entry
             return entry
 
-    def _add(self, engine: Engine, language: Language) -> _Entry:
+    def _add(self, language: Language, replace: Callable[[], None]) -> _Entry:
         grammar = language.compile(self._vocabulary)
         while True:
             try:
@@ -91,8 +94,9 @@ class Languages:
                     ) from error
             except ValueError as error:  # it is larger than the catalog
                 raise Refused(f"{language.param}: {error}", language.param) from error
+        self.grammar = self._catalog.grammar
         try:
-            engine.replace_steering(self._catalog.grammar)
+            replace()
         except BaseException:
             self._catalog.remove(entry.variant)
             raise

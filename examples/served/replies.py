@@ -205,5 +205,11 @@ def check_reason(reason: FinishReason) -> None:
         )
     if reason == FinishReason.CANCELLED:
         raise Refused("the server is going down", status=503)
+    if reason == FinishReason.NOTHING_ALLOWED:
+        raise Refused(
+            "what the request asks for left its text no token: a language, min_tokens, "
+            "bad_words and allowed_token_ids together allow nothing",
+            code="nothing_allowed",
+        )
     name = reason.name.lower()
     raise Refused(f"the text ended: {name}", status=500, code=name)

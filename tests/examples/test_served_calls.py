@@ -138,10 +138,16 @@ def join_pieces(pieces):
     return content, calls, reason
 
 
-def test_streams_tell_what_whole_answers_tell(client):
-    options = dict(tool_choice="auto", parallel_tool_calls=False)
+def test_streams_tell_what_whole_answers_tell(client, served):
+    (begin,) = served.tokenizer.encode("=").ids
+    options = dict(tool_choice="auto", parallel_tool_calls=False, temperature=1.2)
     reasons = set()
-    for changes in ({}, {"tool_choice": "required", "parallel_tool_calls": True}):
+    for changes in (
+        # A bias lets the tag come soon, and another lets the text end behind the call.
+        {"logit_bias": {str(begin): 9, str(served.stop_tokens[0]): 9}, "seed": 4},
+        {"tool_choice": "required", "parallel_tool_calls": True},
+        {},
+    ):
         whole = ask(client, **options | changes).choices[0]
         calls = whole.message.tool_calls or []
         found = join_pieces(ask(client, stream=True, **options | changes))
@@ -150,7 +156,12 @@ def test_streams_tell_what_whole_answers_tell(client):
             [[call.function.name, call.function.arguments] for call in calls],
             whole.finish_reason,
         )
-        reasons.add(whole.finish_reason)
+        reasons.add((whole.finish_reason, bool(calls), bool(whole.message.content)))
+    assert reasons == {
+        ("tool_calls", True, True),
+        ("length", True, False),
+        ("length", False, True),
+    }
 
 
 def test_no_call_is_a_plain_text(client):

@@ -52,7 +52,7 @@ def load_served(folder):
         changed = SimpleNamespace(**vars(pretrained) | changes)
         patch.setattr(loading, "pretrained", changed)
         served = loading.load(
-            options, max_waiting=100, max_grammars=3, tool_tags=("=", ";")
+            options, max_waiting=100, max_grammars=3, max_rules=3, tool_tags=("=", ";")
         )
     served.engine.warm_up()
     return served
