@@ -81,7 +81,7 @@ def test_a_text_has_its_least_length(ask, served):
     assert ask(**fields, min_tokens=MOST)[1] == "length"
 
 
-def test_rules_go_with_languages_and_beside_other_requests(ask, served):
+def test_rules_go_with_languages(ask, served):
     (letter,) = tokens_of(served, "b")
     bias = {str(letter[0]): 100}
     language = {"guided_regex": "[a-c]{3}x"}
