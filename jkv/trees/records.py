@@ -9,6 +9,7 @@ Symbols: R rows and S segments of the tree, B sequences of a call, M of the cach
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jkv.decoding.texts.text_tree import (
     empty_tree,
     grow_rows,
     is_known,
+    join_arrays,
     list_rows,
     read_text,
 )
@@ -306,15 +308,20 @@ def _add(
     """Add segments, i32[N, C]; with log-probabilities, f32[N, C], where generated."""
     rows = list_rows(texts)
     tree, segments = grow_rows(record.tree, rows, parents, texts.shape)
-    is_generated = jnp.full(segments.shape, logprobs is not None)
+    is_generated = np.full(segments.shape, logprobs is not None)
     if logprobs is None:
-        logprobs = jnp.zeros(texts.shape, jnp.float32)
-    added = jnp.where(rows.owners >= 0, logprobs.reshape(-1)[rows.places], 0.0)
+        added: Any = np.zeros(rows.places.shape, np.float32)
+    else:
+        arrays = logprobs, rows.places
+        is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
+        xp: Any = jnp if is_traced else np
+        values = xp.asarray(logprobs).reshape(-1)[rows.places]
+        added = xp.where(rows.owners >= 0, values, xp.float32(0))
     record = dataclasses.replace(
         record,
         tree=tree,
-        logprobs=jnp.concatenate([record.logprobs, added]),
-        is_generated=jnp.concatenate([record.is_generated, is_generated]),
+        logprobs=join_arrays(record.logprobs, added),
+        is_generated=join_arrays(record.is_generated, jnp.asarray(is_generated)),
     )
     return record, segments
 
