@@ -261,8 +261,12 @@ class TestMistakes:
         fields = dict(tokens=[5, 6, 7, 8], segments=[0, 0, 1, 2], parents=[-1, 0, 0])
         arrays = {k: jnp.array(v, jnp.int32) for k, v in (fields | change).items()}
         tree = jkv.TextTree(**arrays, max_length=8)
+
+        def flat(_params, tokens, cache, _batch):
+            return jnp.zeros((tokens.shape[0], 19)), cache
+
         with pytest.raises(ValueError, match=message):
-            score(attention_params(), tree)
+            jkv.score(flat, None, tree, config=CONFIG)
 
     def test_texts_longer_than_said(self):
         tree = jkv.TextTree.of([[1, 2], [3, 4]], [-1, 0])
