@@ -9,6 +9,7 @@ Symbols: R rows and S segments of the tree, B sequences of a call, M of the cach
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jkv.decoding.texts.text_tree import (
     empty_tree,
     grow_rows,
     is_known,
+    join_arrays,
     list_rows,
     read_text,
 )
@@ -147,7 +149,8 @@ def note_given(
     """Note tokens that texts get without having generated them, before they are fed.
 
     A tool's answer that several branches shall share: note it of the trunk, fork that,
-    and give it to `extend` for each of the branches, behind the token that waits.
+    and give it to `extend` for each of the branches, behind the token that waits. Or
+    give the trunk all but the last token of it first, see `note_fed`.
 
     Args:
       record: of what came before.
@@ -173,6 +176,37 @@ def note_given(
     unfed = _of_sequences(record.num_unfed, ids, 0) + count_tokens(texts)
     record, segments = _add(record, texts, _of_sequences(record.tips, ids, NO_PARENT))
     return _move(record, ids, segments, unfed), segments
+
+
+def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
+    """Note that tokens which the record knows are in the cache now.
+
+    What branches shall share is computed once if the trunk is given all of it but the
+    last token before it is forked, by an `extend` whose answer nobody wants. That is
+    no `note_extend`, but this.
+
+    Args:
+      record: of what came before.
+      seq_ids: i32[B], open sequences; -1 is padding.
+      num_tokens: i32[B] or int, how many of the tokens that waited were fed.
+
+    Returns:
+      The record.
+
+    Raises:
+      ValueError: for arguments of a wrong shape or type.
+
+    Example:
+      >>> import jkv
+      >>> record = jkv.trees.TreeRecord.empty(max_sequences=2)
+      >>> record, _ = jkv.trees.note_given(record, [0], [[5, 6, 7]])
+      >>> jkv.trees.note_fed(record, [0], 2).num_unfed.tolist()
+      [1, 0]
+    """
+    ids, counts = broadcast(seq_ids=seq_ids, num_tokens=num_tokens)
+    waiting = _of_sequences(record.num_unfed, ids, 0)
+    tips = _of_sequences(record.tips, ids, NO_PARENT)
+    return _move(record, ids, tips, jnp.maximum(waiting - counts, 0))
 
 
 def note_extend(
@@ -274,15 +308,20 @@ def _add(
     """Add segments, i32[N, C]; with log-probabilities, f32[N, C], where generated."""
     rows = list_rows(texts)
     tree, segments = grow_rows(record.tree, rows, parents, texts.shape)
-    is_generated = jnp.full(segments.shape, logprobs is not None)
+    is_generated = np.full(segments.shape, logprobs is not None)
     if logprobs is None:
-        logprobs = jnp.zeros(texts.shape, jnp.float32)
-    added = jnp.where(rows.owners >= 0, logprobs.reshape(-1)[rows.places], 0.0)
+        added: Any = np.zeros(rows.places.shape, np.float32)
+    else:
+        arrays = logprobs, rows.places
+        is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
+        xp: Any = jnp if is_traced else np
+        values = xp.asarray(logprobs).reshape(-1)[rows.places]
+        added = xp.where(rows.owners >= 0, values, xp.float32(0))
     record = dataclasses.replace(
         record,
         tree=tree,
-        logprobs=jnp.concatenate([record.logprobs, added]),
-        is_generated=jnp.concatenate([record.is_generated, is_generated]),
+        logprobs=join_arrays(record.logprobs, added),
+        is_generated=join_arrays(record.is_generated, jnp.asarray(is_generated)),
     )
     return record, segments
 

@@ -25,6 +25,7 @@ import jkv
 
 # What else lies in examples/, and the test that runs it.
 TESTED_ELSEWHERE = {
+    "agent_tree.py": "test_agent_tree",
     "block_map.py": "test_block_map",
     "chat.py": "test_chat",
     "corpus.py": "test_bundled_model",

@@ -10,7 +10,7 @@ Symbols: R rows, S segments, N new segments of at most C tokens.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,16 +114,26 @@ def list_rows(texts: jax.Array) -> Rows:
     -1 stands after the end of each text.
     """
     count, width = texts.shape
-    lengths = count_tokens(texts)
-    is_token = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
-    is_token = is_token.reshape(-1)
+    if not isinstance(texts, jax.core.Tracer):
+        # In numpy: each number of tokens would be a program of its own.
+        known = np.asarray(texts)
+        is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
+        kept = np.flatnonzero(is_token)
+        found: Any = known.reshape(-1)[kept], kept // max(width, 1), kept
+        return Rows(*(each.astype(np.int32) for each in found))
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    is_there = (column < count_tokens(texts)[:, None]).reshape(-1)
     place = jnp.arange(count * width, dtype=jnp.int32)
-    if not isinstance(is_token, jax.core.Tracer):
-        place = jnp.asarray(np.flatnonzero(is_token).astype(np.int32))
-    is_token = is_token[place]
-    tokens = jnp.where(is_token, texts.reshape(-1)[place], -1)
-    owners = jnp.where(is_token, jax.lax.div(place, jnp.int32(max(width, 1))), -1)
+    tokens = jnp.where(is_there, texts.reshape(-1), -1)
+    owners = jnp.where(is_there, jax.lax.div(place, jnp.int32(max(width, 1))), -1)
     return Rows(tokens, owners, place)
+
+
+def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return one array behind the other; where both are known without a program."""
+    if any(isinstance(each, jax.core.Tracer) for each in (one, other)):
+        return jnp.concatenate([one, other])
+    return jnp.asarray(np.concatenate([np.asarray(one), np.asarray(other)]))
 
 
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
@@ -173,7 +183,7 @@ def grow_rows(
                 f"segments 0 to {tree.num_segments - 1}; -1 is for none"
             )
     first = tree.num_segments
-    numbers = first + jnp.arange(shape[0], dtype=jnp.int32)
+    numbers = jnp.asarray(np.arange(first, first + shape[0], dtype=np.int32))
     return _continue(tree, rows, known, shape), numbers
 
 
@@ -181,11 +191,12 @@ def _continue(
     tree: TextTree, rows: Rows, parents: jax.Array, shape: tuple[int, ...]
 ) -> TextTree:
     """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
-    segments = jnp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
+    xp: Any = jnp if isinstance(rows.owners, jax.core.Tracer) else np
+    segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
     grown = TextTree(
-        tokens=jnp.concatenate([tree.tokens, rows.tokens]),
-        segments=jnp.concatenate([tree.segments, segments]),
-        parents=jnp.concatenate([tree.parents, jnp.asarray(parents)]),
+        tokens=join_arrays(tree.tokens, rows.tokens),
+        segments=join_arrays(tree.segments, segments),
+        parents=join_arrays(tree.parents, jnp.asarray(parents)),
         max_length=_bound_length(tree, parents, shape[1]),
     )
     if not is_known(grown):

@@ -1,0 +1,104 @@
+"""An agent with a calculator: a rollout of turns and branches, and the gradient of it.
+
+    python examples/agent_tree.py --turns 8 --branches 8
+
+In each turn the bundled model samples a line for each branch. The calculator adds up
+the numbers of a line; one with numbers is worth 1, and the first of those goes on,
+behind the sum. The rollout notes the tree that it makes, and `jkv.score` computes each
+of its tokens once, forward and in the gradient of a policy's loss. The agent is in
+`agents/`.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+from agents.rollout import Agent
+from generating.arguments import Parser, at_least, text
+from generating.ending import answering_errors, ending_in_one_line
+
+import jkv
+from jkv import trees
+from jkv.commands.compiled_programs import keep_compiled_programs
+
+BUNDLED = Path(__file__).parent / "models" / "pydoc"
+PROMPT = """Adding up
+
+>>> x = 2 + 2
+4
+>>> print(50, 5)
+55
+>>> y = 7 + 3.20
+30
+>>>"""
+CONTEXT = 512
+
+
+def main():
+    parser = Parser(__doc__)
+    add, number = parser.add_argument, at_least(1)
+    add("prompt", nargs="?", type=text, default=PROMPT)
+    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add("--turns", type=number, default=8, help="of the rollout; %(default)s")
+    add("--branches", type=number, default=8, help="in each turn; %(default)s")
+    add("--rate", type=at_least(0, float), default=0.1, help="of learning; %(default)s")
+    options = parser.parse_args()
+    keep_compiled_programs()
+    with answering_errors():
+        show(options)
+
+
+def show(options):
+    """Play, learn, and print what was shared."""
+    model, params = pretrained.load(options.model, dtype=jnp.float32)
+    tokenizer = pretrained.load_tokenizer(options.model)
+    config = model.cache_config(
+        CONTEXT, max_sequences=options.branches + 1, dtype=jnp.float32
+    )
+    agent = Agent(model, params, tokenizer, options.branches)
+    _, played = agent.play(jkv.init(config), options.prompt, options.turns)
+    record, tree = played.record, played.record.tree
+    print(agent.read(trees.read_text(tree, played.trunk)))
+    lengths = [len(trees.read_text(tree, segment)) for segment in played.rewards]
+    print(f"{sum(played.rewards.values()):.0f} of {len(lengths)} lines have numbers")
+    print(f"{tree.num_rows} rows instead of {sum(lengths)} of separate texts")
+
+    advantages = find_advantages(played)
+    learn = jax.jit(partial(improve, model, config, options.rate))
+    (_, difference), params = learn(params, record, advantages)
+    (after, _), _ = learn(params, record, advantages)
+    print(f"scores differ from the rollout's by {difference:.0e} at most")
+    print(f"the policy's gain on these lines after one step: {after:.3f}")
+
+
+def find_advantages(played):
+    """Return what each segment was worth more than its siblings, f32[S]."""
+    advantages = np.zeros(played.record.tree.num_segments, np.float32)
+    for segments in played.siblings:
+        rewards = np.array([played.rewards[segment] for segment in segments])
+        advantages[segments] = rewards - rewards.mean()
+    return advantages
+
+
+def improve(model, config, rate, params, record, advantages):
+    """Return the gain, the largest difference of scores, and better weights."""
+    segments = record.tree.segments
+    counts = record.is_generated[segments] & (segments >= 0)
+
+    def gain(params):
+        scores = jkv.score(model, params, record.tree, config=config)
+        differences = jnp.where(counts, scores - record.logprobs, 0.0)
+        gains = jnp.where(counts, jnp.exp(differences) * advantages[segments], 0.0)
+        return gains.mean(), jnp.abs(differences).max()
+
+    found, gradient = jax.value_and_grad(gain, has_aux=True)(params)
+    better = jax.tree.map(lambda old, slope: old + rate * slope, params, gradient)
+    return found, better
+
+
+if __name__ == "__main__":
+    with ending_in_one_line():
+        main()

@@ -1,0 +1,118 @@
+"""A rollout of turns and branches, noted as the tree that it makes.
+
+The cache holds the trunk. In each turn it is given what the tool said, forked, and each
+branch samples a line; the line that is best becomes the trunk, the others are freed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import jkv
+from agents.calculator import calculate
+from jkv import trees
+
+extend = jax.jit(
+    jkv.extend, static_argnames=("model", "max_new_tokens"), donate_argnames="cache"
+)
+
+
+class Rollout(NamedTuple):
+    """What was done, and what it was worth."""
+
+    record: trees.TreeRecord
+    rewards: dict[int, float]  # of each segment that the model chose
+    siblings: list[list[int]]  # the segments of each turn
+    trunk: int  # the segment that the trunk ends with
+
+
+class Agent(NamedTuple):
+    """A model that writes lines for a calculator."""
+
+    model: object
+    params: object
+    tokenizer: object
+    num_branches: int
+    max_new_tokens: int = 12
+    width: int = 96  # most tokens that the trunk is given at a time
+
+    @property
+    def stop_tokens(self):
+        """Tokens that end a line."""
+        vocabulary = range(self.tokenizer.get_vocab_size())
+        return np.array([t for t in vocabulary if "\n" in self.read([t])], np.int32)
+
+    def read(self, tokens):
+        """Return the text of tokens."""
+        return self.tokenizer.decode([int(token) for token in tokens if token >= 0])
+
+    def write(self, text):
+        """Return the tokens of a text."""
+        return self.tokenizer.encode(text).ids
+
+    def play(self, cache, prompt, num_turns, seed=0):
+        """Play turns from an empty cache, where the trunk stays open."""
+        cache, opened = jkv.allocate(cache, [0])
+        record, trunk = trees.TreeRecord.empty(cache.max_sequences), opened.seq_ids
+        record = trees.note_allocate(record, opened)
+        # Of the trunk's text, what is not in the cache.
+        waiting, told, rewards, siblings = [], self.write(prompt), {}, []
+        for turn in range(num_turns):
+            record, _ = trees.note_given(record, trunk, [told])
+            waiting = [*waiting, *told]
+            cache, record, branches = self.branch(cache, record, trunk, waiting)
+            first = np.full((self.num_branches, 1), waiting[-1], np.int32)
+            cache, said = self.sample(cache, branches, first, seed + 100 * turn)
+            record, segments = trees.note_extend(record, branches, first, said)
+            lines = [line[line >= 0] for line in np.asarray(said.tokens)]
+            values = [calculate(self.read(line)) for line in lines]
+            found = [float(value is not None) for value in values]
+            siblings.append(segments.tolist())
+            rewards |= dict(zip(siblings[-1], found, strict=True))
+            best = int(np.argmax(found))
+            cache, trunk = self.choose(cache, trunk, branches, best)
+            waiting, told = [int(lines[best][-1])], self.answer(lines[best])
+        return cache, Rollout(record, rewards, siblings, int(record.tips[trunk[0]]))
+
+    def branch(self, cache, record, trunk, waiting):
+        """Give the trunk what waits, but for the last token, and fork it."""
+        if len(waiting) > 1:
+            padded = np.full((1, self.width), -1, np.int32)
+            padded[0, : len(waiting) - 1] = waiting[:-1]
+            # What it generates behind them nobody wants.
+            cache, _ = self.extend(cache, trunk, padded, max_new_tokens=1)
+        record = trees.note_fed(record, trunk, len(waiting) - 1)
+        parents = np.repeat(np.asarray(trunk), self.num_branches)
+        cache, forked = jkv.fork(cache, parents)
+        jkv.raise_for_status(forked.status)
+        return cache, trees.note_fork(record, parents, forked), forked.seq_ids
+
+    def sample(self, cache, branches, first, seed):
+        """Sample a line for each branch."""
+        seeds = np.uint32(seed) + np.arange(self.num_branches, dtype=np.uint32)
+        return self.extend(
+            cache,
+            branches,
+            first,
+            max_new_tokens=self.max_new_tokens,
+            stop_tokens=self.stop_tokens,
+            sampling=jkv.Sampling(temperature=1.0, seeds=seeds),
+        )
+
+    def extend(self, cache, *arguments, **options):
+        """Call the jitted `jkv.extend`."""
+        return extend(self.model, self.params, cache, *arguments, **options)
+
+    def answer(self, line):
+        """Return what the tool says of a line."""
+        written = self.read(line)
+        gap = "" if "\n" in written else "\n"
+        return self.write(f"{gap}{calculate(written) or 0}\n>>>")
+
+    def choose(self, cache, trunk, branches, best):
+        """Let a branch be the trunk, and free the others and the old one."""
+        others = np.append(np.delete(np.asarray(branches), best), trunk)
+        cache, status = jkv.free(cache, others)
+        jkv.raise_for_status(status)
+        return cache, branches[best : best + 1]

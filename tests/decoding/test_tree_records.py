@@ -1,0 +1,192 @@
+"""Rollouts that are noted: the tree has the texts that sequences and samples have."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_attention_model import attention_model, attention_params
+from support.text_trees import CONFIG
+
+import jkv
+from jkv import trees
+
+pytestmark = pytest.mark.one_end
+
+SIZES = dataclasses.replace(
+    CONFIG, num_blocks=24, max_sequences=6, max_context_length=22, dtype=jnp.float32
+)
+NUM_NEW = 3
+extend = jax.jit(
+    functools.partial(jkv.extend, attention_model), static_argnames="max_new_tokens"
+)
+score = functools.partial(jkv.score, attention_model, config=CONFIG)
+
+
+def open_cache(count):
+    cache, opened = jkv.allocate(jkv.init(SIZES), [0] * count)
+    record = trees.TreeRecord.empty(cache.max_sequences)
+    return cache, trees.note_allocate(record, opened)
+
+
+class Rollout:
+    """Sequences that are extended and forked, beside the record of it."""
+
+    def __init__(self, count):
+        self.cache, self.record = open_cache(count)
+        self.texts = {seq_id: [] for seq_id in range(count)}  # with what waits
+        self.waiting = {seq_id: [] for seq_id in range(count)}
+
+    def extend(self, seq_ids, tokens):
+        """Give sequences what waits and these tokens."""
+        given = np.full((len(seq_ids), 12), -1, np.int32)
+        for row, seq_id, more in zip(given, seq_ids, tokens, strict=True):
+            whole = self.waiting[seq_id] + more
+            row[: len(whole)] = whole
+        ids = np.array(seq_ids, np.int32)
+        self.cache, said = extend(
+            attention_params(), self.cache, ids, given, max_new_tokens=NUM_NEW
+        )
+        self.record, segments = trees.note_extend(self.record, ids, given, said)
+        for i, (seq_id, more) in enumerate(zip(seq_ids, tokens, strict=True)):
+            new = said.tokens[i, : said.lengths[i]].tolist()
+            if new:
+                self.texts[seq_id] = self.texts[seq_id] + more + new
+                self.waiting[seq_id] = new[-1:]
+        return segments
+
+    def give(self, seq_id, tokens):
+        self.record, _ = trees.note_given(self.record, [seq_id], [tokens])
+        self.texts[seq_id] = self.texts[seq_id] + tokens
+        self.waiting[seq_id] = self.waiting[seq_id] + tokens
+
+    def fork(self, parents):
+        self.cache, forked = jkv.fork(self.cache, parents)
+        self.record = trees.note_fork(self.record, parents, forked)
+        for parent, child in zip(parents, forked.seq_ids.tolist(), strict=True):
+            if child >= 0:
+                self.texts[child] = self.texts[parent]
+                self.waiting[child] = self.waiting[parent]
+        return forked.seq_ids.tolist()
+
+    def check(self):
+        """The tips have the texts, and the cache lacks what waits."""
+        lengths, tips = jkv.context_lengths(self.cache), self.record.tips
+        for seq_id, text in self.texts.items():
+            assert trees.read_text(self.record.tree, int(tips[seq_id])) == text
+            waits = len(self.waiting[seq_id])
+            assert int(self.record.num_unfed[seq_id]) == waits
+            assert int(lengths[seq_id]) == len(text) - waits
+
+
+def test_sequences_are_followed():
+    """Turns, forks, tools whose answer branches share, and a refusal."""
+    played = Rollout(2)
+    played.extend([0, 1], [[3, 1, 4, 1, 5], [9, 2]])
+    played.check()
+    played.give(0, [7, 7])
+    assert played.fork([0, 0, 1]) == [2, 3, 4]
+    played.check()
+    played.extend([2, 3], [[], [6]])
+    played.extend([4, 0], [[8], []])
+    played.check()
+    tree = played.record.tree
+    # 5 + 3, 2 + 3, the tool's 2; 3, 1 + 3; 1 + 3, 3.
+    assert tree.num_rows == tree.tokens.shape[0] == 8 + 5 + 2 + 3 + 4 + 4 + 3
+    before = dict(played.texts)
+    played.extend([2, 4], [[1] * 11, [2]])
+    assert played.texts[2] == before[2] and played.texts[4] != before[4]
+    played.check()
+
+    scores = np.asarray(jax.jit(score)(attention_params(), played.record.tree))
+    said = np.asarray(played.record.is_generated)[
+        np.asarray(played.record.tree.segments)
+    ]
+    logprobs = np.asarray(played.record.logprobs)
+    np.testing.assert_allclose(scores[said], logprobs[said], atol=2e-5)
+    assert (logprobs[said] < 0).all() and not logprobs[~said].any()
+
+
+def test_what_was_fed_is_not_noted_again():
+    """The trunk is fed all that branches share but the last token."""
+    played = Rollout(1)
+    played.give(0, [3, 1, 4, 1, 5])
+    given = np.full((1, 12), -1, np.int32)
+    given[0, :4] = [3, 1, 4, 1]
+    played.cache, _ = extend(
+        attention_params(), played.cache, np.zeros(1, np.int32), given, max_new_tokens=1
+    )
+    played.record = trees.note_fed(played.record, [0], 4)
+    played.waiting[0] = [5]
+    played.check()
+    played.fork([0, 0])
+    played.extend([1, 2], [[], []])
+    played.check()
+    assert played.record.tree.num_rows == 5 + 2 * NUM_NEW
+
+
+def test_what_the_cache_lacks_comes_first():
+    played = Rollout(1)
+    played.extend([0], [[3, 1, 4]])
+    played.waiting[0] = [(played.waiting[0][0] + 1) % 19]
+    with pytest.raises(ValueError, match="the cache lacks .* tokens given begin with"):
+        played.extend([0], [[5]])
+
+
+def test_samples_are_noted_inside_jit():
+    """As outside, with rows for all that might have been generated."""
+    prompts = np.array([[3, 1, 4, -1], [9, 2, 6, 5]], np.int32)
+
+    def run(params, cache, prompts):
+        record = trees.TreeRecord.empty(0)
+        options = dict(max_new_tokens=NUM_NEW, num_samples=2)
+        sampling = jkv.Sampling(temperature=1.0, seeds=7)
+        _, said = jkv.generate(
+            attention_model, params, cache, prompts, sampling=sampling, **options
+        )
+        record, first = trees.note_generate(record, prompts, said)
+        record, second = trees.note_generate(
+            record, prompts[:, :1], said, parents=first[1:3]
+        )
+        return record, said, (first, second)
+
+    inside, said, (first, second) = jax.jit(run)(
+        attention_params(), jkv.init(SIZES), prompts
+    )
+    assert inside.tree.num_rows == 8 + 4 * NUM_NEW + 2 + 4 * NUM_NEW
+    record = trees.TreeRecord.empty(0)
+    record, same = trees.note_generate(record, prompts, said)
+    assert record.tree.num_rows == 7 + 4 * NUM_NEW
+    record, _ = trees.note_generate(record, prompts[:, :1], said, parents=first[1:3])
+    assert first.tolist() == same.tolist() and second.tolist() == [8, 9, 10, 11]
+    for segment in range(record.tree.num_segments):
+        text = trees.read_text(record.tree, segment)
+        assert trees.read_text(inside.tree, segment) == text
+    sampled = np.asarray(said.tokens).tolist()
+    expected = [3, 1, 4, *sampled[1], 3, *sampled[0]]
+    assert trees.read_text(record.tree, 8) == expected
+    np.testing.assert_array_equal(
+        np.asarray(inside.logprobs)[np.asarray(inside.tree.segments) >= 0],
+        record.logprobs,
+    )
+
+
+class TestMistakes:
+    def test_a_result_of_other_prompts(self):
+        said = jkv.Generation.empty(jnp.zeros(3, jnp.int32), 2)
+        with pytest.raises(ValueError, match="3 sequences, no multiple of 2 prompts"):
+            trees.note_generate(trees.TreeRecord.empty(0), [[1], [2]], said)
+
+    def test_texts_for_other_sequences(self):
+        record = trees.TreeRecord.empty(2)
+        with pytest.raises(ValueError, match="for each of 2 sequences, got 1"):
+            trees.note_given(record, [0, 1], [[1]])
+
+    def test_an_answer_of_another_verb(self):
+        record = trees.TreeRecord.empty(2)
+        with pytest.raises(ValueError, match=r"expected a jkv\.Allocation, got list"):
+            trees.note_allocate(record, [0])
+        with pytest.raises(ValueError, match=r"expected the jkv\.Fork of 1 parents"):
+            trees.note_fork(record, [0], [1])

@@ -1,0 +1,66 @@
+"""The agent of the examples: its rollout is a tree, and the tree is what it said."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+import pretrained
+from agent_tree import BUNDLED, PROMPT, find_advantages, improve
+from agents.calculator import calculate
+from agents.rollout import Agent
+
+pytestmark = pytest.mark.one_end
+
+
+def test_the_calculator_adds_up():
+    assert calculate(" x = 2 + 30\n") == 32
+    assert calculate(" none\n") is None
+
+
+def test_a_rollout_becomes_a_gradient():
+    """What is scored is what was sampled, and each distinct token is there once."""
+    model, params = pretrained.load(BUNDLED, dtype=jnp.float32, scan_layers=True)
+    agent = Agent(
+        model,
+        params,
+        pretrained.load_tokenizer(BUNDLED),
+        num_branches=3,
+        max_new_tokens=6,
+        width=48,
+    )
+    config = model.cache_config(96, max_sequences=4, dtype=jnp.float32)
+    cache, played = agent.play(jkv.init(config), PROMPT, num_turns=2)
+    tree, record = played.record.tree, played.record
+    jkv.check(cache)
+    texts = [jkv.trees.read_text(tree, segment) for segment in played.rewards]
+    assert agent.read(jkv.trees.read_text(tree, played.trunk)).startswith(PROMPT)
+    # Siblings that begin alike were sampled twice, and are two.
+    begins = collections.Counter(
+        tuple(text[: i + 1]) for text in texts for i in range(len(text))
+    )
+    assert len(begins) <= tree.num_rows < sum(map(len, texts)) / 2
+    assert (
+        int(jkv.context_lengths(cache).max())
+        == len(jkv.trees.read_text(tree, played.trunk)) - 1
+    )
+
+    worth = find_advantages(played)
+    for segments in played.siblings:
+        found = [played.rewards[segment] for segment in segments]
+        np.testing.assert_allclose(worth[segments], np.subtract(found, np.mean(found)))
+    weights = np.cos(np.arange(tree.num_segments, dtype=np.float32))
+    step = jax.jit(functools.partial(improve, model, config, 0.01))
+    (gain, difference), better = step(params, record, weights)
+    assert difference < 1e-4
+    (later, _), _ = step(better, record, weights)
+    assert later > gain + 1e-3
