@@ -30,9 +30,8 @@ def main():
     add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
     add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
     options = parser.parse_args()
-    api_key = options.api_key
-    if api_key is None:
-        api_key = os.environ.get("JKV_API_KEY")
+    kept = os.environ.get("JKV_API_KEY")
+    api_key = kept if options.api_key is None else options.api_key
     if api_key == "":
         parser.error("the API key is empty")
 
