@@ -5,8 +5,7 @@
     curl localhost:8000/v1/completions -d '{"prompt": "The with statement"}'
 
 With JKV_API_KEY in the environment clients need that key. `/health` says that the
-server is there, `/metrics` has numbers for Prometheus. What happens is in
-`served/api.py`.
+server is there, `/metrics` has numbers for Prometheus. The app: `served/api.py`.
 """
 
 import argparse
