@@ -18,7 +18,7 @@ from generating.ending import ending_in_one_line
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    from served.loading import add_options, load
+    from served.loading import TOOL_TAGS, add_options, load
 
     add_options(parser)
     add = parser.add_argument
@@ -26,6 +26,8 @@ def main():
     add("--port", type=int, default=8000, help="%(default)s")
     add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
     add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
+    add("--rules", type=int, default=0, help="requests with biases, bans; %(default)s")
+    add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
     add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
     options = parser.parse_args()
     api_key = options.api_key
@@ -44,6 +46,8 @@ def main():
             options,
             max_waiting=options.max_waiting,
             max_grammars=options.grammars,
+            max_rules=options.rules,
+            tool_tags=tuple(options.tool_tags or TOOL_TAGS),
         )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -38,7 +38,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]]) -> str:
+def render_chat(
+    folder: str | Path,
+    messages: str | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Write a chat as the checkpoint's own template has it, up to the answer.
 
     Encode the text with ``add_special_tokens=False``: the template brings its own.
@@ -47,6 +51,7 @@ def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]])
         folder: a checkpoint with a chat_template.jinja, or with a ``chat_template`` in
             its tokenizer_config.json.
         messages: a question, or what was said so far, each with "role" and "content".
+        tools: that the model may call, as the API of OpenAI has them.
 
     Raises:
         ValueError: when there is no template, or it refuses the messages.
@@ -64,10 +69,11 @@ def render_chat(folder: str | Path, messages: str | Sequence[Mapping[str, Any]])
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     try:
-        return environment.from_string(_find_template(folder, settings)).render(
+        template = _find_template(folder, settings, has_tools=bool(tools))
+        return environment.from_string(template).render(
             messages=messages,
             add_generation_prompt=True,
-            tools=None,
+            tools=list(tools) or None,
             documents=None,
             **_special_tokens(settings),
         )
@@ -90,7 +96,9 @@ def _read_settings(folder: str | Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _find_template(folder: str | Path, settings: Mapping[str, Any]) -> str:
+def _find_template(
+    folder: str | Path, settings: Mapping[str, Any], *, has_tools: bool = False
+) -> str:
     """Return the template, from a file of its own or from the tokenizer's settings."""
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
@@ -100,6 +108,8 @@ def _find_template(folder: str | Path, settings: Mapping[str, Any]) -> str:
         # Several by name: one for tools, one for retrieval, and the one for chats.
         named = {each.get("name"): each.get("template") for each in template}
         template = named.get("default")
+        if has_tools:
+            template = named.get("tool_use", template)
     if not isinstance(template, str):
         raise ValueError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in "

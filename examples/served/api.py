@@ -72,7 +72,7 @@ def answer(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
             asked, shown = await asyncio.to_thread(
                 read_request, served, body, is_chat=is_chat
             )
-            held = await asyncio.to_thread(served.hold, asked.language)
+            held = await asyncio.to_thread(served.hold, asked.language, asked.rules)
             with contextlib.ExitStack() as at_end:
                 at_end.callback(held.release)
                 numbers = submit_all(served, asked, held.variant)

@@ -15,6 +15,8 @@ from .languages import Language
 from .loading import MOST_STOP_TOKENS, Served
 from .mistakes import Refused
 from .prompts import read_chat, read_prompts
+from .rule_table import Rules
+from .tools import Tools, read_tools
 from .values import is_tokens, read_flag, read_number
 
 MOST_SAMPLES = 16
@@ -29,7 +31,9 @@ class Asked(NamedTuple):
     prompts: list[list[int]]  # token ids
     options: dict[str, Any]  # of `Engine.submit`
     n: int
+    tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
+    rules: Rules | None = None  # likewise
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
@@ -45,7 +49,11 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
     """
     if not isinstance(body, Mapping):
         raise Refused("the body must be an object")
-    prompts = read_chat(served, body) if is_chat else read_prompts(served, body)
+    tools = read_tools(body, served.tool_tags) if is_chat else None
+    if is_chat:
+        prompts = read_chat(served, body, [] if tools is None else tools.listed)
+    else:
+        prompts = read_prompts(served, body)
     n = read_number(body, "n", 1, int, 1, MOST_SAMPLES)
     longest = max(map(len, prompts))
     if longest > served.context:
@@ -63,7 +71,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
         salt=_read_salt(body),
     )
-    return Asked(prompts, options, n)
+    return Asked(prompts, options, n, tools)
 
 
 def _read_most_tokens(served: Served, body: Mapping[str, Any], longest: int) -> int:

@@ -29,12 +29,14 @@ SERVED = {
     *("stream", "stream_options", *LABELS),
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),
+    *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"),
 }
 SERVED_OF_TEXTS = SERVED | {"prompt", "best_of", "echo"}
-SERVED_OF_CHATS = SERVED | {"messages"}
+_OF_CALLS = ("tools", "tool_choice", "parallel_tool_calls")
+SERVED_OF_CHATS = SERVED | {"messages", *_OF_CALLS}
 
-_STEERING = "is not served yet: it needs steering of the logits"
-_TOOLS = "is not served yet: calls of tools need steering of the logits"
+_OF_CHATS = "is not served of texts; of chats it is"
+_OLD = "is not served: it is the old name of tools and tool_choice"
 _PENALTY = "is not served yet; repetition_penalty is"
 _TEXT_ONLY = "is not served: the model reads and writes text"
 _OF_THE_TEMPLATE = "is not served: the checkpoint's own template is used as it is"
@@ -42,20 +44,15 @@ _NOT_STORED = "is not served: nothing is stored"
 _AS_IT_IS = "is not served: tokens are told as texts"
 
 REFUSED = {
-    # What needs steering.
-    "logit_bias": Refusal(_STEERING, ({},)),
-    "min_tokens": Refusal(_STEERING, (0,)),
-    "bad_words": Refusal(_STEERING, ([],)),
-    "allowed_token_ids": Refusal(_STEERING),
-    "logits_processors": Refusal(_STEERING, ([],)),
+    "logits_processors": Refusal("is not served: no code of clients runs here", ([],)),
     "guided_grammar": Refusal("is not served; guided_json and guided_regex are"),
     "guided_decoding_backend": Refusal("is not served: there is one"),
     "guided_whitespace_pattern": Refusal("is not served: white space is as told"),
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ("none",)),
-    "parallel_tool_calls": Refusal(_TOOLS, (True, False)),
-    "functions": Refusal(_TOOLS, ([],)),
-    "function_call": Refusal(_TOOLS, ("none",)),
+    "tools": Refusal(_OF_CHATS, ([],)),
+    "tool_choice": Refusal(_OF_CHATS, ("none",)),
+    "parallel_tool_calls": Refusal(_OF_CHATS, (True, False)),
+    "functions": Refusal(_OLD, ([],)),
+    "function_call": Refusal(_OLD, ("none",)),
     "presence_penalty": Refusal(_PENALTY, (0, 0.0)),
     "frequency_penalty": Refusal(_PENALTY, (0, 0.0)),
     # What the model or the loop does not do.

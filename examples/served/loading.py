@@ -11,9 +11,15 @@ import jkv
 from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
-from .languages import Held, Language, Languages
+from .grammars import Held, Languages
+from .languages import Language
+from .rule_table import Rules
+from .steering import Steered
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
+
+# Of Hermes, Qwen and others.
+TOOL_TAGS = ("<tool_call>", "</tool_call>")
 
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
@@ -29,22 +35,30 @@ class Served(NamedTuple):
     stop_tokens: tuple[int, ...] = ()  # the model's own
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
-    languages: Languages | None = None  # that texts can be asked to be of
+    steered: Steered | None = None  # what steers texts
+    has_languages: bool = False  # whether texts can be asked to be of one
+    has_rules: bool = False  # whether requests can have rules of their own
+    vocabulary_size: int = 0  # tokens that the model knows
+    tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
 
     @property
     def name(self) -> str:
         """The model's name: its folder's."""
         return self.folder.resolve().name
 
-    def hold(self, language: Language | None) -> Held:
-        """Return what steers texts into a language, kept until it is released.
+    def hold(self, language: Language | None, rules: Rules | None = None) -> Held:
+        """Return what steers the texts of a request, kept until it is released.
+
+        Args:
+            language: of the texts.
+            rules: of the request.
 
         Raises:
-            Refused: if there is no such language, or no room for it.
+            Refused: if there is no such language, or no room.
         """
-        if language is None or self.languages is None:
-            return Held(None, None)
-        return self.languages.hold(self.engine, language)
+        if self.steered is None:
+            return Held()
+        return self.steered.hold(self.engine, language, rules)
 
     @property
     def most_characters(self) -> int:
@@ -69,6 +83,8 @@ def load(
     *,
     max_waiting: int | None = None,
     max_grammars: int = 0,
+    max_rules: int = 0,
+    tool_tags: tuple[str, str] = TOOL_TAGS,
     **changes: object,
 ) -> Served:
     """Read a checkpoint, and make an engine of the command line's sizes.
@@ -77,6 +93,8 @@ def load(
         options: of `add_options`.
         max_waiting: of `jkv.serving.Engine`.
         max_grammars: languages that requests have at one time; 0 steers no text.
+        max_rules: requests with rules of their own at one time; 0 for none.
+        tool_tags: what stands before and behind a call of a tool.
         **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
@@ -98,15 +116,17 @@ def load(
     if max_grammars and stop_tokens:
         vocabulary = vocabulary_of(tokenizer, stop_tokens)
         languages = Languages(vocabulary, max_grammars)
+    most_stop_tokens = len(stop_tokens) + MOST_STOP_TOKENS
+    steered = Steered(languages, max_rules, most_stop_tokens)
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=min(options.max_new_tokens, context),
         row_counts=(options.rows,) if options.rows else None,
         stop_tokens=stop_tokens,
-        stop_sizes=StopSizes(len(stop_tokens) + MOST_STOP_TOKENS, 0, 0),
+        stop_sizes=StopSizes(most_stop_tokens, 0, 0),
         detokenize=tokenizer.decode,
         max_waiting=max_waiting,
-        steering=None if languages is None else languages.grammar,
+        steering=steered.steering,
         kept_programs=pretrained.keep_programs(model),
     )
     engine = Engine(model, params, jkv.init(config), **(fields | changes))
@@ -119,5 +139,9 @@ def load(
         stop_tokens=stop_tokens,
         max_waiting=max_waiting,
         longest_token=max(map(len, tokenizer.get_vocab())),
-        languages=languages,
+        steered=steered,
+        has_languages=languages is not None,
+        has_rules=max_rules > 0,
+        vocabulary_size=model.config.vocab_size,
+        tool_tags=tool_tags,
     )

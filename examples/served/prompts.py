@@ -4,19 +4,21 @@ Tokenizers take their time, and only `encode_batch` lets other threads run meanw
 text that cannot fit is refused by its length before.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pretrained
 
 from .loading import Served
 from .mistakes import Refused
+from .tools import read_arguments
 from .values import is_tokens, read_flag
 
 MOST_PROMPTS = 32
 
-# What templates know of a message; the rest is of tools, audio and refusals.
-OF_A_MESSAGE = ("role", "content", "name")
+# What templates know of a message; the rest is of audio and refusals.
+OF_A_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
@@ -38,8 +40,15 @@ def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
     return [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompt]
 
 
-def read_chat(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
+def read_chat(
+    served: Served, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int]]:
     """Return what was said as the checkpoint's own template has it.
+
+    Args:
+        served: the model.
+        body: the fields.
+        tools: that the template tells the model of.
 
     Raises:
         Refused: for what are no messages of texts, and for what is too long.
@@ -49,8 +58,11 @@ def read_chat(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("messages must be a list of messages", "messages")
     read = list(map(_read_message, messages))
-    _check_length(served, "messages", sum(len(each["content"]) for each in read))
-    text = pretrained.render_chat(served.folder, read)
+    others = [tools, *(each.get("tool_calls", ()) for each in read)]
+    written = sum(len(json.dumps(each)) for each in others if each)
+    length = written + sum(len(each["content"]) for each in read)
+    _check_length(served, "messages", length)
+    text = pretrained.render_chat(served.folder, read, tools)
     has_special = read_flag(body, "add_special_tokens", False)
     return _encode(served, "messages", [text], add_special_tokens=has_special)
 
@@ -80,9 +92,19 @@ def _read_message(message: Any) -> dict[str, Any]:
             raise Refused(
                 f"{name[:60]!r} of a message is not served; leave it out", "messages"
             )
-    if not isinstance(message.get("name"), str | None):
-        raise Refused("the name of a message must be a text", "messages")
-    return {**message, "content": _read_content(message.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise Refused(f"the {name} of a message must be a text", "messages")
+    calls, content = message.get("tool_calls"), message.get("content")
+    if not isinstance(calls, list | None):
+        raise Refused("the tool_calls of a message must be a list", "messages")
+    if not calls:
+        return {**message, "content": _read_content(content)}
+    return {
+        **message,
+        "content": "" if content is None else _read_content(content),
+        "tool_calls": list(map(read_arguments, calls)),
+    }
 
 
 def _read_content(content: Any) -> str:

@@ -9,6 +9,7 @@ from jkv import FinishReason
 from jkv.serving import Completion, Event
 from jkv.serving.request.texts import TextStream
 
+from .calls import CallPart, CallReader
 from .loading import Served
 from .mistakes import Refused
 from .showing import Asked, Shown
@@ -35,7 +36,14 @@ class Reply:
         self._model, self._is_chat = served.name, is_chat
         self._num_prompt = sum(map(len, asked.prompts))
         self._choices = [
-            Choice(served, prompt, echo, shown.has_logprobs, is_chat=is_chat)
+            Choice(
+                served,
+                prompt,
+                echo,
+                shown.has_logprobs,
+                is_chat=is_chat,
+                may_call=asked.tools is not None and asked.tools.language is not None,
+            )
             for prompt, echo in zip(asked.prompts, shown.echoes, strict=True)
             for _ in range(shown.num_choices)
         ]
@@ -97,7 +105,9 @@ class Choice:
         has_logprobs: bool,
         *,
         is_chat: bool,
+        may_call: bool,
     ):
+        self._calls = CallReader(*served.tool_tags) if may_call else None
         self._echo, self._is_chat = echo, is_chat
         self._tokens: TextStream | None = None
         if has_logprobs:
@@ -106,12 +116,36 @@ class Choice:
     def write(self, new: Completion | Event, part: str) -> dict[str, Any]:
         """Return what is new, or all, in the API's words."""
         text, self._echo = self._echo + (new.text or ""), ""
-        written = {part: {"role": "assistant", "content": text}}
+        reason = REASONS[new.reason]
+        if self._calls is not None:
+            written = {part: self._write_calls(self._calls, new, part)}
+            if reason == "stop" and self._calls.has_called:
+                reason = "tool_calls"
+        elif self._is_chat:
+            written = {part: {"role": "assistant", "content": text}}
+        else:
+            written = {"text": text}
         return {
-            **(written if self._is_chat else {"text": text}),
+            **written,
             "logprobs": self._write_logprobs(new),
-            "finish_reason": REASONS[new.reason],
+            "finish_reason": reason,
         }
+
+    def _write_calls(
+        self, calls: CallReader, new: Completion | Event, part: str
+    ) -> dict[str, Any]:
+        """Return the message, or what is new of it: free text, and calls of tools."""
+        is_last = new.reason != FinishReason.RUNNING
+        told = calls.advance(new.text or "", is_last=is_last)
+        written: dict[str, Any] = {"role": "assistant", "content": told.content}
+        if told.calls:
+            whole = join_parts(told.calls)
+            if part == "message":
+                whole = [
+                    {k: v for k, v in one.items() if k != "index"} for one in whole
+                ]
+            written |= {"content": told.content or None, "tool_calls": whole}
+        return written
 
     def _write_logprobs(self, new: Completion | Event) -> dict[str, Any] | None:
         """Return each token's own logprob; the texts of all tokens are the text."""
@@ -142,6 +176,19 @@ class Choice:
         return {"content": content, "refusal": None}
 
 
+def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    """Return what parts say of each call, in the API's words."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        call = calls.setdefault(part.index, {"index": part.index, "function": {}})
+        function = call["function"]
+        if part.name is not None:
+            call |= {"id": part.id, "type": "function"}
+            function["name"] = part.name
+        function["arguments"] = function.get("arguments", "") + part.arguments
+    return list(calls.values())
+
+
 def check_reason(reason: FinishReason) -> None:
     """Refuse to tell of a text that was not ended by its model or its limit.
 
@@ -158,5 +205,11 @@ def check_reason(reason: FinishReason) -> None:
         )
     if reason == FinishReason.CANCELLED:
         raise Refused("the server is going down", status=503)
+    if reason == FinishReason.NOTHING_ALLOWED:
+        raise Refused(
+            "what the request asks for left its text no token: a language, min_tokens, "
+            "bad_words and allowed_token_ids together allow nothing",
+            code="nothing_allowed",
+        )
     name = reason.name.lower()
     raise Refused(f"the text ended: {name}", status=500, code=name)

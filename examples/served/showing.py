@@ -10,6 +10,7 @@ from .languages import read_language
 from .loading import Served
 from .mistakes import Refused
 from .prompts import read_prompt_texts
+from .rules import read_rules
 from .values import read_flag, read_number
 
 
@@ -47,15 +48,23 @@ def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, 
     asked = read_body(served, fields, is_chat=is_chat)
     shown = _read_shown(served, fields, asked, is_chat=is_chat)
     best_of = _read_best_of(fields, asked.n, shown)
-    language = read_language(fields)
-    if language is not None and served.languages is None:
+    calls = None if asked.tools is None else asked.tools.language
+    language = read_language(fields, calls)
+    if language is not None and not served.has_languages:
         raise Refused(
-            f"{language.param} is not served here: the server has no room for grammars",
+            f"{language.param} is not served here: start the server with --grammars",
             language.param,
             code="unsupported_parameter",
         )
+    rules = read_rules(
+        served,
+        fields,
+        stop_tokens=asked.options["stop_tokens"],
+        max_new_tokens=asked.options["max_new_tokens"],
+        has_language=language is not None,
+    )
     options = asked.options | {"n": best_of}
-    return asked._replace(options=options, language=language), shown
+    return asked._replace(options=options, language=language, rules=rules), shown
 
 
 def check_model(served: Served, model: Any) -> None:

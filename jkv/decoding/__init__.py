@@ -2,6 +2,7 @@
 
 from jkv.decoding.beams.search import beam_search
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
+from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.protocol import Model
@@ -12,6 +13,7 @@ from jkv.decoding.sampling.filters import filter_logits
 from jkv.decoding.sampling.options import Sampling, spread_seeds
 from jkv.decoding.scheduler.arrivals import add_prompts
 from jkv.decoding.scheduler.cancellation import cancel
+from jkv.decoding.scheduler.preemption import preempt
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scoring.scores import score
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -23,6 +25,8 @@ __all__ = [
     "BeamSearch",
     "BeamStatistics",
     "DraftModel",
+    "ExactDifference",
+    "ExactReport",
     "FinishReason",
     "Generation",
     "GenerationState",
@@ -35,10 +39,12 @@ __all__ = [
     "beam_search",
     "begin",
     "cancel",
+    "check_exact",
     "decode",
     "extend",
     "filter_logits",
     "generate",
+    "preempt",
     "prefill",
     "sample",
     "score",

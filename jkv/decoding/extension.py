@@ -140,6 +140,7 @@ def extend(
     if shape is None:
         size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
     else:
+        shape.check_alone(None, chunk_size)
         shape.check_fits("the number of sequences", num_sequences)
         size = shape.num_rows
     block_size = find_block_size(cache, (size,))

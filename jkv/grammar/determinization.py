@@ -34,8 +34,7 @@ def determinize(expression: Expression, *, max_bytes: int) -> Automaton:
       TooLarge: it takes more than `max_bytes` on the way.
     """
     layout = _Layout(max_bytes)
-    begin = layout.add_node()
-    end = layout.add(expression, begin)
+    begin, end = layout.lay_out(expression)
     return minimize(layout.follow(begin, end))
 
 
@@ -52,6 +51,12 @@ class _Layout:
         self.jumps.append([])
         self._check(len(self.edges) * _BYTES_OF_NODE)
         return len(self.edges) - 1
+
+    def lay_out(self, expression: Expression) -> tuple[int, int]:
+        """Lay out a whole language; return the nodes where it begins and ends."""
+        begin = self.add_node()
+        # Nothing leads on from the end, as from that of a repetition.
+        return begin, self._behind(self.add(expression, begin))
 
     def add(self, expression: Expression, begin: int) -> int:
         """Lay out an expression behind a node; return the node where it ends."""

@@ -64,6 +64,8 @@ def from_tools(
 
     Raises:
       NoText: no tool is called `choice` (a ValueError).
+      ValueError: `begin` ends as it begins, so that it may stand in free text and a
+        call at once.
       Unsupported: a schema uses a keyword that is not served (a ValueError).
       TooLarge: `max_bytes` is exceeded (a ValueError).
 
@@ -75,6 +77,8 @@ def from_tools(
       >>> from_tools([clock], vocabulary, choice="clock").num_states
       66
     """
+    if any(begin.startswith(begin[i:]) for i in range(1, len(begin))):
+        raise ValueError(f"begin, {begin!r}, ends as it begins: take another tag")
     functions = [tool.get("function", tool) for tool in tools]
     if choice not in ("auto", "required"):
         functions = [one for one in functions if one["name"] == choice]

@@ -14,7 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.sampling.options import GREEDY, Sampling
@@ -34,7 +37,9 @@ from jkv.serving.request.results import (
 )
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
+from jkv.serving.scheduler.parking import Parked, ParkingOptions
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
+from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.state import Cache
 from jkv.steering import Steering
@@ -92,6 +97,7 @@ class Engine:
         num_steps: int = 8,
         chunk_size: int = CHUNK_SIZE,
         row_counts: tuple[int, ...] | None = None,
+        exact: ExactShape = False,
         speculate: PromptLookup | DraftModel | None = None,
         steering: Steering | None = None,
         stop_tokens: Integers = (),
@@ -100,6 +106,8 @@ class Engine:
         max_waiting: int | None = None,
         max_results: int = 1024,
         result_seconds: float = 300.0,
+        park_seconds: float = 1.0,
+        max_parked_bytes: int | None = None,
         checks: bool = False,
         kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -121,6 +129,7 @@ class Engine:
           chunk_size: as for `jkv.generate`.
           row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
             prompts come one after the other.
+          exact: as for `jkv.generate`; the bits are those of `jkv.generate` with it.
           speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
             The cache of a draft, with a row for each that runs, is given to the engine.
           steering: as for `jkv.generate`; each request names a variant of it.
@@ -133,6 +142,10 @@ class Engine:
             number.
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
+          park_seconds: how long the blocks of a parked text stay on the device; it is
+            looked at between two windows.
+          max_parked_bytes: most bytes of them on the host; beyond, those of the texts
+            that were parked first are forgotten. None is any number.
           checks: whether to look at the cache's invariants after each window (slow).
           kept_programs: where executables are kept between runs, which then begin
             without tracing the model; what is not there yet is compiled at once.
@@ -155,6 +168,7 @@ class Engine:
             num_steps=num_steps,
             chunk_size=chunk_size,
             row_counts=row_counts,
+            exact=exact,
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
@@ -166,7 +180,13 @@ class Engine:
             lambda: self._scheduler.step(), lambda: self._scheduler.is_idle
         )
         options = HostOptions(
-            detokenize, max_waiting, max_results, result_seconds, checks, clock
+            detokenize,
+            max_waiting,
+            max_results,
+            result_seconds,
+            ParkingOptions(park_seconds, max_parked_bytes),
+            checks,
+            clock,
         )
         self._scheduler = Scheduler(loop, sizes, options, self._turns.lock)
 
@@ -215,27 +235,20 @@ class Engine:
           QueueFull: if `max_waiting` requests wait.
           EngineError: if the engine has failed for good.
         """
-        try:
-            request = read_request(
-                self._limits,
-                tokens,
-                n=n,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop_tokens=stop_tokens,
-                stop_sequences=stop_sequences,
-                stop_strings=stop_strings,
-                salt=salt,
-                priority=priority,
-                variant=variant,
-                timeout=timeout,
-            )
-        except RequestRefused:
-            self._scheduler.count_refused()
-            raise
-        self._scheduler.add(request)
-        self._turns.tell()
-        return request.request_id
+        return self._take_in(
+            None,
+            tokens,
+            n=n,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            stop_sequences=stop_sequences,
+            stop_strings=stop_strings,
+            salt=salt,
+            priority=priority,
+            variant=variant,
+            timeout=timeout,
+        )
 
     def generate(
         self,
@@ -311,6 +324,61 @@ class Engine:
         went_on = self._scheduler.cancel(request)
         self._turns.tell()
         return went_on
+
+    # Texts that wait for a tool.
+
+    def park(self, request_id: int) -> None:
+        """Keep what was computed of a request when it has ended, for `resume`.
+
+        Its blocks stay on the device for `park_seconds`, or until others could need
+        them, and then go to the host. They are forgotten when weights change, unless
+        `update_params` keeps what is cached; the text is kept in any case.
+
+        Args:
+          request_id: from `submit`. Of one that goes on, nothing is lost between its
+            end and this call; what has failed is not kept.
+
+        Raises:
+          KeyError: if it is unknown, or forgotten.
+          ValueError: for a cache without `prefix_caching`.
+        """
+        self._scheduler.park(request_id)
+        self._turns.tell()
+
+    def resume(
+        self, request_id: int, tokens: Integers, *, sample: int = 0, **options: Any
+    ) -> int:
+        """Go on from a parked text and further tokens, as `submit` does with all.
+
+        The text is parked no more: park the new request for its next turn.
+
+        Args:
+          request_id: of `park`.
+          tokens: i32[P] or a list, what follows the text, such as a tool's answer.
+          sample: which of the request's sequences.
+          **options: of `submit`, but for `salt`, which is the text's.
+
+        Returns:
+          The new request's number.
+
+        Raises:
+          KeyError: if it is not parked, or has not ended.
+          RequestRefused, QueueFull, EngineError: as `submit`; it stays parked then.
+        """
+        parked = self._scheduler.take_parked(request_id, sample)
+        try:
+            more = as_token_ids("tokens", tokens)
+            text = np.concatenate([parked.text, more])
+            return self._take_in(parked, text, salt=parked.salt, **options)
+        except BaseException:
+            self._scheduler.put_back(parked)
+            raise
+
+    def unpark(self, request_id: int) -> bool:
+        """Give up the parked texts of a request; return whether there were any."""
+        were_there = self._scheduler.unpark(request_id)
+        self._turns.tell()
+        return were_there
 
     # What comes of them.
 
@@ -455,6 +523,46 @@ class Engine:
             keep_compiled_programs(Path(programs_folder))
         return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
 
+    def update_params(
+        self,
+        params: Any,
+        *,
+        draft_params: Any = None,
+        recompute: bool = False,
+        keep_cached: bool = False,
+        version: int | None = None,
+    ) -> int:
+        """Compute with other weights from the next window on; nothing is compiled.
+
+        What is cached is of the old weights, and is not found any more. Requests that
+        run go on from their keys and values, in the order and places they have, and
+        their blocks are found by no other; or they are computed again. A request that
+        waits has nothing of the old weights. `Completion.versions` has the
+        version of each token.
+
+        Args:
+          params: of the same shapes and dtypes; arrays that are elsewhere are copied to
+            where the old ones are, others are used as they are: who donates them gives
+            a copy.
+          draft_params: of the draft model, likewise; None leaves those there are. What
+            the draft has of a text stays until that is computed again.
+          recompute: whether running requests give their blocks back, and are computed
+            again from their prompts and tokens so far.
+          keep_cached: whether what is cached is found as before, so that a text may
+            attend to keys and values of several versions.
+          version: of these weights, above the last one, such as a trainer's step; None
+            counts on from 0, that of the first weights.
+
+        Returns:
+          The version.
+
+        Raises:
+          ValueError: for other shapes, dtypes or names, which are told, and for
+            `recompute` with `keep_cached`; nothing has changed then.
+        """
+        update = Update(params, draft_params, recompute, keep_cached, version)
+        return self._turns.with_turn(lambda: self._scheduler.update_params(update))
+
     def replace_steering(self, steering: Steering) -> None:
         """Steer by other arrays from the next window on, with the programs there are.
 
@@ -474,12 +582,14 @@ class Engine:
         self._turns.start()
 
     def close(self) -> None:
-        """End the thread, and cancel what has not ended; blocks are free then.
+        """End the thread, cancel what has not ended, give up what is parked.
 
-        What ended can still be asked for, and the engine be used without a thread.
+        All blocks are free then. What ended can still be asked for, and the engine be
+        used without a thread.
         """
         self._turns.stop()
         self._scheduler.cancel_all()
+        self._scheduler.unpark_all()
         while not self._scheduler.is_idle:
             self._turns.take()
 
@@ -489,6 +599,17 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take_in(self, parked: Parked | None, tokens: Integers, **options: Any) -> int:
+        """Submit a prompt that goes on from a parked text, or from none."""
+        try:
+            request = read_request(self._limits, tokens, **options)
+        except RequestRefused:
+            self._scheduler.count_refused()
+            raise
+        self._scheduler.add(request, parked)
+        self._turns.tell()
+        return request.request_id
 
     def _wait(self, request: Request) -> None:
         """Wait until a request has ended; raise what made it fail."""

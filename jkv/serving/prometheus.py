@@ -38,6 +38,10 @@ _GAUGES = {
     "blocks_free": ("free_blocks", "Blocks that are free, cached ones too"),
     "tokens_per_second": ("tokens_per_second", "New tokens, over ten seconds"),
     "prefix_hit_rate": ("hit_rate", "Share of tokens that the prefix cache had"),
+    "weights_version": ("version", "Of the weights, counted by updates"),
+    "texts_parked": ("parked", "Texts that wait to be resumed"),
+    "parked_blocks": ("parked_blocks", "Blocks that parked texts hold, at most"),
+    "parked_bytes": ("parked_bytes", "Bytes of parked texts on the host"),
     "acceptance_rate": ("acceptance_rate", "Share of guessed tokens that were right"),
 }
 _COUNTERS = {

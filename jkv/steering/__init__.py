@@ -1,18 +1,21 @@
 """Steering: which tokens a text may have next, decided inside the jit.
 
-`Steering` is the protocol; the others are small things that follow it, and `chain`
-joins them.
+`Steering` is the protocol; the others are small things that follow it. `chain` joins
+them, and `renumber` gives their variants other numbers.
 """
 
+from jkv.steering.allowances import AllowedTokens
 from jkv.steering.bans import BannedTexts
 from jkv.steering.biases import TokenBias
 from jkv.steering.chains import chain
 from jkv.steering.lengths import MinimumLength
 from jkv.steering.ngrams import NoRepeatedNgrams
 from jkv.steering.protocol import Steering
+from jkv.steering.renumbering import renumber
 from jkv.steering.thinking import ThinkingBudget
 
 __all__ = [
+    "AllowedTokens",
     "BannedTexts",
     "MinimumLength",
     "NoRepeatedNgrams",
@@ -20,4 +23,5 @@ __all__ = [
     "ThinkingBudget",
     "TokenBias",
     "chain",
+    "renumber",
 ]

@@ -18,11 +18,14 @@ def chain(*steerings: Steering) -> Steering:
 
     Each steers the logits that the one before it left. A text has ended where one of
     them says so. A forced token is that of the first that forces one, or -1 where
-    another forces a different one: nothing is allowed then. (A token that is forced by
-    one and forbidden by another ends the text alike: NOTHING_ALLOWED.)
+    another forces a different one: nothing is allowed then.
+
+    What one link forces another may forbid. `forced` tells such a token all the same:
+    nothing is allowed then, so a guess of it fails, and the text ends as it does
+    without guesses (NOTHING_ALLOWED).
 
     Those with one variant steer all texts alike; the others must have M variants each,
-    and a text takes the same of all.
+    and a text takes the same of all. `renumber` lets it take another of each.
 
     Args:
       steerings: one or more, in order. Their states are kept side by side.

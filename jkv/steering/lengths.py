@@ -4,13 +4,22 @@ Symbols: N texts, E end tokens, M variants.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jkv.status import UsageError
 from jkv.steering.logits import forbid
 from jkv.steering.protocol import Steering
 from jkv.steering.tables import check_integers, count_variants, find_rows
+
+
+class _Rows(NamedTuple):
+    """What is known of N texts."""
+
+    lacks: jax.Array  # i32[N], tokens before each may end
+    variants: jax.Array  # i32[N]
 
 
 @jax.tree_util.register_dataclass
@@ -22,12 +31,14 @@ class MinimumLength(Steering):
     again. Stop sequences are not forbidden.
 
     Args:
-      end_tokens: i32[E], those that end a text, -1 for none.
+      end_tokens: i32[E], those that end a text, -1 for none; i32[M, E] for tokens of
+        its own for each of M variants.
       min_new_tokens: i32[] or int, new tokens before an end token may come; i32[M] for
         a number of its own for each of M variants.
 
     Raises:
-      ValueError: when a text begins, if they are no integers or have other axes.
+      ValueError: when a text begins, if they are no integers or have other axes, or
+        different numbers of variants.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,35 +51,47 @@ class MinimumLength(Steering):
       [[1.0, 1.0, 1.0, 1.0]]
     """
 
-    end_tokens: jax.Array  # i32[E]
+    end_tokens: jax.Array  # i32[E], or i32[M, E] of M variants
     min_new_tokens: jax.Array | int  # i32[], or i32[M] of M variants
 
     @property
     def num_variants(self) -> int:
         """M, or one."""
-        return count_variants(self.min_new_tokens, 0)
+        counts = (
+            count_variants(self.end_tokens, 1),
+            count_variants(self.min_new_tokens, 0),
+        )
+        return max(counts)
 
     @property
     def num_end_tokens(self) -> int:
         """None: this ends no text."""
         return 0
 
-    def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Return how many tokens each text lacks before it may end, i32[N]."""
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
+        """Return how many tokens each text lacks before it may end."""
         del prompts
-        check_integers("MinimumLength.end_tokens", self.end_tokens, ("[E]",))
+        ends = check_integers(
+            "MinimumLength.end_tokens", self.end_tokens, ("[E]", "[M, E]")
+        )
         least = check_integers(
             "MinimumLength.min_new_tokens", self.min_new_tokens, ("[]", "[M]")
         )
-        return find_rows(least, 0, variants)
+        if ends.ndim == 2 and least.ndim == 1 and len(ends) != len(least):
+            raise UsageError(
+                f"MinimumLength: end_tokens have {len(ends)} variants and "
+                f"min_new_tokens {len(least)}"
+            )
+        return _Rows(find_rows(least, 0, variants), variants)
 
-    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
         """Forbid the end tokens while tokens lack."""
+        ends = jnp.asarray(self.end_tokens, jnp.int32)
         # One row for all texts: XLA puts it where the logits are read.
-        ends = jnp.asarray(self.end_tokens, jnp.int32)[None]
-        without = forbid(jnp.zeros((1, logits.shape[1]), jnp.float32), ends)
-        return jnp.where(state[:, None] > 0, logits + without, logits)
+        ends = ends[None] if ends.ndim == 1 else ends[state.variants]
+        without = forbid(jnp.zeros((len(ends), logits.shape[1]), jnp.float32), ends)
+        return jnp.where(state.lacks[:, None] > 0, logits + without, logits)
 
-    def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
+    def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
         """Count the token."""
-        return state - (tokens >= 0).astype(jnp.int32)
+        return state._replace(lacks=state.lacks - (tokens >= 0).astype(jnp.int32))

@@ -14,6 +14,7 @@ from support.plain_steerings import (
     PlainSteering,
     banned_texts,
     early_ends,
+    find_forced,
     repeated_ngrams,
     spent_budgets,
 )
@@ -145,7 +146,7 @@ def test_chained_texts_are_those_of_each_alone():
     """Queue, samples, preemptions, look-up, tags that are forced or banned."""
     rng = np.random.default_rng(10)
     links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0
-    num_last = 0
+    num_last = num_clashes = 0
     for game in range(6):
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
         temperature = np.float32(rng.choice([0.0, 1.0], PROMPTS * SAMPLES))
@@ -181,7 +182,16 @@ def test_chained_texts_are_those_of_each_alone():
             text[-1:] == [LAST] and reason == "STOP"
             for text, reason in zip(texts(result), reasons(result), strict=True)
         )
+        for row, text in enumerate(texts(result)):
+            variant, prompt = int(variants[row // SAMPLES]), prompts[row // SAMPLES]
+            if reasons(result)[row] == "NOTHING_ALLOWED" and variant >= 0:
+                tag = OPENING, CLOSING, BUDGETS[variant]
+                forced = find_forced(prompt + text, *tag)
+                banned = banned_texts(BANNED[variant])
+                num_clashes += forced in banned(prompt, text, range(VOCABULARY))
         written = [" ".join(map(str, text)) for text in texts(result)]
         tags += sum(text.count(" ".join(map(str, CLOSING))) for text in written)
     assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
     assert preemptions > 2 and accepted > 10 and tags > 5 and num_last > 2
+    # A token that one link forces and another forbids is a guess that fails.
+    assert num_clashes > 2

@@ -69,11 +69,12 @@ ON_HOST = {
     "resize": (30,),
     "should_compact": (),
     "stats": (),
+    "check_exact": None,
     "swap_in": None,
     "swap_out": ([-1],),
 }
 # Called in a step, below.
-IN_STEPS = {"write", "attend", "commit", "add_prompts", "cancel"}
+IN_STEPS = {"write", "attend", "commit", "add_prompts", "cancel", "preempt"}
 # Of a cache whose layers keep a state: `test_states_on_devices.py` has a model's steps.
 IN_STEPS |= {"fold_state", "read_state", "read_pending", "write_state"}
 CACHE_LATER = {"beam_search", "extend", "begin", "prefill", "decode"}

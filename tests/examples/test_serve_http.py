@@ -144,10 +144,10 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b'{"prompt": "a", "n": true}', 400, "n must be a number"),
         (b'{"prompt": "a", "temperature": "hot"}', 400, "temperature must be"),
         (b'{"prompt": "a", "temperature": NaN}', 400, "temperature must be"),
-        (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 to 24"),
+        (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 to 64"),
         (b'{"prompt": "a", "stop": [""]}', 400, "stop must be"),
         (b'{"prompt": "a", "seed": 1e9}', 400, "seed must be"),
-        (json.dumps({"prompt": "a " * 200}).encode(), 400, "the context is 64"),
+        (json.dumps({"prompt": "a " * 200}).encode(), 400, "the context is 96"),
         (json.dumps({"prompt": ["a"] * 33}).encode(), 400, "32 prompts at most"),
         (b'{"prompt": "' + b"a" * 2**20 + b'"}', 413, "more than 1048576 bytes"),
     ]:
@@ -162,8 +162,8 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
     ]:
         status, said = post(body, chat)
         assert status == 400 and words in said["error"]["message"]
-    with pytest.raises(openai.BadRequestError, match="from 1 to 24"):
-        client.completions.create(model="pydoc", prompt="a", max_tokens=25)
+    with pytest.raises(openai.BadRequestError, match="from 1 to 64"):
+        client.completions.create(model="pydoc", prompt="a", max_tokens=65)
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="pydoc", input="a")
     assert served.engine.stats().finished == before
@@ -220,5 +220,6 @@ def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serve_http.py", "--port", "81"])
     runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
     expected = dict(host="127.0.0.1", port=81, max_waiting=256, max_grammars=8)
+    expected |= dict(max_rules=0, tool_tags=("<tool_call>", "</tool_call>"))
     assert told == expected
     assert "3 programs are ready" in capsys.readouterr().out

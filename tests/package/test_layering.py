@@ -89,6 +89,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "extension",
         "stepping",
         "generation",
+        "exactness",
     ),
     "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
 }

@@ -34,6 +34,7 @@ PUBLIC = """
     partition_specs BeamSearch beam_search
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
+    ExactDifference ExactReport check_exact
 """.split()
 
 
@@ -92,6 +93,7 @@ RAISE_NOTHING = {
     "fragmentation",
     "memory_profile",
     "num_free_blocks",
+    "preempt",
     "snapshots",
     "stats",
 }

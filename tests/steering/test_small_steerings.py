@@ -11,12 +11,14 @@ from support.plain_steerings import PlainSteering
 
 import jkv
 from jkv.steering import (
+    AllowedTokens,
     BannedTexts,
     MinimumLength,
     NoRepeatedNgrams,
     ThinkingBudget,
     TokenBias,
     chain,
+    renumber,
 )
 
 pytestmark = pytest.mark.one_end
@@ -133,6 +135,78 @@ def test_no_text_ends_before_its_minimum_length():
             [plain_steerings.early_ends([2], 3)], prompt, VOCABULARY
         ),
     )
+
+
+def test_end_tokens_of_each_variant():
+    ends = [[2, -1], [0, 4]]
+    for given, least in ((np.int32([3, 6]), [3, 6]), (4, [4, 4])):
+
+        def plain_of(variant, prompt, least=least):
+            rule = plain_steerings.early_ends(ends[variant], least[variant])
+            return PlainSteering([rule], prompt, VOCABULARY)
+
+        share, _ = play(MinimumLength(np.int32(ends), given), plain_of)
+        assert share > 0.05
+
+
+def test_only_allowed_tokens_are_left():
+    allowed = [[0, 5, 2], [4], []]
+
+    def plain_of(variant, prompt):
+        rule = plain_steerings.other_tokens(allowed[variant])
+        return PlainSteering([rule], prompt, VOCABULARY)
+
+    play(AllowedTokens(padded(allowed, 4)), plain_of)
+    play(AllowedTokens(np.int32([0, -1, 5, 2, 2, 99])), plain_of)
+
+
+def test_variants_have_other_numbers():
+    """Of chained links a text takes different variants, or none."""
+    least, allowed = [2, 5], [[0, 5, 2], [4, 2, 1]]
+    of_lengths, of_tokens = [1, -1, 0, 0], [-1, -1, 1, 0]
+
+    def plain_of(variant, prompt):
+        rules = []
+        if of_lengths[variant] >= 0:
+            ends = plain_steerings.early_ends([2], least[of_lengths[variant]])
+            tags = plain_steerings.spent_budgets([1], [2, 4], 2)
+            rules += [ends, tags]
+        if of_tokens[variant] >= 0:
+            rules += [plain_steerings.other_tokens(allowed[of_tokens[variant]])]
+        return PlainSteering(rules, prompt, VOCABULARY)
+
+    inner = chain(
+        MinimumLength(np.int32([2]), np.int32(least)),
+        ThinkingBudget(np.int32([1]), np.int32([2, 4]), 2),
+    )
+    tokens = AllowedTokens(np.int32(allowed))
+    links = chain(
+        renumber(inner, np.int32(of_lengths)), renumber(tokens, np.int32(of_tokens))
+    )
+    assert links.num_variants == 4 and links.num_end_tokens == 0
+    share, told = play(links, plain_of)
+    assert 0.2 < share < 0.8 and {token for *_, token in told} == {-1, 2, 4}
+    # Of a text that is not steered no variant is taken.
+    state = links.begin(np.int32([-1]), np.int32([[1, 1, 1]]))
+    assert np.isfinite(links.steer(state, np.zeros((1, 6), np.float32))).all()
+    assert links.forced(state).tolist() == [-1]
+
+
+def test_renumbered_texts_end_where_they_are_steered():
+    ends = Says(np.int32([3, 3]), np.array([True, True]))
+    state = (one := renumber(ends, np.int32([-1, 0]))).begin(np.arange(2), None)
+    assert one.ended(state).tolist() == [False, True] and one.num_end_tokens == 1
+    assert one.forced(state).tolist() == [-1, 3]
+    silent = renumber(Says(None, None), np.int32([0]))
+    state = silent.begin(np.int32([0]), None)
+    assert silent.ended(state) is None and silent.forced(state) is None
+
+
+@pytest.mark.parametrize("numbers", [[0, 2], [-2], [[0]], [0.5]])
+def test_numbers_of_no_variant_are_refused(numbers):
+    two = MinimumLength(np.int32([1]), np.int32([2, 3]))
+    with pytest.raises(ValueError, match="renumber: "):
+        renumber(two, np.array(numbers))
 
 
 def test_banned_texts_are_never_completed():
@@ -298,8 +372,16 @@ def test_what_cannot_be_chained_is_refused():
     [
         (NoRepeatedNgrams(0, 8), "size must be an int of 1 or more, got 0"),
         (NoRepeatedNgrams(2, 1.5), "max_new_tokens must be an int of 1 .* got 1.5"),
-        (MinimumLength(np.int32(2), 3), r"end_tokens must be int32.E., got int32\[\]"),
+        (
+            MinimumLength(np.int32(2), 3),
+            r"end_tokens must be .*got int32\[\]",
+        ),
         (MinimumLength(np.int32([2]), 0.5), "min_new_tokens must be int32.*got float"),
+        (
+            MinimumLength(np.int32([[2], [3]]), np.int32([1, 2, 3])),
+            "end_tokens have 2 variants and min_new_tokens 3",
+        ),
+        (AllowedTokens(np.int32(2)), r"tokens must be int32.A. or .*got int32\[\]"),
         (BannedTexts(np.int32([2])), r"texts must be int32.F, C. or .*got int32\[1\]"),
         (
             ThinkingBudget(np.int32([1]), np.int32([]), 3),

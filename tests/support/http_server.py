@@ -19,7 +19,7 @@ from support.paths import EXAMPLES
 # A prompt of this token alone has no numbers as logits.
 POISON = 3071
 
-SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
+SIZES = "--context 96 --max-running 4 --max-new-tokens 64 --blocks 12 --rows 8"
 SIZES += " --scan-layers"  # half of the compiling
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -51,7 +51,9 @@ def load_served(folder):
     with pytest.MonkeyPatch.context() as patch:
         changed = SimpleNamespace(**vars(pretrained) | changes)
         patch.setattr(loading, "pretrained", changed)
-        served = loading.load(options, max_waiting=100, max_grammars=3)
+        served = loading.load(
+            options, max_waiting=100, max_grammars=3, max_rules=3, tool_tags=("=", ";")
+        )
     served.engine.warm_up()
     return served
 

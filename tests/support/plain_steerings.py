@@ -26,6 +26,16 @@ def early_ends(end_tokens, least):
     return forbid
 
 
+def other_tokens(allowed):
+    """All tokens but some."""
+
+    def forbid(prompt, new, vocabulary):
+        del prompt, new
+        return {*vocabulary} - {*allowed}
+
+    return forbid
+
+
 def banned_texts(banned):
     """Tokens that would complete a list that is banned."""
 

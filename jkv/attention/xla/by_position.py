@@ -156,7 +156,7 @@ def _take_piece(
     piece = first + trip
     column = jnp.arange(walk.columns, dtype=jnp.int32)
     token = jnp.arange(walk.columns * block_size, dtype=jnp.int32)
-    token = (piece[:, None] * (walk.columns * block_size) + token)[:, None]
+    token = (piece[:, None] * (walk.columns * block_size) + token[None])[:, None]
     visible = token <= readers.last[..., None]
     if readers.before is not None:
         visible &= token > readers.before[..., None]

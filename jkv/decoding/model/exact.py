@@ -14,8 +14,9 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.metadata.requests import check_counts
-from jkv.state import NO_SEQUENCE, Batch
+from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 
 # Requests and rows of a call, if the caller does not say.
@@ -55,12 +56,28 @@ class Exact(NamedTuple):
             )
         return cls(int(num_requests), int(num_rows))
 
+    def check_alone(self, row_counts: tuple[int, ...] | None, chunk_size: int) -> None:
+        """Refuse what would give a step another shape."""
+        if row_counts is not None or chunk_size != CHUNK_SIZE:
+            raise UsageError(
+                f"exact={tuple(self)} fixes the rows of every step: leave out "
+                f"row_counts and chunk_size"
+            )
+
     def check_fits(self, name: str, number: int) -> None:
         """Refuse more of something than a call has requests."""
         if number > self.num_requests:
             raise UsageError(
                 f"{name} is {number}, more than the {self.num_requests} requests of a "
                 f"call: give exact=({number}, {max(number, self.num_rows)})"
+            )
+
+    def check_cache(self, cache: Cache) -> None:
+        """Refuse a cache whose layers keep a state: it depends on how a text is cut."""
+        if cache.metadata.states is not None:
+            raise UsageError(
+                "exact= is for layers with keys and values: a state is folded in "
+                "pieces whose borders depend on the step, so leave exact out"
             )
 
     def pad(

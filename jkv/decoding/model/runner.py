@@ -54,6 +54,7 @@ class Runner(NamedTuple):
         """
         num_sequences = seq_ids.shape[0]
         if self.exact is not None:
+            self.exact.check_cache(cache)
             seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
         recorded = tokens if commits else None
         if counts is None:

@@ -1,5 +1,8 @@
 """Preemption: where blocks lack, the youngest sequence gives its own back and waits.
 
+A host may also ask it of all, between two windows: what they have is then computed
+again, as after a change of the weights.
+
 Symbols: W places.
 """
 
@@ -26,6 +29,7 @@ from jkv.decoding.texts.blocks import (
 )
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state.entry import takes_cache
 from jkv.verbs.allocation import free
 
 
@@ -63,6 +67,58 @@ def preempt_youngest(
         result=state.result.add_counts(preemptions=running.num_preempted),
     )
     return cache, state, subtract(count_free_blocks(cache), running.promised)
+
+
+@takes_cache()
+def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Let all running sequences give their blocks back and wait; tokens are kept.
+
+    They go on in the order they had, and compute what they need again: prompts and
+    tokens alike, with the weights that the next call gets. What the prefix index finds
+    is not computed again, so a host whose weights changed clears it
+    (`jkv.clear_prefixes`). A draft model begins anew, too.
+
+    Args:
+      cache: from `prefill` or `decode`; jit may donate it.
+      state: what came with the cache; jit may donate it, too.
+
+    Returns:
+      The cache and the state, in which nothing runs until the next `decode`.
+
+    Example:
+      >>> import jax, jkv
+      >>> from jkv.decoding import decode, preempt, prefill
+      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
+      ...     logits = jax.nn.one_hot(tokens + params, 100)
+      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, state = prefill(count_on, 1, cache, [[5], [40]], max_new_tokens=3)
+      >>> cache, state = preempt(cache, state)
+      >>> int(jkv.num_free_blocks(cache)), state.is_running.tolist()
+      (8, [True, True])
+      >>> cache, state = decode(count_on, 2, cache, state)
+      >>> state.result.tokens.tolist()
+      [[6, 8, 10], [41, 43, 45]]
+    """
+    none = tuple(jnp.zeros_like(each) for each in state.seating_needs)
+    no_demand = tuple(jnp.zeros_like(state.places.ages) for _ in none)
+    zero = jnp.zeros((), jnp.int32)
+    running = while_loop(
+        lambda running: (running.holder.seq_id >= 0) | (running.places.num_running > 0),
+        lambda running: _take_back(cache, running, no_demand),
+        _Running(cache.metadata, state.places, state.holder, none, zero),
+    )
+    all_sequences = jnp.arange(state.result.lengths.shape[0], dtype=jnp.int32)
+    state = dataclasses.replace(
+        state,
+        places=running.places,
+        holder=running.holder,
+        seating_needs=none,
+        result=state.result.add_counts(preemptions=running.num_preempted),
+        speculation=state.speculation and state.speculation.forget(all_sequences),
+    )
+    return cache.with_metadata(running.metadata), state
 
 
 class _Running(NamedTuple):

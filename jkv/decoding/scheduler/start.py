@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jkv.decoding.model.exact import Exact
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
 from jkv.decoding.scheduler.places import Places
@@ -47,7 +46,8 @@ class Sizes(NamedTuple):
         running = num_sequences if self.max_running is None else self.max_running
         check_counts(max_running=running, chunk_size=self.chunk_size)
         if self.exact is not None:
-            self._check_exact(self.exact)
+            self.exact.check_alone(self.row_counts, self.chunk_size)
+            self.exact.check_fits("max_running", self.max_running or 1)
             return self.exact.num_requests, (self.exact.num_rows,)
         num_places = min(running, num_sequences)
         if self.row_counts is None:
@@ -69,15 +69,6 @@ class Sizes(NamedTuple):
             )
         return num_places, counts
 
-    def _check_exact(self, exact: Exact) -> None:
-        """Refuse what would give a step another shape."""
-        if self.row_counts is not None or self.chunk_size != CHUNK_SIZE:
-            raise UsageError(
-                f"exact={tuple(exact)} fixes the rows of every step: leave out "
-                f"row_counts and chunk_size"
-            )
-        exact.check_fits("max_running", self.max_running or 1)
-
     def limit_running(self, num_places: int) -> int:
         """Return how many sequences run at one time, of so many places."""
         return num_places if self.max_running is None else self.max_running
@@ -96,6 +87,8 @@ def begin_generation(
     check_counts(num_samples=num_samples)
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = sizes.resolve(num_sequences, prompts.tokens.size)
+    if sizes.exact is not None:
+        sizes.exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)

@@ -12,12 +12,19 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
-from jkv.serving.device.programs import begin_empty, exchange, run_window
+from jkv.serving.device.programs import (
+    begin_empty,
+    exchange,
+    preempt_all,
+    run_window,
+)
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, WindowReport
+from jkv.serving.device.weights import replace_weights
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError, Request
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
 from jkv.verbs.prefixes import clear_prefixes
@@ -31,6 +38,8 @@ class Loop:
     Attributes:
       cache: the newest value; what is computed on it may not be done yet.
       num_blocks: blocks that one sequence can find in each group of layers.
+      num_rows: rows of the cache that sequences can have.
+      block_size: how many blocks a text takes.
       num_free_blocks: i32[], those that are free after an exchange, until the next
         window is started.
     """
@@ -55,9 +64,11 @@ class Loop:
         self._begin = BoundProgram(begin_empty, kept, static)
         self._exchange = BoundProgram(exchange, kept, {})
         self._run_window = BoundProgram(run_window, kept, static)
+        self._preempt_all = BoundProgram(preempt_all, kept, {})
         state, _ = self._begin.find_shapes(**self._beginning)
         self._vocabulary = int(state.seen.shape[1])
-        self._block_size = state.block_size(cache)
+        self.block_size = state.block_size(cache)
+        self.num_rows = int(cache.metadata.sequences.free_rows.count)
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         # What a fresh start needs when the arrays are lost.
         self._first = _First.of(cache)
@@ -89,7 +100,7 @@ class Loop:
             max_new_tokens=self._sizes.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
-            block_size=self._block_size,
+            block_size=self.block_size,
             vocabulary=self._vocabulary,
             stops=self._sizes.stops,
             stop_tokens=stop_tokens,
@@ -149,6 +160,42 @@ class Loop:
                 "arrays of the same shapes and dtypes"
             )
         self._steering = new
+
+    def replace_params(self, params: Any, draft_params: Any) -> None:
+        """Compute with other weights from the next window on.
+
+        Args:
+          params: of the model.
+          draft_params: of the draft model; None leaves those that there are.
+
+        Raises:
+          UsageError: for weights that programs are not compiled for.
+        """
+        if draft_params is not None and self._draft_params is None:
+            raise UsageError(
+                "draft_params are for an engine with speculate=DraftModel(...)"
+            )
+        new = replace_weights("params", self._params, params)
+        if draft_params is not None:
+            self._draft_params = replace_weights(
+                "draft_params", self._draft_params, draft_params
+            )
+        self._params = new
+
+    def forget_cached(self) -> None:
+        """Let nothing be found that was computed until now."""
+        if self.cache.metadata.index is not None:
+            self.cache = clear_prefixes(self.cache)
+
+    def preempt_all(self) -> None:
+        """Let all sequences give their blocks back, to be computed again."""
+        if self._generation is None:
+            return
+        state, sampling = self._generation
+        self.cache, state = self._preempt_all(cache=self.cache, state=state)
+        self._generation = state, sampling
+        # Until the next report; an engine that is asked before that reads this one.
+        self.num_free_blocks = None
 
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs, by running each with nothing to do.

@@ -56,6 +56,7 @@ def begin_empty(
         num_samples=sizes.num_samples,
         max_running=sizes.max_running,
         row_counts=sizes.row_counts,
+        exact=False if sizes.exact is None else sizes.exact,
         speculate=speculate,
         steering=steering,
         variants=NOT_STEERED,
@@ -106,6 +107,9 @@ def exchange(
     }
     free = sum_groups(count_free_blocks(cache))
     return cache, state, Sampling(**fields), free
+
+
+preempt_all = jax.jit(decoding.preempt, donate_argnames=("cache", "state"))
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("cache", "state"))

@@ -6,6 +6,7 @@ U new tokens of a sequence in one.
 
 from typing import NamedTuple
 
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import check_counts
@@ -30,7 +31,8 @@ class EngineSizes(NamedTuple):
     max_prompt_tokens: int
     max_new_tokens: int
     max_running: int
-    row_counts: tuple[int, ...]
+    row_counts: tuple[int, ...] | None  # None where `exact` says
+    exact: Exact | None
     num_steps: int  # S
     num_lanes: int  # K, prompts that one call of `exchange` takes
     stops: StopSizes
@@ -58,6 +60,7 @@ def find_sizes(
     num_steps: int,
     chunk_size: int,
     row_counts: tuple[int, ...] | None,
+    exact: ExactShape,
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
@@ -75,7 +78,11 @@ def find_sizes(
         )
     num_prompts = max_running + ahead
     check_counts(chunk_size=chunk_size)
-    if row_counts is None:
+    shape = Exact.of(exact)
+    if shape is not None:
+        shape.check_alone(row_counts, chunk_size)
+        shape.check_fits("max_running", max_running)
+    elif row_counts is None:
         most_rows = min(chunk_size, num_prompts * max_prompt_tokens)
         row_counts = spread_row_counts(max_running, most_rows)
     return EngineSizes(
@@ -85,6 +92,7 @@ def find_sizes(
         max_new_tokens=max_new_tokens,
         max_running=max_running,
         row_counts=row_counts,
+        exact=shape,
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,

@@ -9,9 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling, spread_seeds
+from jkv.decoding.sampling.options import (
+    GREEDY,
+    SAMPLING_DTYPES,
+    Sampling,
+    spread_seeds,
+)
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
-from jkv.serving.request.limits import Limits, RequestRefused
+from jkv.serving.request.limits import NOT_STEERED, Limits, RequestRefused
 from jkv.serving.request.request import Request
 
 
@@ -19,16 +24,16 @@ def read_request(
     limits: Limits,
     tokens: Integers,
     *,
-    n: int,
-    max_new_tokens: int | None,
-    sampling: Sampling,
-    stop_tokens: Integers | None,
-    stop_sequences: Sequence[Integers],
-    stop_strings: Sequence[str] | str,
-    salt: int,
-    priority: int,
-    variant: int,
-    timeout: float | None,
+    n: int = 1,
+    max_new_tokens: int | None = None,
+    sampling: Sampling = GREEDY,
+    stop_tokens: Integers | None = None,
+    stop_sequences: Sequence[Integers] = (),
+    stop_strings: Sequence[str] | str = (),
+    salt: int = 0,
+    priority: int = 0,
+    variant: int = NOT_STEERED,
+    timeout: float | None = None,
 ) -> Request:
     """Return the request that was asked for; the arguments are those of `submit`.
 

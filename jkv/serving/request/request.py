@@ -49,6 +49,9 @@ class Sample:
     sequence: int = -1  # in the device's generation; -1 until it is there
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
+    context_versions: list[int] = dataclasses.field(default_factory=list)
+    oldest_version: int = 0  # that any key or value in its context can be of now
     reason: FinishReason = FinishReason.RUNNING
     stage: RequestState = RequestState.WAITING  # one of the first three
     newest: float | None = None  # when its newest tokens were read
@@ -84,9 +87,11 @@ class Sample:
             tokens[:num_new], logprobs[:num_new], stream, FinishReason.STOP
         )
 
-    def take(self, extension: "Extension") -> None:
-        """Take new tokens, and the text with them."""
+    def take(self, extension: "Extension", version: int) -> None:
+        """Take new tokens, chosen by weights of a version, and the text with them."""
         self.tokens += extension.tokens
+        self.versions += [version] * len(extension.tokens)
+        self.context_versions += [self.oldest_version] * len(extension.tokens)
         self.logprobs += extension.logprobs
         self.stream = extension.stream
 
@@ -126,6 +131,7 @@ class Request:
     submitted: float = 0.0
     first_token: float | None = None  # when its first token was read
     error: BaseException | None = None  # what made it fail
+    is_parked: bool = False  # whether its texts are kept when they end
     # Called when there is something new; each from the thread that does the steps.
     listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 

@@ -1,6 +1,6 @@
 """What a reader gets of a request: the whole at the end, or events on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jkv.decoding.texts.results import FinishReason
@@ -16,6 +16,10 @@ class Completion(NamedTuple):
     logprobs: list[float]  # of each token under the model
     reason: FinishReason  # RUNNING until it ends
     text: str | None  # of the tokens, without a stop string; None without detokenize
+    # Of the weights that chose each token, as `Engine.update_params` counts them.
+    versions: Sequence[int] = ()
+    # No key or value that each token attended to is of older weights than these.
+    context_versions: Sequence[int] = ()
 
 
 class Event(NamedTuple):
@@ -39,6 +43,8 @@ def read_completions(request: Request) -> list[Completion]:
             list(sample.logprobs),
             sample.reason,
             sample.text,
+            list(sample.versions),
+            list(sample.context_versions),
         )
         for sample in request.samples
     ]

@@ -74,6 +74,10 @@ class EngineStats(NamedTuple):
     tokens_per_second: float  # over the last ten seconds
     time_to_first_token: Times  # of a request, from `submit` on
     time_between_tokens: Times  # of a sequence; those of one window share its time
+    version: int = 0  # of the weights, as `Engine.update_params` counts them
+    parked: int = 0  # texts that wait to be resumed
+    parked_blocks: int = 0  # most that they hold on the device
+    parked_bytes: int = 0  # of their copies on the host
 
     @property
     def hit_rate(self) -> float:
@@ -145,12 +149,16 @@ class Measures:
             self.next_token.add((now - sample.newest) / count, count)
         sample.newest = now
 
+    def add_preemption(self) -> None:
+        """Note a sequence that was preempted between two windows."""
+        self._counts["preemptions"] += 1
+
     def add_end(self, state: RequestState) -> None:
         """Note how a request ended: finished, cancelled or failed."""
         setattr(self, state.value, getattr(self, state.value) + 1)
 
-    def read(self, num_blocks: int, now: float, **states: int) -> EngineStats:
-        """Return all of it, with the requests in each state of those that go on."""
+    def read(self, num_blocks: int, now: float, **present: int) -> EngineStats:
+        """Return all of it, with what holds now: requests by state, and the like."""
         return EngineStats(
             finished=self.finished,
             cancelled=self.cancelled,
@@ -172,7 +180,7 @@ class Measures:
             tokens_per_second=self._rate(now),
             time_to_first_token=self.first_token.read(),
             time_between_tokens=self.next_token.read(),
-            **states,
+            **present,
         )
 
     def _forget_readings(self, now: float) -> None:

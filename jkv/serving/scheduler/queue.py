@@ -84,6 +84,21 @@ class Queue:
         taken, self._cancelled = self._cancelled, np.zeros_like(self._cancelled)
         return taken
 
+    def find_begun(self) -> list[list[Sample]]:
+        """Return the samples on the device: those that share a prompt, with ended ones.
+
+        Returns:
+          A list for each prompt of the generation that has one which goes on.
+        """
+        on_device = [each for each in self._computed if each is not None]
+        first = {
+            (s.request_id, s.index - s.index % self._num_samples) for s in on_device
+        }
+        return [
+            self._find_sharing(self.requests[request_id], index)
+            for request_id, index in sorted(first)
+        ]
+
     def find_computed(self) -> list[Sample | None]:
         """Return what each of the N sequences computes now; the list stays as it is."""
         return list(self._computed)

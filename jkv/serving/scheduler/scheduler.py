@@ -29,7 +29,10 @@ from jkv.serving.request.results import Event, News, wake
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures
+from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
 from jkv.serving.scheduler.queue import Queue
+from jkv.serving.scheduler.versions import Update, Versions, has_begun
+from jkv.status import UsageError
 
 logger = logging.getLogger("jkv.serving")
 
@@ -45,6 +48,7 @@ class HostOptions(NamedTuple):
     max_waiting: int | None
     max_results: int
     result_seconds: float
+    parking: ParkingOptions
     checks: bool
     clock: Callable[[], float]
 
@@ -54,6 +58,7 @@ class _Window(NamedTuple):
 
     samples: list[Sample | None]  # what each sequence computed when they were started
     report: WindowReport
+    version: int  # of the weights that they were started with
 
 
 class Scheduler:
@@ -63,6 +68,7 @@ class Scheduler:
       loop: the device's side.
       queue: requests that have not ended.
       measures: what was done.
+      parking: texts that have ended and are kept.
     """
 
     def __init__(
@@ -75,6 +81,8 @@ class Scheduler:
         self.loop, self.measures = loop, Measures()
         self.queue = Queue(sizes.num_prompts, sizes.num_samples)
         self.measures.free_blocks = sum(loop.num_blocks)
+        self.parking = Parking(loop, sizes, options.parking, options.clock)
+        self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
         self._deadlines = Deadlines()
         self._ended: Results[Request] = Results(
@@ -92,7 +100,9 @@ class Scheduler:
         """Whether a step would do nothing."""
         if self._unread is not None or self._news:
             return False
-        return not (self.queue.requests or self.queue.has_changes)
+        if self.queue.requests or self.queue.has_changes:
+            return False
+        return not self.parking.has_changes
 
     @property
     def has_room(self) -> bool:
@@ -100,8 +110,12 @@ class Scheduler:
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, resumed: Parked | None = None) -> None:
         """Give a request its number, and let it wait.
+
+        Args:
+          request: which.
+          resumed: the parked text that it goes on from.
 
         Raises:
           QueueFull: if too many do.
@@ -118,6 +132,8 @@ class Scheduler:
             request.begin(self._next_id, now, stream)
             self._next_id += 1
             self.queue.add(request)
+            if resumed is not None:
+                resumed.request = request
             self._news.follow(request)
             if request.timeout is not None:
                 self._deadlines.add(request.request_id, now + request.timeout)
@@ -151,6 +167,56 @@ class Scheduler:
         for request in list(self.queue.requests.values()):
             self.cancel(request)
 
+    def park(self, request_id: int) -> None:
+        """Keep what was computed of a request's texts, when they have ended.
+
+        Raises:
+          KeyError: if it is unknown, or forgotten.
+          UsageError: for a cache without a prefix index.
+        """
+        if self.loop.cache.metadata.index is None:
+            raise UsageError(
+                "a parked text is found by the prefix index: give the engine a cache "
+                "with CacheConfig(prefix_caching=True)"
+            )
+        request = self.find(request_id)
+        with self._lock:
+            request.is_parked = True
+            for sample in request.samples:
+                self._park(request, sample)
+
+    def take_parked(self, request_id: int, sample: int) -> Parked:
+        """Return a parked text, which is about to be resumed.
+
+        Raises:
+          KeyError: if it is not parked.
+        """
+        with self._lock:
+            return self.parking.take(request_id, sample)
+
+    def put_back(self, parked: Parked) -> None:
+        """Go on keeping a text whose request was refused."""
+        with self._lock:
+            self.parking.put_back(parked)
+
+    def unpark(self, request_id: int) -> bool:
+        """Give up the texts of a request; return whether there were any."""
+        with self._lock:
+            try:
+                self.find(request_id).is_parked = False
+            except KeyError:
+                pass
+            return self.parking.give_up(request_id)
+
+    def unpark_all(self) -> None:
+        """Give up all texts."""
+        with self._lock:
+            self.parking.give_up_all()
+
+    def _park(self, request: Request, sample: Sample) -> None:
+        if sample.has_ended and sample.reason != FinishReason.FAILED:
+            self.parking.add(request, sample)
+
     def count_refused(self) -> None:
         """Note a request that was not taken in."""
         with self._lock:
@@ -168,7 +234,43 @@ class Scheduler:
                 waiting=states[RequestState.WAITING],
                 running=states[RequestState.RUNNING],
                 preempted=states[RequestState.PREEMPTED],
+                version=self._versions.newest,
+                **self.parking.count(),
             )
+
+    def update_params(self, update: Update) -> int:
+        """Compute with other weights from the next window on; return their version."""
+        self._versions.check(update)
+        self.loop.replace_params(update.params, update.draft_params)
+        try:
+            # The window under way is of the old weights: which texts have begun?
+            unread, self._unread = self._unread, None
+            if unread is not None:
+                self._read_window(unread)
+            if not update.keep_cached:
+                self.loop.forget_cached()
+                self.parking.forget_blocks()
+            if update.recompute:
+                self.loop.preempt_all()
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        with self._lock:
+            self._versions.advance(update)
+            if update.recompute:
+                self._note_preempted()
+            for sharing in self.queue.find_begun():
+                if update.recompute or not has_begun(sharing):
+                    self._versions.begin(s for s in sharing if not s.has_ended)
+            return self._versions.newest
+
+    def _note_preempted(self) -> None:
+        """Note that all who ran wait: a window counts only what it did itself."""
+        for sample in self.queue.find_computed():
+            if sample is not None and sample.stage == RequestState.RUNNING:
+                sample.stage = RequestState.PREEMPTED
+                self.measures.add_preemption()
 
     # A step of the engine.
 
@@ -193,15 +295,33 @@ class Scheduler:
             while self.queue.has_changes:
                 dispatched = self.queue.dispatch(self._sizes.num_lanes)
                 changes.append((dispatched, self.queue.take_cancelled()))
-            samples = self.queue.find_computed()
+                for request, first in dispatched:
+                    sharing = request.samples[first : first + self._sizes.num_samples]
+                    self._versions.begin(sharing)
+            samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
+            lengths = self._find_lengths() if self.parking else []
+        if self.parking:
+            requests = [each for some, _ in changes for each, _ in some]
+            self.parking.settle(lengths, requests)
         for dispatched, cancelled in changes:
             self.loop.exchange(dispatched, cancelled)
         report = self.loop.run(self._sizes.num_steps) if has_work else None
         if self._options.checks and (changes or report):
             for cache in self.loop.caches:
                 check(cache)
-        return None if report is None else _Window(samples, report)
+        return None if report is None else _Window(samples, report, version)
+
+    def _find_lengths(self) -> list[int]:
+        """Return what texts on the device can have after the next window, in tokens."""
+        ahead = 2 * self._sizes.max_window_tokens  # the last one is not read yet
+        asked = self.queue.requests
+        return [
+            len(asked[each.request_id].tokens)
+            + min(asked[each.request_id].max_new_tokens, len(each.tokens) + ahead)
+            for each in self.queue.find_computed()
+            if each is not None
+        ]
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
@@ -221,7 +341,9 @@ class Scheduler:
                 if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
                 request = self.queue.requests[sample.request_id]
-                num_tokens += self._extend(request, sample, part, brought)
+                num_tokens += self._extend(
+                    request, sample, part, brought, window.version
+                )
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             self.measures.free_blocks = int(report.num_free_blocks)
@@ -232,6 +354,7 @@ class Scheduler:
         sample: Sample,
         part: SequenceNews,
         brought: Extension | BaseException,
+        version: int,
     ) -> int:
         """Give a sequence what a window brought for it; return how many tokens."""
         self._news.note(request)
@@ -239,7 +362,7 @@ class Scheduler:
             request.error = brought
             self._end_all(request, FinishReason.FAILED)
             return 0
-        sample.take(brought)
+        sample.take(brought, version)
         if brought.reason != FinishReason.RUNNING:
             goes_on = part.reason == FinishReason.RUNNING
             self._end(request, sample, brought.reason, is_computed=goes_on)
@@ -272,7 +395,10 @@ class Scheduler:
     ) -> None:
         """End a sequence, whatever the cause; its blocks are given back."""
         self._news.note(request)
-        if self.queue.end(sample, reason, is_computed=is_computed):
+        is_last = self.queue.end(sample, reason, is_computed=is_computed)
+        if request.is_parked:
+            self._park(request, sample)
+        if is_last:
             self._ended.put(request.request_id, request)
             self.measures.add_end(request.state)
 
@@ -287,6 +413,7 @@ class Scheduler:
                 logger.error("a step failed with %d requests", count, exc_info=error)
             self._fail_all([self.queue.requests[number] for number in numbers], error)
             self.queue.take_cancelled()
+            self.parking.lose_blocks()
             try:
                 self.loop.start_again()
             except Exception as failure:

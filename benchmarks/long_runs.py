@@ -1,0 +1,106 @@
+"""Rollouts of several turns under new weights: nothing is left of them, nothing is old.
+
+    python benchmarks/long_runs.py [--rollouts 2000]
+
+Rollouts are parked between their turns, cancelled and given up while the weights change
+in each of the ways of `Engine.update_params`. The model writes the version of its
+weights into each key, and each token tells the oldest version that it attended to and
+a hash of its text: the game checks every token, so an older block that is found or a
+token that is lost ends the run. What may not grow is compared after a tenth of the
+rollouts and at the end: memory of the process, live arrays and their bytes, compiled
+programs.
+"""
+
+import argparse
+import dataclasses
+import gc
+import pathlib
+import sys
+import time
+
+import harness
+import jax
+import jax.monitoring
+import numpy as np
+
+import jkv
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support.long_runs import Clock, Game  # noqa: E402, the test plays the same game
+from support.versioned_model import make_engine  # noqa: E402, likewise
+
+RESULTS = ROOT / "benchmarks" / "results" / "long_runs.json"
+MOST_GROWTH = 16 * 2**20  # bytes; an allocator's whims
+COMPILED = []
+
+
+def note_compiled(event, _seconds, **_kwargs):
+    """Count what XLA compiles, whoever asks."""
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(event)
+
+
+def resident_bytes():
+    """Memory of this process, where the system tells it."""
+    status = pathlib.Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
+
+
+def look(game, engine):
+    """Return what may not grow, and how far the game is."""
+    # After a window, nothing waits to be read from the last exchange.
+    engine.generate([[1]], max_new_tokens=1)
+    gc.collect()
+    arrays = jax.live_arrays()
+    return {
+        "rollouts": game.counts.rollouts,
+        "updates": game.counts.updates,
+        "bytes of the process": resident_bytes(),
+        "live arrays": len(arrays),
+        "bytes of live arrays": sum(array.nbytes for array in arrays),
+        "programs compiled": len(COMPILED),
+        "free blocks": int(jkv.num_free_blocks(engine.cache)),
+        "parked bytes": engine.stats().parked_bytes,
+    }
+
+
+def main():
+    """Play, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=2000)
+    count = parser.parse_args().rollouts
+    jax.monitoring.register_event_duration_secs_listener(note_compiled)
+    clock, started = Clock(), time.perf_counter()
+    options = dict(park_seconds=6.0, max_parked_bytes=4000, checks=False)
+    engine = make_engine(clock=clock, max_results=100, **options)
+    game = Game(engine, clock, np.random.default_rng(0))
+    rows = []
+    for part in (count // 10, count - count // 10):
+        game.play(part)
+        rows.append(look(game, engine))
+    jkv.check(engine.cache)
+    stats, where = engine.stats(), harness.machine()
+    counts = dataclasses.asdict(game.counts) | {
+        "preemptions": stats.preemptions,
+        "cached_tokens": stats.cached_tokens,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "windows": stats.num_windows,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    print(harness.header("Long runs", where))
+    print(harness.table(rows, {name: name for name in rows[0]}))
+    print(", ".join(f"{name} {value}" for name, value in counts.items()))
+    before, after = rows
+    for name in ("live arrays", "bytes of live arrays", "programs compiled"):
+        assert after[name] == before[name], f"{name} grew"
+    assert after["free blocks"] == 24 and after["parked bytes"] == stats.failed == 0
+    grown = after["bytes of the process"] - before["bytes of the process"]
+    assert grown < MOST_GROWTH, f"the process has grown by {grown} bytes"
+    run = {"benchmark": "long_runs", "machine": where, "counts": counts, "rows": rows}
+    harness.save(RESULTS, run)
+
+
+if __name__ == "__main__":
+    main()

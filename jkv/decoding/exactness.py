@@ -1,0 +1,298 @@
+"""Whether a model's texts are the same bits whatever else is computed: it is tried.
+
+What a model does with rows may depend on their number or on their neighbours in ways
+that nothing here sees: an expert that is full, a norm over a batch, a kernel that picks
+its tiles by the batch. So the differences that a service or a trainer makes are played.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
+from jkv.decoding.extension import extend
+from jkv.decoding.generation import generate
+from jkv.decoding.model.exact import ExactShape
+from jkv.decoding.model.protocol import Model
+from jkv.decoding.sampling.next_token import sampling_of
+from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.scoring.scores import score
+from jkv.decoding.texts.results import Generation
+from jkv.metadata.requests import Texts, as_prompts, check_counts
+from jkv.state import Cache
+from jkv.state.entry import takes_cache
+from jkv.status import CacheError, raise_for_status
+from jkv.verbs.allocation import allocate, free
+from jkv.verbs.reading import read
+
+Tokens = np.ndarray[Any, Any]
+
+
+class ExactDifference(NamedTuple):
+    """The first thing that was otherwise."""
+
+    variation: str  # what was varied, a name of `ExactReport.played`
+    sequence: int  # number of the prompt
+    token: int  # number of the new token, or of the text's for keys and values
+    array: str  # "tokens", "logprobs", "keys" or "values"
+    layer: int | None  # the first whose keys or values differ; None: behind all layers
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        where = "behind the last layer" if self.layer is None else f"layer {self.layer}"
+        return (
+            f"{self.variation}: {self.array} of sequence {self.sequence} differ first "
+            f"at token {self.token}, from {where} on"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactReport:
+    """What `check_exact` found.
+
+    Attributes:
+      played: what was varied.
+      difference: the first difference, None where all bits are the same.
+    """
+
+    played: tuple[str, ...]
+    difference: ExactDifference | None
+
+    def raise_for_status(self) -> Self:
+        """Return this report, or raise a `CacheError` that names the difference."""
+        if self.difference is not None:
+            raise CacheError(f"bits are not the same: {self.difference}")
+        return self
+
+
+class _Played(NamedTuple):
+    """What came of prompts, each array by sequence."""
+
+    tokens: Tokens  # i32[B, G]
+    logprobs: Tokens  # f32[B, G]
+    keys: Tokens | None = None  # [B, L, max_context_length, K, D]
+    values: Tokens | None = None
+
+
+@takes_cache(argument=2, on_host=True)
+def check_exact(
+    model: Model,
+    params: Any,
+    cache: Cache,
+    prompts: Texts,  # i32[B, P]
+    *,
+    max_new_tokens: int = 8,
+    sampling: Sampling = GREEDY,
+    exact: ExactShape = True,
+    config: CacheConfig | GroupedConfig | None = None,
+) -> ExactReport:
+    """Play what a service or a trainer varies, and compare the bits with `exact`.
+
+    Played are: prompts in reverse order, each alone, one at a time from a queue,
+    prompts that find what the first time left in a cache with prefix caching, texts
+    that are computed anew from their middle, as after a preemption, and `score` of
+    what was generated.
+
+    Args:
+      model: as for `generate`.
+      params: the model's weights.
+      cache: with room for all prompts and what is generated; it is looked at, not
+        changed.
+      prompts: i32[B, P] or a list of token ids for each, at most W; not empty ones.
+      max_new_tokens: tokens to generate for each, 2 at least.
+      sampling: how tokens are chosen, one number or B.
+      exact: as for `generate`.
+      config: of the cache, for `score`, which is not played without it.
+
+    Returns:
+      An `ExactReport`, of the first difference.
+
+    Raises:
+      ValueError: for arguments that `generate` or `extend` refuse.
+
+    Example:
+      >>> import jax, jkv
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> report = jkv.check_exact(count_on, None, cache, [[5, 6, 7], [40]],
+      ...     exact=(2, 4))
+      >>> report.raise_for_status().difference is None
+      True
+    """
+    check_counts(max_new_tokens=max_new_tokens)
+    rows = np.asarray(as_prompts(prompts, "prompts")).tolist()
+    texts = [[token for token in row if token >= 0] for row in rows]
+    player = _Player(model, params, cache, texts, max_new_tokens, sampling, exact)
+    everyone = list(range(len(texts)))
+    known = player.extend(everyone)
+    plays: dict[str, Callable[[], _Played]] = {
+        "reverse order": lambda: player.extend(everyone[::-1]),
+        "alone": lambda: player.extend_alone(everyone),
+        "one at a time from a queue": player.generate,
+        "computed anew from the middle": lambda: player.recompute(known),
+    }
+    if cache.metadata.index is not None:
+        plays["found in the cache"] = lambda: player.extend(everyone, known=everyone)
+    if config is not None:
+        plays["scored"] = lambda: player.score(known, config)
+    for name, play in plays.items():
+        difference = _compare(name, known, play())
+        if difference is not None:
+            break
+    return ExactReport(played=tuple(plays), difference=difference)
+
+
+class _Player(NamedTuple):
+    """What is the same in all that is played."""
+
+    model: Model
+    params: Any
+    cache: Cache
+    texts: list[list[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    exact: ExactShape
+
+    def extend(
+        self,
+        chosen: list[int],
+        known: list[int] | None = None,
+        begun: list[list[int]] | None = None,
+    ) -> _Played:
+        """Continue some texts in this order; what is returned is in their own.
+
+        Args:
+          chosen: their numbers.
+          known: those that are computed and freed before.
+          begun: the texts instead of the prompts.
+        """
+        cache, texts = self.cache, self.texts if begun is None else begun
+        if known is not None:
+            cache, _, ids = self._extend(cache, known, texts)
+            cache, _ = free(cache, ids)
+        cache, result, ids = self._extend(cache, chosen, texts)
+        order = np.argsort(chosen)
+        layers = range(cache.num_layers)
+        kept = [[read(cache, layer, i)[:2] for layer in layers] for i in ids]
+        keys, values = (
+            np.array([[np.asarray(each[k]) for each in text] for text in kept])
+            for k in (0, 1)
+        )
+        found = np.asarray(result.tokens), np.asarray(result.logprobs), keys, values
+        return _Played(*(each[order] for each in found))
+
+    def _extend(
+        self, cache: Cache, chosen: list[int], texts: list[list[int]]
+    ) -> tuple[Cache, Generation, jax.Array]:
+        given = [texts[i] for i in chosen]
+        cache, opened = raise_for_status(
+            allocate(cache, [len(text) - 1 for text in given], tokens=given)
+        )
+        num_cached = np.asarray(opened.num_cached).tolist()
+        rest = [text[n:] for text, n in zip(given, num_cached, strict=True)]
+        most = max(map(len, texts))
+        rest = [text + [-1] * (most - len(text)) for text in rest]
+        cache, result = _extend_jitted(
+            self.model,
+            self.params,
+            cache,
+            opened.seq_ids,
+            jnp.asarray(rest, jnp.int32),
+            max_new_tokens=self.max_new_tokens,
+            sampling=self._sampling_of(chosen),
+            exact=self.exact,
+        )
+        return cache, result, opened.seq_ids
+
+    def _sampling_of(self, chosen: list[int]) -> Sampling:
+        index = jnp.asarray(chosen, jnp.int32)
+        return sampling_of(self.sampling, len(self.texts), index)
+
+    def extend_alone(self, chosen: list[int]) -> _Played:
+        """Continue each text in a call of its own."""
+        each = [self.extend([i]) for i in chosen]
+        return _Played(*(np.concatenate(arrays) for arrays in zip(*each, strict=True)))
+
+    def generate(self) -> _Played:
+        """Continue texts one after the other, inside one call."""
+        _, result = _generate_jitted(
+            self.model,
+            self.params,
+            self.cache,
+            self.texts,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self._sampling_of(list(range(len(self.texts)))),
+            max_running=1,
+            exact=self.exact,
+        )
+        return _Played(np.asarray(result.tokens), np.asarray(result.logprobs))
+
+    def recompute(self, known: _Played) -> _Played:
+        """Compute texts with all but the last token that they got, as prompts."""
+        texts = [
+            text + [token for token in new[:-1].tolist() if token >= 0]
+            for text, new in zip(self.texts, known.tokens, strict=True)
+        ]
+        found = self._replace(max_new_tokens=1).extend(
+            list(range(len(texts))), begun=texts
+        )
+        return _Played(known.tokens, known.logprobs, found.keys, found.values)
+
+    def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
+        """Score what the texts got."""
+        found = _score_jitted(
+            self.model,
+            self.params,
+            self.texts,
+            known.tokens,
+            config=config,
+            exact=self.exact,
+        )
+        return _Played(known.tokens, np.asarray(found))
+
+
+_SHAPES = ("model", "max_new_tokens", "exact")
+_extend_jitted = jax.jit(extend, static_argnames=_SHAPES)
+_generate_jitted = jax.jit(generate, static_argnames=(*_SHAPES, "max_running"))
+_score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
+
+
+def _compare(variation: str, known: _Played, found: _Played) -> ExactDifference | None:
+    """Return the first difference, by sequence; keys and values tell the layer."""
+    for sequence in range(len(known.tokens)):
+        for name in ("tokens", "logprobs"):
+            one, other = (getattr(each, name)[sequence] for each in (known, found))
+            tokens = np.flatnonzero(one.view(np.int32) != other.view(np.int32))
+            first = _find_layer(known, found, sequence)
+            if first is not None:
+                layer, token, array = first
+                return ExactDifference(variation, sequence, token, array, layer)
+            if len(tokens):
+                return ExactDifference(variation, sequence, int(tokens[0]), name, None)
+    return None
+
+
+def _find_layer(
+    known: _Played, found: _Played, sequence: int
+) -> tuple[int, int, str] | None:
+    """Return the first layer whose keys or values differ, and at which token."""
+    if known.keys is None or found.keys is None:
+        return None
+    for layer in range(known.keys.shape[1]):
+        for name in ("keys", "values"):
+            one, other = (
+                np.ascontiguousarray(getattr(each, name)[sequence, layer])
+                for each in (known, found)
+            )
+            bits = (each.view(np.uint8).reshape(len(each), -1) for each in (one, other))
+            tokens = np.flatnonzero(np.any(np.not_equal(*bits), axis=1))
+            if len(tokens):
+                return layer, int(tokens[0]), name
+    return None

@@ -1,0 +1,60 @@
+"""New weights for programs that are compiled: the same shapes, at the same places."""
+
+from typing import Any
+
+import jax
+
+from jkv.status import UsageError
+
+
+def replace_weights(name: str, old: Any, new: Any) -> Any:
+    """Return new weights as programs take them that were compiled for the old ones.
+
+    Args:
+      name: what to call them in an error.
+      old: a pytree, in use.
+      new: a pytree of the same structure, shapes and dtypes. Arrays that are elsewhere
+        are copied to where the old ones are.
+
+    Raises:
+      UsageError: for any other, with the path of the first leaf that differs.
+    """
+    olds, _ = jax.tree_util.tree_flatten_with_path(old)
+    news, _ = jax.tree_util.tree_flatten_with_path(new)
+    structure: Any = jax.tree.structure(old)
+    new_structure: Any = jax.tree.structure(new)
+    paths = dict(olds).keys() ^ dict(news).keys()
+    if paths:
+        path = min(paths, key=str)
+        who = "the new ones" if path in dict(olds) else "those of the engine"
+        raise UsageError(f"{name}{jax.tree_util.keystr(path)} is not among {who}")
+    if structure != new_structure:
+        raise UsageError(
+            f"{name} must have the structure that the engine was made with, "
+            f"{structure}; got {new_structure}"
+        )
+    leaves = [
+        _put_like(name + jax.tree_util.keystr(path), leaf, each)
+        for (path, leaf), (_, each) in zip(olds, news, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _put_like(name: str, old: Any, new: Any) -> Any:
+    """Return an array in the place of another."""
+    expected, got = jax.typeof(old), jax.typeof(new)
+    if _describe(expected) != _describe(got):
+        raise UsageError(f"{name} is {expected} in this engine, got {got}")
+    if isinstance(old, jax.Array) and old.committed:
+        return jax.device_put(new, old.sharding)
+    if isinstance(new, jax.Array) and new.committed:
+        raise UsageError(
+            f"{name} is committed to {new.sharding}, and the weights that the engine "
+            f"was made with are not: programs would be compiled again. Make the engine "
+            f"with weights that jax.device_put has put where later ones will be"
+        )
+    return new
+
+
+def _describe(kind: Any) -> tuple[Any, ...]:
+    return kind.shape, kind.dtype, kind.weak_type

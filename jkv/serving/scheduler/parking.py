@@ -1,0 +1,275 @@
+"""Parking: texts that wait for a tool keep what was computed of them.
+
+For a while a parked text's blocks stay on the device; then they go to the host, and the
+one that has been parked longest goes first where blocks could lack. So they are only
+ever in blocks that the requests on the device cannot need before the host looks again,
+and no request is preempted for them. The request that resumes a text finds its blocks
+with the prefix index. Without them it computes the text, and says the same.
+
+Threads add, take and give up texts under the engine's lock; what is done on the device
+is done between two windows, by the thread that does the steps.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jkv.serving.device.loop import Loop
+from jkv.serving.device.parking import (
+    Pinned,
+    Stay,
+    bring_back,
+    move_to_host,
+    pin,
+    unpin,
+)
+from jkv.serving.device.sizes import EngineSizes
+from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.storage.swapped import Swapped
+
+
+class ParkingOptions(NamedTuple):
+    """How long and how much; the fields are arguments of `Engine`."""
+
+    seconds: float
+    max_bytes: int | None
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Parked:
+    """A text that waits, and what there is of it."""
+
+    number: tuple[int, int]  # of the request, and which of its samples
+    text: np.ndarray  # i32[P]
+    salt: int
+    since: float  # when it was parked
+    stay: Stay = None
+    is_new: bool = True  # whether nothing was done for it yet
+    is_over: bool = False  # whether it was given up
+    request: Request | None = None  # which resumes it
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the request that resumes it has found its blocks, or ended."""
+        if self.request is None:
+            return False
+        waits = (s.stage == RequestState.WAITING for s in self.request.samples)
+        return self.request.has_ended or not all(waits)
+
+
+class Parking:
+    """The texts that are parked, and those on their way back."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        sizes: EngineSizes,
+        options: ParkingOptions,
+        clock: Callable[[], float],
+    ):
+        if not options.seconds >= 0 or (options.max_bytes or 0) < 0:
+            raise ValueError(
+                f"park_seconds and max_parked_bytes must be 0 or more, got "
+                f"{options.seconds} and {options.max_bytes}"
+            )
+        self._loop, self._sizes = loop, sizes
+        self._options, self._clock = options, clock
+        # In the order in which they were parked; a dict is a set with an order.
+        self._texts: dict[Parked, None] = {}
+        self._by_number: dict[tuple[int, int], Parked] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is a text, on its way back or given up lately, too."""
+        return bool(self._texts)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a text was parked or given up that the device has not heard of."""
+        return any(each.is_over or each.is_new for each in list(self._texts))
+
+    def add(self, request: Request, sample: Sample) -> None:
+        """Park a sequence that has ended, instead of what was parked of it before."""
+        number = request.request_id, sample.index
+        self._give_up(self._by_number.get(number))
+        text = np.concatenate([request.tokens, np.array(sample.tokens, np.int32)])
+        parked = Parked(
+            number=number, text=text, salt=request.salt, since=self._clock()
+        )
+        self._texts[parked] = None
+        self._by_number[number] = parked
+
+    def take(self, request_id: int, sample: int) -> Parked:
+        """Return a text that a request is about to resume.
+
+        Raises:
+          KeyError: if it is not parked.
+        """
+        parked = self._by_number.pop((request_id, sample), None)
+        if parked is None:
+            raise KeyError(
+                f"sample {sample} of request {request_id} is not parked: it was never, "
+                f"it has not ended, or it was resumed or given up"
+            )
+        return parked
+
+    def put_back(self, parked: Parked) -> None:
+        """Go on keeping a text whose request was refused."""
+        parked.is_over |= (
+            self._by_number.setdefault(parked.number, parked) is not parked
+        )
+
+    def give_up(self, request_id: int) -> bool:
+        """Let the texts of a request go; return whether there were any."""
+        numbers = [each for each in self._by_number if each[0] == request_id]
+        for number in numbers:
+            self._give_up(self._by_number[number])
+        return bool(numbers)
+
+    def give_up_all(self) -> None:
+        """Let all texts go."""
+        for parked in list(self._by_number.values()):
+            self._give_up(parked)
+
+    def _give_up(self, parked: Parked | None) -> None:
+        if parked is not None:
+            parked.is_over = True
+            del self._by_number[parked.number]
+
+    def count(self) -> dict[str, int]:
+        """Return what is parked: texts, blocks on the device, bytes on the host."""
+        pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
+        on_host = [each.stay for each in self._texts if isinstance(each.stay, Swapped)]
+        return {
+            "parked": len(self._by_number),
+            "parked_blocks": sum(sum(self._count_blocks(len(e.text))) for e in pinned),
+            "parked_bytes": sum(each.nbytes for each in on_host),
+        }
+
+    # Between two windows.
+
+    def settle(self, lengths: list[int], dispatched: list[Request]) -> None:
+        """Do what is to be done before the next window.
+
+        Args:
+          lengths: tokens that each sequence on the device can have after the window
+            under way and the next one.
+          dispatched: requests that go to the device now.
+        """
+        for parked in list(self._texts):
+            if parked.is_over or parked.has_begun:
+                self._let_go(parked)
+                del self._texts[parked]
+            elif parked.is_new:
+                self._pin(parked)
+            elif parked.request is not None and parked.request in dispatched:
+                self._bring_back(parked)
+        due = self._clock() - self._options.seconds
+        for parked in self._find_pinned():
+            if parked.since <= due:
+                self._move_to_host(parked)
+        self._make_room(lengths)
+        self._drop_beyond_most()
+
+    def forget_blocks(self) -> None:
+        """Keep the texts alone: their blocks are of older weights."""
+        for parked in self._texts:
+            self._let_go(parked)
+
+    def lose_blocks(self) -> None:
+        """Note that the pool was made anew; what is on the host is there still."""
+        for parked in self._texts:
+            if isinstance(parked.stay, Pinned):
+                parked.stay = None
+
+    def _find_pinned(self) -> Iterator[Parked]:
+        """Yield what is pinned and not on its way back, the oldest first."""
+        for parked in list(self._texts):
+            if isinstance(parked.stay, Pinned) and parked.request is None:
+                yield parked
+
+    def _pin(self, parked: Parked) -> None:
+        parked.is_new = False
+        self._loop.cache, parked.stay = pin(
+            self._loop.cache, self._pad(parked.text), parked.salt
+        )
+
+    def _bring_back(self, parked: Parked) -> None:
+        others = self._find_pinned()
+        while isinstance(parked.stay, Swapped):
+            self._loop.cache, parked.stay = bring_back(
+                self._loop.cache, self._pad(parked.text), parked.salt, parked.stay
+            )
+            if isinstance(parked.stay, Swapped):
+                # Others have longer to wait; without any it is computed again.
+                other = next(others, None)
+                if other is None:
+                    return
+                self._move_to_host(other)
+
+    def _move_to_host(self, parked: Parked) -> None:
+        assert isinstance(parked.stay, Pinned)
+        self._loop.cache, parked.stay = move_to_host(self._loop.cache, parked.stay)
+
+    def _let_go(self, parked: Parked) -> None:
+        if isinstance(parked.stay, Pinned):
+            self._loop.cache = unpin(self._loop.cache, parked.stay)
+        parked.stay = None
+
+    def _pad(self, text: np.ndarray) -> np.ndarray:
+        """Return a text up to its last full block and one token, i32[P]."""
+        size = self._loop.block_size.tokens
+        padded = np.full(self._loop.cache.max_context_length, -1, np.int32)
+        kept = text[: (len(text) - 1) // size * size + 1]
+        padded[: len(kept)] = kept
+        return padded
+
+    # Blocks that could lack.
+
+    def _make_room(self, lengths: list[int]) -> None:
+        """Move texts to the host until no request can lack a block or a row."""
+        for parked in self._find_pinned():
+            if self._has_room(lengths):
+                return
+            self._move_to_host(parked)
+        # What is on its way back is free then, and most likely found all the same.
+        for parked in list(self._texts):
+            if isinstance(parked.stay, Pinned) and not self._has_room(lengths):
+                self._let_go(parked)
+
+    def _has_room(self, lengths: list[int]) -> bool:
+        """Whether the requests can have what they may need until the next look."""
+        pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
+        # A prompt may be held for samples that wait.
+        most = self._sizes.max_running + (self._sizes.num_samples > 1)
+        if pinned and len(pinned) + most > self._loop.num_rows:
+            return False
+        longest = sorted(lengths, reverse=True)[:most]
+        needs = [self._count_blocks(length) for length in longest]
+        needs += [self._count_blocks(len(each.text)) for each in pinned]
+        return not pinned or all(
+            sum(of_group) <= num_blocks
+            for of_group, num_blocks in zip(
+                zip(*needs, strict=True), self._loop.num_blocks, strict=True
+            )
+        )
+
+    def _count_blocks(self, length: int) -> tuple[int, ...]:
+        """Return the most blocks that a text has in each group of layers."""
+        size = self._loop.block_size
+        columns = -(-length // size.tokens)
+        return tuple(columns if m is None else min(columns, m) for m in size.most)
+
+    def _drop_beyond_most(self) -> None:
+        """Forget the oldest copies on the host where they are too many bytes."""
+        if self._options.max_bytes is None:
+            return
+        on_host = [e for e in self._texts if isinstance(e.stay, Swapped)]
+        left = sum(e.stay.nbytes for e in on_host if isinstance(e.stay, Swapped))
+        for parked in on_host:
+            if left <= self._options.max_bytes:
+                return
+            assert isinstance(parked.stay, Swapped)
+            left -= parked.stay.nbytes
+            parked.stay = None

@@ -1,0 +1,207 @@
+"""`exact=`: the bits of a text do not depend on what else is computed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_attention_model import VOCABULARY, attention_model, attention_params
+
+import jkv
+from jkv.decoding import PromptLookup, Sampling, begin, decode
+from jkv.serving import Engine
+
+EXACT, NEW = (6, 10), 9
+LENGTHS = (5, 17, 1, 9, 12, 3)
+CONFIG = jkv.CacheConfig(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=4,
+    num_blocks=60,
+    block_size=4,
+    max_sequences=8,
+    max_context_length=40,
+    prefix_caching=True,
+    dtype=jnp.float32,
+)
+SHAPES = ("model", "max_new_tokens", "max_running", "num_samples", "exact")
+generate = jax.jit(jkv.generate, static_argnames=SHAPES)
+score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
+
+
+def make_prompts():
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(VOCABULARY, size=length).tolist() for length in LENGTHS]
+    prompts[4][:8] = prompts[1][:8]
+    return prompts
+
+
+def run(prompts, seeds, cache=None, **options):
+    cache = jkv.init(CONFIG) if cache is None else cache
+    options = {"exact": EXACT, "max_running": 6, **options}
+    sampling = Sampling(temperature=0.8, seeds=jnp.asarray(seeds, jnp.int32))
+    return generate(
+        attention_model,
+        attention_params(),
+        cache,
+        prompts,
+        max_new_tokens=NEW,
+        sampling=sampling,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def known():
+    """What came of all prompts at once."""
+    return run(make_prompts(), range(6))[1]
+
+
+def assert_same_bits(found, known, rows=slice(None)):
+    for name in ("tokens", "logprobs"):
+        one, other = (np.asarray(getattr(each, name)) for each in (found, known))
+        bits = one.view(np.int32), other[rows].view(np.int32)
+        np.testing.assert_array_equal(*bits, err_msg=name)
+
+
+def test_order_and_number_do_not_matter(known):
+    prompts, order = make_prompts(), np.array([3, 0, 5, 1, 4, 2])
+    found = run([prompts[i] for i in order], order, max_running=2)[1]
+    assert_same_bits(found, known, order)
+    # What each costs as it comes is not the same: the test can fail.
+    usual = run([prompts[i] for i in order], order, max_running=2, exact=False)[1]
+    assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[order]).any()
+
+
+def test_what_was_found_and_what_was_computed_again(known):
+    warm, _ = run(make_prompts(), range(6))
+    _, found = run(make_prompts(), range(6), warm)
+    assert int(found.statistics.cached_tokens) > 20
+    assert_same_bits(found, known)
+    scarce = dataclasses.replace(CONFIG, num_blocks=14, prefix_caching=False)
+    _, found = run(make_prompts(), range(6), jkv.init(scarce))
+    assert int(found.statistics.recomputed_tokens) > 0
+    assert_same_bits(found, known)
+
+
+def test_samples_are_those_of_prompts_of_their_own():
+    prompts = make_prompts()[:3]
+    _, samples = run(prompts, range(6), num_samples=2)
+    _, found = run([p for p in prompts for _ in range(2)], range(6), max_running=3)
+    assert_same_bits(found, samples)
+
+
+def test_scores_are_what_was_reported_also_when_differentiated(known):
+    prompts, params = make_prompts(), attention_params()
+
+    def find(params, exact):
+        scores = jkv.score(
+            attention_model, params, prompts, known.tokens, config=CONFIG, exact=exact
+        )
+        return scores.sum(), scores
+
+    find_both = jax.jit(jax.value_and_grad(find, has_aux=True), static_argnums=1)
+    (_, scores), gradient = find_both(params, EXACT)
+    np.testing.assert_array_equal(scores, known.logprobs)
+    (_, usual), expected = find_both(params, False)
+    assert (usual != known.logprobs).any()
+    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair), gradient, expected)
+    found = score(
+        attention_model, params, prompts, known.tokens, config=CONFIG, exact=EXACT
+    )
+    np.testing.assert_array_equal(found, known.logprobs)
+
+
+def test_windows_of_steps_and_open_sequences(known):
+    prompts, params = make_prompts(), attention_params()
+    sampling = Sampling(temperature=0.8, seeds=jnp.arange(6))
+    cache = jkv.init(CONFIG)
+    state = begin(
+        attention_model, params, cache, prompts, max_new_tokens=NEW, exact=EXACT
+    )
+    step = jax.jit(decode, static_argnames="model")
+    while state.is_running.any():
+        cache, state = step(
+            attention_model, params, cache, state, sampling=sampling, num_steps=3
+        )
+    assert_same_bits(state.result, known)
+    rows = [4, 1, 2]
+    cache, opened = jkv.allocate(jkv.init(CONFIG), [0] * 3)
+    _, found = jax.jit(jkv.extend, static_argnames=SHAPES[:2] + ("exact",))(
+        attention_model,
+        params,
+        cache,
+        opened.seq_ids,
+        [prompts[i] for i in rows],
+        max_new_tokens=NEW,
+        sampling=Sampling(temperature=0.8, seeds=jnp.asarray(rows)),
+        exact=EXACT,
+    )
+    assert_same_bits(found, known, rows)
+
+
+def test_an_engine_reports_the_same(known):
+    cache = jkv.init(CONFIG)
+    engine = Engine(
+        attention_model,
+        attention_params(),
+        cache,
+        max_running=3,
+        max_new_tokens=NEW,
+        num_steps=2,
+        exact=EXACT,
+    )
+    numbers = [
+        engine.submit(prompt, sampling=Sampling(temperature=0.8, seeds=i))
+        for i, prompt in enumerate(make_prompts())
+    ]
+    found = [engine.results(number)[0] for number in numbers]
+    assert [each.tokens for each in found] == known.tokens.tolist()
+    logprobs = np.array([each.logprobs for each in found], np.float32)
+    np.testing.assert_array_equal(logprobs, known.logprobs)
+
+
+def test_a_model_of_ones_own_is_tried():
+    prompts = make_prompts()[:2]
+    tried = dict(max_new_tokens=3, exact=EXACT, config=CONFIG)
+    cache, params = jkv.init(CONFIG), attention_params()
+    report = jkv.check_exact(attention_model, params, cache, prompts, **tried)
+    assert report.raise_for_status() is report
+    assert len(report.played) == 6
+
+    def heeds_others(params, tokens, cache, batch):
+        scale = 1 + 1e-5 * jnp.sum(batch.valid, dtype=jnp.float32)
+        layers = dict(params["layers"])
+        layers["value"] = layers["value"].at[1].multiply(scale)
+        return attention_model(params | {"layers": layers}, tokens, cache, batch)
+
+    report = jkv.check_exact(heeds_others, params, cache, prompts, **tried)
+    assert report.difference.layer == 1 and report.difference.array == "values"
+    with pytest.raises(jkv.CacheError, match="layer 1"):
+        report.raise_for_status()
+
+
+def test_what_gives_steps_another_shape_is_refused():
+    call = dict(max_new_tokens=2, exact=EXACT)
+    model = attention_model, attention_params()
+    for options, message in (
+        ({"row_counts": (8,)}, "leave out"),
+        ({"chunk_size": 16}, "leave out"),
+        ({"max_running": 7}, "more than the 6"),
+        ({"exact": (8, 4)}, "a row for each"),
+        ({"exact": 8}, r"\(W, R\)"),
+        ({"speculate": PromptLookup(num_tokens=2)}, "leave out speculate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))
+    with pytest.raises(ValueError, match="more than the 6"):
+        jkv.extend(*model, jkv.init(CONFIG), [0] * 7, [[1]] * 7, **call)
+    states = jkv.StateConfig(
+        num_layers=1,
+        arrays={"sum": ((4,), "float32")},
+        max_sequences=2,
+        max_context_length=8,
+    )
+    with pytest.raises(ValueError, match="a state is folded"):
+        jkv.generate(*model, jkv.init(states), [[1, 2]], **call)

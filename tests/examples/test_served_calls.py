@@ -1,0 +1,266 @@
+"""Calls of tools that a chat asks for: offered, chosen, told whole and in pieces."""
+
+import json
+import random
+import re
+import typing
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+import pydantic
+from served.calls import CallReader
+from served.prompts import read_chat
+from served.tools import read_tools
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+CHAT = [{"role": "user", "content": "The with"}]
+
+
+class Clock(pydantic.BaseModel):
+    a: typing.Literal["x", "y"]
+
+
+class Nothing(pydantic.BaseModel):
+    pass
+
+
+TOOLS = [openai.pydantic_function_tool(Clock, name="f")]
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def ask(client, **options):
+    fields = dict(model="pydoc", messages=CHAT, max_tokens=60, tools=TOOLS, seed=1)
+    return client.chat.completions.create(**fields | options)
+
+
+def read(pieces, begin="<t>", end="</t>"):
+    """What is told of a text that comes in pieces: free text, and calls."""
+    reader, content, calls = CallReader(begin, end), "", []
+    for place, piece in enumerate(pieces):
+        told = reader.advance(piece, is_last=place == len(pieces) - 1)
+        content += told.content
+        for part in told.calls:
+            if part.name is not None:
+                assert part.index == len(calls) and part.id.startswith("call_")
+                calls.append([part.name, ""])
+            calls[part.index][1] += part.arguments
+    return content, calls, reader.has_called
+
+
+HEAD = '{"name": "f", "arguments": '
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("free < t> <t text", ("free < t> <t text", [], False)),
+        (" free <t ", (" free <t ", [], False)),
+        ("<t>" + HEAD + "{}}</t>", ("", [["f", "{}"]], True)),
+        (
+            'so: |<t>|{"name":"g","arguments":{"a":"}</t>\\"{"}}|</t>|<t>'
+            + HEAD
+            + '{"b": {"c": [{}]}}}</t> and |',
+            (
+                "so:and |",
+                [["g", '{"a":"}</t>\\"{"}'], ["f", '{"b": {"c": [{}]}}']],
+                True,
+            ),
+        ),
+        # Cut by a limit: what is known is told.
+        ("a <t>" + HEAD + '{"a": "', ("a", [["f", '{"a": "']], False)),
+        ("<t>" + HEAD[:-6], ("", [], False)),
+        ("<t>" + HEAD + "{}}</t> |<t", ("<t", [["f", "{}"]], True)),
+        ("<t>" + HEAD + "{}} ", ("", [["f", "{}"]], False)),
+    ],
+)
+def test_calls_are_told_alike_in_any_pieces(text, expected):
+    """A bar stands for the end of a line."""
+    text, rng = text.replace("|", "\n"), random.Random(0)
+    content, calls, has_called = expected
+    expected = content.replace("|", "\n"), calls, has_called
+    for num_cuts in (0, 1, 2, 5, 20, len(text)):
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(num_cuts))
+        bounds = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        assert read([text[start:stop] for start, stop in bounds]) == expected
+
+
+def test_a_tag_behind_a_call_may_lack():
+    text = "[" + HEAD + "{}}\n[" + HEAD + "{}}"
+    assert read([text], "[", "") == read([*text], "[", "")
+    assert read([text], "[", "") == ("", [["f", "{}"]] * 2, True)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_the_real_client_parses_arguments_into_its_types(client, choice):
+    found = client.chat.completions.parse(
+        model="pydoc",
+        messages=CHAT,
+        max_tokens=60,
+        tools=[*TOOLS, openai.pydantic_function_tool(Nothing, name="g")],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        seed=3,
+        n=3,
+    )
+    ids = set()
+    for each in found.choices:
+        (call,) = each.message.tool_calls
+        expected = {"f": Clock, "g": Nothing}[call.function.name]
+        assert isinstance(call.function.parsed_arguments, expected)
+        assert choice == "required" or expected is Clock
+        assert each.finish_reason == "tool_calls" and each.message.content is None
+        ids.add(call.id)
+    assert len(ids) == 3
+
+
+def join_pieces(pieces):
+    """The message that the pieces of a stream make, and why it ended."""
+    content, calls, reason = "", [], None
+    for piece in pieces:
+        (choice,) = piece.choices
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for part in choice.delta.tool_calls or ():
+            if part.id is not None:
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments
+    return content, calls, reason
+
+
+def test_streams_tell_what_whole_answers_tell(client, served):
+    (begin,) = served.tokenizer.encode("=").ids
+    options = dict(tool_choice="auto", parallel_tool_calls=False, temperature=1.2)
+    kinds = set()
+    for changes in (
+        # A bias lets the tag come soon, and another lets the text end behind the call.
+        {"extra_body": {"logit_bias": {begin: 9, served.stop_tokens[0]: 7}}},
+        {"tool_choice": "required", "parallel_tool_calls": True},
+        {},
+    ):
+        whole = ask(client, **options | changes).choices[0]
+        calls = whole.message.tool_calls or []
+        found = join_pieces(ask(client, stream=True, **options | changes))
+        assert found == (
+            whole.message.content or "",
+            [[call.function.name, call.function.arguments] for call in calls],
+            whole.finish_reason,
+        )
+        kinds.add((whole.finish_reason, bool(calls), bool(whole.message.content)))
+    assert {has_content for _, has_calls, has_content in kinds if has_calls} == {
+        True,
+        False,
+    }
+    assert ("length", False, True) in kinds, kinds
+    assert "tool_calls" in {reason for reason, *_ in kinds}
+
+
+def test_no_call_is_a_plain_text(client):
+    plain = ask(client, tools=[], max_tokens=8).choices[0]
+    for changes in ({"tool_choice": "none"}, {"tools": None}):
+        found = ask(client, max_tokens=8, **changes).choices[0]
+        assert found.message.content == plain.message.content
+        assert found.message.tool_calls is None
+        assert found.finish_reason == plain.finish_reason
+
+
+def test_templates_know_tools_calls_and_what_came_of_them(served, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}"
+        "{{ m.tool_call_id or '' }}{% endfor %}"
+    )
+    called = {"name": "f", "arguments": '{"a": "x"}'}
+    messages = [
+        *CHAT,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": called}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "8"},
+    ]
+    other = served._replace(folder=tmp_path, longest_token=100)
+    (tokens,) = read_chat(other, {"messages": messages}, TOOLS)
+    assert served.tokenizer.decode(tokens) == "f The withx81"
+
+
+PATH = "/v1/chat/completions"
+BARE = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        ({"tools": {}}, "tools", "a list of 128"),
+        ({"tools": [BARE] * 129}, "tools", "a list of 128"),
+        ({"tools": [{"type": "custom"}]}, "tools", "of type function"),
+        ({"tools": [{"type": "function"}]}, "tools", "with a name"),
+        ({"tools": [{**BARE, "x": 1}]}, "tools", "'x' of the tool f"),
+        ({"tools": [BARE, BARE]}, "tools", "different names"),
+        ({"tools": [BARE], "tool_choice": "some"}, "tool_choice", "none, auto"),
+        ({"tool_choice": "auto"}, "tool_choice", "goes with tools"),
+        ({"tools": [BARE], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or"),
+        (
+            {"tools": [BARE], "response_format": {"type": "json_object"}},
+            "response_format",
+            "one of tools and response_format",
+        ),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice",
+            "no tool is called 'g'",
+        ),
+        ({"messages": [{**CHAT[0], "tool_calls": {}}]}, "messages", "must be a list"),
+        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "a call in"),
+        ({"messages": [{**CHAT[0], "tool_call_id": 1}]}, "messages", "tool_call_id"),
+        ({"functions": [{"name": "f"}]}, "functions", "the old name of tools"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
+    body = {"messages": CHAT, **fields}
+    status, said = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and said["error"]["param"] == param, said
+    assert words in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        ({"parameters": {"type": "array"}}, "of type object"),
+        ({"parameters": []}, "of type object"),
+        ({"description": 1}, "description of the tool f"),
+        ({"strict": 1}, "true or false"),
+        ({"name": "f g"}, "1 to 64 letters"),
+        ({"parameters": {"type": "object", "not": {}}}, "not"),
+    ],
+)
+def test_a_mistake_in_a_tool_is_told(post, function, words):
+    tool = {"type": "function", "function": {"name": "f", **function}}
+    body = {"messages": CHAT, "tools": [tool]}
+    status, said = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and re.search(words, said["error"]["message"]), said
+
+
+def test_tools_are_calls_of_a_language_and_defaults():
+    """No choice is "auto"; a tool without parameters takes none."""
+    found = read_tools({"tools": [BARE]}, ("<t>", "</t>"))
+    described = json.loads(found.language.text)
+    assert found.listed == [BARE] and described["choice"] == "auto"
+    (tool,) = described["tools"]
+    assert tool == {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert read_tools({"tools": [], "tool_choice": "none"}, ("", "")) is None

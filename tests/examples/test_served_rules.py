@@ -1,0 +1,142 @@
+"""Rules of requests: biases, a least length, bans, tokens that alone are allowed."""
+
+import json
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+from served.rule_table import Rules
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+PROMPT, MOST = "The with", 12
+
+
+@pytest.fixture
+def ask(client):
+    """Tell the text of a completion, and why it ended."""
+
+    def complete(**fields):
+        found = client.completions.create(
+            model="pydoc",
+            prompt=PROMPT,
+            max_tokens=MOST,
+            temperature=fields.pop("temperature", 0),
+            extra_body=fields,
+        ).choices[0]
+        return found.text, found.finish_reason
+
+    return complete
+
+
+def tokens_of(served, *texts):
+    return [served.tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
+
+
+def test_biases_are_added(ask, served, continued):
+    (first,) = tokens_of(served, "!")
+    assert ask(logit_bias={str(first[0]): 100}) == ("!" * MOST, "length")
+    plain = continued(PROMPT, max_new_tokens=MOST)
+    assert ask(logit_bias={str(plain.tokens[0]): -100})[0] != plain.text
+    # A number that is small changes nothing, and so do those of nobody.
+    assert ask(logit_bias={str(first[0]): -0.5})[0] == plain.text
+    for nothing in ({"logit_bias": {}}, {"min_tokens": 0}, {"bad_words": []}):
+        assert ask(**nothing)[0] == plain.text
+
+
+def test_only_allowed_tokens_come(ask, served):
+    allowed = [*tokens_of(served, "a", "b", "!")]
+    ids = [tokens[0] for tokens in allowed]
+    for seed in range(3):
+        text, _ = ask(allowed_token_ids=ids, temperature=1.5, seed=seed)
+        assert set(text) <= {*"ab!"} and len(text) == MOST
+
+
+def test_bad_words_do_not_come(ask, continued):
+    plain = continued(PROMPT, max_new_tokens=MOST).text
+    words = [word for word in plain.split() if len(word) > 2][:2]
+    found, _ = ask(bad_words=words)
+    assert not any(word in found for word in words) and found != plain
+
+
+def test_a_text_has_its_least_length(ask, served):
+    """The end is what would be chosen, but for the least length."""
+    end = {str(served.stop_tokens[0]): 100}
+    assert ask(logit_bias=end) == ("", "stop")
+    text, reason = ask(logit_bias=end, min_tokens=5)
+    assert reason == "stop" and len(tokens_of(served, text)[0]) >= 3
+    # Tokens that the request names end no text before, either.
+    (stop,) = tokens_of(served, "!")
+    fields = dict(logit_bias={str(stop[0]): 100}, stop_token_ids=stop)
+    assert ask(**fields)[1] == "stop"
+    assert ask(**fields, min_tokens=MOST)[1] == "length"
+
+
+def test_rules_go_with_languages(ask, served):
+    (letter,) = tokens_of(served, "b")
+    bias = {str(letter[0]): 100}
+    language = {"guided_regex": "[a-c]{3}x"}
+    assert ask(logit_bias=bias, **language) == ("bbbx", "stop")
+    assert ask(min_tokens=MOST, guided_regex="[a-c]+")[1] == "length"
+    plain = ask(**language)
+    assert plain[1] == "stop" and plain[0] != "bbbx"
+    with pytest.raises(openai.BadRequestError, match="left its text no token") as told:
+        ask(allowed_token_ids=letter, guided_regex="a+")
+    assert told.value.code == "nothing_allowed"
+
+
+def test_rows_are_used_again_and_full_ones_refused(ask, served):
+    """The server of the tests has three rows."""
+    (first,) = tokens_of(served, "!")
+    for _ in range(5):
+        assert ask(logit_bias={str(first[0]): 100})[0] == "!" * MOST
+    rules = Rules({}, 1, [], [], None)
+    held = [served.hold(None, rules) for _ in range(3)]
+    assert len({each.variant for each in held}) == 3
+    with pytest.raises(openai.RateLimitError, match="all room for rules"):
+        ask(min_tokens=1)
+    # A language alone needs none.
+    assert ask(guided_choice=["yes"]) == ("yes", "stop")
+    held.pop().release()
+    assert ask(min_tokens=1)[1] in ("stop", "length")
+    for each in held * 2:  # a second time does nothing
+        each.release()
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"logit_bias": []}, "an object of 256"),
+        ({"logit_bias": {str(i): 1 for i in range(257)}}, "an object of 256"),
+        ({"logit_bias": {"a": 1}}, "'a' is no token id"),
+        ({"logit_bias": {"-1": 1}}, "'-1' is no token id"),
+        ({"logit_bias": {"3072": 1}}, "'3072' is no token id"),
+        ({"logit_bias": {"1": 101}}, "from -100 to 100"),
+        ({"logit_bias": {"1": "x"}}, "a number of type float"),
+        ({"min_tokens": -1}, "from 0 to 16"),
+        ({"min_tokens": 17}, "from 0 to 16"),
+        ({"min_tokens": True}, "a number of type int"),
+        ({"bad_words": "word"}, "a list of 32"),
+        ({"bad_words": [" "]}, "a list of 32"),
+        ({"bad_words": ["a"] * 33}, "a list of 32"),
+        ({"bad_words": ["one two three four five six"]}, "8 are taken"),
+        ({"bad_words": ["a" * 10_000]}, "too long"),
+        ({"allowed_token_ids": []}, "1 to 1024"),
+        ({"allowed_token_ids": [3072]}, "3072 is no token id"),
+        ({"allowed_token_ids": [-1]}, "-1 is no token id"),
+    ],
+)
+def test_what_is_no_rule_is_refused_by_name(post, fields, words):
+    body = {"prompt": PROMPT, "max_tokens": 16, **fields}
+    status, said = post(json.dumps(body).encode())
+    error = said["error"]
+    assert status == 400 and error["param"] in fields and words in error["message"]

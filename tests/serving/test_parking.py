@@ -1,0 +1,245 @@
+"""Texts that wait for a tool: their blocks wait with them, and go before others do."""
+
+import pytest
+from support.small_attention_model import attention_model, attention_params
+from support.versioned_model import make_engine, read_ages, weights
+
+import jkv
+from jkv.decoding import FinishReason
+from jkv.serving import Engine, RequestRefused
+
+pytestmark = pytest.mark.one_end
+PROMPT = [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(engine):
+    while not engine.is_idle:
+        engine.step()
+
+
+def park_one(engine, prompt=PROMPT, **options):
+    """A text of twelve new tokens, parked; its number and all of its tokens."""
+    number = engine.submit(prompt, **options)
+    engine.park(number)
+    run(engine)
+    return number, [*prompt, *engine.results(number)[0].tokens]
+
+
+def resume(engine, number, tokens, **options):
+    """What comes of a text that goes on, and the tokens that it found."""
+    before = engine.stats().cached_tokens
+    again = engine.resume(number, tokens, **options)
+    (found,) = engine.results(again)
+    run(engine)
+    return found, engine.stats().cached_tokens - before
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_text_goes_on_as_if_nothing_had_happened(place):
+    clock = Clock()
+    engine = make_engine(clock=clock, park_seconds=5.0)
+    number, text = park_one(engine)
+    stats = engine.stats()
+    assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (1, 6, 0)
+    assert int(jkv.num_free_blocks(engine.cache)) == 24 - 5
+    if place == "host":
+        clock.now = 6.0
+        engine.generate([[1]], max_new_tokens=1)
+        stats = engine.stats()
+        assert (stats.parked, stats.parked_blocks) == (1, 0)
+        assert stats.parked_bytes > 5 * 4 * 3 * 4 * 2  # keys and values in float32
+        wipe(engine)
+    found, num_found = resume(engine, number, [4, 4], max_new_tokens=4)
+    # The newest token has no keys and values yet, and the last block was not full.
+    assert num_found == (len(text) - 1) // 4 * 4 == 20
+    assert found.tokens == alone([*text, 4, 4], 4)
+    stats = engine.stats()
+    assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (0, 0, 0)
+    assert stats.free_blocks == 24
+    with pytest.raises(KeyError, match="is not parked"):
+        engine.resume(number, [4])
+
+
+def wipe(engine):
+    """Let nothing be found on the device."""
+    engine._scheduler.loop.forget_cached()
+
+
+def alone(prompt, count):
+    """The text in an engine that never heard of it."""
+    (found,) = make_engine().generate([prompt], max_new_tokens=count)
+    assert read_ages(prompt, found) == [0] * count
+    return found.tokens
+
+
+def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
+    """Texts of eight blocks, of which three fill the pool."""
+    engine = make_engine(max_running=3, park_seconds=1e9)
+    numbers, texts = zip(
+        *(park_one(engine, [i, *PROMPT, *PROMPT]) for i in range(3)), strict=True
+    )
+    assert engine.stats().parked == 3
+    most, running = 0, [engine.submit([30 + i] * 20) for i in range(3)]
+    while not engine.is_idle:
+        engine.step()
+        most = max(most, engine.stats().running)
+    assert most == 3 and engine.stats().preemptions == 0
+    assert engine.stats().parked_bytes > 0
+    for number in running:
+        (found,) = engine.results(number)
+        assert read_ages([30 + number - running[0]] * 20, found) == [0] * 12
+    # Each has all of its full blocks again, which by now no index would have.
+    for number, text in zip(numbers, texts, strict=True):
+        found, num_found = resume(engine, number, [7], max_new_tokens=3)
+        assert num_found == (len(text) - 1) // 4 * 4 == 32
+        assert found.tokens == alone([*text, 7], 3)
+    assert engine.stats().free_blocks == 24
+
+
+def test_texts_are_given_up_with_their_blocks():
+    engine = make_engine(park_seconds=1e9)
+    number, _ = park_one(engine, n=2)
+    assert engine.stats().parked == 2
+    assert engine.unpark(number) and not engine.unpark(number)
+    run(engine)
+    stats = engine.stats()
+    assert (stats.parked, stats.parked_blocks) == (0, 0)
+    assert int(jkv.num_free_blocks(engine.cache)) == 24
+    number, _ = park_one(engine)
+    engine.close()
+    assert int(jkv.num_free_blocks(engine.cache)) == 24
+    assert engine.stats().parked == 0
+
+
+def test_a_request_that_is_cancelled_can_be_parked():
+    """A pause: it goes on where it was, and of two samples each by itself."""
+    engine = make_engine()
+    number = engine.submit(PROMPT)
+    engine.park(number)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(number)
+    (first,) = engine.results(number)
+    assert first.reason == FinishReason.CANCELLED and 0 < len(first.tokens) < 12
+    left = 12 - len(first.tokens)
+    found, num_found = resume(engine, number, [], max_new_tokens=left)
+    assert [*first.tokens, *found.tokens] == alone(PROMPT, 12) and num_found > 0
+
+
+def test_new_weights_leave_parked_texts_without_blocks():
+    engine = make_engine(park_seconds=0.0)
+    (kept, text), (lost, _) = park_one(engine), park_one(engine, PROMPT[:6])
+    engine.generate([[1]], max_new_tokens=1)
+    assert engine.stats().parked_bytes > 0
+    engine.update_params(weights(1), keep_cached=True)
+    found, _ = resume(engine, kept, [3])
+    assert {*read_ages([*text, 3], found)} == {0} == {*found.context_versions}
+    engine.update_params(weights(2))
+    assert engine.stats().parked_bytes == 0
+    found, num_found = resume(engine, lost, [3])
+    assert num_found == 0 and {*found.versions} == {2} == {*found.context_versions}
+
+
+def test_a_refused_request_leaves_its_text_parked():
+    engine = make_engine(max_prompt_tokens=24)
+    number, text = park_one(engine)
+    with pytest.raises(RequestRefused, match="24"):
+        engine.resume(number, [5, 5])
+    with pytest.raises(TypeError, match="salt"):
+        engine.resume(number, [5], salt=3)
+    assert engine.stats().parked == 1
+    found, _ = resume(engine, number, [5], max_new_tokens=2)
+    assert found.tokens == alone([*text, 5], 2)
+
+
+def test_what_cannot_be_parked_is_refused():
+    engine = make_engine()
+    with pytest.raises(KeyError):
+        engine.park(3)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        make_engine(park_seconds=-1)
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=3,
+        num_blocks=4,
+        max_sequences=2,
+        max_context_length=16,
+        dtype="float32",
+    )
+    engine = make_engine(cache=jkv.init(config), max_running=1)
+    with pytest.raises(ValueError, match="prefix_caching=True"):
+        engine.park(engine.submit([1]))
+
+
+def test_copies_beyond_the_most_are_forgotten():
+    """The oldest go first, and their texts are computed again."""
+    engine = make_engine(park_seconds=0.0, max_parked_bytes=900)
+    parked = [park_one(engine, [i, *PROMPT]) for i in range(2)]
+    engine.generate([[1]], max_new_tokens=1)
+    stats = engine.stats()
+    assert stats.parked == 2 and 0 < stats.parked_bytes <= 900
+    wipe(engine)
+    num_found = []
+    for number, text in parked:
+        found, each = resume(engine, number, [7], max_new_tokens=3)
+        assert found.tokens == alone([*text, 7], 3)
+        num_found.append(each)
+    assert num_found == [0, 20]
+
+
+def test_what_is_on_the_host_outlives_a_failed_step():
+    engine = make_engine(park_seconds=0.0)
+    number, text = park_one(engine)
+    engine.generate([[1]], max_new_tokens=1)
+    engine._scheduler._fail(RuntimeError("a device was lost"))
+    found, num_found = resume(engine, number, [7], max_new_tokens=3)
+    assert found.tokens == alone([*text, 7], 3) and num_found == 20
+
+
+@pytest.mark.further
+def test_a_text_goes_on_to_the_bit_where_the_engine_is_exact():
+    """Its blocks come from the host; the other text is computed in one piece."""
+    config = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        num_blocks=60,
+        block_size=4,
+        max_sequences=8,
+        max_context_length=40,
+        prefix_caching=True,
+        dtype="float32",
+    )
+    results = []
+    for is_parked in (True, False):
+        engine = Engine(
+            attention_model,
+            attention_params(),
+            jkv.init(config),
+            max_running=3,
+            max_new_tokens=9,
+            num_steps=2,
+            exact=(6, 10),
+            park_seconds=0.0,
+        )
+        if is_parked:
+            number, text = park_one(engine)
+            engine.generate([[1]], max_new_tokens=1)
+            wipe(engine)
+            found, num_found = resume(engine, number, [4, 5])
+            assert num_found == (len(text) - 1) // 4 * 4 == 16
+        else:
+            (found,) = engine.generate([[*text, 4, 5]])
+        results.append((found.tokens, found.logprobs))
+    assert results[0] == results[1]
