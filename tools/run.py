@@ -32,8 +32,7 @@ from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 BENCHMARKS = (
     *("operations", "attention", "generate", "reuse", "accuracy", "compile"),
     *("experts", "scheduling", "scoring", "search", "states", "strategies"),
-    "windows",
-    "plots",
+    *("trees", "windows", "plots"),
 )
 WRITTEN = (
     *(".venv", ".venv-newest", ".venv-tunix", ".jax-cache", ".cache", "site"),

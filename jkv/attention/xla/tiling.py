@@ -57,9 +57,10 @@ class Chunk(NamedTuple):
 def make_tiling(call: Call, *, min_rows: int) -> Tiling:
     """Cut the requests of at least `min_rows` rows into tiles."""
     # Small tiles waste less on short requests, large ones read each block less often.
+    # Requests of 64 rows and a longer one, as trees of texts are, shall have 64.
     mean_rows = -(-call.num_rows // call.num_requests)
     tile_rows = _MIN_TILE_ROWS
-    while tile_rows < min(mean_rows, _MAX_TILE_ROWS):
+    while 5 * tile_rows < 4 * min(mean_rows, _MAX_TILE_ROWS):
         tile_rows *= 2
     tile_rows = min(tile_rows, call.num_rows)
     lengths = call.requests.query_lengths
