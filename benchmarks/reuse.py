@@ -19,6 +19,7 @@ import argparse
 import copy
 import functools
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable
@@ -284,12 +285,15 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
     ).eval()
     peer.generation_config.eos_token_id = None
     peer.generation_config.pad_token_id = 0
+    # The argument and the answer of this name; it changed in transformers 5.24.
+    arguments = inspect.signature(peer.forward).parameters
+    kept = "cache" if "cache" in arguments else "past_key_values"
     with torch.no_grad():
-        past = peer(torch.tensor([shared]), use_cache=True).past_key_values
+        past = peer(torch.tensor([shared]), use_cache=True)[kept]
 
     def peer_case(who: str, reuse: bool) -> Case:
         def run(tokens: Any) -> Any:
-            options = {"past_key_values": copy.deepcopy(past)} if reuse else {}
+            options = {kept: copy.deepcopy(past)} if reuse else {}
             return peer.generate(tokens, max_new_tokens=1, do_sample=False, **options)
 
         return Case(

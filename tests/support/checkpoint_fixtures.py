@@ -11,6 +11,7 @@ model (``pydoc``) only the logits are written: do so again when it was trained a
 """
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -700,10 +701,13 @@ def _step_greedily(model: Any, prompt: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         # Ropes that stretch with the text do so until a short text comes.
         model(torch.zeros((1, 1), dtype=torch.long))
-        rows, past, steps = torch.tensor(prompt)[None].long(), None, []
+        rows, cache, steps = torch.tensor(prompt)[None].long(), {}, []
+        # The argument and the answer of this name; it changed in transformers 5.24.
+        arguments = inspect.signature(model.forward).parameters
+        kept = "cache" if "cache" in arguments else "past_key_values"
         for _ in range(NUM_STEPS + 1):
-            out = model(rows, past_key_values=past, use_cache=True)
-            past = out.past_key_values
+            out = model(rows, use_cache=True, **cache)
+            cache = {kept: out[kept]}
             steps.append(out.logits[0].float().numpy())
             rows = out.logits[0, -1].argmax()[None, None]
     return np.concatenate(steps)
