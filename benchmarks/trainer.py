@@ -37,10 +37,10 @@ def train_all(num_seeds: int, num_steps: int) -> list[dict]:
     """Return the rewards of each run, an engine and a seed."""
     runs = []
     for seed in range(num_seeds):
-        for engine in example.ENGINES:
+        for name, engine in example.ENGINES.items():
             cluster = example.make_cluster(engine, seed, num_steps)
             rewards = example.train(cluster, seed, num_steps)["rewards"]
-            runs.append({"engine": engine, "seed": seed, "rewards": rewards})
+            runs.append({"engine": name, "seed": seed, "rewards": rewards})
             jax.clear_caches()
     return runs
 

@@ -2,14 +2,21 @@
 
     pip install 'jkv[tunix]'
     python examples/train_with_tunix.py --engine jkv --seed 0
+    python examples/train_with_tunix.py --reported [--exact]
 
 The model is asked for a letter ("say c") and rewarded for each letter of its answer
 that is the one; after a few dozen steps most are. The trainer is tunix's own: between
 the two engines nothing differs but the argument `rollout_engine`.
+
+With `--reported` the importance ratios are those to what the rollout reported, and the
+last line says how far they are from 1: the bits of rollout and trainer differ. With
+`--exact` they do not.
 """
 
+import functools
 import random
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +26,7 @@ from generating.ending import ending_in_one_line
 
 with ending_in_one_line():
     from flax import nnx
+    from training.reported import ReportedLearner, read_measures, tell_ratios
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl import rl_cluster
     from tunix.rl.grpo import grpo_learner
@@ -65,12 +73,14 @@ def make_model(seed: int) -> qwen3.Qwen3:
     return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
 
 
-def make_cluster(engine: str, seed: int, num_steps: int) -> rl_cluster.RLCluster:
+def make_cluster(
+    engine: Any, seed: int, num_steps: int, reported: bool = False
+) -> rl_cluster.RLCluster:
     """Return tunix's trainer and rollouts, on one device."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     config = rl_cluster.ClusterConfig(
         role_to_mesh={rl_cluster.Role.ACTOR: mesh, rl_cluster.Role.ROLLOUT: mesh},
-        rollout_engine=ENGINES[engine],
+        rollout_engine=engine,
         training_config=rl_cluster.RLTrainingConfig(
             actor_optimizer=optax.adam(5e-3),
             max_steps=num_steps,
@@ -81,6 +91,7 @@ def make_cluster(engine: str, seed: int, num_steps: int) -> rl_cluster.RLCluster
             max_prompt_length=PROMPT,
             kv_cache_size=PROMPT + ANSWER,
             temperature=1.0,
+            return_logprobs=reported,
             seed=seed,
         ),
     )
@@ -90,9 +101,9 @@ def make_cluster(engine: str, seed: int, num_steps: int) -> rl_cluster.RLCluster
 
 
 def train(
-    cluster: rl_cluster.RLCluster, seed: int, num_steps: int
+    cluster: rl_cluster.RLCluster, seed: int, num_steps: int, reported: bool = False
 ) -> dict[str, list[float]]:
-    """Return the mean reward of each step, and the seconds of its rollout."""
+    """Return of each step the mean reward, a rollout's seconds, ratios if reported."""
     rewards, seconds, generate = [], [], cluster.rollout.generate
 
     def timed(*args: object) -> base_rollout.RolloutOutput:
@@ -114,8 +125,10 @@ def train(
         {"prompts": np.array([f"say {draw.choice(LETTERS)}" for _ in range(PROMPTS)])}
         for _ in range(num_steps)
     ]
-    grpo_learner.GRPOLearner(cluster, options, recorded).train(batches)
-    return {"rewards": rewards, "rollout_seconds": seconds}
+    make_learner = ReportedLearner if reported else grpo_learner.GRPOLearner
+    make_learner(cluster, options, recorded).train(batches)
+    found = {"rewards": rewards, "rollout_seconds": seconds}
+    return found | (read_measures(cluster) if reported else {})
 
 
 def main() -> None:
@@ -123,11 +136,20 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="jkv")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=at_least(1), default=60)
+    parser.add_argument("--reported", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="the same bits; of jkv")
     options = parser.parse_args()
-    cluster = make_cluster(options.engine, options.seed, options.steps)
-    found = train(cluster, options.seed, options.steps)
+    reported, engine = options.reported or options.exact, ENGINES[options.engine]
+    if reported and options.engine != "jkv":
+        parser.error("--reported and --exact are of --engine jkv")
+    if options.exact:
+        engine = functools.partial(JkvRollout, exact=True)
+    run = options.seed, options.steps, reported
+    found = train(make_cluster(engine, *run), *run)
     typical = 1000 * sorted(found["rollout_seconds"])[options.steps // 2]
     print(f"{options.engine}: a rollout took {typical:.0f} ms, compiling aside")
+    if reported:
+        print(tell_ratios(found))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 # All benchmarks but `rollouts`, which takes most of an hour.
 BENCHMARKS = (
     *("operations", "attention", "generate", "reuse", "accuracy", "compile"),
-    *("experts", "scheduling", "scoring", "search", "states", "strategies"),
+    *("exact", "experts", "scheduling", "scoring", "search", "states", "strategies"),
     *("trees", "windows", "plots"),
 )
 WRITTEN = (

@@ -28,7 +28,9 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import CacheError, raise_for_status
 from jkv.verbs.allocation import allocate, free
+from jkv.verbs.appending import append
 from jkv.verbs.reading import read
+from jkv.verbs.states import read_state
 
 Tokens = np.ndarray[Any, Any]
 
@@ -38,9 +40,9 @@ class ExactDifference(NamedTuple):
 
     variation: str  # what was varied, a name of `ExactReport.played`
     sequence: int  # number of the prompt
-    token: int  # number of the new token, or of the text's for keys and values
-    array: str  # "tokens", "logprobs", "keys" or "values"
-    layer: int | None  # the first whose keys or values differ; None: behind all layers
+    token: int  # number of the new token; of the text's for what a layer keeps
+    array: str  # "tokens", "logprobs", "keys", "values" or the name of a state's array
+    layer: int | None  # the first that keeps something else; None: behind all layers
 
     def __str__(self) -> str:
         """Say it in a sentence."""
@@ -70,13 +72,17 @@ class ExactReport:
         return self
 
 
+# What a layer keeps of a text, by name: keys and values [max_context_length, K, D], and
+# the arrays of a state [1, ...], which is that after the last token.
+Kept = dict[str, Tokens]
+
+
 class _Played(NamedTuple):
-    """What came of prompts, each array by sequence."""
+    """What came of prompts, by sequence."""
 
     tokens: Tokens  # i32[B, G]
     logprobs: Tokens  # f32[B, G]
-    keys: Tokens | None = None  # [B, L, max_context_length, K, D]
-    values: Tokens | None = None
+    kept: list[list[Kept]] | None = None  # of each text and layer
 
 
 @takes_cache(argument=2, on_host=True)
@@ -179,14 +185,12 @@ class _Player(NamedTuple):
             cache, _ = free(cache, ids)
         cache, result, ids = self._extend(cache, chosen, texts)
         order = np.argsort(chosen)
-        layers = range(cache.num_layers)
-        kept = [[read(cache, layer, i)[:2] for layer in layers] for i in ids]
-        keys, values = (
-            np.array([[np.asarray(each[k]) for each in text] for text in kept])
-            for k in (0, 1)
+        kept = _read_kept(cache, ids)
+        return _Played(
+            np.asarray(result.tokens)[order],
+            np.asarray(result.logprobs)[order],
+            [kept[i] for i in order],
         )
-        found = np.asarray(result.tokens), np.asarray(result.logprobs), keys, values
-        return _Played(*(each[order] for each in found))
 
     def _extend(
         self, cache: Cache, chosen: list[int], texts: list[list[int]]
@@ -218,7 +222,11 @@ class _Player(NamedTuple):
     def extend_alone(self, chosen: list[int]) -> _Played:
         """Continue each text in a call of its own."""
         each = [self.extend([i]) for i in chosen]
-        return _Played(*(np.concatenate(arrays) for arrays in zip(*each, strict=True)))
+        return _Played(
+            np.concatenate([one.tokens for one in each]),
+            np.concatenate([one.logprobs for one in each]),
+            [text for one in each for text in one.kept or ()],
+        )
 
     def generate(self) -> _Played:
         """Continue texts one after the other, inside one call."""
@@ -243,7 +251,7 @@ class _Player(NamedTuple):
         found = self._replace(max_new_tokens=1).extend(
             list(range(len(texts))), begun=texts
         )
-        return _Played(known.tokens, known.logprobs, found.keys, found.values)
+        return known._replace(kept=found.kept)
 
     def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
         """Score what the texts got."""
@@ -265,7 +273,7 @@ _score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
 
 
 def _compare(variation: str, known: _Played, found: _Played) -> ExactDifference | None:
-    """Return the first difference, by sequence; keys and values tell the layer."""
+    """Return the first difference, by sequence; what is kept tells the layer."""
     for sequence in range(len(known.tokens)):
         for name in ("tokens", "logprobs"):
             one, other = (getattr(each, name)[sequence] for each in (known, found))
@@ -282,17 +290,32 @@ def _compare(variation: str, known: _Played, found: _Played) -> ExactDifference 
 def _find_layer(
     known: _Played, found: _Played, sequence: int
 ) -> tuple[int, int, str] | None:
-    """Return the first layer whose keys or values differ, and at which token."""
-    if known.keys is None or found.keys is None:
+    """Return the first layer that keeps something else, of which token, and what."""
+    if known.kept is None or found.kept is None:
         return None
-    for layer in range(known.keys.shape[1]):
-        for name in ("keys", "values"):
-            one, other = (
-                np.ascontiguousarray(getattr(each, name)[sequence, layer])
-                for each in (known, found)
-            )
-            bits = (each.view(np.uint8).reshape(len(each), -1) for each in (one, other))
+    pairs = zip(known.kept[sequence], found.kept[sequence], strict=True)
+    for layer, (one, other) in enumerate(pairs):
+        for name in one:
+            arrays = (np.ascontiguousarray(each[name]) for each in (one, other))
+            bits = (each.view(np.uint8).reshape(len(each), -1) for each in arrays)
             tokens = np.flatnonzero(np.any(np.not_equal(*bits), axis=1))
             if len(tokens):
                 return layer, int(tokens[0]), name
     return None
+
+
+def _read_kept(cache: Cache, seq_ids: jax.Array) -> list[list[Kept]]:
+    """Return what each layer keeps of open sequences."""
+    kept: list[list[Kept]] = [[{} for _ in cache.layer_groups] for _ in seq_ids]
+    _, nothing_new = append(cache, seq_ids, jnp.zeros_like(seq_ids), capacity=1)
+    for layer, groups in enumerate(cache.layer_groups):
+        is_state = [group in cache.state_numbers for group in groups]
+        states = read_state(cache, layer, nothing_new) if any(is_state) else {}
+        for i, seq_id in enumerate(seq_ids):
+            if not all(is_state):
+                arrays = read(cache, layer, seq_id)[:2]
+                names = "keys", "values"
+                kept[i][layer] |= dict(zip(names, map(np.asarray, arrays), strict=True))
+            for name, array in states.items():
+                kept[i][layer][name] = np.asarray(array)[i : i + 1]
+    return kept

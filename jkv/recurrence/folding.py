@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.recurrence.alike import fold_alike
 from jkv.recurrence.pieces import Long, fold_pieces
 from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
 from jkv.recurrence.tokens import fold_one, fold_tokens
@@ -29,6 +30,7 @@ def fold_rows(
     chunk_rule: ChunkRule | None = None,
     chunk_size: int = 64,
     first_positions: jax.Array | None = None,
+    alike: bool = False,
 ) -> tuple[Any, Arrays]:
     """Fold a rule over the rows of each request, in their order.
 
@@ -52,6 +54,8 @@ def fold_rows(
         zeros, and outputs [C, ...] past those are dropped. None: `rule` reads all.
       chunk_size: C, the most tokens that `chunk_rule` reads at once.
       first_positions: i32[B], the position of each request's first row.
+      alike: read every row by `rule`, in passes of one shape: its bits do not depend on
+        the rows that its own request has in this call either.
 
     Returns:
       The outputs, a pytree of [R, ...], zeros in rows of no request; and the states
@@ -84,6 +88,9 @@ def fold_rows(
     num_rows, num_requests = next(iter(inputs.values())).shape[0], counts.shape[0]
     outputs = _empty_outputs(rule, state, inputs, num_rows)
     if not num_rows or not num_requests:
+        return outputs, state
+    if alike:
+        state, outputs = fold_alike(rule, state, outputs, inputs, starts, counts)
         return outputs, state
     few = 1 if chunk_rule else FEW
     is_long = counts > few

@@ -40,8 +40,9 @@ def fold_state(
     pending ones are read by `rule`, several by `chunk_rule` in pieces that end at
     positions which are multiples of `chunk_size`; which of the two reads a row, and so
     its rounding, depends on the rows of its own sequence alone
-    (`jkv.recurrence.fold_rows`). That what may be taken back is kept as inputs, not as
-    further states, is the idea of ReplaySSM
+    (`jkv.recurrence.fold_rows`). Where bits must not depend on them either
+    (`Batch.by_position`), `rule` reads all. That what may be taken back is kept as
+    inputs, not as further states, is the idea of ReplaySSM
     (https://dao-lab.ai/blog/2026/replayssm/).
 
     Args:
@@ -101,6 +102,7 @@ def fold_state(
         chunk_rule=chunk_rule,
         chunk_size=chunk_size,
         first_positions=batch.context_lengths - batch.query_lengths,
+        alike=batch.by_position,
     )
     cache = write_state(cache, layer, batch, state, kept)
     if kept:

@@ -182,6 +182,69 @@ def test_a_model_of_ones_own_is_tried():
         report.raise_for_status()
 
 
+WIDTH = 16
+INPUTS = {"x": ((WIDTH,), "float32")}
+STATE_WEIGHTS = np.random.default_rng(4).standard_normal(
+    (VOCABULARY, WIDTH), np.float32
+)
+
+
+def make_state_config(**fields):
+    states = jkv.StateConfig(
+        num_layers=1,
+        arrays={"sum": ((WIDTH, WIDTH), "float32")},
+        max_sequences=14,
+        max_context_length=40,
+        block_size=4,
+        num_snapshots=6,
+        snapshot_every=8,
+        **fields,
+    )
+    return jkv.GroupedConfig(groups=(states,), layer_groups=(0,), prefix_caching=True)
+
+
+def state_model(weights, tokens, cache, batch):
+    """A sum that decays, in two forms whose bits differ."""
+    rows = jnp.take(weights, tokens, axis=0)
+
+    def rule(state, given):
+        x = given["x"]
+        total = 0.9 * state["sum"] + x[:, None] * x[None]
+        return {"sum": total}, jnp.tanh(total) @ x
+
+    def chunk_rule(state, given, count):
+        x, size = given["x"], given["x"].shape[0]
+        powers = jnp.arange(size, dtype=jnp.float32)
+        gaps = powers[:, None] - powers[None]
+        decays = jnp.where(gaps >= 0, 0.9**gaps, 0)
+        sums = jnp.einsum("ts,sa,sb->tab", decays, x, x)
+        sums += (0.9 ** (powers + 1))[:, None, None] * state["sum"][None]
+        last = sums[jnp.maximum(count - 1, 0)]
+        total = jnp.where(count > 0, last, state["sum"])
+        return {"sum": total}, jnp.einsum("tab,tb->ta", jnp.tanh(sums), x)
+
+    outputs, cache = jkv.fold_state(
+        cache, 0, batch, rule, {"x": rows}, chunk_rule=chunk_rule, chunk_size=8
+    )
+    hidden = (rows + outputs)[jnp.minimum(batch.last_rows, batch.num_rows - 1)]
+    return jnp.sin(hidden) @ weights.T, cache
+
+
+def test_layers_with_a_state():
+    """Their prompts are cut in other pieces, found again, and scored."""
+    config, prompts = make_state_config(), make_prompts()[:2]
+    report = jkv.check_exact(
+        state_model,
+        STATE_WEIGHTS,
+        jkv.init(config),
+        prompts,
+        max_new_tokens=3,
+        exact=EXACT,
+        config=config,
+    )
+    assert len(report.raise_for_status().played) == 6
+
+
 def test_what_gives_steps_another_shape_is_refused():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()
@@ -197,11 +260,6 @@ def test_what_gives_steps_another_shape_is_refused():
             jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))
     with pytest.raises(ValueError, match="more than the 6"):
         jkv.extend(*model, jkv.init(CONFIG), [0] * 7, [[1]] * 7, **call)
-    states = jkv.StateConfig(
-        num_layers=1,
-        arrays={"sum": ((4,), "float32")},
-        max_sequences=2,
-        max_context_length=8,
-    )
-    with pytest.raises(ValueError, match="a state is folded"):
-        jkv.generate(*model, jkv.init(states), [[1, 2]], **call)
+    guesses = make_state_config(max_pending=2, inputs=INPUTS)
+    with pytest.raises(ValueError, match="leave out max_pending"):
+        jkv.generate(*model, jkv.init(guesses), [[1, 2]], **call)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning"
 
 
 def test_rollouts_follow_the_weights_of_the_trainer():
-    cluster = train_with_tunix.make_cluster("jkv", seed=0, num_steps=3)
+    cluster = train_with_tunix.make_cluster(JkvRollout, seed=0, num_steps=3)
     before = np.array(cluster.rollout.model().embedder.input_embedding[...])
     found = train_with_tunix.train(cluster, seed=0, num_steps=3)
     assert len(found["rewards"]) == 3 and all(0 < r < 0.2 for r in found["rewards"])
@@ -38,7 +38,6 @@ def test_rollouts_follow_the_weights_of_the_trainer():
 def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
     """The trainer hands them over by `update_params`; the engine has arguments."""
     engine = functools.partial(JkvRollout, num_blocks=300, prefix_caching=False)
-    monkeypatch.setitem(train_with_tunix.ENGINES, "jkv", engine)
     device = np.array(jax.devices()[1:2]).reshape(1, 1)
     elsewhere = jax.sharding.Mesh(device, ("fsdp", "tp"))
     configure = rl_cluster.ClusterConfig
@@ -48,7 +47,7 @@ def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
         return configure(role_to_mesh=meshes, **fields)
 
     monkeypatch.setattr(rl_cluster, "ClusterConfig", configure_apart)
-    cluster = train_with_tunix.make_cluster("jkv", seed=0, num_steps=2)
+    cluster = train_with_tunix.make_cluster(engine, seed=0, num_steps=2)
     train_with_tunix.train(cluster, seed=0, num_steps=2)
     trained, run = cluster.actor_trainer.model, cluster.rollout.model()
     pairs = zip(
@@ -59,6 +58,22 @@ def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
     for ours, theirs in pairs:
         assert ours.devices().isdisjoint(theirs.devices())
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, (64, 64)], ids=["usual", "exact"])
+def test_ratios_to_what_was_reported(exact):
+    """They are 1 to the bit with `exact`, in a pass that is differentiated."""
+    engine = functools.partial(JkvRollout, exact=exact)
+    run = dict(seed=0, num_steps=2, reported=True)
+    cluster = train_with_tunix.make_cluster(engine, **run)
+    found = train_with_tunix.train(cluster, **run)
+    assert len(found["log_ratio/abs_max"]) == 2
+    most = max(found["log_ratio/abs_max"])
+    if exact:
+        assert most == 0
+        assert found["is_ratio/min"] == found["is_ratio/max"] == [1, 1]
+    else:
+        assert 0 < most < 1e-4
 
 
 def test_the_page_runs():

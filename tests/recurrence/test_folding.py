@@ -41,7 +41,7 @@ def chunk_rule(state, inputs, count):
 
 
 @functools.lru_cache
-def compiled(has_chunks, has_positions):
+def compiled(has_chunks, has_positions, alike=False):
     def fold(state, inputs, starts, counts, positions):
         return fold_rows(
             rule,
@@ -52,6 +52,7 @@ def compiled(has_chunks, has_positions):
             chunk_rule=chunk_rule if has_chunks else None,
             chunk_size=C,
             first_positions=positions if has_positions else None,
+            alike=alike,
         )
 
     return jax.jit(fold)
@@ -151,6 +152,25 @@ def test_a_request_has_its_bits_whoever_is_beside_it():
     mine = slice(alone[2][2], alone[2][2] + 20)
     np.testing.assert_array_equal(first[0]["read"][mine], second[0]["read"][rows])
     np.testing.assert_array_equal(first[1]["total"][2], second[1]["total"][2])
+
+
+def test_a_cut_of_its_own_rows_does_not_matter_to_what_is_alike():
+    fold = compiled(True, False, True)
+    positions = np.zeros(B, np.int32)
+    for counts in COUNTS:
+        state, inputs, starts, counts = make(counts)
+        outputs, whole = fold(state, inputs, starts, counts, positions)
+        expected = fold_plainly(state, inputs, starts, counts)
+        assert_alike(outputs, expected[0])
+        assert_alike(whole, expected[1])
+        first = counts // 3
+        begun, state = fold(state, inputs, starts, first, positions)
+        rest = state, inputs, starts + first, counts - first, positions
+        ended, state = fold(*rest)
+        for name, array in whole.items():
+            np.testing.assert_array_equal(state[name], array)
+        for name, array in outputs.items():
+            np.testing.assert_array_equal(begun[name] + ended[name], array)
 
 
 def test_pieces_end_at_multiples():

@@ -73,11 +73,12 @@ class Exact(NamedTuple):
             )
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache whose layers keep a state: it depends on how a text is cut."""
-        if cache.metadata.states is not None:
+        """Refuse a cache that keeps inputs of tokens which may be taken back."""
+        states = cache.metadata.states
+        if states is not None and states.max_pending:
             raise UsageError(
-                "exact= is for layers with keys and values: a state is folded in "
-                "pieces whose borders depend on the step, so leave exact out"
+                f"exact= takes no guesses, so no tokens of a state are taken back: "
+                f"leave out max_pending of StateConfig, which is {states.max_pending}"
             )
 
     def pad(

@@ -1,6 +1,8 @@
-"""Log-probabilities of completions, whose prompt is computed once for all of them."""
+"""Log-probabilities of completions, whose prompt is computed once for all of them.
 
-import functools
+On the host, where equal prompts are found, and inside the jit of a trainer's loss.
+"""
+
 from typing import Any
 
 import jax
@@ -9,22 +11,23 @@ import numpy as np
 from flax import nnx
 
 import jkv
+from jkv.decoding.model.exact import ExactShape
 from jkv.integrations.tunix.padding import check_texts, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Pages, Params
 from jkv.integrations.tunix.repeats import find_repeats
 
-_score = jax.jit(jkv.score, static_argnames=("model", "config"))
+_score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
 
 
 def score_completions(
     model: PagedModel,
     weights: nnx.State[Any, Any],
-    pages: Pages,
+    config: jkv.CacheConfig,
     prompt_tokens: jax.Array,  # i32[B, P]
     completion_tokens: jax.Array,  # i32[B, C]
     *,
     pad_id: int,
-    block_size: int,
+    exact: ExactShape,
 ) -> jax.Array:
     """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
 
@@ -35,11 +38,11 @@ def score_completions(
     Args:
       model: of tunix.
       weights: its state.
-      pages: what its layers keep.
+      config: of `configure_score`.
       prompt_tokens: i32[B, P], padded on the left.
       completion_tokens: i32[B, C], padded on the right.
       pad_id: the padding.
-      block_size: tokens a block.
+      exact: as of `jkv.score`.
 
     Raises:
       ValueError: for a prompt without tokens.
@@ -57,9 +60,47 @@ def score_completions(
         Params(weights, 1.0),
         prompts,
         np.where(is_past, np.int32(-1), completions),
-        config=_configure(pages, block_size),
+        config=config,
+        exact=exact,
     )
     return jnp.zeros_like(scores).at[repeats.prompts].set(scores)
+
+
+def score_traced(
+    model: PagedModel,
+    params: Params,
+    config: jkv.CacheConfig,
+    prompt_tokens: jax.Array,  # i32[B, P]
+    completion_tokens: jax.Array,  # i32[B, C]
+    *,
+    pad_id: int,
+    num_samples: int,
+    exact: ExactShape,
+) -> jax.Array:
+    """Return what `score_completions` does, with its derivative by the weights.
+
+    What is traced has no values to find equal prompts by: `num_samples` completions
+    that follow each other have one prompt. The padding at a completion's end is not
+    scored at all, as a loss masks it.
+    """
+    prompts = prompt_tokens[::num_samples]
+    is_token = prompts != pad_id
+    order = jnp.argsort(~is_token, axis=1, stable=True)
+    prompts = jnp.take_along_axis(jnp.where(is_token, prompts, -1), order, axis=1)
+    is_token = completion_tokens != pad_id
+    is_inside = jnp.cumsum(is_token[:, ::-1], axis=1)[:, ::-1] > 0
+    completions = jnp.where(is_inside, completion_tokens, -1)
+    # A division by a number that the compiler knows would round in another way.
+    weights, temperature = params
+    temperature = jax.lax.optimization_barrier(jnp.float32(temperature))
+    return jkv.score(
+        model,
+        Params(weights, temperature),
+        prompts,
+        completions,
+        config=config,
+        exact=exact,
+    )
 
 
 def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
@@ -69,13 +110,21 @@ def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
     return np.where(is_token.any(axis=1), completions.shape[1] - behind, 0)
 
 
-@functools.cache
-def _configure(pages: Pages, block_size: int) -> jkv.CacheConfig:
-    """Return what `jkv.score` wants to know of a model; it counts blocks itself."""
+def configure_score(
+    pages: Pages, block_size: int, cache_dtype: Any | None
+) -> jkv.CacheConfig:
+    """Return what `jkv.score` wants to know of a model; it counts blocks itself.
+
+    Args:
+      pages: what a layer keeps.
+      block_size: tokens a block.
+      cache_dtype: of keys and values, None for the model's own.
+    """
     return jkv.CacheConfig(
         num_layers=pages.num_layers,
         num_kv_heads=pages.num_kv_heads,
         head_dim=pages.head_dim,
+        dtype=cache_dtype or pages.dtype,
         block_size=block_size,
         num_blocks=1,
         max_sequences=1,

@@ -11,10 +11,15 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
+from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
-from jkv.integrations.tunix.completion_scores import score_completions
+from jkv.integrations.tunix.completion_scores import (
+    configure_score,
+    score_completions,
+    score_traced,
+)
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
@@ -53,6 +58,9 @@ class JkvRollout(BaseRollout):
       prefix_caching: keep prompts until the weights change, so that one that begins
         like an earlier one is computed from there on. Without, the memory of the cache
         is free between calls.
+      exact: as of `jkv.generate`: (W, R) or True for log-probabilities that are the
+        same bits here and in `score`, whatever runs beside. At most W sequences run at
+        one time, and `chunk_size` has no meaning.
 
     Attributes:
       statistics: `jkv.decoding.Statistics` of the last call, None before the first.
@@ -74,6 +82,7 @@ class JkvRollout(BaseRollout):
         chunk_size: int = 512,
         cache_dtype: Any | None = None,
         prefix_caching: bool = True,
+        exact: ExactShape = False,
     ) -> None:
         if rollout_config is not None:
             check_options(rollout_config)
@@ -86,10 +95,15 @@ class JkvRollout(BaseRollout):
         self._model = PagedModel(graph)
         self._version = weights.Version()
         sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
-        self._pages = self._model.find_pages(state)
-        self._pool = Pool(sizes, self._pages, mesh)
+        pages = self._model.find_pages(state)
+        self._pool = Pool(sizes, pages, mesh)
+        self._score_config = configure_score(pages, block_size, cache_dtype)
+        shape = Exact.of(exact)
+        if shape is not None:
+            most = shape.num_requests
+            max_running = most if max_running is None else min(max_running, most)
+        self._exact: ExactShape = shape or False
         self._max_running = max_running
-        self._block_size = block_size
         self._chunk_size = chunk_size
         self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
         self._num_calls = 0
@@ -157,11 +171,49 @@ class JkvRollout(BaseRollout):
         return score_completions(
             self._model,
             nnx.state(self._module),
-            self._pages,
+            self._score_config,
             prompt_tokens,
             completion_tokens,
             pad_id=self.pad_id(),
-            block_size=self._block_size,
+            exact=self._exact,
+        )
+
+    def score(
+        self,
+        model: nnx.Module,
+        prompt_tokens: jax.Array,
+        completion_tokens: jax.Array,
+        *,
+        temperature: jax.Array | float = 1.0,
+        num_samples: int = 1,
+    ) -> jax.Array:
+        """Return log-probabilities of completions for a loss, inside its jit.
+
+        Differentiable by the variables of `model`, once and backwards (`jkv.score`).
+        With `exact` they are the bits that `generate` reported for these tokens, as
+        long as the weights are the same: an importance ratio is exactly 1.
+
+        Args:
+          model: the trainer's, with the layers of the rollout's.
+          prompt_tokens: i32[B, P], padded on the left.
+          completion_tokens: i32[B, C], padded on the right.
+          temperature: by which logits are divided, as in the call of `generate`.
+          num_samples: static; so many completions in a row are of one prompt, which is
+            computed once.
+
+        Returns:
+          f32[B, C], 0 in the padding at a completion's end; NaN without a prompt.
+        """
+        graph, state = nnx.split(model)
+        return score_traced(
+            PagedModel(graph),
+            Params(state, temperature),
+            self._score_config,
+            prompt_tokens,
+            completion_tokens,
+            pad_id=self.pad_id(),
+            num_samples=num_samples,
+            exact=self._exact,
         )
 
     def update_params(
@@ -208,6 +260,10 @@ class JkvRollout(BaseRollout):
         running = len(texts)
         if self._max_running is not None:
             running = min(self._max_running, running)
+        shape: dict[str, Any] = dict(exact=self._exact)
+        if not self._exact:
+            chunk_size = min(self._chunk_size, prompts.size)
+            shape = dict(row_counts=count_rows(running, chunk_size, self._row_multiple))
         sizes = CallSizes(
             prompts.shape[1], request.max_new_tokens, repeats.num_samples, running
         )
@@ -222,9 +278,7 @@ class JkvRollout(BaseRollout):
             sampling=self._choose_sampling(request),
             num_samples=repeats.num_samples,
             max_running=running,
-            row_counts=count_rows(
-                running, min(self._chunk_size, prompts.size), self._row_multiple
-            ),
+            **shape,
             salts=np.int32(self._version.look_at(state)),
         )
         self._pool.take_back(cache)
@@ -256,6 +310,7 @@ def _jit_generate(sharding: Any) -> Any:
         jkv.generate,
         static_argnames=(
             *("model", "max_new_tokens", "num_samples", "max_running", "row_counts"),
+            "exact",
         ),
         donate_argnames="cache",
         out_shardings=sharding,
