@@ -38,7 +38,7 @@ LAYERS = {
     ),
     "parity": Layer(
         ".venv",
-        ("torch==2.13.0+cpu", "transformers", "accelerate"),
+        ("torch==2.13.0+cpu", "transformers==5.24.0", "accelerate"),
         "torch, transformers",
         "no CPU build of torch to be had: parity tests read the committed logits",
     ),
