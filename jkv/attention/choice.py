@@ -22,7 +22,7 @@ from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 # Platforms with a kernel, as JAX names what it lowers for, and what finds the one for a
 # call: None where the kernel does not take it.
-_KERNELS: dict[str, Callable[[Call, str], Attend | None]] = {
+_KERNELS: dict[str, Callable[..., Attend | None]] = {
     "rocm": find_kernel,
     "cuda": find_kernel,
 }
@@ -41,24 +41,29 @@ def choose(implementation: str | None, *, by_position: bool) -> Attend:
         )
     if not by_position:
         return _IMPLEMENTATIONS[implementation]
-    if implementation not in (None, "xla"):
+    if implementation not in _BY_POSITION:
         raise ValueError(
             f"implementation={implementation!r} adds a context up in an order that "
             f"depends on the step; leave it out where bits shall not"
         )
-    return _BY_POSITION
+    return _BY_POSITION[implementation]
 
 
-def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
+def attend_anywhere(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Use the kernel on platforms where it applies, the plain path everywhere else.
 
     A program for one platform carries one of them, one that was exported for several
     platforms carries several.
     """
-    return _choose_platform(call, default=attend_plainly, **_find_kernels(call))
+    plain = attend_by_position if by_position else attend_plainly
+    return _choose_platform(call, default=plain, **_find_kernels(call, by_position))
 
 
-def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
+def attend_pallas(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Use the kernel, interpreted on CPU.
 
     Raises:
@@ -71,7 +76,10 @@ def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
             "out to have the plain path in such a case"
         )
     return _choose_platform(
-        call, cpu=interpret_kernel, default=_refuse_platform, **_find_kernels(call)
+        call,
+        cpu=functools.partial(interpret_kernel, by_position=by_position),
+        default=_refuse_platform,
+        **_find_kernels(call, by_position),
     )
 
 
@@ -93,9 +101,12 @@ def _attend_varying(attend: Attend, call: Call) -> tuple[jax.Array, jax.Array]:
     return vary_over(attend(call), varying_axes(call))
 
 
-def _find_kernels(call: Call) -> dict[str, Attend]:
+def _find_kernels(call: Call, by_position: bool) -> dict[str, Attend]:
     """Return the kernel for each platform where there is one for this call."""
-    found = {platform: find(call, platform) for platform, find in _KERNELS.items()}
+    found = {
+        platform: find(call, platform, by_position=by_position)
+        for platform, find in _KERNELS.items()
+    }
     return {platform: kernel for platform, kernel in found.items() if kernel}
 
 
@@ -116,4 +127,13 @@ _IMPLEMENTATIONS: dict[str | None, Attend] = {
     "reference": attend_reference,
     "pallas": functools.partial(attend_differentiably, attend_pallas),
 }
-_BY_POSITION = functools.partial(attend_differentiably, attend_by_position)
+# Those whose bits depend on a row's position alone.
+_BY_POSITION: dict[str | None, Attend] = {
+    None: functools.partial(
+        attend_differentiably, functools.partial(attend_anywhere, by_position=True)
+    ),
+    "xla": functools.partial(attend_differentiably, attend_by_position),
+    "pallas": functools.partial(
+        attend_differentiably, functools.partial(attend_pallas, by_position=True)
+    ),
+}

@@ -10,6 +10,7 @@ from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
 from jkv.attention.elements import STORED_AS
+from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
 from jkv.config.dtypes import needs_scales
@@ -93,8 +94,9 @@ def make_shapes(
     return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 
 
-def lower_kernels(queries, pools, tuning, platform, **options):
+def lower_kernels(queries, pools, tuning, platform, *, by_position=False, **options):
     """Lower a call of the kernel itself, with the options' shapes."""
+    launch = attend_kernel_by_position if by_position else attend_kernel
     soft_cap = options.pop("soft_cap", None)
     max_query_length = options.pop("max_query_length", None)
 
@@ -110,7 +112,7 @@ def lower_kernels(queries, pools, tuning, platform, **options):
             soft_cap=soft_cap,
             max_query_length=max_query_length,
         )
-        return attend_kernel(call, tuning=tuning, interpret=False)
+        return launch(call, tuning=tuning, interpret=False)
 
     requests = Requests(shape(32, 512), *(shape(32) for _ in range(4)))
     scale = shape(dtype=jnp.float32)

@@ -49,8 +49,9 @@ def attend_range(
 ) -> None:
     """Attend from one tile of rows to one range of tokens.
 
-    Decoding writes f32[W, H, Dv] and the log2 of the sums f32[W, H]; otherwise the rows
-    of [R, H, Dv] and f32[R, H], which alias the arrays before, are replaced.
+    Decoding writes f32[W, H, Dv] and the log2 of the sums f32[W, H], by position each
+    row does, with W = R * pieces; otherwise the rows of [R, H, Dv] and f32[R, H], which
+    alias the arrays before, are replaced.
     """
     del output_before, lse_before
     o, work = operands, operands.work
@@ -66,6 +67,10 @@ def attend_range(
     # The head tiles of an entry follow each other: they may read the same tokens.
     program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
     entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
+    piece = jnp.int32(0)
+    if variant.num_pieces:
+        num_pieces = jnp.int32(variant.num_pieces)
+        entry, piece = lax.div(entry, num_pieces), lax.rem(entry, num_pieces)
     tiles_per_head = jnp.int32(-(-heads_per_kv // variant.row_heads))
     kv_head = lax.div(head_tile, tiles_per_head)
     index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
@@ -84,22 +89,27 @@ def attend_range(
     position = work.position[entry]
     window = None if o.window is None else jnp.maximum(o.window[0], 0)
     first, end = work.first[entry], work.end[entry]
+    if variant.num_pieces:
+        # All rows of the tile store all pieces that begin in its range.
+        first = piece * variant.piece_tokens
+        valid &= first < end
+        end = jnp.minimum(end, first + variant.piece_tokens)
     # Of a range listed for the whole step, what these rows see of what is here.
     if o.part is not None:
         end = jnp.minimum(end, find_last(position + work.num_rows[entry] - 1) + 1)
     if window is not None:
         first = jnp.maximum(first, find_last(position - window) + 1)
-    if o.part is not None or window is not None:
+    if o.part is not None or window is not None or variant.num_pieces:
         is_empty = first >= end
         first, end = jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
 
     last, before = jnp.int32(0), None
     if not variant.is_decode:
         last = find_last(position + offset)
-        valid &= last >= 0
         if window is not None:
             before = find_last(position + offset - window)
-            valid &= last > before
+        if not variant.num_pieces:
+            valid &= last >= 0 if before is None else last > before
     queries = [
         load_rows(o.queries, row, head, valid, section, variant)
         for section in key_sections
@@ -157,7 +167,8 @@ def attend_range(
             scores = jnp.where(visible, scores, HIDDEN)
         maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - maximum[:, None])
-        if masked and not variant.is_decode and window is not None:
+        may_see_nothing = window is not None or variant.num_pieces
+        if masked and not variant.is_decode and may_see_nothing:
             # A row may see nothing of a tile, and its maximum may still be HIDDEN.
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
@@ -211,13 +222,15 @@ def attend_range(
 
     # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
+    if variant.num_pieces:
+        row = row * variant.num_pieces + piece
     row = jnp.broadcast_to(entry, index.shape) if variant.is_decode else row
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         where = (row[:, None], head[:, None], columns_of(start, size))
         value = (value / total[:, None]).astype(output_ref.dtype)
         backend.store_masked(output_ref, where, value, over_section(valid, size))
     lse = sums.maximum + jnp.log2(total)
-    lse = lse if variant.is_decode else lse * LN2
+    lse = lse if variant.is_partial else lse * LN2
     backend.store_masked(lse_ref, (row, head), lse, valid)
 
 

@@ -58,7 +58,7 @@ def decode_rows(
     """Return the results of requests of one row; other rows are zeros and -inf."""
     listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
-    operands = _make_operands(call, listed.work, variant)._replace(sinks=None)
+    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
         listed.pieces,
@@ -102,11 +102,11 @@ def prefill_rows(
         listed = call.work_lists.find_prefill(sizes)
     if listed is None:
         listed = list_prefill_work(call.requests, sizes)
-    operands = _make_operands(call, listed.work, variant)
+    operands = make_operands(call, listed.work, variant)
     return _launch_rows(operands, output, lse, variant)
 
 
-def _make_operands(call: Call, work: Work, variant: Variant) -> Operands:
+def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
     """Return what the kernel reads, whole: nothing is sliced, and nothing computed.
 
     Each operation here would be a launch in every layer.
@@ -147,7 +147,7 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
         (operands, None, None),
         jax.ShapeDtypeStruct((num_entries, num_heads, variant.value_dim), jnp.float32),
         grid=(num_entries * variant.head_tiles, 1),
-        compilation=_find_compilation(variant),
+        compilation=find_compilation(variant),
     )
 
 
@@ -164,12 +164,12 @@ def _launch_rows(
         (operands, output, lse),
         jax.ShapeDtypeStruct(output.shape, output.dtype),
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
-        compilation=_find_compilation(variant),
+        compilation=find_compilation(variant),
         in_place=True,
     )
 
 
-def _find_compilation(variant: Variant) -> backend.Compilation:
+def find_compilation(variant: Variant) -> backend.Compilation:
     """Return how the kernel is compiled for a variant."""
     tile = variant.tile
     return backend.Compilation(tile.num_warps, tile.num_stages, variant.interpret)

@@ -10,6 +10,7 @@ import jax
 
 from jkv.attention.call import Attend, Call
 from jkv.attention.kernel import backend
+from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.kernel.table import Tile, Tuning
 from jkv.attention.kernel.tuning import find_target, find_tuning, why_never, why_not
@@ -19,15 +20,20 @@ _INTERPRETED = Tuning(
     decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
     prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
     programs=16,
+    piece_tokens=16,
+    max_pieces=8,
 )
 
 
-def find_kernel(call: Call, platform: str) -> Attend | None:
+def find_kernel(
+    call: Call, platform: str, *, by_position: bool = False
+) -> Attend | None:
     """Return the kernel tuned for the card at hand or, without one, for any card.
 
     Args:
       call: only shapes and dtypes matter.
       platform: "rocm" or "cuda".
+      by_position: whether bits may depend on a row's position alone.
 
     Returns:
       None where the plain path must serve.
@@ -42,12 +48,16 @@ def find_kernel(call: Call, platform: str) -> Attend | None:
     tuning = find_tuning(call.queries, call.pools, platform, target)
     if tuning is None:
         return None
-    return functools.partial(attend_kernel, tuning=tuning, interpret=False)
+    attend = attend_kernel_by_position if by_position else attend_kernel
+    return functools.partial(attend, tuning=tuning, interpret=False)
 
 
-def interpret_kernel(call: Call) -> tuple[jax.Array, jax.Array]:
+def interpret_kernel(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Run the kernel operation by operation, on a CPU."""
-    return attend_kernel(call, tuning=_INTERPRETED, interpret=True)
+    attend = attend_kernel_by_position if by_position else attend_kernel
+    return attend(call, tuning=_INTERPRETED, interpret=True)
 
 
 def why_refused(call: Call, platforms: tuple[str, ...]) -> str | None:
