@@ -198,6 +198,8 @@ def test_nothing_spills(platform, target, known, shapes):
                 waits = 1 if has_one_block and not has_halves else 2
                 if has_one_block:
                     waits = MORE_WAITS.get((target, head_dim), waits)
+                if has_halves and fields.get("options", "none") != "none":
+                    waits = 3  # nearly all registers are taken
                 assert code.round_trips is None or code.round_trips <= waits, table[-1]
             if kernel.name != "jkv_join":
                 assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
