@@ -35,6 +35,7 @@ PUBLIC = """
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
     ExactDifference ExactReport check_exact
+    DraftModel PromptLookup UsageError jitted
 """.split()
 
 
