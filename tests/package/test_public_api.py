@@ -82,7 +82,7 @@ def test_no_module_is_hidden_by_a_function() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("tunix") is not None, reason="is there")
 def test_an_integration_says_what_to_install() -> None:
-    with pytest.raises(ImportError, match=r"pip install 'jkv\[tunix\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[tunix\]'"):
         importlib.import_module("jkv.integrations.tunix")
 
 
