@@ -98,6 +98,7 @@ def choose_number(replicas: tuple[int, int], places: int) -> Mapping[str, Any]:
         policy=policy,
         upscale_delay_s=UPSCALE_SECONDS,
         look_back_period_s=UPSCALE_SECONDS,
+        metrics_interval_s=UPSCALE_SECONDS / 5,
     )
     return {"autoscaling_config": scaling}
 
