@@ -134,7 +134,7 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
-    # A cluster of Ray with processes of its own. Ray uses pydantic as one no longer does.
+    # A cluster of Ray, in which pydantic warns of what Ray does.
     "ray": tests(
         ("ray",),
         "tests/replicated",
