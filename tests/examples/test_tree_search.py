@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import plain_tree_search
-from support.jax_versions import with_further
+from support.jax_versions import few, with_further
 from support.small_attention_model import (
     VOCABULARY,
     attention_model,
@@ -101,7 +101,8 @@ CHOSEN = (0, 5, 10, 16, 23, 31)
 
 
 @pytest.mark.parametrize(
-    "line", with_further(range(LINES), *sorted(set(range(LINES)) - {*CHOSEN}))
+    "line",
+    few(with_further(range(LINES), *sorted(set(range(LINES)) - {*CHOSEN})), 10),
 )
 def test_visits_are_those_of_texts_computed_anew(solved, line):
     _, tree, found = jax.device_get(solved)
