@@ -43,6 +43,7 @@ from test_generation import (
 import jkv
 from jkv import decoding
 from jkv.decoding import DraftModel, PromptLookup
+from jkv.decoding.steering.rows import mark_refused
 from jkv.grammar import Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
@@ -421,6 +422,19 @@ def search_alone(plain, prompt):
         has_ended=plain.has_ended,
         num_end_tokens=4,
     )
+
+
+def test_no_token_is_told_from_no_number():
+    logits = np.zeros((4, 5), np.float32)
+    logits[0] = -np.inf
+    logits[1] = [-np.inf, np.nan, -np.inf, -np.inf, -np.inf]
+    logits[2] = [-np.inf, 1, -np.inf, -np.inf, -np.inf]
+    # A draw among no numbers may be a token that is not allowed.
+    tokens, logprobs = np.int32([0, 0, 1, 3]), np.float32([np.nan, np.nan, 0, -1])
+    for rows in (slice(0, 4), slice(2, 4)):
+        found = mark_refused(logits[rows], tokens[rows], logprobs[rows])
+        expected = np.float32([-np.inf, np.nan, 0, -1])[rows]
+        np.testing.assert_array_equal(found, expected)
 
 
 @jax.tree_util.register_static
