@@ -18,7 +18,8 @@ try:
     )
 except ImportError as error:  # pragma: no cover (the extra is not installed)
     raise ImportError(
-        "jkv.serving.prometheus needs prometheus_client: pip install 'jkv[metrics]'"
+        "jkv.serving.prometheus needs prometheus_client: pip install '.[metrics]' "
+        "in the folder of jkv"
     ) from error
 
 
