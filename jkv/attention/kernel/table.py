@@ -183,8 +183,9 @@ TABLE = {
     # few tokens up to 128, and from there 128 rows, which are two warp groups. Bytes
     # are bound by their conversion, 64 tokens at a time at best; wide ones take all
     # registers in such tiles. Heads of three pieces, one of them 16 wide, spill; the
-    # smallest tile on eight warps holds 176. Float32 is split into two numbers of tf32,
-    # and heads of more than 64 with a piece of 16 spill.
+    # smallest tile on eight warps holds 176. With a window and a soft cap, in blocks
+    # that hold a tile, 128 spills in five stages. Float32 is split into two numbers of
+    # tf32, and heads of more than 64 with a piece of 16 spill.
     "hopper": Family(
         targets=("sm_90",),
         units=132,
@@ -197,7 +198,13 @@ TABLE = {
                 ("byte",),
                 position=Tile(16, 32, 4, 3),
             ),
-            Row(128, Tile(16, 64, 4, 5), _full(64, 32, 4, 2), ("half",)),
+            Row(
+                128,
+                Tile(16, 64, 4, 5),
+                _full(64, 32, 4, 2),
+                ("half",),
+                capped=Tile(16, 64, 4, 4),
+            ),
             Row(160, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
             Row(176, Tile(16, 16, 8, 2), _full(128, 64, 8, 2), ("half",)),
             Row(256, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
