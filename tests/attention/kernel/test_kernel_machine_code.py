@@ -1,6 +1,6 @@
 """Machine code of what would be dispatched, for cards that are not there.
 
-Needs the `triton` wheel (`pip install jkv[amd-compile]`, 1 GB): XLA embeds the same
+Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the same
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
 to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
 that the table promises, which takes half an hour. With `-k gfx942` the rows of that
@@ -27,7 +27,7 @@ from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_backward, find_tuning
 
 triton = pytest.importorskip(
-    "triton", reason="machine code needs the extra: pip install jkv[amd-compile]"
+    "triton", reason="machine code needs the extra: pip install '.[amd-compile]'"
 )
 
 from support.triton_machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402
@@ -96,7 +96,6 @@ if KEEP or os.environ.get("JKV_ALL_SHAPES"):
     ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
-BACKWARD_OF = {len(SHAPES): BACKWARD_SHAPES, len(FEW): BACKWARD_SHAPES[2:3]}
 # Where the code runs, the card that was known when it was traced, and which shapes.
 TARGETS = [
     *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
@@ -207,7 +206,10 @@ def test_nothing_spills(platform, target, known, shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "platform, target, known, shapes",
-    [(*card, BACKWARD_OF[len(shapes)]) for *card, shapes in TARGETS],
+    [
+        (*card, BACKWARD_SHAPES if shapes is SHAPES else BACKWARD_SHAPES[2:3])
+        for *card, shapes in TARGETS
+    ],
     ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],
 )
 def test_no_derivative_spills(platform, target, known, shapes):
