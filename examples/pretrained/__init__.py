@@ -9,7 +9,8 @@ is read as it is: config.json, one or many safetensors files, tokenizer.json.
 
 Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: in what
 each differs from Llama; those with a state in ``delta_architectures.py`` and
-``mamba_architectures.py``, with readings of their own), ``config.py`` (what a
+``mamba_architectures.py``, Mistral's newer ones in ``mistral_architectures.py``, with
+readings of their own), ``config.py`` (what a
 config.json says; ``settings.py``,
 ``readings.py``, ``windows.py``, ``rope_settings.py``, ``parts.py`` and, of models that
 also see, ``text_part.py`` are for parts of it), ``model.py`` (the forward pass;

@@ -13,6 +13,7 @@ from . import readings
 from .architecture import Architecture
 from .delta_architectures import DELTA_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
+from .mistral_architectures import MISTRAL_ARCHITECTURES
 
 GEMMA = Architecture(
     defaults=dict(
@@ -25,6 +26,20 @@ GEMMA = Architecture(
     ),
     choices=dict(norms="both", norm_offset=1.0),
     tensors=dict(mlp_norm="pre_feedforward_layernorm.weight"),
+)
+
+COHERE = Architecture(
+    defaults=dict(
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_interleave=True,
+        logit_scale=0.0625,
+        tie_word_embeddings=True,
+    ),
+    aliases=dict(rms_norm_eps="layer_norm_eps"),
+    choices=dict(has_centred_norms=True, is_parallel=True),
+    read=readings.read_cohere,
 )
 
 DEEPSEEK = Architecture(
@@ -114,6 +129,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
         choices=dict(norms="after", qk_norm="all"),
     ),
+    "olmo3": Architecture(
+        defaults=dict(
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            rope_theta=500_000.0,
+            sliding_window=4096,
+        ),
+        choices=dict(norms="after", qk_norm="all"),
+        read=readings.read_olmo3,
+        windows=4,
+    ),
     "exaone4": Architecture(
         defaults=dict(
             num_key_value_heads=32,
@@ -146,6 +172,22 @@ ARCHITECTURES: dict[str, Architecture] = {
             logits_scaling=1.0,
         ),
         read=readings.read_granite,
+    ),
+    "seed_oss": Architecture(
+        defaults=dict(
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=524_288,
+            attention_bias=True,
+        ),
+        read=readings.read_seed_oss,
+    ),
+    "cohere": COHERE,
+    "cohere2": dataclasses.replace(
+        COHERE,
+        defaults=COHERE.defaults | dict(rope_theta=10_000.0, sliding_window=4096),
+        read=readings.read_cohere2,
+        windows=4,
     ),
     "mixtral": Architecture(
         defaults=dict(
@@ -239,4 +281,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES
+ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES | MISTRAL_ARCHITECTURES

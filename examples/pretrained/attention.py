@@ -43,6 +43,11 @@ def attend(
         queries, keys, values = _project_heads(config, weights, x, turns)
     else:
         queries, keys = _project_latent(config, latent, weights, x, turns)
+    if config.query_growth is not None:
+        strength, span = config.query_growth
+        steps = (batch.positions // span).astype(jnp.float32)
+        grown = 1 + strength * jnp.log1p(steps)
+        queries = queries * grown[:, None, None].astype(queries.dtype)
     cache = jkv.write(cache, layer, batch, keys, values)
     heads = jkv.attend(
         cache,
@@ -73,11 +78,14 @@ def _project_heads(
         if config.qk_norm == "all":
             rows = norm(config, rows, weights, f"{name}_norm")
         heads = rows.reshape(x.shape[0], -1, config.head_dim)
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "heads"):
             heads = norm(config, heads, weights, f"{name}_norm")
         return heads
 
-    queries, keys = (rotate(project(name), *turns) for name in ("query", "key"))
+    queries, keys = (
+        rotate(project(name), *turns, config.turns_neighbours)
+        for name in ("query", "key")
+    )
     return queries, keys, project("value")
 
 
@@ -90,8 +98,6 @@ def _project_latent(
     that of the latent vector with ``query @ key_up``: so queries come to the latent
     vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
     """
-    rope = config.ropes[0]
-    is_interleaved = rope is not None and rope.is_interleaved
     if latent.query_rank is None:
         queries = linear(x, weights, "query")
     else:
@@ -104,8 +110,8 @@ def _project_latent(
 
     vectors, shared = jnp.split(linear(x, weights, "latent"), [latent.rank], axis=-1)
     vectors = norm(config, vectors, weights, "latent_norm")
-    shared = rotate(shared[:, None, :], *turns, is_interleaved)
-    turned = rotate(turned, *turns, is_interleaved)
+    shared = rotate(shared[:, None, :], *turns, config.turns_neighbours)
+    turned = rotate(turned, *turns, config.turns_neighbours)
     return (
         jnp.concatenate([absorbed, turned], axis=-1),
         jnp.concatenate([vectors[:, None, :], shared], axis=-1),

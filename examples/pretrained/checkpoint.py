@@ -19,7 +19,7 @@ import numpy as np
 
 from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
-from .files import SUFFIXES, Tensors, find_tensors
+from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
@@ -164,11 +164,13 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}
     # Old checkpoints carry the RoPE frequencies, which config.json gives as well, and
-    # some have further layers, past the last, that guess more than one token.
+    # some have further layers, past the last, that guess more than one token. Scales of
+    # activations belong to products in 8 bits, which are not computed here.
+    beside = ("rotary_emb.inv_freq", *IGNORED_SCALES.get(method, ()))
     unexpected = sorted(
         name
         for name in set(paths) - known
-        if not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith(beside)
         and not name.startswith(ARCHITECTURES[config.architecture].ignored)
         and not _is_past_the_layers(name, config)
     )

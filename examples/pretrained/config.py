@@ -62,8 +62,13 @@ class DecoderConfig:
     norms: whether attention and perceptron are normed before, after, or both.
     state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
-    qk_norm: queries and keys are normed before they are turned: each "head", or "all".
+    has_centred_norms: norms subtract the mean first (LayerNorm without biases).
+    is_parallel: the perceptron takes what attention took, and both are added at once.
+    qk_norm: queries and keys are normed before they are turned: each "head" by the same
+        weights, each of the "heads" by its own, or "all" together.
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
+    query_growth: float and int, `b` and `n`: a query at position p is
+        ``1 + b log(1 + p // n)`` times as long; None if they do not grow.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
     has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
@@ -110,8 +115,11 @@ class DecoderConfig:
     norms: Literal["before", "after", "both"] = "before"
     state_norms: Literal["before", "after", "both"] | None = None
     norm_offset: float = 0.0
-    qk_norm: Literal["head", "all"] | None = None
+    has_centred_norms: bool = False
+    is_parallel: bool = False
+    qk_norm: Literal["head", "heads", "all"] | None = None
     scale: float | None = None
+    query_growth: tuple[float, int] | None = None
     soft_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
@@ -172,6 +180,11 @@ class DecoderConfig:
         """Per layer, which of the different ropes it has."""
         kinds = list(dict.fromkeys(self.ropes))
         return tuple(kinds.index(rope) for rope in self.ropes)
+
+    @property
+    def turns_neighbours(self) -> bool:
+        """Whether the pairs that positions turn are neighbours in a head."""
+        return any(rope is not None and rope.is_interleaved for rope in self.ropes)
 
     @property
     def turned_dim(self) -> int:

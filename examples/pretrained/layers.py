@@ -20,12 +20,15 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Scale to unit root mean square over the last axis, where the layer has this norm.
 
-    Computed in float32.
+    Computed in float32. The weights may have axes for heads before the last one.
     """
     if name not in weights:
         return x
-    normed = scale_to_unit(x.astype(jnp.float32), config.norm_epsilon)
-    weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
+    wide, weight = x.astype(jnp.float32), weights[name]
+    if config.has_centred_norms:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = scale_to_unit(wide, config.norm_epsilon)
+    weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
     if config.norm_offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
         weight = weight.astype(jnp.float32) + config.norm_offset

@@ -131,7 +131,8 @@ def _run_layers(
             mixed = norm(config, mixed, weights, "attention_post_norm")
             hidden = hidden + mixed * config.residual_scale
         if run.feeds:
-            normed = norm(config, hidden, weights, "mlp_norm")
+            if not config.is_parallel:
+                normed = norm(config, hidden, weights, "mlp_norm")
             if run.feeds == "experts":
                 stacks = experts, index
                 fed = mix_experts(config, weights, *stacks, normed, batch.valid)

@@ -23,6 +23,26 @@ def rope_parameters(settings: Settings) -> Mapping[str, Any]:
     return found
 
 
+def pair_rope_parameters(
+    settings: Settings, full: Mapping[str, Any], windowed: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what layers without and with a window turn by.
+
+    Settings that do not say of which layers they are belong to those without.
+
+    Args:
+        settings: the config.json.
+        full, windowed: what counts where it says nothing.
+    """
+    given = rope_parameters(settings)
+    if given.keys() & {"full_attention", "sliding_attention"}:
+        of_full, of_windowed = (
+            given.get(kind) or {} for kind in ("full_attention", "sliding_attention")
+        )
+        return {**full, **of_full}, {**windowed, **of_windowed}
+    return {**full, **given}, {**windowed}
+
+
 def read_rope(
     settings: Settings,
     dim: int,

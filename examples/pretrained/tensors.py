@@ -98,7 +98,7 @@ def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
     is_there = dict(
         attention_norm=before and mixes,
         attention_post_norm=after and mixes,
-        mlp_norm=before and feeds,
+        mlp_norm=before and feeds and not config.is_parallel,
         mlp_post_norm=after and feeds,
     )
     vector = (config.hidden_size,)
@@ -122,6 +122,10 @@ def _attention(config: DecoderConfig) -> dict[str, Source]:
         table |= list_whole(output_bias=(hidden,))
     if config.qk_norm == "head":
         table |= list_whole(query_norm=(dim,), key_norm=(dim,))
+    elif config.qk_norm == "heads":
+        table |= list_whole(
+            query_norm=(config.num_heads, dim), key_norm=(config.num_kv_heads, dim)
+        )
     elif config.qk_norm == "all":
         table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
     if config.has_output_gate:

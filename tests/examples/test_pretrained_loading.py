@@ -158,7 +158,10 @@ def test_stop_tokens_come_from_generation_config(folder):
         ({"model_type": "qwen2_moe"}, "architecture 'qwen2_moe'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not predict"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+        (
+            {"quantization_config": dict(quant_method="fp8", weight_block_size=[8])},
+            "weight_block_size",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
         ({"num_key_value_heads": 3}, "2 query heads cannot share 3"),

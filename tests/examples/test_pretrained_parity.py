@@ -20,7 +20,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.jax_versions import ALL_CASES, dealt
+from support.jax_versions import ALL_CASES, dealt, further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -34,6 +34,8 @@ HAS_TRANSFORMERS = all(map(importlib.util.find_spec, NEEDED))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError(f"JKV_REQUIRE_PARITY is set, but one of {NEEDED} is missing")
 NAMES = (*fixtures.CASES, "pydoc")
+# Of what these are made, others show more of it.
+FURTHER_NAMES = ("cohere", "ministral3", "olmo3", "seed_oss")
 # With transformers at hand the committed files are compared with what it gives now.
 CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8)
 
@@ -87,14 +89,19 @@ def load_live(name: str, folder: Path) -> Checkpoint:
     return Checkpoint(name, *pretrained.load(folder), expected)
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+def leave_further(names):
+    """Leave cases to the suites of further ones."""
+    return [further([name])[0] if name in FURTHER_NAMES else name for name in names]
+
+
+@pytest.fixture(scope="module", params=leave_further(CHECKPOINTS))
 def checkpoint(request, tmp_path_factory):
     if HAS_TRANSFORMERS:
         return load_live(request.param, tmp_path_factory.mktemp("checkpoint"))
     return load_committed(request.param)
 
 
-@pytest.fixture(scope="module", params=dealt(fixtures.CASES))
+@pytest.fixture(scope="module", params=leave_further(dealt(fixtures.CASES)))
 def tiny_checkpoint(request):
     return load_committed(request.param)
 
@@ -349,7 +356,7 @@ def wrong_params(checkpoint):
     for what, factor, *names in (
         ("embeddings", config.embedding_scale, "embedding"),
         ("residuals", config.residual_scale, "output", "down"),
-        ("logits", config.logit_scale, "head"),
+        ("logits", config.logit_scale, "final_norm" if config.tied else "head"),
     ):
         if factor != 1:
             yield f"{what} as they are", changed(scaled(1 / factor), *names)
@@ -403,6 +410,10 @@ def wrong_settings(config):
             yield "the usual scale", dict(scale=usual)
     if rope.is_interleaved:
         yield "pairs half apart", every_rope(is_interleaved=False)
+    if config.has_centred_norms:
+        yield "norms around 0", dict(has_centred_norms=False)
+    if config.query_growth:
+        yield "queries as long as at the start", dict(query_growth=None)
     if len(set(config.ropes)) > 1:
         yield "layers turn alike", dict(ropes=(rope,) * config.num_layers)
     if any(config.windows):

@@ -69,6 +69,8 @@ class Case:
     without: tuple[str, ...] = ()
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
+    # The class of transformers, where it is none of its models of texts.
+    class_name: str = "AutoModelForCausalLM"
 
 
 # A layer with a state, and one with keys and values.
@@ -96,6 +98,23 @@ MAMBA_STATES = dict(
     mamba_n_groups=2,
     mamba_d_state=8,
     mamba_chunk_size=8,
+)
+
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10_000.0,
+    factor=4.0,
+    beta_fast=4.0,
+    original_max_position_embeddings=32,
+)
+
+# Queries grow by steps of eight positions.
+MISTRAL_YARN = YARN | dict(
+    factor=16.0,
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    llama_4_scaling_beta=0.5,
 )
 
 # Seeds were picked for varied text in which no greedy token wins by a hair.
@@ -255,6 +274,23 @@ CASES = {
         dict(**NO_IDS, num_key_value_heads=2),
         seed=3,
     ),
+    # The second of three layers has no window, and the longer context.
+    "olmo3": Case(
+        "olmo3",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=YARN | dict(attention_factor=1.2, rope_theta=500_000.0),
+                sliding_attention=dict(rope_type="default", rope_theta=500_000.0),
+            ),
+        ),
+        seed=7,
+        old_form=True,
+    ),
     # The second of three layers has no window, and is not turned.
     "exaone4": Case(
         "exaone4",
@@ -293,6 +329,66 @@ CASES = {
         ),
         embedding_scale=0.1,
         seed=1,
+    ),
+    "seed_oss": Case(
+        "seed_oss",
+        dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
+        seed=4,
+    ),
+    # Each head's queries and keys have a norm of their own.
+    "cohere": Case(
+        "cohere",
+        dict(**NO_IDS, num_key_value_heads=2, use_qk_norm=True, logit_scale=2.0),
+        embedding_scale=0.1,
+        seed=2,
+    ),
+    # The second of three layers has no window, and is not turned.
+    "cohere2": Case(
+        "cohere2",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            logit_scale=2.0,
+            attention_bias=True,
+        ),
+        embedding_scale=0.1,
+        seed=3,
+    ),
+    # Queries grow twice in a text of its longest prompt.
+    "ministral3": Case(
+        "ministral3",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=MISTRAL_YARN,
+        ),
+        seed=4,
+    ),
+    # The first of two layers has no experts.
+    "mistral4": Case(
+        "mistral4",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            moe_intermediate_size=8,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            routed_scaling_factor=1.5,
+            rope_parameters=MISTRAL_YARN,
+        ),
+        seed=7,
+        class_name="Mistral4ForCausalLM",
     ),
     "mixtral": Case(
         "mixtral",
@@ -607,7 +703,8 @@ def write_checkpoint(name: str, folder: Path) -> None:
     case = CASES[name]
     settings = {n: v for n, v in SMALL.items() if n not in case.without} | case.settings
     config = transformers.AutoConfig.for_model(case.model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    kind = getattr(transformers, case.class_name)
+    model = (kind.from_config if kind.__name__.startswith("Auto") else kind)(config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         biases = "correction_bias", "expert_bias"
@@ -665,9 +762,12 @@ def expected(
     prompts = _pydoc_prompts() if name == "pydoc" else _random_prompts()
     kept = np.asarray(kept, np.int32)
     with _quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        kind = CASES[name].class_name if name in CASES else Case.class_name
+        model = (
+            getattr(transformers, kind)
+            .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
     prefill, decode, found, margin = [], [], [], np.inf
     for i, prompt in enumerate(prompts):
         # Each prompt alone: nothing is padded.
@@ -780,12 +880,14 @@ def _rewrite_config_in_old_form(path: Path) -> None:
     """Write a config.json as transformers 4 did, which most checkpoints still have."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
-    if "sliding_attention" in rope:
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    per_kind = "sliding_attention" in rope
+    if per_kind:
+        if config["model_type"] == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
-    key = "rope_type" if config["model_type"] == "gemma3_text" else "type"
+    key = "rope_type" if per_kind else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
