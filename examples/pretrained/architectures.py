@@ -12,21 +12,9 @@ import dataclasses
 from . import readings
 from .architecture import Architecture
 from .delta_architectures import DELTA_ARCHITECTURES
+from .gemma_architectures import GEMMA_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
 from .mistral_architectures import MISTRAL_ARCHITECTURES
-
-GEMMA = Architecture(
-    defaults=dict(
-        num_key_value_heads=4,
-        head_dim=256,
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=256,
-        sliding_window=4096,
-        tie_word_embeddings=True,
-    ),
-    choices=dict(norms="both", norm_offset=1.0),
-    tensors=dict(mlp_norm="pre_feedforward_layernorm.weight"),
-)
 
 COHERE = Architecture(
     defaults=dict(
@@ -83,35 +71,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=QWEN | dict(head_dim=128),
         choices=dict(qk_norm="head"),
         windows="late",
-    ),
-    "gemma2": dataclasses.replace(
-        GEMMA,
-        defaults=GEMMA.defaults
-        | dict(
-            max_position_embeddings=8192,
-            attn_logit_softcapping=50.0,
-            final_logit_softcapping=30.0,
-        ),
-        read=readings.read_gemma,
-        windows=2,
-    ),
-    "gemma3_text": dataclasses.replace(
-        GEMMA,
-        defaults=GEMMA.defaults
-        | dict(
-            # What the text parts of larger models leave out.
-            vocab_size=262_208,
-            hidden_size=2304,
-            intermediate_size=9216,
-            num_hidden_layers=26,
-            num_attention_heads=8,
-            max_position_embeddings=131_072,
-            rope_theta=1e6,
-            rope_local_base_freq=1e4,
-        ),
-        choices=GEMMA.choices | dict(qk_norm="head"),
-        read=readings.read_gemma3,
-        windows=6,
     ),
     "phi3": Architecture(
         defaults=dict(
@@ -281,4 +240,5 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES | MISTRAL_ARCHITECTURES
+ARCHITECTURES |= GEMMA_ARCHITECTURES | MISTRAL_ARCHITECTURES
+ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES

@@ -19,35 +19,6 @@ from .settings import Settings
 from .windows import list_turned, list_windowed, read_windows
 
 
-def read_gemma(settings: Settings) -> dict[str, Any]:
-    """Read what Gemma 2 and 3 share."""
-    return dict(
-        scale=settings.number("query_pre_attn_scalar") ** -0.5,
-        soft_cap=settings.maybe_number("attn_logit_softcapping"),
-        logit_cap=settings.maybe_number("final_logit_softcapping"),
-        embedding_scale=settings.count("hidden_size") ** 0.5,
-    )
-
-
-def read_gemma3(settings: Settings) -> dict[str, Any]:
-    """Read Gemma's fields, and one rope for layers with a window, one for others."""
-    if settings.flag("use_bidirectional_attention"):
-        raise ValueError("config.json: bidirectional attention is not supported")
-    dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
-    given = pair_rope_parameters(
-        settings,
-        full={"rope_theta": settings.number("rope_theta")},
-        windowed={"rope_theta": settings.number("rope_local_base_freq")},
-    )
-    # In this order: False is 0.
-    ropes = [read_rope(settings, dim, parameters) for parameters in given]
-    # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
-    return read_gemma(settings) | dict(
-        soft_cap=None,
-        ropes=tuple(ropes[kind] for kind in list_windowed(settings, 6, num_layers)),
-    )
-
-
 def read_olmo3(settings: Settings) -> dict[str, Any]:
     """Only frequencies of layers without a window are scaled."""
     theta = {"rope_theta": settings.number("rope_theta")}

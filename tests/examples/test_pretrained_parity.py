@@ -446,8 +446,11 @@ def wrong_settings(config):
             "fewer experts",
             dict(experts=dataclasses.replace(experts, per_token=experts.per_token - 1)),
         )
-        other = dataclasses.replace(experts, is_normalised=not experts.is_normalised)
-        yield "other weights of experts", dict(experts=other)
+        if not experts.has_own_norms:  # what they return is normed
+            other = dataclasses.replace(
+                experts, is_normalised=not experts.is_normalised
+            )
+            yield "other weights of experts", dict(experts=other)
         if experts.groups > 1:
             one_group = dict(groups=1, groups_per_token=1)
             yield "no groups", dict(experts=dataclasses.replace(experts, **one_group))

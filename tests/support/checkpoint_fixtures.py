@@ -100,6 +100,16 @@ MAMBA_STATES = dict(
     mamba_chunk_size=8,
 )
 
+# Two kinds of heads; every other layer has a window.
+GEMMA4 = dict(
+    **NO_IDS,
+    tie_word_embeddings=False,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    final_logit_softcapping=5.0,
+)
+
 YARN = dict(
     rope_type="yarn",
     rope_theta=10_000.0,
@@ -247,6 +257,40 @@ CASES = {
         embedding_scale=0.05,
         seed=4,
         old_form=True,
+    ),
+    # The last two of four layers attend to keys of the first two.
+    "gemma4": Case(
+        "gemma4_text",
+        GEMMA4
+        | dict(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            num_key_value_heads=1,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+        ),
+        embedding_scale=0.05,
+        seed=1,
+    ),
+    # Values are projected as keys in the layer that sees everything.
+    "gemma4_moe": Case(
+        "gemma4_text",
+        GEMMA4
+        | dict(
+            layer_types=["sliding_attention", "full_attention"],
+            num_key_value_heads=2,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            moe_intermediate_size=8,
+            num_experts=6,
+            top_k_experts=3,
+        ),
+        embedding_scale=0.05,
+        seed=1,
     ),
     "phi3": Case(
         "phi3",
@@ -707,7 +751,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
     model = (kind.from_config if kind.__name__.startswith("Auto") else kind)(config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
-        biases = "correction_bias", "expert_bias"
+        biases = "correction_bias", "expert_bias", "layer_scalar"
         learnt = [b for b in model.named_buffers() if b[0].endswith(biases)]
         for parameter_name, parameter in [*model.named_parameters(), *learnt]:
             drawn = torch.randn(parameter.shape, generator=generator)
@@ -859,9 +903,14 @@ def _quiet() -> Iterator[None]:
 def _scaled(name: str, drawn: Any, case: Case) -> Any:
     """Scale normal numbers so that every part of the model moves the logits."""
     if name.endswith(("norm.weight", "norm_f.weight")):
-        lies_around_0 = case.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+        around_0 = "gemma2", "gemma3", "qwen3_next", "qwen3_5"
+        lies_around_0 = case.model_type.startswith(around_0)
         is_own = "linear_attn" in name
         return (0 if lies_around_0 and not is_own else 1) + 0.3 * drawn
+    if name.endswith((".scale", "expert_scale", "layer_scalar")):
+        return 1 + 0.3 * drawn
+    if name.endswith("embed_tokens_per_layer.weight"):
+        return 0.5 * drawn
     if name.endswith("A_log"):
         return 0.5 * drawn
     if name.endswith("dt_bias"):
