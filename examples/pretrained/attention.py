@@ -83,7 +83,10 @@ def _project_heads(
     heads = rows.reshape(x.shape[0], -1, dim)
     if config.qk_norm in ("head", "heads"):
         heads = norm(config, heads, weights, f"{name}_norm")
-    return rotate(heads, *turns, config.turns_neighbours)
+    heads = rotate(heads, *turns, config.turns_neighbours)
+    if config.qk_norm == "turned":
+        heads = norm(config, heads, weights, f"{name}_norm")
+    return heads
 
 
 def _project_values(

@@ -24,6 +24,13 @@ from .windows import read_windows
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
 
+# Model types that are known, and why they are not computed.
+CHUNKED = (
+    "its layers attend in chunks, so that a token sees those since the last multiple of "
+    "attention_chunk_size: a window that differs by row, which jkv.attend has not"
+)
+REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
+
 ATTENTION = "attention"
 
 
@@ -66,13 +73,15 @@ class DecoderConfig:
     windows: per layer, how many tokens a token sees, itself counted; None is all.
     tied: the output projection is the embedding.
     has_qkv_bias, has_output_bias, has_mlp_bias: biases of the projections.
+    has_head_bias: whether logits have biases.
     norms: whether attention and perceptron are normed before, after, or both.
     state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
-    has_centred_norms: norms subtract the mean first (LayerNorm without biases).
+    has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
     is_parallel: the perceptron takes what attention took, and both are added at once.
-    qk_norm: queries and keys are normed before they are turned: each "head" by the same
-        weights, each of the "heads" by its own, or "all" together.
+    qk_norm: queries and keys are normed: each "head", each of the "heads" by weights of
+        its own, or "all" of them before they are turned, or each head after it is
+        "turned".
     has_value_norm: values are normed by each head, without weights.
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
     query_growth: float and int, `b` and `n`: a query at position p is
@@ -126,12 +135,14 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_head_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
     state_norms: Literal["before", "after", "both"] | None = None
     norm_offset: float = 0.0
     has_centred_norms: bool = False
+    has_norm_bias: bool = False
     is_parallel: bool = False
-    qk_norm: Literal["head", "heads", "all"] | None = None
+    qk_norm: Literal["head", "heads", "all", "turned"] | None = None
     has_value_norm: bool = False
     scale: float | None = None
     query_growth: tuple[float, int] | None = None
@@ -363,6 +374,11 @@ def _read_dtype(settings: Settings) -> str:
 def _supported_model_type(raw: Mapping[str, Any]) -> str:
     """Return the model type, or refuse what this model does not compute."""
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise ValueError(
+            f"config.json names the architecture {model_type!r}, which is not "
+            f"supported: {REFUSED[model_type]}"
+        )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"config.json names the architecture {model_type!r}; supported are "

@@ -11,7 +11,6 @@ from .rope_settings import pair_rope_parameters, read_rope, rope_parameters
 from .settings import Settings
 from .windows import list_windowed
 
-
 # Of Gemma 4, where config.json says nothing.
 ROPES = dict(
     full_attention=dict(

@@ -29,7 +29,8 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Scale to unit root mean square over the last axis, where the layer has this norm.
 
-    Computed in float32. The weights may have axes for heads before the last one.
+    Computed in float32. Centred norms subtract the mean first, and may add a bias. The
+    weights may have axes for heads before the last one.
     """
     if name not in weights:
         return x
@@ -38,6 +39,10 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = scale_to_unit(wide, config.norm_epsilon)
     weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
+    if (bias := weights.get(f"{name}_bias")) is not None:
+        # Rounded once, after the sum.
+        bias = jnp.expand_dims(bias, range(x.ndim - 1)).astype(jnp.float32)
+        return (normed * weight.astype(jnp.float32) + bias).astype(x.dtype)
     if config.norm_offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
         weight = weight.astype(jnp.float32) + config.norm_offset

@@ -126,7 +126,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
     rope = read_rope(settings, latent.turned_dim)
     num_layers = settings.count("num_hidden_layers")
     return dict(
-        experts=_read_routed(settings),
+        experts=read_routed(settings),
         expert_layers=list_expert_layers(settings, num_layers),
         latent=latent,
         scale=latent_scale(latent, rope, rope_parameters(settings)),
@@ -150,7 +150,7 @@ def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == "sparse" for kind in kinds)
 
 
-def _read_routed(settings: Settings) -> Experts:
+def read_routed(settings: Settings) -> Experts:
     """Read the experts of DeepSeek; since V3 they are chosen by sigmoids."""
     method = settings.get("topk_method", "greedy")
     has_sigmoid = settings.get("model_type") != "deepseek_v2"

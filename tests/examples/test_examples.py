@@ -12,14 +12,9 @@ import runpy
 import subprocess
 import sys
 
+import pretrained
 import pytest
 from support.paths import EXAMPLES, ROOT
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
-
-import pretrained
 
 import jkv
 
@@ -400,4 +395,4 @@ def test_every_script_says_what_it_is_for(monkeypatch, capsys):
 def test_a_package_that_is_not_there_is_named(complaint, monkeypatch):
     monkeypatch.setitem(sys.modules, "tunix", None)
     status, said = complaint("train_with_tunix.py", "--help")
-    assert status == 1 and "tunix" in said and "pip install 'jkv[tunix]'" in said
+    assert status == 1 and "tunix" in said and "pip install '.[tunix]'" in said

@@ -19,7 +19,7 @@ import jkv
 pytestmark = pytest.mark.one_end
 STATIC = ("model", "max_new_tokens", "max_running", "row_counts")
 generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache")
-CASES = ("cohere2", "mistral4", "olmo3", "ministral3", "seed_oss", "cohere")
+CASES = ("gemma4", "gemma4_moe", "cohere2", "mistral4", "olmo3", "ministral3")
 
 
 @pytest.mark.parametrize("name", with_further(CASES, *CASES[1:]))

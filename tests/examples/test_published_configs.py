@@ -167,6 +167,84 @@ MISTRAL_SMALL_4 = with_eyes(
     vocab_size=131_072,
 )
 
+
+def gemma_4(num_layers, full_every, **text):
+    """The language model of a folder that also sees."""
+    kinds = [
+        "full_attention" if (i + 1) % full_every == 0 else "sliding_attention"
+        for i in range(num_layers)
+    ]
+    return dict(
+        model_type="gemma4",
+        architectures=["Gemma4ForConditionalGeneration"],
+        dtype="bfloat16",
+        eos_token_id=[1, 106],
+        text_config=dict(
+            model_type="gemma4_text",
+            attention_bias=False,
+            final_logit_softcapping=30.0,
+            global_head_dim=512,
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            layer_types=kinds,
+            num_hidden_layers=num_layers,
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                full_attention=dict(
+                    partial_rotary_factor=0.25,
+                    rope_theta=1_000_000.0,
+                    rope_type="proportional",
+                ),
+                sliding_attention=dict(rope_theta=10_000.0, rope_type="default"),
+            ),
+            tie_word_embeddings=True,
+            vocab_size=262_144,
+            vocab_size_per_layer_input=262_144,
+            **text,
+        ),
+        tie_word_embeddings=True,
+    )
+
+
+GEMMA_4_E2B = gemma_4(
+    35,
+    full_every=5,
+    attention_k_eq_v=False,
+    enable_moe_block=False,
+    hidden_size=1536,
+    hidden_size_per_layer_input=256,
+    intermediate_size=6144,
+    max_position_embeddings=131_072,
+    num_attention_heads=8,
+    num_global_key_value_heads=None,
+    num_key_value_heads=1,
+    num_kv_shared_layers=20,
+    sliding_window=512,
+    use_bidirectional_attention=None,
+    use_double_wide_mlp=True,
+)
+
+GEMMA_4_26B = gemma_4(
+    30,
+    full_every=6,
+    attention_k_eq_v=True,
+    enable_moe_block=True,
+    hidden_size=2816,
+    hidden_size_per_layer_input=0,
+    intermediate_size=2112,
+    max_position_embeddings=262_144,
+    moe_intermediate_size=704,
+    num_attention_heads=16,
+    num_experts=128,
+    num_global_key_value_heads=2,
+    num_key_value_heads=8,
+    num_kv_shared_layers=0,
+    sliding_window=1024,
+    top_k_experts=8,
+    use_bidirectional_attention="vision",
+    use_double_wide_mlp=False,
+)
+
 ALL = dict(
     olmo_3_7b=OLMO_3_7B,
     command_r7b=COMMAND_R7B,
@@ -221,6 +299,55 @@ def test_mistrals_queries_grow():
     assert config.query_growth == (0.1, 8192)
     assert (config.ropes[0].dim, config.ropes[0].is_interleaved) == (64, True)
     assert config.experts.count == 128 and all(config.expert_layers)
+
+
+@pytest.mark.parametrize("settings", [GEMMA_4_E2B, GEMMA_4_26B], ids=["e2b", "26b"])
+def test_gemma_4_has_a_group_for_each_kind_of_layer(tmp_path, settings):
+    path, model = folder(tmp_path, **settings), pretrained.parse_config(settings)
+    sizes, kept = read_sizes(path, {}), model.num_cached_layers
+    assert sizes.layer_windows == model.windows[:kept]
+    heads = [(each.num_kv_heads, each.head_dim) for each in sizes.layer_heads]
+    assert heads == [*model.layer_heads[:kept]]
+    asked = jkv.GroupedConfig.from_model(path, max_sequences=1)
+    made = pretrained.Decoder(model).cache_config(
+        model.max_context_length, max_sequences=1, step_tokens=512, dtype="bfloat16"
+    )
+    assert asked == made
+    with pytest.raises(ValueError, match="a group for each kind"):
+        _ = pretrained.Decoder(model).cache_fields
+
+
+def test_gemma_4_shares_keys():
+    config = pretrained.parse_config(GEMMA_4_E2B)
+    # The last layers attend to what layers 13 and 14 keep.
+    assert config.key_layers == (*range(15), *([13] * 4 + [14]) * 4)
+    assert config.inner_sizes == (6144,) * 15 + (12_288,) * 20
+    assert (config.layer_inputs.dim, config.stop_tokens) == (256, (1, 106))
+    turned, whole = config.ropes[:1][0], config.ropes[4]
+    assert (turned.dim, whole.dim, whole.part) == (256, 512, 0.25)
+
+
+def test_gemma_4_has_experts_beside_its_perceptron():
+    config = pretrained.parse_config(GEMMA_4_26B)
+    assert config.experts.has_own_norms and config.experts.shared_inner == 2112
+    assert config.layer_heads[4:6] == ((8, 256), (2, 512))
+    assert config.values_of_keys == ((False,) * 5 + (True,)) * 5
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(use_bidirectional_attention="all"), "bidirectional"),
+        (dict(num_kv_shared_layers=32), "leaves a kind of layer_types without"),
+        (dict(per_layer_config={"3": dict(sliding_window=4)}), "of single layers"),
+        (dict(rope_parameters=dict(rope_theta=1e4)), "must be those of full_attention"),
+        (dict(enable_moe_block=True), "use_double_wide_mlp beside experts"),
+    ],
+)
+def test_what_gemma_4_does_not_compute_is_refused(changes, message):
+    text = GEMMA_4_E2B["text_config"] | changes
+    with pytest.raises(ValueError, match=message):
+        pretrained.parse_config(dict(model_type="gemma4", text_config=text))
 
 
 @pytest.mark.parametrize(
