@@ -26,8 +26,8 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
 # Model types that are known, and why they are not computed.
 CHUNKED = (
-    "its layers attend in chunks, so that a token sees those since the last multiple of "
-    "attention_chunk_size: a window that differs by row, which jkv.attend has not"
+    "its layers attend in chunks, so that a token sees those since the last multiple "
+    "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
 )
 REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
 
