@@ -829,6 +829,7 @@ CASES = {
             sliding_window=8,
         ),
         seed=6,
+        is_sibling=True,
     ),
     "minimax_m2": Case(
         "minimax_m2",
@@ -842,6 +843,7 @@ CASES = {
             rotary_dim=8,
         ),
         seed=5,
+        is_sibling=True,
         dtype="float32",
         quantized="fp8",
     ),
