@@ -50,6 +50,7 @@ GLM4_MOE = Architecture(
 
 HUNYUAN = Architecture(
     defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
+    aliases=dict(head_dim="attention_head_dim"),
     choices=dict(qk_norm="turned"),
     tensors=dict(
         query_norm="self_attn.query_layernorm.weight",

@@ -685,6 +685,7 @@ CASES = {
             sliding_window=8,
         ),
         seed=6,
+        is_sibling=True,
     ),
     "minimax_m2": Case(
         "minimax_m2",
@@ -698,6 +699,7 @@ CASES = {
             rotary_dim=8,
         ),
         seed=5,
+        is_sibling=True,
         dtype="float32",
         quantized="fp8",
     ),
