@@ -20,7 +20,11 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.launches import find_compilation, make_operands
+from jkv.attention.kernel.launches import (
+    find_compilation,
+    make_operands,
+    shape_results,
+)
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import Variant, cut_rows, position_variant
@@ -85,11 +89,12 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
     num_tiles = operands.work.row.shape[0]
     num_rows, num_heads, _ = operands.queries.shape
     places = num_rows * variant.num_pieces
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_position",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        jax.ShapeDtypeStruct((places, num_heads, variant.value_dim), jnp.float32),
+        shape_results((places, num_heads, variant.value_dim), jnp.float32),
         grid=(num_tiles * variant.num_pieces * variant.head_tiles, 1),
         compilation=find_compilation(variant),
     )
+    return output, lse

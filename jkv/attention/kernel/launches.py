@@ -141,14 +141,15 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
     Entries without work are left as they are found.
     """
     num_entries, num_heads = operands.work.row.shape[0], operands.queries.shape[1]
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_decode",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        jax.ShapeDtypeStruct((num_entries, num_heads, variant.value_dim), jnp.float32),
+        shape_results((num_entries, num_heads, variant.value_dim), jnp.float32),
         grid=(num_entries * variant.head_tiles, 1),
         compilation=find_compilation(variant),
     )
+    return output, lse
 
 
 def _launch_rows(
@@ -158,14 +159,25 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
         (operands, output, lse),
-        jax.ShapeDtypeStruct(output.shape, output.dtype),
+        shape_results(output.shape, output.dtype),
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
         compilation=find_compilation(variant),
         in_place=True,
+    )
+    return output, lse
+
+
+def shape_results(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of an output and of a number for each of its rows."""
+    return (
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
     )
 
 

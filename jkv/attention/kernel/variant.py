@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jkv.attention.call import Call
-from jkv.attention.kernel.table import Tile, Tuning
+from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
@@ -62,6 +62,24 @@ def position_variant(
     return dataclasses.replace(
         variant, piece_tokens=piece_tokens, num_pieces=num_pieces
     )
+
+
+def query_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+    """Return the variant for the queries' derivative."""
+    row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.queries)
+    return _make_variant(call, tuning.queries, row_heads, row_tokens, False, interpret)
+
+
+def token_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+    """Return the variant for the keys' and values' derivative.
+
+    A tile of tokens lies in one block, or is one and slots that are not there. Its rows
+    are taken by number, not by heads and tokens.
+    """
+    tile = tuning.tokens
+    tokens = min(max(call.pools.block_size, _MIN_ROWS), tile.tokens)
+    tile = dataclasses.replace(tile, tokens=tokens)
+    return _make_variant(call, tile, tile.rows, 1, False, interpret)
 
 
 def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:

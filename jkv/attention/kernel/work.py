@@ -165,7 +165,9 @@ def _find_contexts(
     return jnp.maximum(before + 1, 0), context
 
 
-def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> PrefillSizes:
+def size_prefill_work(
+    num_rows: int, num_requests: int, tile_rows: int, *, min_rows: int = 2
+) -> PrefillSizes:
     """Return the sizes of a list that holds the tiles of any requests.
 
     Every request may end in a tile that is partly filled.
@@ -174,28 +176,32 @@ def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> Prefi
       num_rows: R.
       num_requests: B.
       tile_rows: rows of a tile.
+      min_rows: of the requests that are listed.
     """
-    num_entries = num_rows // tile_rows + min(num_requests, num_rows // 2)
+    num_entries = num_rows // tile_rows + min(num_requests, num_rows // min_rows)
     return PrefillSizes(num_rows, num_entries, tile_rows)
 
 
-def list_prefill_work(requests: Requests, sizes: PrefillSizes) -> PrefillWork:
-    """Cut the rows of all requests of two or more into tiles.
+def list_prefill_work(
+    requests: Requests, sizes: PrefillSizes, *, min_rows: int = 2
+) -> PrefillWork:
+    """Cut the rows of all requests of at least `min_rows` into tiles.
 
     Args:
       requests: B of them.
       sizes: of the list.
+      min_rows: as the sizes are made for.
     """
-    work = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, least_rows=2)
+    work = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
     return PrefillWork(work=work, sizes=sizes)
 
 
 def _list_tiles(
-    requests: Requests, num_entries: int, tile_rows: int, *, least_rows: int
+    requests: Requests, num_entries: int, tile_rows: int, min_rows: int
 ) -> Work:
     """Cut the rows of all requests that have so many into tiles."""
     lengths, context = requests.query_lengths, requests.context_lengths
-    is_listed = lengths >= least_rows
+    is_listed = lengths >= min_rows
     counts = jnp.where(is_listed, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
 
@@ -271,7 +277,7 @@ def list_position_work(
     find_last = functools.partial(
         find_held, part=first_part, num_parts=num_parts, block_size=part_size
     )
-    work = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, least_rows=1)
+    work = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
     end = find_last(work.end - 1) + 1
     # Each row looks for its request, as in a list to decode.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]

@@ -14,8 +14,9 @@ import pytest
 from support.tolerances import assert_close
 
 from jkv.attention import choice, paged_attention
+from jkv.attention.derivative import Implementation, attend_differentiably
 from jkv.attention.kernel import backend
-from jkv.attention.xla.gradients import attend_differentiably
+from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly
 
 
@@ -66,7 +67,8 @@ def toy(monkeypatch):
     """The toy's rows in `choice.py`: by its platform, and by its name."""
     made = Toy()
     monkeypatch.setitem(choice._KERNELS, "cpu", made.find)
-    attend = functools.partial(attend_differentiably, made.attend)
+    implementation = Implementation(made.attend, differentiate_plainly)
+    attend = functools.partial(attend_differentiably, implementation)
     monkeypatch.setitem(choice._IMPLEMENTATIONS, "toy", attend)
     yield made
     jax.clear_caches()  # of traces that chose it
