@@ -42,7 +42,7 @@ NO_NEWEST = (
     f"NEWEST JAX NOT TESTED: no Python {', '.join(NEWER_PYTHONS)} found beside "
     f"{sys.executable}"
 )
-TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts")
+TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts", "peers")
 NO_TESTS = 5  # pytest's status where none was found
 
 
@@ -80,6 +80,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "tunix": "rollouts in google-tunix's trainer",
         "bench": "all benchmarks but rollouts",
         "rollouts": "queues of requests beside peers: most of an hour",
+        "peers": "work beside other projects, in one table; --kept: what is kept",
         "clean": "remove what all of these have written",
     }.items():
         commands.add_parser(name, help=what, allow_abbrev=False)
@@ -116,6 +117,16 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
             # Beside transformers and google-tunix, each in a process of its own.
             layers = ("oldest", "parity", "rollouts", "tunix")
             return run_scripts(layers, [["benchmarks/rollouts.py", *arguments]])
+        case "peers":
+            table = ["benchmarks/peer_table.py"]
+            if arguments == ["--kept"]:
+                return run_scripts(("oldest",), [table])
+            # Checkouts of others, as `--peer FOLDER`, are asked for their bookkeeping.
+            scripts = [["benchmarks/operations.py", *arguments]]
+            scripts += [
+                [f"benchmarks/{name}.py"] for name in ("generate", "strategies")
+            ]
+            return run_scripts(("oldest", "parity"), [*scripts, table])
         case "clean":
             for name in WRITTEN:
                 shutil.rmtree(ROOT / name, ignore_errors=True)
@@ -148,7 +159,8 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     jobs = [*before.values()]
     for name, task in tasks.items():
         after = before[task.folder].name if task.folder in before else None
-        jobs.append(Job(name, task.command, task.all_variables, after))
+        command = [*task.command, *report_of(name, task)]
+        jobs.append(Job(name, command, task.all_variables, after))
     if len(tasks) == 1:
         return run_one_by_one(jobs)
     outcomes = run_jobs(jobs, width, ROOT)
@@ -156,6 +168,13 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     some = any(outcome.status == 0 and outcome.name in tasks for outcome in outcomes)
     were_chosen = all(name.endswith("chosen") for name in tasks)
     return int(not show_table(outcomes, {0, NO_TESTS} if some and were_chosen else {0}))
+
+
+def report_of(name: str, task: Task) -> list[str]:
+    """The argument by which a suite leaves a report for `matrix.py`, if asked to."""
+    folder = os.environ.get("JKV_REPORTS")
+    is_suite = task.tool == "pytest"
+    return [f"--junitxml={folder}/{name}.xml"] if folder and is_suite else []
 
 
 def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import DecoderConfig
-from .layers import Weights, activate, linear, perceptron
+from .layers import Weights, activate, linear, norm, perceptron, scale_to_unit
 from .parts import Experts
 
 # Rows of one expert that are computed together.
@@ -25,6 +25,7 @@ def mix_experts(
     weights: Weights,
     stacks: Weights,
     layer: jax.Array,
+    hidden: jax.Array,
     x: jax.Array,
     valid: jax.Array,
 ) -> jax.Array:
@@ -35,20 +36,28 @@ def mix_experts(
         weights: of the layer, without the experts'.
         stacks: of the experts, as `apply_experts` takes them.
         layer: i32[], the layer's number in the run.
-        x: [R, E].
+        hidden: [R, E], what was normed.
+        x: [R, E], the same, normed.
         valid: bool[R].
     """
     experts = config.experts
-    chosen = route(experts, weights, x)
-    inputs = linear(x, weights, "routed_in") if experts.latent else x
+    inputs = seen = x
+    if experts.has_own_norms:
+        inputs = norm(config, hidden, weights, "routed_norm")
+        seen = scale_to_unit(hidden.astype(jnp.float32), config.norm_epsilon)
+        seen = seen * weights["router_scale"].astype(jnp.float32)[None, :]
+        seen = seen * config.hidden_size**-0.5
+    chosen = route(experts, weights, seen)
+    inputs = linear(x, weights, "routed_in") if experts.latent else inputs
     fed = apply_experts(config, stacks, layer, inputs, *chosen, valid)
     if experts.latent:
         fed = linear(fed, weights, "routed_out")
+    fed = norm(config, fed, weights, "routed_post_norm")
     if experts.shared_inner:
         shared = perceptron(config, x, weights, "shared_")
         if experts.has_shared_gate:
             shared = shared * jax.nn.sigmoid(linear(x, weights, "shared_weight"))
-        fed = fed + shared
+        fed = fed + norm(config, shared, weights, "shared_post_norm")
     return fed
 
 
@@ -59,7 +68,8 @@ def route(
 
     Args:
         experts: the sizes.
-        weights: of the layer; of them ``router``, ``router_bias`` and ``choice_bias``.
+        weights: of the layer; of them ``router``, ``router_bias``, ``choice_bias`` and
+            ``routed_scale``.
         x: [R, E].
 
     Returns:
@@ -69,17 +79,22 @@ def route(
     scores = jnp.einsum("re,ne->rn", *wide)
     if experts.has_biases:
         scores = scores + weights["router_bias"].astype(jnp.float32)[None, :]
-    if experts.has_sigmoid:
-        scores = jax.nn.sigmoid(scores)
+    if experts.jitter is not None:
+        return _mix_sparsely(scores, experts.per_token, experts.jitter)
+    is_sigmoid = experts.has_sigmoid
+    scores = jax.nn.sigmoid(scores) if is_sigmoid else jax.nn.softmax(scores, axis=-1)
+    ranking = scores
+    if is_sigmoid or experts.has_choice_bias:
         ranking = scores + weights["choice_bias"].astype(jnp.float32)[None, :]
-    else:
-        scores = ranking = jax.nn.softmax(scores, axis=-1)
     if experts.groups > 1:
         ranking = _limit_to_groups(experts, ranking)
     chosen = jax.lax.top_k(ranking, experts.per_token)[1]
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.is_normalised:
-        gates = gates / (gates.sum(axis=-1, keepdims=True) + experts.epsilon)
+        total = gates.sum(axis=-1, keepdims=True) + experts.epsilon
+        gates = gates / jnp.maximum(total, experts.least_sum)
+    if experts.has_own_norms:
+        gates = gates * weights["routed_scale"].astype(jnp.float32)[chosen]
     return chosen, gates * experts.scale
 
 
@@ -144,6 +159,28 @@ def _run_expert(
 
     gate = multiply("gate", rows) if config.is_gated else None
     return multiply("down", activate(config, gate, multiply("up", rows)))
+
+
+def _mix_sparsely(
+    scores: jax.Array, per_token: int, jitter: float
+) -> tuple[jax.Array, jax.Array]:
+    """Choose experts one by one, each weighed among those that come close to it.
+
+    What SparseMixer (https://arxiv.org/abs/2409.12136) does when it is not trained: an
+    expert's weight is its part in a softmax over those of the experts left whose scores
+    f32[R, N] are within twice the jitter of its own, relative to the larger of the two.
+    """
+    experts = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    left, choices, gates = scores, [], []
+    for _ in range(per_token):
+        best = left.max(axis=-1, keepdims=True)
+        choice = left.argmax(axis=-1, keepdims=True).astype(jnp.int32)
+        far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * jitter
+        near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        choices.append(choice)
+        gates.append(jnp.take_along_axis(near, choice, axis=-1))
+        left = jnp.where(experts[None, :] == choice, -jnp.inf, left)
+    return jnp.concatenate(choices, axis=-1), jnp.concatenate(gates, axis=-1)
 
 
 def _limit_to_groups(experts: Experts, ranking: jax.Array) -> jax.Array:

@@ -16,11 +16,18 @@ class Experts:
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
     has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
+    has_choice_bias: softmaxes are chosen with a learnt bias too.
+    jitter: float, of Phi's sparse mixer: an expert's weight is its part in a softmax
+        over those at most this far below it, relatively; None for one over all.
     is_normalised: the weights of a token's experts add up to one.
     epsilon: float, added to the sum that they are divided by.
+    least_sum: float, what they are divided by at least.
     scale: float, multiplies those weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
+    has_own_norms: experts and router take what came before the perceptron's norm, by
+        norms of their own, and what each of both returns is normed before they are
+        added; an expert's weight is multiplied by a learnt number (Gemma 4).
     """
 
     count: int
@@ -30,12 +37,16 @@ class Experts:
     shared_inner: int = 0
     has_shared_gate: bool = False
     has_sigmoid: bool = False
+    has_choice_bias: bool = False
+    jitter: float | None = None
     is_normalised: bool = False
     epsilon: float = 0.0
+    least_sum: float = 0.0
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1
     has_biases: bool = False
+    has_own_norms: bool = False
 
     def __post_init__(self) -> None:
         """Reject what cannot be chosen."""
@@ -49,6 +60,18 @@ class Experts:
                 f"config.json: a token cannot use {self.per_token} of {self.count} "
                 f"experts in {self.groups_per_token} of {self.groups} groups"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What every layer is told of a token besides, as Gemma 4's small models are.
+
+    vocab_size: int, tokens that have an embedding for each layer.
+    dim: int, components of what a layer is told.
+    """
+
+    vocab_size: int
+    dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

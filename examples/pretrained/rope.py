@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+SCALINGS = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,11 @@ class Rope:
     fast_turns, slow_turns: floats, of "yarn": pairs that turn more often than
         `fast_turns` in the original context are kept, less than `slow_turns` scaled.
     is_truncated: of "yarn": whether the bounds between those are whole pairs.
+    part: float, of "proportional": of the pairs so many are turned, the first ones, at
+        the frequencies that they have among all.
     magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
+    long_magnitude: float, of "longrope": the same in texts of more than
+        `original_context` tokens; None if it is no other.
     short_factors, long_factors: of "longrope": slow-down of each pair in texts of up to
         `original_context` tokens, and in longer ones.
     """
@@ -50,7 +62,9 @@ class Rope:
     fast_turns: float = 32.0
     slow_turns: float = 1.0
     is_truncated: bool = True
+    part: float = 1.0
     magnitude: float = 1.0
+    long_magnitude: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -67,6 +81,9 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
     base = rope.theta**-exponents
     if rope.scaling == "linear":
         base = base / rope.factor
+    elif rope.scaling == "proportional":
+        base = base / rope.factor
+        base[int(rope.part * rope.dim // 2) :] = 0
     elif rope.scaling == "dynamic":
         base = base * _stretch(rope, max(length, rope.original_context)) ** -exponents
     elif rope.scaling == "longrope":
@@ -93,7 +110,14 @@ def fix_length(rope: Rope, longest: int) -> Rope:
         return rope
     is_long = longest > rope.original_context
     factors = rope.long_factors if is_long else rope.short_factors
-    return dataclasses.replace(rope, short_factors=factors, long_factors=factors)
+    magnitude = rope.long_magnitude if is_long else None
+    return dataclasses.replace(
+        rope,
+        short_factors=factors,
+        long_factors=factors,
+        magnitude=rope.magnitude if magnitude is None else magnitude,
+        long_magnitude=None,
+    )
 
 
 def turns(
@@ -106,7 +130,7 @@ def turns(
 
     Args:
         rope: how the frequencies come about; None turns nothing.
-        dim: components that are turned, the same for all layers of a model.
+        dim: components that are turned where `rope` is None.
         positions: i32[R].
         lengths: i32[R], tokens of each row's sequence after this call.
     """
@@ -114,17 +138,20 @@ def turns(
         still = (positions.shape[0], 1, dim // 2)
         return jnp.ones(still), jnp.zeros(still)
     per_position = jnp.asarray(frequencies(rope))[None, :]
+    magnitude: float | jax.Array = rope.magnitude
     if rope.scaling == "longrope":
         long = jnp.asarray(frequencies(rope, rope.original_context + 1))[None, :]
         is_long = (lengths > rope.original_context)[:, None]
         per_position = jnp.where(is_long, long, per_position)
+        if rope.long_magnitude is not None:
+            magnitude = jnp.where(is_long, rope.long_magnitude, rope.magnitude)
     elif rope.scaling == "dynamic":
         longer = jnp.maximum(lengths, rope.original_context).astype(jnp.float32)
         exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim
         stretch = jnp.log(_stretch(rope, longer))[:, None] * exponents[None, :]
         per_position = per_position * jnp.exp(-stretch)
     angles = positions.astype(jnp.float32)[:, None] * per_position
-    cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
     return cos[:, None, :], sin[:, None, :]
 
 

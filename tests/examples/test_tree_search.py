@@ -13,7 +13,7 @@ from searching.puzzle import Puzzle, read_vocabulary
 from searching.search import Settings, Writer, search
 from support import plain_tree_search
 from support.cloned_texts import ClonedTexts, dense_step, read_weights
-from support.jax_versions import with_further
+from support.jax_versions import few, with_further
 from support.small_attention_model import (
     VOCABULARY,
     attention_model,
@@ -96,7 +96,8 @@ CHOSEN = (0, 5, 10, 16, 23, 31)
 
 
 @pytest.mark.parametrize(
-    "line", with_further(range(LINES), *sorted(set(range(LINES)) - {*CHOSEN}))
+    "line",
+    few(with_further(range(LINES), *sorted(set(range(LINES)) - {*CHOSEN})), 10),
 )
 def test_visits_are_those_of_texts_computed_anew(solved, line):
     _, tree, found = jax.device_get(solved)
