@@ -20,7 +20,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.jax_versions import ALL_CASES, dealt, further
+from support.jax_versions import ALL_CASES, dealt, few, further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -48,7 +48,7 @@ def in_suites(names):
 
 
 # With transformers at hand the committed files are compared with what it gives now.
-CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8))
+CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else few(NAMES, "gemma3", "lfm2_moe"))
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
 # depend on the text's length, a prompt that passes the length before scaling must come

@@ -12,6 +12,7 @@ from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 PLAIN = fixtures.FIXTURES / "gemma3"
 # By whom names are written: the models' authors and transformers, and transformers 5.0.
 FORMS = {
