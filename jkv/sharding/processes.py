@@ -5,16 +5,30 @@ or for the host, is called by all processes of the mesh alike, in the same order
 """
 
 import functools
+import time
 from typing import Any
 
 import jax
 import numpy as np
+
+# How long one process waits for the others to come to their first broadcast.
+PATIENCE = 600.0
 
 
 def is_shared(sharding: Any) -> bool:
     """Return whether other processes have devices of a sharding, or of what is none."""
     is_sharding = isinstance(sharding, jax.sharding.Sharding)
     return is_sharding and not sharding.is_fully_addressable
+
+
+def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
+    """Return the mesh of several processes that arrays lie on; None without one."""
+    for leaf in jax.tree.leaves(arrays):
+        where: Any = getattr(leaf, "sharding", None)
+        if is_shared(where):
+            mesh: jax.sharding.Mesh = where.mesh
+            return mesh
+    return None
 
 
 def bring_whole(array: Any) -> np.ndarray:
@@ -40,6 +54,73 @@ def agree(mesh: jax.sharding.Mesh, is_well: bool) -> bool:
         (mesh.devices.size,), where, lambda _: np.array([is_well])
     )
     return bool(bring_whole(flags).all())
+
+
+class Broadcast:
+    """Arrays that the first process of a mesh tells to all of them.
+
+    Every process makes the same calls in the same order. They go from processor to
+    processor where JAX has processors as devices beside accelerators, as it has unless
+    `jax_platforms` says otherwise: then no call waits for what accelerators compute.
+    (`jax.experimental.multihost_utils.broadcast_one_to_all` takes the accelerators,
+    and returns when the array is there.)
+
+    Attributes:
+      is_first: whether this is the process whose arrays all get.
+      num_processes: of the mesh.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        processes = sorted({each.process_index for each in mesh.devices.flat})
+        devices = [_choose_device(mesh, each) for each in processes]
+        self.is_first = processes[0] == jax.process_index()
+        self.num_processes = len(processes)
+        self._device = devices[processes.index(jax.process_index())]
+        line = jax.sharding.Mesh(
+            np.asarray(devices), ("process",), (jax.sharding.AxisType.Auto,)
+        )
+        spec = jax.sharding.PartitionSpec
+        self._parts = jax.sharding.NamedSharding(line, spec("process"))
+        everywhere = jax.sharding.NamedSharding(line, spec())
+        self._first = jax.jit(lambda parts: parts[0], out_shardings=everywhere)
+        self._all = jax.jit(lambda parts: parts, out_shardings=everywhere)
+
+    def start(self, array: np.ndarray) -> jax.Array:
+        """Start to bring the first process's array to all; of one shape and dtype."""
+        found: jax.Array = self._first(self._spread(array))
+        return found
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Return what each process gives, [P, ...], to all of them.
+
+        The first call waits until all processes are there.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return np.asarray(self._all(self._spread(array)))
+            except jax.errors.JaxRuntimeError as error:
+                # The processes connect within 30 seconds, or this is raised.
+                is_early = "DEADLINE_EXCEEDED" in str(error)
+                if not is_early or time.monotonic() - began > PATIENCE:
+                    raise
+
+    def _spread(self, array: np.ndarray) -> jax.Array:
+        """Return an array whose rows are what each process has."""
+        part = jax.device_put(array[None], self._device)
+        shape = self.num_processes, *array.shape
+        return jax.make_array_from_single_device_arrays(shape, self._parts, [part])
+
+
+def _choose_device(mesh: jax.sharding.Mesh, process: int) -> Any:
+    """Return a device of a process: its processor, or else the first of the mesh."""
+    of_mesh = [each for each in mesh.devices.flat if each.process_index == process]
+    try:
+        processors = jax.devices("cpu")
+    except RuntimeError:  # `jax_platforms` leaves them out
+        return of_mesh[0]
+    own = (each for each in processors if each.process_index == process)
+    return next(own, of_mesh[0])
 
 
 @functools.cache

@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "decoding",
         "inspection",
         "metadata",
+        "sharding",
         "state",
         "status",
         "steering",
