@@ -54,7 +54,7 @@ def main():
         sys.exit(f"error: {error}")
     if processes.is_follower():
         return processes.follow(served.engine)
-    print(f"{warm_up(served.engine)} programs are ready")
+    print(f"{warm_up(served.engine)} programs are ready", flush=True)
     app = make_app(served, api_key=api_key)
     uvicorn.Server(make_config(app, host=options.host, port=options.port)).run()
 

@@ -40,6 +40,15 @@ def bring_whole(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def replicate(array: jax.Array) -> jax.Array:
+    """Return an array of several processes on every device; nothing is waited for."""
+    if array.is_fully_replicated:
+        return array
+    where: Any = array.sharding
+    found: jax.Array = _replicate(where.mesh)(array)
+    return found
+
+
 def is_writer(mesh: jax.sharding.Mesh) -> bool:
     """Return whether this is the process of a mesh that writes for all of them."""
     first = min(device.process_index for device in mesh.devices.flat)

@@ -13,6 +13,7 @@ import traceback
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 NEW_TOKENS, STOP_TOKENS = 8, 400
 # Two of each alike, so that blocks are found; one that waits on the host at first.
@@ -110,16 +111,29 @@ def play(engine, clock):
     return [engine.results(number) for number in numbers]
 
 
+def double_on_mesh(mesh):
+    """Other weights that lie on the mesh, and none of a draft model."""
+    from support.small_attention_model import attention_params
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def put(array):
+        whole = np.asarray(array) * 2
+        return jax.make_array_from_callback(whole.shape, everywhere, whole.__getitem__)
+
+    return jax.tree.map(put, attention_params()), None
+
+
 def assert_same(found, wanted):
     """Tokens, reasons, texts and versions are; logprobs within float32's sums."""
     for ours, theirs in zip(sum(found, []), sum(wanted, []), strict=True):
         logprobs = ours.logprobs, theirs.logprobs
         np.testing.assert_allclose(*logprobs, atol=2e-5, rtol=0)
-        apart = [each._replace(logprobs=None) for each in (ours, theirs)]
+        apart = [each._replace(logprobs=None, request_id=0) for each in (ours, theirs)]
         assert apart[0] == apart[1]
 
 
-def lead(engine, clock):
+def lead(engine, mesh, clock):
     """Play on both engines; use the other faces; leave nothing."""
     import jkv
 
@@ -148,6 +162,8 @@ def lead(engine, clock):
 
     with engine:
         asyncio.run(read_some())
+        engine.update_params(double_on_mesh(mesh)[0])
+        alone.update_params(jax.tree.map(np.asarray, double_on_mesh(mesh)[0]))
         wanted = alone.generate(PROMPTS[:3])
         assert_same([engine.generate(PROMPTS[:3])], [wanted])
 
@@ -192,17 +208,15 @@ def misuse(engine, mesh, process):
 
 def main(process):
     """Make the engine as the other process does, and do this one's part."""
-    mesh = jax.sharding.Mesh(
-        np.asarray(jax.devices()), ("tp",), (jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("tp",), (AxisType.Auto,))
     clock = Clock()
     engine = make_engine(mesh, clock)
     misuse(engine, mesh, process)
     if process == 0:
-        lead(engine, clock)
+        lead(engine, mesh, clock)
     else:
         engine.follow()
-        engine.follow()
+        engine.follow(find_params=lambda: double_on_mesh(mesh))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport
 from jkv.serving.device.weights import check_weights
 from jkv.serving.request.request import EngineError
-from jkv.sharding.processes import Broadcast, is_shared
+from jkv.sharding.processes import Broadcast, is_shared, replicate
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
@@ -89,7 +89,7 @@ class SharedLoop(Loop):
         """Do so on all processes."""
         if changes or num_steps:
             self._tell(Order.WINDOW, pack_window(changes, num_steps))
-        return super().start_window(changes, num_steps)
+        return self._start(changes, num_steps)
 
     def warm_up(self, progress: Progress | None) -> int:
         """Do so on all processes."""
@@ -178,7 +178,7 @@ class SharedLoop(Loop):
         """Do what the first process does in this moment."""
         match order:
             case Order.WINDOW:
-                super().start_window(*unpack_window(self._sizes, words))
+                self._start(*unpack_window(self._sizes, words))
                 for cache in self.caches if self._checks else ():
                     check(cache)
             case Order.WARM_UP:
@@ -203,6 +203,14 @@ class SharedLoop(Loop):
             case Order.REPLACE_STEERING:
                 assert self._steering is not None
                 super().replace_steering(self._share(self._steering))
+
+    def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
+        """Start a window, whose report each process can read.
+
+        What a model divides, such as the vocabulary, may divide what follows from it.
+        """
+        report = super().start_window(changes, num_steps)
+        return None if report is None else jax.tree.map(replicate, report)
 
     def _tell(self, order: Order, words: np.ndarray | None = None) -> None:
         self.is_followed = True
