@@ -12,6 +12,7 @@ modules). What the hardware can do is its makers' word (sources in docs/scale.md
 import dataclasses
 import json
 import pathlib
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
 import pretrained  # noqa: E402
+from replicated.prefixes import (  # noqa: E402
+    CHARACTERS_PER_TOKEN,
+    HASH_BYTES,
+    PIECE_CHARACTERS,
+    STATS_SECONDS,
+    PrefixTable,
+    hash_beginnings,
+)
 
 # Of a card, in bytes and bytes a second: MI300X.
 MEMORY = "192GiB"
@@ -230,6 +239,31 @@ def moved_rows() -> Iterator[dict[str, str]]:
             }
 
 
+def router_rows() -> Iterator[dict[str, str]]:
+    """What the router of `examples/serve_ray.py` holds, looks up and is told."""
+    layout = LAYOUTS[0]
+    found = plan(layout)
+    num_tokens = found.budget // found.config.bytes_per_token
+    num_pieces = num_tokens * CHARACTERS_PER_TOKEN // PIECE_CHARACTERS
+    text = "".join(map(chr, range(CONTEXT * CHARACTERS_PER_TOKEN)))
+    hashes = hash_beginnings(text)
+    # One replica's part of the table, full.
+    table = PrefixTable(num_pieces)
+    table.note("replica", [number.to_bytes(HASH_BYTES) for number in range(num_pieces)])
+    stats = {"free_blocks": num_tokens // 16, "places": 256, "version": 100_000}
+    told = len(pickle.dumps(stats)) / STATS_SECONDS
+    for num_replicas in (8, 64, 512):
+        yield {
+            "replicas": f"{num_replicas}",
+            "hashes held": f"{num_replicas * num_pieces:,}",
+            "MB of them": f"{num_replicas * table.count_bytes() / 1e6:,.0f}",
+            # A binary search among its hashes for each replica.
+            "look-ups for a request": f"{num_replicas * len(hashes).bit_length():,}",
+            "KiB of hashes sent with it": f"{HASH_BYTES * len(hashes) / 2**10:g}",
+            "KB/s that replicas tell": f"{num_replicas * told / 1e3:.1f}",
+        }
+
+
 def make_table(rows: Iterator[dict[str, str]]) -> str:
     """Return rows in Markdown; a value that a row lacks is a dash."""
     found = list(rows)
@@ -245,6 +279,7 @@ def make_tables() -> dict[str, str]:
         "memory": make_table(memory_rows()),
         "step": make_table(step_rows()),
         "moved": make_table(moved_rows()),
+        "router": make_table(router_rows()),
     }
 
 

@@ -10,7 +10,6 @@ copies of the cache would take.
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
@@ -25,17 +24,7 @@ PROMPT = """The with statement
 The "with" statement is used to wrap the execution of a block with methods defined by a
 context manager. This allows"""
 
-beam_search = jax.jit(
-    jkv.beam_search,
-    static_argnames=(
-        "model",
-        "num_beams",
-        "max_new_tokens",
-        "early_stopping",
-        "num_return",
-    ),
-    donate_argnames="cache",
-)
+beam_search = jkv.jitted.beam_search
 
 
 def main():

@@ -32,11 +32,7 @@ PROMPTS = [
 # Rows of a step that computes prompts or tokens: one size, one program to compile.
 ROWS = 32
 
-generate = jax.jit(
-    jkv.generate,
-    static_argnames=("model", "max_new_tokens", "num_samples", "row_counts"),
-    donate_argnames="cache",
-)
+generate = jkv.jitted.generate
 choose = jax.jit(select_best, static_argnames=("num_samples", "by"))
 
 

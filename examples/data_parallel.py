@@ -57,11 +57,7 @@ def main() -> None:
         **model.cache_fields,
     )
     cache = jkv.init(config, mesh=mesh, pools="dp", heads="tp")
-    generate = jax.jit(
-        jkv.generate,
-        static_argnames=("model", "max_new_tokens", "max_running", "row_counts"),
-        donate_argnames="cache",
-    )
+    generate = jkv.jitted.generate
     cache, result = generate(
         model,
         params,

@@ -57,11 +57,7 @@ def main() -> None:
         **model.cache_fields,
     )
     cache = jkv.init(config, mesh=mesh, context="cp")
-    generate = jax.jit(
-        jkv.generate,
-        static_argnames=("model", "max_new_tokens", "row_counts"),
-        donate_argnames="cache",
-    )
+    generate = jkv.jitted.generate
     cache, result = generate(
         model,
         params,

@@ -9,14 +9,12 @@ and how many blocks were in use at the peak, against as many separate prompts.
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
 from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
-from jkv import decoding
 from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
@@ -32,13 +30,8 @@ follows:
 # Rows of a step that computes prompts or tokens: one size, one program to compile.
 ROWS = 16
 
-begin = jax.jit(
-    decoding.begin,
-    static_argnames=("model", "max_new_tokens", "num_samples", "row_counts"),
-)
-decode = jax.jit(
-    decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
-)
+begin = jkv.jitted.begin
+decode = jkv.jitted.decode
 
 
 def main():

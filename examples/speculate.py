@@ -11,7 +11,6 @@ and for each way the steps, the share of guesses that were right, and the time.
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pretrained
@@ -19,8 +18,8 @@ from generating.arguments import Parser, at_least, text
 from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
+from jkv import DraftModel, PromptLookup
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding import DraftModel, PromptLookup
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 DRAFT = Path(__file__).parent / "models" / "pydoc_draft"
@@ -34,9 +33,7 @@ The "with" statement is used to wrap the execution of a block with methods defin
 
 WAYS = ("plain", "looked-up", "drafted")
 
-generate = jax.jit(
-    jkv.generate, static_argnames=("model", "max_new_tokens"), donate_argnames="cache"
-)
+generate = jkv.jitted.generate
 
 
 def make_cache(model, params, length, most_guesses):

@@ -59,8 +59,7 @@ def go_on(windows: np.ndarray) -> np.ndarray:
     config = jkv.CacheConfig.for_context_length(
         WINDOW, max_sequences=RUNNING, dtype=jnp.float32, **model.cache_fields
     )
-    static = ("model", "max_new_tokens", "max_running")
-    generate = jax.jit(jkv.generate, static_argnames=static, donate_argnames="cache")
+    generate = jkv.jitted.generate
     starts = windows[:, :START]
     _, result = generate(
         model,

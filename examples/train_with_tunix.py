@@ -1,6 +1,6 @@
 """Train a small random Qwen3 with GRPO in google-tunix, with rollouts from jkv.
 
-    pip install 'jkv[tunix]'
+    pip install '.[tunix]'
     python examples/train_with_tunix.py --engine jkv --seed 0
     python examples/train_with_tunix.py --reported [--exact]
 

@@ -9,17 +9,20 @@ with fork, truncate and reorder for sequences that branch and roll back, match f
 prompts that begin alike, and evict for the day the pool is full.
 """
 
+from jkv import jitted
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
 from jkv.decoding import (
     BeamSearch,
+    DraftModel,
     ExactDifference,
     ExactReport,
     FinishReason,
     Generation,
     Model,
+    PromptLookup,
     Sampling,
     beam_search,
     check_exact,
@@ -59,6 +62,7 @@ from jkv.status import (
     OutOfBlocks,
     OutOfSequences,
     Status,
+    UsageError,
     raise_for_status,
 )
 from jkv.steering import Steering
@@ -124,6 +128,7 @@ __all__ = [
     "CacheError",
     "ContextFull",
     "DebugError",
+    "DraftModel",
     "FileError",
     "ExactDifference",
     "ExactReport",
@@ -143,6 +148,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfSequences",
     "PrefixIndex",
+    "PromptLookup",
     "Ring",
     "Sampling",
     "Sequences",
@@ -157,6 +163,7 @@ __all__ = [
     "SwapIn",
     "Swapped",
     "TextTree",
+    "UsageError",
     "allocate",
     "append",
     "attend",
@@ -184,6 +191,7 @@ __all__ = [
     "init",
     "memory_profile",
     "invalidate",
+    "jitted",
     "kept_from",
     "least_recently_used",
     "load",

@@ -75,8 +75,18 @@ class CacheError(Exception):
 class UsageError(TypeError, ValueError):
     """A function was given what it cannot take; the message says what to give.
 
-    Both kinds of error that Python has for this: an argument of the wrong type, and one
-    whose value does not fit.
+    It is raised at once, eagerly and while jit traces, and is both kinds of error that
+    Python has for this: of a wrong type, and of a value that does not fit. A mistake in
+    a call is a `ValueError`, this one or a plain one; what only values on the device
+    show is a `Status`, and a `CacheError` when the host asks for it.
+
+    Example:
+      >>> import jkv
+      >>> try:
+      ...     jkv.CacheConfig.for_memory("4GB", page_size=16)
+      ... except jkv.UsageError as error:
+      ...     print(str(error).partition(" (")[0])
+      for_memory has no field 'page_size'; the nearest is 'block_size'
     """
 
 

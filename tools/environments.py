@@ -51,6 +51,9 @@ LAYERS = {
         ("--upgrade", "-e", ".[test]", "jax", "jaxlib"),
         "what tests need, the newest JAX",
     ),
+    "ray": Layer(
+        ".venv-ray", ("-e", ".[ray]", "pytest", "httpx", *OLDEST), "Ray Serve"
+    ),
     # All that google-tunix asks for: 1.3 GB unpacked, no torch, no CUDA.
     "tunix": Layer(
         ".venv-tunix", ("-e", ".[tunix]", "pytest", *OLDEST), "google-tunix"

@@ -134,6 +134,14 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
+    # A cluster of Ray, in which pydantic warns of what Ray does.
+    "ray": tests(
+        ("ray",),
+        "tests/replicated",
+        "examples/replicated",
+        *("-W", "ignore::DeprecationWarning"),
+        flags=WITHOUT_MLIR,
+    ),
     "further": tests(
         OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
@@ -146,7 +154,7 @@ SUITES = {
 }
 # Too heavy to be a part of every run.
 FURTHER = ("further", "further-programs", "further-devices")
-EXTRAS = ("machine-code", "tunix", *FURTHER)
+EXTRAS = ("machine-code", "tunix", "ray", *FURTHER)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

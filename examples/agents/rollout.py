@@ -6,16 +6,13 @@ branch samples a line; the line that is best becomes the trunk, the others are f
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 import jkv
 from agents.calculator import calculate
 from jkv import trees
 
-extend = jax.jit(
-    jkv.extend, static_argnames=("model", "max_new_tokens"), donate_argnames="cache"
-)
+extend = jkv.jitted.extend
 
 
 class Rollout(NamedTuple):

@@ -49,7 +49,7 @@ def ending_in_one_line() -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         extra = EXTRAS.get(package, "examples")
-        fail(FAILED, f"{error}; pip install 'jkv[{extra}]'")
+        fail(FAILED, f"{error}; pip install '.[{extra}]' in the folder of jkv")
     finally:
         if is_asked:
             signal.signal(signal.SIGINT, signal.default_int_handler)

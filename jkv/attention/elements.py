@@ -4,12 +4,17 @@ One table, read both ways. It depends on nothing else here, so that the room
 that makes the pools takes it from the one that reads them.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+# One number of any integer type. No `jax.typing.ArrayLike`, which takes floats.
+Integer: TypeAlias = (
+    jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]] | np.integer[Any] | int
+)
 
 # Meaning -> dtype of the array that holds it. XLA on CPU up to jaxlib 0.11.1 turns a
 # whole bfloat16 array into float32 and back on every scatter, and still does so with

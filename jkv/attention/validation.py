@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.elements import MEANINGS
+from jkv.attention.elements import MEANINGS, Integer
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
@@ -151,7 +151,7 @@ def require_queries(
 
 
 def require_options(
-    window: jax.typing.ArrayLike | None,
+    window: Integer | None,
     soft_cap: float | None,
     max_query_length: int | None,
 ) -> None:
@@ -173,7 +173,7 @@ def require_options(
 
 
 def require_part(
-    block_part: tuple[jax.typing.ArrayLike, int] | None, sinks: jax.Array | None
+    block_part: tuple[Integer, int] | None, sinks: jax.Array | None
 ) -> tuple[jax.Array | None, int]:
     """Check which part of each block there is; return it, and how many there are."""
     if block_part is None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+import jkv
+
 PACKAGES = ("jax", "jaxlib", "numpy", "chex", "triton")
 
 PLUGIN_PREFIXES = ("jax-rocm", "jax-cuda", "jax_rocm", "jax_cuda", "libtpu")
@@ -37,13 +39,16 @@ def collect_facts() -> dict[str, Any]:
     wanted = [
         name
         for name in installed
-        if name in PACKAGES or name.startswith(PLUGIN_PREFIXES) or name == "jkv"
+        if name in PACKAGES or name.startswith(PLUGIN_PREFIXES)
     ]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "versions": {name: installed[name] for name in sorted(wanted)},
+        "versions": {
+            "jkv": jkv.__version__,
+            **{name: installed[name] for name in sorted(wanted)},
+        },
         "platform": device.platform,
         "platform version": device.client.platform_version,
         "devices": [f"{d.id}: {d.device_kind}" for d in jax.devices()],
@@ -107,5 +112,5 @@ def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
     if facts["drivers"] and not on_gpu:
         yield (
             f"there is a GPU driver, but JAX runs on {facts['platform']}: its plugin "
-            f"is not installed (jkv[rocm] or jkv[cuda]), or JAX_PLATFORMS hides it"
+            f"is not installed (the extras rocm and cuda), or JAX_PLATFORMS hides it"
         )

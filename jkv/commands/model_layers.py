@@ -70,7 +70,7 @@ class Layers:
         budget: int | None = None,
     ) -> CacheConfig | GroupedConfig:
         """Return the configuration for sequences of a length, with tables for them."""
-        limit = dict(max_sequences=max_sequences, budget=budget)
+        limit = dict(max_sequences=max_sequences, budget_bytes=budget)
         if self.windows is None and self.kept is None:
             return CacheConfig.for_context_length(length, **limit, **self.sizes)
         left_out = {"num_layers", "prefix_caching"}
@@ -85,7 +85,7 @@ class Layers:
             kept=self.kept,
             of_states=self.of_states,
             max_sequences=max_sequences,
-            budget=budget,
+            budget_bytes=budget,
         )
 
     def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:

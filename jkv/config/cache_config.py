@@ -249,7 +249,7 @@ class CacheConfig:
         max_context_length: int,
         *,
         max_sequences: int | None = None,
-        budget: int | str | None = None,
+        budget_bytes: int | str | None = None,
         **sizes: Any,
     ) -> Self:
         """Return a configuration whose pool never refuses for want of blocks.
@@ -257,15 +257,16 @@ class CacheConfig:
         Args:
           max_context_length: tokens each sequence may hold.
           max_sequences: sequences that may all be that long at once, none shared.
-          budget: for as many such sequences as fit these bytes, or text such as "40GB".
+          budget_bytes: for as many such sequences as fit these bytes, or text such as
+            "40GB".
           **sizes: the other fields of `CacheConfig` but `num_blocks`.
 
         Returns:
           The configuration, with blocks for `max_sequences` of the full length.
 
         Raises:
-          ValueError: unless either `max_sequences` or `budget` is given; if not even
-            one sequence fits, or for a size that cannot work.
+          ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
+            even one sequence fits, or for a size that cannot work.
 
         Example:
           >>> import jkv
@@ -273,16 +274,21 @@ class CacheConfig:
           >>> config = jkv.CacheConfig.for_context_length(100, max_sequences=3, **sizes)
           >>> config.num_blocks
           21
-          >>> config = jkv.CacheConfig.for_context_length(100, budget="1MiB", **sizes)
+          >>> config = jkv.CacheConfig.for_context_length(
+          ...     100, budget_bytes="1MiB", **sizes)
           >>> config.num_blocks == 7 * config.max_sequences, config.bytes <= 2**20
           (True, True)
         """
         sizes["max_context_length"] = max_context_length
-        return sizing.fit_context_length(cls, max_sequences, budget, **sizes)
+        return sizing.fit_context_length(cls, max_sequences, budget_bytes, **sizes)
 
     @classmethod
     def from_model(
-        cls, folder: str | Path, *, budget: int | str | None = None, **overrides: Any
+        cls,
+        folder: str | Path,
+        *,
+        budget_bytes: int | str | None = None,
+        **overrides: Any,
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint that fits a budget.
 
@@ -292,8 +298,8 @@ class CacheConfig:
 
         Args:
           folder: where config.json lies.
-          budget: bytes the whole cache may take, or text such as "40GB"; `None` only
-            with `num_blocks`.
+          budget_bytes: bytes the whole cache may take, or text such as "40GB"; `None`
+            only with `num_blocks`.
           **overrides: any field of `CacheConfig`, instead of what the model says;
             `max_sequences` is 256 unless given.
 
@@ -306,7 +312,7 @@ class CacheConfig:
             whose layers differ in their heads (Gemma 4, MiMo-V2-Flash), for which
             `GroupedConfig.from_model` has a group of each.
         """
-        return sizing.fit_model(cls, folder, budget, **overrides)
+        return sizing.fit_model(cls, folder, budget_bytes, **overrides)
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:

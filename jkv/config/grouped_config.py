@@ -251,7 +251,7 @@ class GroupedConfig:
         *,
         layer_windows: Sequence[int | None],
         max_sequences: int | None = None,
-        budget: int | str | None = None,
+        budget_bytes: int | str | None = None,
         step_tokens: int = 512,
         prefix_caching: bool = False,
         **sizes: Any,
@@ -262,7 +262,8 @@ class GroupedConfig:
           max_context_length: tokens each sequence may hold.
           layer_windows: the window of each layer of the model, None for all tokens.
           max_sequences: sequences that may all be that long at once, none shared.
-          budget: for as many such sequences as fit these bytes, or text such as "40GB".
+          budget_bytes: for as many such sequences as fit these bytes, or text such as
+            "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
           prefix_caching: index full blocks by their tokens.
           **sizes: the other fields of `CacheConfig`, the same for all groups.
@@ -272,15 +273,15 @@ class GroupedConfig:
           furthest is the first.
 
         Raises:
-          ValueError: unless either `max_sequences` or `budget` is given; if not even
-            one sequence fits, or for a size that cannot work.
+          ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
+            even one sequence fits, or for a size that cannot work.
         """
         return grouping.fit_context_length(
             cls,
             [grouping.LayerSizes(window, None) for window in layer_windows],
             sizes | {"max_context_length": max_context_length},
             max_sequences=max_sequences,
-            budget=budget,
+            budget_bytes=budget_bytes,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
         )
@@ -291,7 +292,7 @@ class GroupedConfig:
         folder: str | Path,
         *,
         max_sequences: int | None = None,
-        budget: int | str | None = None,
+        budget_bytes: int | str | None = None,
         step_tokens: int = 512,
         prefix_caching: bool = False,
         max_pending: int = 0,
@@ -310,7 +311,7 @@ class GroupedConfig:
         Args:
           folder: where config.json lies.
           max_sequences: sequences of the longest context, as for `for_context_length`.
-          budget: bytes for as many as fit, or text such as "40GB".
+          budget_bytes: bytes for as many as fit, or text such as "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
           prefix_caching: index full blocks by their tokens.
           max_pending: of layers with a state: tokens that may be taken back.
@@ -352,7 +353,7 @@ class GroupedConfig:
             layers,
             sizes,
             max_sequences=max_sequences,
-            budget=budget,
+            budget_bytes=budget_bytes,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
             kept=found.layers,

@@ -31,7 +31,7 @@ def fit_context_length(
     sizes: dict[str, Any],
     *,
     max_sequences: int | None,
-    budget: int | str | None,
+    budget_bytes: int | str | None,
     step_tokens: int,
     prefix_caching: bool,
     kept: Sequence[Kept] | None = None,
@@ -44,7 +44,7 @@ def fit_context_length(
       layers: each layer of the model that keeps keys and values.
       sizes: fields of `CacheConfig` that are the same for all groups.
       max_sequences: sequences that may all be of the longest context.
-      budget: for as many of them as fit these bytes, or text such as "40GB".
+      budget_bytes: for as many of them as fit these bytes, or text such as "40GB".
       step_tokens: the most tokens that one `append` adds to a sequence.
       prefix_caching: index full blocks by their tokens.
       kept: what all layers of the model keep, where some have a state.
@@ -63,7 +63,8 @@ def fit_context_length(
             )
         return make(prefix_caching=prefix_caching, **fields)
 
-    return fit_either(fit_sequences, sizes["max_context_length"], max_sequences, budget)
+    length = sizes["max_context_length"]
+    return fit_either(fit_sequences, length, max_sequences, budget_bytes)
 
 
 def _make_groups(

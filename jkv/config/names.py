@@ -9,9 +9,10 @@ from jkv.status import UsageError
 # What other projects call the fields.
 SYNONYMS = {
     "batch_size": "max_sequences",
-    "bytes": "budget",
+    "budget": "budget_bytes",
+    "bytes": "budget_bytes",
     "context_length": "max_context_length",
-    "gpu_memory": "budget",
+    "gpu_memory": "budget_bytes",
     "heads": "num_kv_heads",
     "kv_cache_dtype": "dtype",
     "layers": "num_layers",
@@ -20,10 +21,11 @@ SYNONYMS = {
     "max_model_len": "max_context_length",
     "max_num_seqs": "max_sequences",
     "max_seq_len": "max_context_length",
-    "memory": "budget",
+    "memory": "budget_bytes",
     "num_heads": "num_kv_heads",
     "num_pages": "num_blocks",
     "page_size": "block_size",
+    "window": "sliding_window",
 }
 
 
@@ -43,8 +45,6 @@ def check_names(maker: str, make: object, given: Iterable[str], *others: str) ->
         if name in known:
             continue
         meant = SYNONYMS.get(name, name)
-        if meant == "budget" and "budget_bytes" in others:
-            meant = "budget_bytes"
         nearest = difflib.get_close_matches(meant, known, n=1, cutoff=0.0)[0]
         raise UsageError(
             f"{maker} has no field {name!r}; the nearest is {nearest!r} (fields: "

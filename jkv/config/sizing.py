@@ -67,11 +67,13 @@ Config = TypeVar("Config", bound=Sized)
 AnyConfig = TypeVar("AnyConfig", bound=Weighed)
 
 
-def fit_memory(make: Callable[..., Config], budget: int | str, **sizes: Any) -> Config:
+def fit_memory(
+    make: Callable[..., Config], budget_bytes: int | str, **sizes: Any
+) -> Config:
     """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
     check_names("for_memory", make, sizes, "budget_bytes")
     # Bytes are linear in the number of blocks: two points give the line.
-    limit = parse_bytes(budget)
+    limit = parse_bytes(budget_bytes)
     one = make(num_blocks=1, **sizes).bytes
     each = make(num_blocks=2, **sizes).bytes - one
     if one > limit:
@@ -86,25 +88,26 @@ def fit_memory(make: Callable[..., Config], budget: int | str, **sizes: Any) -> 
 def fit_context_length(
     make: Callable[..., Config],
     max_sequences: int | None,
-    budget: int | str | None,
+    budget_bytes: int | str | None,
     **sizes: Any,
 ) -> Config:
     """Return one that never lacks blocks: `CacheConfig.for_context_length`."""
-    check_names("for_context_length", make, sizes, "max_sequences", "budget")
+    check_names("for_context_length", make, sizes, "max_sequences", "budget_bytes")
 
     def fit_sequences(count: int) -> Config:
         tables = make(num_blocks=1, max_sequences=count, **sizes)
         blocks = tables.max_sequences * tables.max_blocks_per_sequence
         return make(num_blocks=blocks, max_sequences=count, **sizes)
 
-    return fit_either(fit_sequences, sizes["max_context_length"], max_sequences, budget)
+    length = sizes["max_context_length"]
+    return fit_either(fit_sequences, length, max_sequences, budget_bytes)
 
 
 def fit_either(
     fit_sequences: Callable[[int], AnyConfig],
     max_context_length: int,
     max_sequences: int | None,
-    budget: int | str | None,
+    budget_bytes: int | str | None,
 ) -> AnyConfig:
     """Return what fits so many sequences, or the most that fit a budget.
 
@@ -112,18 +115,18 @@ def fit_either(
       fit_sequences: returns the configuration for a number of sequences.
       max_context_length: tokens of each, for the message.
       max_sequences: how many; None for as many as fit the budget.
-      budget: bytes, or text such as "40GB"; None where the number is given.
+      budget_bytes: bytes, or text such as "40GB"; None where the number is given.
 
     Raises:
       ValueError: unless one of the two is given; if not even one sequence fits.
     """
-    if (max_sequences is None) == (budget is None):
-        raise ValueError("give max_sequences or budget, and not both")
-    if budget is None:
+    if (max_sequences is None) == (budget_bytes is None):
+        raise ValueError("give max_sequences or budget_bytes, and not both")
+    if budget_bytes is None:
         assert max_sequences is not None
         return fit_sequences(max_sequences)
     # Bytes are linear in the number of sequences, too: two points give the line.
-    limit = parse_bytes(budget)
+    limit = parse_bytes(budget_bytes)
     one, two = (fit_sequences(count).bytes for count in (1, 2))
     if one > limit:
         raise ValueError(
@@ -143,13 +146,13 @@ def fit_preset(make: Callable[..., Config], preset: Preset, **sizes: Any) -> Con
 def fit_model(
     make: Callable[..., Config],
     folder: str | Path,
-    budget: int | str | None,
+    budget_bytes: int | str | None,
     **overrides: Any,
 ) -> Config:
     """Return the configuration for a checkpoint: `CacheConfig.from_model`."""
-    check_names("from_model", make, overrides, "budget")
-    if ("num_blocks" in overrides) == (budget is not None):
-        raise ValueError("give budget or num_blocks, and not both")
+    check_names("from_model", make, overrides, "budget_bytes")
+    if ("num_blocks" in overrides) == (budget_bytes is not None):
+        raise ValueError("give budget_bytes or num_blocks, and not both")
     fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, overrides)
     if not fields["num_layers"]:
         raise ValueError(
@@ -167,7 +170,9 @@ def fit_model(
     for note in notes:
         logger.info("%s: %s", folder, note)
     fields = {"max_sequences": DEFAULT_SEQUENCES} | fields | overrides
-    return make(**fields) if budget is None else fit_memory(make, budget, **fields)
+    if budget_bytes is None:
+        return make(**fields)
+    return fit_memory(make, budget_bytes, **fields)
 
 
 def find_longest_context(sizes: Sizes, num_sequences: int) -> int:

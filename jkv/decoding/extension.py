@@ -74,7 +74,8 @@ def extend(
     A sequence whose new tokens do not fit is refused: it stays as it was, and its
     reason is CONTEXT_FULL or OUT_OF_BLOCKS. One that is not open, or is named a second
     time, has CANCELLED. When blocks run out later, the sequence ends with OUT_OF_BLOCKS
-    and keeps what it has. Jit it with the cache donated.
+    and keeps what it has. `jkv.jitted.extend` is this function jitted with the cache
+    donated.
 
     Args:
       model: see `Model`; hashable, as it is static under jit.

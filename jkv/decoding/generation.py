@@ -61,17 +61,8 @@ def generate(
     """Continue B prompts until each has ended, and free them.
 
     Nothing in here depends on values: one trace serves all prompts, limits, stop tokens
-    and sampling parameters of the same shapes. Jit it with the cache donated, or every
-    call copies the pool::
-
-        generate = jax.jit(
-            jkv.generate,
-            static_argnames=(
-                "model", "max_new_tokens", "num_samples", "max_running", "chunk_size",
-                "row_counts", "exact",
-            ),
-            donate_argnames="cache",
-        )
+    and sampling parameters of the same shapes. `jkv.jitted.generate` is this function
+    jitted with the cache donated; without donation every call copies the pool.
 
     `max_running` sequences run at one time, the others wait in order. Sequences take
     blocks as they grow. When blocks run out the youngest gives its own back and waits,

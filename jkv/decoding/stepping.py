@@ -253,8 +253,8 @@ def decode(
       ValueError: for `Sampling` fields of a wrong shape.
 
     Example:
-      A host that shows tokens as they come, two steps at a time. For speed it jits
-      `decode` with `static_argnames="model"` and donates `cache` and `state`:
+      A host that shows tokens as they come, two steps at a time. `jkv.jitted.decode` is
+      jitted, and takes over `cache` and `state`:
 
       >>> import jax, jkv
       >>> from jkv.decoding import decode, prefill

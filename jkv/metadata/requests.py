@@ -18,14 +18,17 @@ from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.state import NO_SEQUENCE, BlockGroup, Metadata
 from jkv.status import Status, UsageError
 
-# One number, and several, of any integer type.
-Integer = jax.Array | np.ndarray | np.integer[Any] | int
+# Arrays of any integer type. JAX's own do not tell type checkers what they hold.
+IntegerArray: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+# One number. No `jax.typing.ArrayLike`, which takes floats.
+Integer: TypeAlias = IntegerArray | np.integer[Any] | int
 
 # An array, a number, or a list, tuple or range of numbers.
-Integers = jax.typing.ArrayLike | Sequence[int] | Sequence[np.integer[Any]]
+Integers: TypeAlias = Integer | Sequence[int] | Sequence[np.integer[Any]]
 
 # Token ids, a row for each prompt: an array, or one list of numbers for each.
-Texts = jax.Array | np.ndarray | Sequence[Integers]
+Texts: TypeAlias = IntegerArray | Sequence[Integers]
 
 # Numbers of blocks, the same in all groups or one for each.
 Blocks: TypeAlias = jax.Array | int | tuple[jax.Array | int, ...]

@@ -3,7 +3,7 @@
 The numbers are read when a registry collects them; nothing is counted twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from jkv.serving.scheduler.measures import BUCKETS, EngineStats, Times
@@ -18,7 +18,8 @@ try:
     )
 except ImportError as error:  # pragma: no cover (the extra is not installed)
     raise ImportError(
-        "jkv.serving.prometheus needs prometheus_client: pip install 'jkv[metrics]'"
+        "jkv.serving.prometheus needs prometheus_client: pip install '.[metrics]' "
+        "in the folder of jkv"
     ) from error
 
 
@@ -62,6 +63,9 @@ _HISTOGRAMS = {
 }
 
 
+_KINDS = {GaugeMetricFamily: _GAUGES, CounterMetricFamily: _COUNTERS}
+
+
 class EngineCollector:
     """Gives an engine's numbers to a registry of `prometheus_client`.
 
@@ -78,50 +82,74 @@ class EngineCollector:
       3.0
     """
 
-    def __init__(self, engine: HasStats, prefix: str = "jkv"):
-        """Take an engine, and what all names begin with."""
-        self._engine, self._prefix = engine, prefix
+    def __init__(
+        self,
+        engine: HasStats | Mapping[str, HasStats],
+        prefix: str = "jkv",
+        *,
+        label: str = "engine",
+    ):
+        """Take what is told, and how.
+
+        Args:
+          engine: an engine, or several by name.
+          prefix: what all names of numbers begin with.
+          label: of several engines: what their names are called.
+        """
+        self._engines: dict[tuple[str, ...], HasStats]
+        if isinstance(engine, Mapping):
+            self._engines = {(name,): found for name, found in engine.items()}
+            self._labels = [label]
+        else:
+            self._engines, self._labels = {(): engine}, []
+        self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
         """Yield all numbers as they are now."""
-        stats = self._engine.stats()
-        for name, (field, text) in _GAUGES.items():
-            yield GaugeMetricFamily(
-                self._name(name), text, value=float(getattr(stats, field))
-            )
-        for name, (field, text) in _COUNTERS.items():
-            yield CounterMetricFamily(
-                self._name(name), text, value=float(getattr(stats, field))
-            )
+        found = {names: engine.stats() for names, engine in self._engines.items()}
+        for kind, table in _KINDS.items():
+            for name, (field, text) in table.items():
+                family = kind(self._name(name), text, labels=self._labels)
+                for names, stats in found.items():
+                    family.add_metric(names, float(getattr(stats, field)))
+                yield family
         ended = CounterMetricFamily(
-            self._name("requests_ended"), "Requests by how they ended", labels=["state"]
+            self._name("requests_ended"),
+            "Requests by how they ended",
+            labels=[*self._labels, "state"],
         )
-        for state in ("finished", "cancelled", "failed"):
-            ended.add_metric([state], float(getattr(stats, state)))
+        for names, stats in found.items():
+            for state in ("finished", "cancelled", "failed"):
+                ended.add_metric([*names, state], float(getattr(stats, state)))
         yield ended
         for name, (field, text) in _HISTOGRAMS.items():
-            yield self._histogram(name, text, getattr(stats, field))
-
-    def _histogram(self, name: str, text: str, times: Times) -> Metric:
-        buckets = [
-            (str(end), float(count))
-            for end, count in zip(BUCKETS, times.counts, strict=True)
-        ]
-        buckets.append(("+Inf", float(times.number)))
-        return HistogramMetricFamily(
-            self._name(name), text, buckets=buckets, sum_value=times.total
-        )
+            family = HistogramMetricFamily(self._name(name), text, labels=self._labels)
+            for names, stats in found.items():
+                times = getattr(stats, field)
+                family.add_metric(names, _read_buckets(times), times.total)
+            yield family
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}_{name}"
 
 
-def render(engine: HasStats) -> bytes:
-    """Return the numbers of one engine as the text that Prometheus reads.
+def render(
+    engine: HasStats | Mapping[str, HasStats], *, label: str = "engine"
+) -> bytes:
+    """Return the numbers of engines as the text that Prometheus reads.
 
     Args:
-      engine: the engine; to serve several, `register` a collector of each.
+      engine: an engine, or several by name, whose numbers have a label then.
+      label: of several: what their names are called.
     """
     registry = prometheus_client.CollectorRegistry()
-    registry.register(EngineCollector(engine))
+    registry.register(EngineCollector(engine, label=label))
     return prometheus_client.generate_latest(registry)
+
+
+def _read_buckets(times: Times) -> list[tuple[str, float]]:
+    buckets = [
+        (str(end), float(count))
+        for end, count in zip(BUCKETS, times.counts, strict=True)
+    ]
+    return [*buckets, ("+Inf", float(times.number))]

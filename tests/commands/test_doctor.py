@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jkv
 from jkv.commands import (
     bandwidth,
     bookkeeping,
@@ -54,6 +55,7 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert {"the compiled kernel", "collectives"} <= {*unchecked}
     facts = json.loads(path.read_text())["facts"]
     assert facts["versions"]["jax"] and facts["devices"]
+    assert facts["versions"]["jkv"] == jkv.__version__
     said = capsys.readouterr().out
     assert "nothing failed" in said
     titles = re.findall(r"^(\w.*) \((\d) of 8.*\)$", said, re.MULTILINE)

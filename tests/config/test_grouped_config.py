@@ -143,7 +143,7 @@ def test_an_index_is_counted_in_a_budget(tmp_path):
     sizes = dict(layer_windows=[32, None], num_kv_heads=1, head_dim=8, step_tokens=4)
     plain, indexed = (
         jkv.GroupedConfig.for_context_length(
-            64, budget="100kB", prefix_caching=prefix_caching, **sizes
+            64, budget_bytes="100kB", prefix_caching=prefix_caching, **sizes
         )
         for prefix_caching in (False, True)
     )

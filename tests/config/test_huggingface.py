@@ -17,7 +17,7 @@ SIZES = dict(num_layers=2, num_kv_heads=2, head_dim=8)
 
 
 def test_a_model_by_hand(tmp_path):
-    config = jkv.CacheConfig.from_model(folder(tmp_path, **LLAMA), budget="16GiB")
+    config = jkv.CacheConfig.from_model(folder(tmp_path, **LLAMA), budget_bytes="16GiB")
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert config.dtype == jnp.bfloat16 and config.max_context_length == 131_072
     # Keys and values, 32 layers, 8 heads of 128, 2 bytes each: 128 KiB.
@@ -31,7 +31,7 @@ def test_a_model_by_hand(tmp_path):
 def test_overrides_come_first(tmp_path):
     config = jkv.CacheConfig.from_model(
         folder(tmp_path, **LLAMA),
-        budget=2**30,
+        budget_bytes=2**30,
         max_context_length=1000,
         max_sequences=3,
         dtype="float32",
@@ -46,13 +46,13 @@ def test_overrides_come_first(tmp_path):
 def test_blocks_instead_of_a_budget(tmp_path):
     path = folder(tmp_path, **LLAMA)
     assert jkv.CacheConfig.from_model(path, num_blocks=7).num_blocks == 7
-    for wrong in (dict(), dict(num_blocks=7, budget="1GB")):
-        with pytest.raises(ValueError, match="budget or num_blocks"):
+    for wrong in (dict(), dict(num_blocks=7, budget_bytes="1GB")):
+        with pytest.raises(ValueError, match="budget_bytes or num_blocks"):
             jkv.CacheConfig.from_model(path, **wrong)
 
 
 def test_the_bundled_model_and_its_cache():
-    config = jkv.CacheConfig.from_model(PYDOC, budget="2MB", max_sequences=4)
+    config = jkv.CacheConfig.from_model(PYDOC, budget_bytes="2MB", max_sequences=4)
     cache = jkv.init(config)
     assert cache.nbytes == config.bytes <= 2 * 10**6
     assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (4, 2, 32)
@@ -268,7 +268,7 @@ def test_a_sliding_window_is_noted(tmp_path, caplog):
 def test_what_cannot_be_told_is_refused_by_name(tmp_path, changes, says):
     path = folder(tmp_path, **LLAMA | changes)
     with pytest.raises(ValueError, match=says):
-        jkv.CacheConfig.from_model(path, budget="1GB", max_sequences=2)
+        jkv.CacheConfig.from_model(path, budget_bytes="1GB", max_sequences=2)
 
 
 def test_a_latent_model_has_its_values_in_its_keys(tmp_path):
@@ -293,10 +293,10 @@ def test_given_sizes_are_not_looked_for(tmp_path):
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
-        jkv.CacheConfig.from_model(tmp_path, budget="1GB")
+        jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="no JSON"):
-        jkv.CacheConfig.from_model(tmp_path, budget="1GB")
+        jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="no object"):
-        jkv.CacheConfig.from_model(tmp_path, budget="1GB")
+        jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")

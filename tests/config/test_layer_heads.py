@@ -122,7 +122,7 @@ def test_mimo_has_twice_the_heads_in_windows(tmp_path, changes):
 def test_one_pool_of_different_layers_is_refused(tmp_path, settings):
     path = folder(tmp_path, **settings)
     for ask in (
-        lambda: jkv.CacheConfig.from_model(path, budget="8GB"),
+        lambda: jkv.CacheConfig.from_model(path, budget_bytes="8GB"),
         lambda: make_plan(path, "80GB", weights="8GB"),
     ):
         with pytest.raises(ValueError, match="25 have 4 kv|9 have 4 kv") as refused:
@@ -141,7 +141,7 @@ def test_entries_of_single_layers(tmp_path):
         own = {"3": unknown}
         path = folder(tmp_path, **LLAMA | dict(per_layer_config=own))
         with pytest.raises(ValueError, match=f"changes {next(iter(unknown))} of"):
-            jkv.CacheConfig.from_model(path, budget="8GB")
+            jkv.CacheConfig.from_model(path, budget_bytes="8GB")
     # All layers of a kind are one kind.
     own = {str(layer): {"num_key_value_heads": 2} for layer in range(32)}
     path = folder(tmp_path, **LLAMA | dict(per_layer_config=own))

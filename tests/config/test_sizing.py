@@ -18,7 +18,7 @@ SIZES = dict(num_layers=2, num_kv_heads=2, head_dim=8)
 @pytest.mark.parametrize("budget", [50_000, 50_001, 1_000_000])
 def test_as_many_sequences_as_fit(budget, prefix_caching):
     sizes = SIZES | dict(prefix_caching=prefix_caching)
-    config = jkv.CacheConfig.for_context_length(30, budget=budget, **sizes)
+    config = jkv.CacheConfig.for_context_length(30, budget_bytes=budget, **sizes)
     assert config.bytes <= budget
     more = jkv.CacheConfig.for_context_length(
         30, max_sequences=config.max_sequences + 1, **sizes
@@ -34,11 +34,11 @@ def test_as_many_sequences_as_fit(budget, prefix_caching):
 
 
 def test_a_budget_or_a_number():
-    for wrong in (dict(), dict(max_sequences=2, budget=10**6)):
+    for wrong in (dict(), dict(max_sequences=2, budget_bytes=10**6)):
         with pytest.raises(ValueError, match="max_sequences or budget"):
             jkv.CacheConfig.for_context_length(30, **SIZES, **wrong)
     with pytest.raises(ValueError, match="one sequence of 30 tokens takes"):
-        jkv.CacheConfig.for_context_length(30, budget="1kB", **SIZES)
+        jkv.CacheConfig.for_context_length(30, budget_bytes="1kB", **SIZES)
 
 
 def test_budgets_with_units():

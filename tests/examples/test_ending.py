@@ -91,8 +91,8 @@ def test_a_job_in_the_background_goes_on(capsys):
     [
         (ValueError("a number\n  of two lines"), 2, "error: a number of two lines\n"),
         (FileNotFoundError(2, "No such file", "x"), 1, "[Errno 2] No such file: 'x'"),
-        (ModuleNotFoundError("no rich", name="rich.live"), 1, "'jkv[examples]'"),
-        (ModuleNotFoundError("no uvicorn", name="uvicorn"), 1, "'jkv[http]'"),
+        (ModuleNotFoundError("no rich", name="rich.live"), 1, "'.[examples]'"),
+        (ModuleNotFoundError("no uvicorn", name="uvicorn"), 1, "'.[http]'"),
     ],
 )
 def test_what_is_no_fault_of_the_program(capsys, error, status, says):

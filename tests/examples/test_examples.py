@@ -400,4 +400,4 @@ def test_every_script_says_what_it_is_for(monkeypatch, capsys):
 def test_a_package_that_is_not_there_is_named(complaint, monkeypatch):
     monkeypatch.setitem(sys.modules, "tunix", None)
     status, said = complaint("train_with_tunix.py", "--help")
-    assert status == 1 and "tunix" in said and "pip install 'jkv[tunix]'" in said
+    assert status == 1 and "tunix" in said and "pip install '.[tunix]'" in said

@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "steering",
         "verbs",
     },
+    "jitted": {"decoding", "metadata"},
     "trees": {"decoding", "metadata", "status", "verbs"},
     "commands": {
         "attention",

@@ -498,7 +498,12 @@ class TestCalls:
 
     @pytest.mark.parametrize(
         ("wrong", "meant"),
-        [("memory", "budget"), ("num_kv_head", "num_kv_heads"), ("page_size", "block")],
+        [
+            ("memory", "budget"),
+            ("budget", "budget_bytes"),
+            ("num_kv_head", "num_kv_heads"),
+            ("page_size", "block"),
+        ],
     )
     @pytest.mark.one_end
     def test_a_field_that_does_not_exist(self, tmp_path, wrong, meant):

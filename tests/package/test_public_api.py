@@ -35,6 +35,7 @@ PUBLIC = """
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
     ExactDifference ExactReport check_exact
+    DraftModel PromptLookup UsageError jitted
 """.split()
 
 
@@ -81,7 +82,7 @@ def test_no_module_is_hidden_by_a_function() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("tunix") is not None, reason="is there")
 def test_an_integration_says_what_to_install() -> None:
-    with pytest.raises(ImportError, match=r"pip install 'jkv\[tunix\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[tunix\]'"):
         importlib.import_module("jkv.integrations.tunix")
 
 

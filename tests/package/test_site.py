@@ -83,6 +83,22 @@ def test_the_reference_has_every_public_name_once() -> None:
         assert f"#jkv.{name})" in index, name
 
 
+def test_what_is_experimental_exists() -> None:
+    """Every name of the table's first column, of `jkv`, a room or a class of it."""
+    page = (DOCS / "promises.md").read_text()
+    table = page.partition("## Experimental names")[2].partition("\nPromised")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    names = re.findall(r"`(?:jkv\.)?([\w.]+)", " ".join(rows))
+    places = (jkv, serving, serving.Engine, serving.Completion, trees, steering)
+    assert len(names) > 20
+    for name in {*names} - {"pretrained", "served", "integrations"}:
+        room, _, last = name.rpartition(".")
+        owners = [getattr(place, room, None) for place in places] if room else places
+        fields = [getattr(owner, "__dataclass_fields__", {}) for owner in owners]
+        found = any(hasattr(owner, last) for owner in owners)
+        assert found or any(last in names for names in fields), name
+
+
 def test_every_page_is_in_the_navigation() -> None:
     settings = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 

@@ -31,6 +31,7 @@ STRICTER = "disallow-untyped-calls, warn-return-any, warn-unused-ignores"
 WRONG = """
 import jax
 import jkv
+import numpy as np
 
 
 def wrong(cache: jkv.Cache, batch: jkv.Batch, queries: jax.Array) -> jax.Array:
@@ -38,7 +39,18 @@ def wrong(cache: jkv.Cache, batch: jkv.Batch, queries: jax.Array) -> jax.Array:
 
 
 jkv.append(jkv.init, 0)
+
+
+def of_floats(cache: jkv.Cache, batch: jkv.Batch, queries: jax.Array) -> None:
+    jkv.append(cache, 1.5)
+    jkv.append(cache, 0, num_tokens=[1.5])
+    jkv.truncate(cache, 0, lengths=0.5)
+    jkv.attend(cache, 0, batch, queries, window=2.5)
+    jkv.allocate(cache, 4, tokens=[[1.5]])
+    jkv.free(cache, np.ones(2))
 """
+# Floats where a function takes integers.
+NUM_OF_FLOATS = 6
 
 
 def run(tool, *arguments):
@@ -69,7 +81,7 @@ def test_mypy_in_strict_mode(tmp_path):
     files = [tmp_path / name for name in (*scripts, "wrong.py")]
     code, said = run("mypy", f"--config-file={ROOT / 'pyproject.toml'}", *files)
     faults = [line for line in said.splitlines() if ": error:" in line]
-    assert code == 1 and len(faults) == 2, said
+    assert code == 1 and len(faults) == 2 + NUM_OF_FLOATS, said
     assert all("wrong.py" in fault for fault in faults), said
 
 
@@ -91,7 +103,7 @@ def test_pyright_in_strict_mode(tmp_path):
     faults = report["generalDiagnostics"]
     assert report["summary"]["filesAnalyzed"] == 3
     assert {fault["file"] for fault in faults} == {str(wrong)}, faults
-    assert code == 1 and len(faults) >= 2
+    assert code == 1 and len(faults) >= 2 + NUM_OF_FLOATS
 
 
 @pytest.mark.slow

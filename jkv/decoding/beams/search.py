@@ -51,16 +51,8 @@ def beam_search(
     transformers: a text's score is the sum of its log-probabilities, divided by its
     number of new tokens to the power of `length_penalty`. A prompt is computed once,
     and its beams share what they have in common; only those that branch copy a partly
-    filled block. Jit it with the cache donated, or every call copies the pool::
-
-        beam_search = jax.jit(
-            jkv.beam_search,
-            static_argnames=(
-                "model", "num_beams", "max_new_tokens", "early_stopping", "num_return",
-                "chunk_size",
-            ),
-            donate_argnames="cache",
-        )
+    filled block. `jkv.jitted.beam_search` is this function jitted with the cache
+    donated; without donation every call copies the pool.
 
     When blocks or rows run out, the search of the last prompt gives its own back and
     waits until the others have ended, then begins anew. So a search ends with

@@ -65,9 +65,10 @@ def score(
     rows in one call: each of its tokens once, however many texts it is part of.
     Differentiable in `params` once and backwards (`jax.grad`, `jax.vjp`), as the loss
     of a policy gradient needs it: attention has no `jax.jvp` and no second derivative.
-    Jit it with `model` and `config` static. A model with layers that keep a state is
-    called once for each level (prompts and continuations are two), with all of its
-    states; that has no derivative, and the tree must be known when it is traced.
+    `jkv.jitted.score` is jitted with `model` and `config` static. A model with layers
+    that keep a state is called once for each level (prompts and continuations are two),
+    with all of its states; that has no derivative, and the tree must be known when it
+    is traced.
 
     What `generate` returned for the same prompts can be given as it is:
     `score(model, params, prompts, result.tokens, config=config)`.

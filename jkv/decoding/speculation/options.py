@@ -39,7 +39,7 @@ class PromptLookup:
       ValueError: for a number out of its range.
 
     Example:
-      >>> from jkv.decoding import PromptLookup
+      >>> from jkv import PromptLookup
       >>> PromptLookup(num_tokens=5).max_ngram
       3
     """

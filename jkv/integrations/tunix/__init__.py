@@ -4,7 +4,8 @@ try:
     import tunix  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "jkv.integrations.tunix needs google-tunix: pip install 'jkv[tunix]'"
+        "jkv.integrations.tunix needs google-tunix: pip install '.[tunix]' "
+        "in the folder of jkv"
     ) from error
 
 from jkv.integrations.tunix.rollout import JkvRollout

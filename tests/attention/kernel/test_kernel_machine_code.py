@@ -1,6 +1,6 @@
 """Machine code of what would be dispatched, for cards that are not there.
 
-Needs the `triton` wheel (`pip install jkv[amd-compile]`, 1 GB): XLA embeds the same
+Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the same
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
 to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
 that the table promises, which takes half an hour. With `-k gfx942` the rows of that
@@ -21,7 +21,7 @@ from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_tuning
 
 triton = pytest.importorskip(
-    "triton", reason="machine code needs the extra: pip install jkv[amd-compile]"
+    "triton", reason="machine code needs the extra: pip install '.[amd-compile]'"
 )
 
 from support.triton_machine_code import SHARED_LIMIT, compile_kernel  # noqa: E402

@@ -1,0 +1,164 @@
+"""The one address in front of the replicas.
+
+A request is handed to a replica and its answer handed back. A replica that dies before
+anything of its answer has reached the client loses nothing: another one is asked. What
+was answered in part ends with an error, as the rest would not go with it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+from served.answers import wait_until_gone, write_event
+from served.connections import Bounds
+from served.gate import ask_for_key, read_bytes, respond
+from served.mistakes import Refused
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jkv.serving import EngineStats
+from jkv.serving.prometheus import render
+
+from .forwarding import Forwarded
+from .prefixes import hash_beginnings, read_beginning
+
+# How long other replicas are asked after one has died: another one may have to start.
+RETRY_SECONDS = 120.0
+RETRY_PAUSE = 0.2
+
+
+class Told(NamedTuple):
+    """What a replica told of its engine."""
+
+    numbers: EngineStats
+
+    def stats(self) -> EngineStats:
+        """Return them, as an engine does."""
+        return self.numbers
+
+
+def make_endpoint(
+    find_replicas: Callable[[], DeploymentHandle],
+    *,
+    api_key: str | None = None,
+    bounds: Bounds = Bounds(),  # noqa: B008 (a tuple cannot change)
+) -> Starlette:
+    """Make the application that clients talk to.
+
+    Args:
+      find_replicas: returns Ray Serve's handle of the replicas.
+      api_key: what clients have to send; None lets everyone in.
+      bounds: of bodies, in time and bytes; connections are Ray Serve's affair.
+    """
+
+    async def show_numbers(_: Request) -> Response:
+        answers = await find_replicas().broadcast("read_stats").results_async()
+        told = {name: Told(stats) for name, stats in answers}
+        text = await asyncio.to_thread(render, told, label="replica")
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    keys = [Middleware(ask_for_key, key=api_key)] if api_key else []
+    forwarder = Forwarder(find_replicas, bounds)
+    return Starlette(
+        routes=[
+            Route("/metrics", show_numbers),
+            Route("/{path:path}", forwarder, methods=["GET", "POST"]),
+        ],
+        middleware=keys,
+    )
+
+
+class Forwarder:
+    """Hands requests to replicas, and answers to clients (an ASGI application)."""
+
+    def __init__(self, find_replicas: Callable[[], DeploymentHandle], bounds: Bounds):
+        self._find_replicas, self._bounds = find_replicas, bounds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; a client that leaves ends it."""
+        request = Request(scope, receive)
+        try:
+            body = await read_bytes(request, self._bounds)
+        except Refused as error:
+            return await respond(error)(scope, receive, send)
+        except ClientDisconnect:
+            return None
+        hashes = hash_beginnings(read_beginning(body)) if body else ()
+        headers = tuple((name, value) for name, value in scope["headers"])
+        forwarded = Forwarded(request.method, request.url.path, headers, body, hashes)
+        work = asyncio.ensure_future(self._answer(forwarded, send))
+        gone = asyncio.ensure_future(wait_until_gone(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        return None
+
+    async def _answer(self, request: Forwarded, send: Send) -> None:
+        start: Message | None = None
+        try:
+            async for message in self._ask_until_answered(request):
+                if message["type"] == "http.response.start":
+                    start = message
+                await send(message)
+        except RayActorError:
+            lost = Refused("the replica has died", status=503, code="replica_died")
+            if start is None:
+                await send_response(respond(lost), send)
+            else:
+                # The length may have been told, then the connection is cut instead.
+                is_stream = b"text/event-stream" in dict(start["headers"]).get(
+                    b"content-type", b""
+                )
+                last = write_event(lost.body).encode() if is_stream else b""
+                await send({"type": "http.response.body", "body": last})
+
+    async def _ask_until_answered(self, request: Forwarded) -> AsyncIterator[Message]:
+        """Yield an answer, of a second replica if the first died before it began."""
+        deadline = time.monotonic() + RETRY_SECONDS
+        while True:
+            held: list[Message] = []
+            has_begun = False
+            try:
+                async for message in self._ask(request):
+                    held.append(message)
+                    # The head alone tells nothing; another replica's is the same.
+                    if message["type"] == "http.response.start":
+                        continue
+                    has_begun = True
+                    for found in held:
+                        yield found
+                    held = []
+                return
+            except RayActorError:
+                if has_begun or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_PAUSE)
+
+    async def _ask(self, request: Forwarded) -> AsyncIterator[Message]:
+        handle = self._find_replicas().options(stream=True)
+        answer = handle.answer.remote(request)
+        try:
+            async for message in answer:
+                yield message
+        finally:
+            answer.cancel()
+
+
+async def send_response(response: Response, send: Send) -> None:
+    """Send a response that asks nothing of its request."""
+    headers = response.raw_headers
+    status = response.status_code
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})

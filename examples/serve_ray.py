@@ -1,0 +1,71 @@
+"""Serve a model by several replicas on Ray, behind one address.
+
+    python examples/serve_ray.py --model FOLDER --replicas 2
+    python examples/serve_ray.py --model FOLDER --replicas 1-8 --address auto
+    python examples/serve_ray.py --model FOLDER --address auto --weights NEWER
+
+The endpoint is that of `serve_http.py`. A request goes to the replica that has most of
+its beginning, else to the one with most free blocks. The second form joins a cluster
+and lets the number of replicas follow the load; the third gives replicas that run other
+weights, one after the other. What happens is in `replicated/`.
+"""
+
+import argparse
+import os
+import signal
+import threading
+
+from generating.ending import answering_errors, ending_in_one_line
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    from served.loading import add_options
+
+    add_options(parser)
+    add = parser.add_argument
+    add("--replicas", type=read_range, default=(2, 2), help="a number, or 1-8; 2")
+    add("--address", help="of a cluster of Ray, or auto; else one on this machine")
+    add("--weights", help="another folder of the same model's weights")
+    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
+    add("--port", type=int, default=8000, help="%(default)s")
+    add("--max-waiting", type=int, default=256, help="of a replica; %(default)s")
+    add("--grammars", type=int, default=8, help="of a replica at once; %(default)s")
+    add("--kept-texts", type=int, default=64, help="that a pool keeps; %(default)s")
+    add("--cpus", type=float, default=1.0, help="of a replica; %(default)s")
+    add("--gpus", type=float, default=0.0, help="of a replica; %(default)s")
+    options = parser.parse_args()
+    with answering_errors():
+        from ray import serve
+        from replicated.application import join_cluster, make_application, run
+
+    join_cluster(options.address)
+    run(
+        make_application(options, api_key=os.environ.get("JKV_API_KEY")),
+        options.host,
+        options.port,
+    )
+    print(f"http://{options.host}:{options.port} answers", flush=True)
+    if options.address is None:
+        # The cluster on this machine ends with this process.
+        is_over = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: is_over.set())
+        is_over.wait()
+        serve.shutdown()
+
+
+def read_range(text):
+    """Read `3` or `1-8`."""
+    try:
+        least, _, most = text.partition("-")
+        found = int(least), int(most or least)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor two like 1-8")
+    return found
+
+
+if __name__ == "__main__":
+    with ending_in_one_line():
+        main()

@@ -1,0 +1,103 @@
+"""The loops of `jkv`, each jitted once: the cache donated, what is static named.
+
+    cache, result = jkv.jitted.generate(model, params, cache, prompts, max_new_tokens=9)
+
+They take and return what the functions of the same name do. The cache that was given is
+gone afterwards, as its arrays are updated in place: go on with the one that comes back.
+(`begin` and `score` keep theirs; `decode` takes the state that it is given, too.) A
+model is static, so it must be hashable, and the same object from call to call. Lists of
+token ids become arrays before they are traced, padded to the longest of them: only
+another length, another number of prompts or another static argument compiles anew. To
+donate nothing, or to trace a loop inside a program of your own, take the function.
+
+Example:
+  >>> import jax, jkv
+  >>> def count_on(params, tokens, cache, batch):
+  ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+  >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+  ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+  >>> cache, result = jkv.jitted.generate(
+  ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=2)
+  >>> result.tokens.tolist()
+  [[8, 9], [41, 42]]
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jkv import decoding
+from jkv.metadata.requests import I32, as_domains, as_prompts
+
+__all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "score"]
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+# Arguments that shapes and programs depend on, of all loops.
+STATIC = frozenset(
+    {
+        *("model", "config", "max_new_tokens", "num_samples", "max_running"),
+        *("chunk_size", "row_counts", "exact"),
+        *("num_beams", "num_return", "early_stopping"),
+    }
+)
+# Arguments that may be lists. As they are, each number would be an array of its own.
+TEXTS = frozenset({"prompts", "tokens", "continuations"})
+NUMBERS = frozenset(
+    {"seq_ids", "limits", "stop_tokens", "stop_sequences", "salts", "variants"}
+)
+
+
+def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
+    """Return a loop jitted, with the type and the documentation of the loop."""
+    signature = inspect.signature(loop)
+    static = [name for name in signature.parameters if name in STATIC]
+    jitted = jax.jit(loop, static_argnames=static, donate_argnames=donated)
+
+    @functools.wraps(loop)
+    def call(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        for name, value in given.arguments.items():
+            if isinstance(value, list | tuple | range):
+                given.arguments[name] = _as_argument(name, value)
+        return jitted(*given.args, **given.kwargs)
+
+    return cast(Loop, call)
+
+
+def _as_argument(name: str, value: Any) -> Any:
+    """Return a list as what `jax.jit` takes it as at once; other values as they are."""
+    if name in STATIC:
+        return tuple(value)
+    if name not in TEXTS | NUMBERS or _has_arrays(value):
+        return value
+    if name in TEXTS:
+        return np.asarray(as_prompts(value, name))  # of the host: for any device
+    if name == "salts":
+        value = as_domains(name, value)
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # lists of different lengths: the loop says what it takes
+        return value
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return value
+    # What does not fit keeps its meaning: too large, or negative.
+    return np.clip(numbers, I32.min, I32.max).astype(np.int32)
+
+
+def _has_arrays(value: Any) -> bool:
+    """Whether JAX's arrays are among the entries, whose values may not exist yet."""
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+
+
+generate = _jit(decoding.generate)
+extend = _jit(decoding.extend)
+beam_search = _jit(decoding.beam_search)
+score = _jit(decoding.score, donated=())
+begin = _jit(decoding.begin, donated=())
+prefill = _jit(decoding.prefill)
+decode = _jit(decoding.decode, donated=("cache", "state"))

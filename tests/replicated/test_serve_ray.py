@@ -1,0 +1,155 @@
+"""`serve_ray.py`: replicas that die, change weights, and find what they had."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+pytest.importorskip("ray")
+
+import httpx
+from ray import serve
+
+pytestmark = pytest.mark.usefixtures("replicas")
+
+PROMPTS = [f"{topic} is described in the library." for topic in "list dict set".split()]
+
+
+def write_requests(num_prompts, repeats):
+    """Prompts that share long beginnings, each with an end of its own."""
+    beginnings = [
+        f"{i} {topic}: this module of the standard library provides classes and "
+        "functions for programs that need more than the built-in types, such as "
+        "containers, and its documentation begins with a short example."
+        for i, topic in enumerate(("collections", "asyncio", "json", "pathlib") * 2)
+    ][:num_prompts]
+    return [
+        {"prompt": f"{beginning} Question {number}.", "max_tokens": 4, "temperature": 0}
+        for number in range(repeats)
+        for beginning in beginnings
+    ]
+
+
+def test_answers_are_those_of_one_engine(ask, alone):
+    bodies = [{"prompt": p, "max_tokens": 12, "temperature": 0} for p in PROMPTS]
+    for (status, found), body in zip(ask(bodies * 3), bodies * 3, strict=True):
+        assert status == 200
+        assert found["choices"] == alone(**body)["choices"]
+    [(status, found)] = ask([{"prompt": 7}])
+    assert status == 400 and found["error"]["param"] == "prompt"
+
+
+def test_a_stream_comes_in_parts(url, alone):
+    body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as reply:
+        lines = [line[6:] for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]" and len(lines) > 1
+    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    assert text == alone(**body)["choices"][0]["text"]
+
+
+def test_prefixes_are_found_as_by_one_engine(ask, alone, read_numbers):
+    """The hit rate of three replicas is at least 0.9 of one engine's."""
+    bodies = write_requests(num_prompts=8, repeats=6)
+
+    def count(numbers):
+        cached, computed = (
+            sum(numbers[f"jkv_{name}_tokens_total"].values())
+            for name in ("cached", "prompt")
+        )
+        return cached, computed
+
+    before = count(read_numbers())
+    for first in range(0, len(bodies), 8):
+        assert {status for status, _ in ask(bodies[first : first + 8])} == {200}
+    cached, computed = (
+        new - old for new, old in zip(count(read_numbers()), before, strict=True)
+    )
+    old = alone.stats()
+    for body in bodies:
+        alone(**body)
+    new = alone.stats()
+    one = (new.cached_tokens - old.cached_tokens) / (
+        new.cached_tokens - old.cached_tokens + new.prompt_tokens - old.prompt_tokens
+    )
+    assert one > 0.5
+    assert cached / (cached + computed) >= 0.9 * one
+
+
+def test_a_killed_replica_loses_no_request(ask, alone, kill_one, find_processes):
+    bodies = [
+        {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        for prompt in PROMPTS * 8
+    ]
+    expected = {body["prompt"]: alone(**body)["choices"] for body in bodies[:3]}
+    assert {status for status, _ in ask(bodies, meanwhile=kill_one)} == {200}
+    for (_, found), body in zip(ask(bodies[:6]), bodies[:6], strict=True):
+        assert found["choices"] == expected[body["prompt"]]
+    end = time.monotonic() + 120
+    while len(find_processes()) < 3:  # Ray starts another one
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
+def test_a_stream_that_is_cut_says_so(url, kill_one, find_processes):
+    """Of streams on all replicas, those of the killed one end with an error."""
+
+    async def read(client, number, has_begun):
+        body = dict(prompt=f"{number} is", max_tokens=400, stream=True, ignore_eos=True)
+        lines = []
+        async with client.stream("POST", url, json=body, timeout=120) as reply:
+            async for line in reply.aiter_lines():
+                if line:
+                    lines.append(line)
+                    if len(lines) == 1:
+                        await has_begun.wait()
+        return lines[-1]
+
+    async def kill(has_begun):
+        await has_begun.wait()
+        await asyncio.to_thread(kill_one)
+
+    async def read_all():
+        has_begun = asyncio.Barrier(9)
+        async with httpx.AsyncClient() as client:
+            tasks = [read(client, number, has_begun) for number in range(8)]
+            *lasts, _ = await asyncio.gather(*tasks, kill(has_begun))
+        return lasts
+
+    lasts = asyncio.run(read_all())
+    assert {last == "data: [DONE]" or "replica_died" in last for last in lasts} == {
+        True
+    }
+    assert any("replica_died" in last for last in lasts)
+    end = time.monotonic() + 120
+    while len(find_processes()) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
+def test_weights_change_one_replica_after_the_other(
+    ask, deploy, other_weights, read_numbers
+):
+    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    [(_, before)] = ask([body])
+    bodies = [body | {"prompt": f"{i} {PROMPTS[i % 3]}"} for i in range(40)]
+    answers = ask(bodies, meanwhile=lambda: deploy((3, 3), str(other_weights)))
+    assert {status for status, _ in answers} == {200}
+    end = time.monotonic() + 60
+    while set(read_numbers()["jkv_weights_version"].values()) != {1.0}:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    found = [answer["choices"][0]["text"] for _, answer in ask([body] * 6)]
+    assert len(set(found)) == 1 and found[0] != before["choices"][0]["text"]
+
+
+def test_replicas_follow_the_load(ask, deploy, find_processes):
+    serve.delete("jkv")  # else too many replicas would first have to be idle for long
+    deploy((1, 2))
+    assert len(find_processes()) == 1
+    body = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "n": 4}
+    end = time.monotonic() + 120
+    while len(find_processes()) < 2:
+        assert time.monotonic() < end
+        assert {status for status, _ in ask([body] * 8)} == {200}
