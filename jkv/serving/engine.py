@@ -155,7 +155,9 @@ class Engine:
           clock: seconds, for deadlines and times.
 
         Raises:
-          ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
+          ValueError: for sizes that cannot be, a model whose logits are not [B, V], or
+            engines that differ on the processes of a mesh.
+          RuntimeError: if these do not make their engines within 30 seconds.
         """
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)

@@ -5,14 +5,10 @@ or for the host, is called by all processes of the mesh alike, in the same order
 """
 
 import functools
-import time
 from typing import Any
 
 import jax
 import numpy as np
-
-# How long one process waits for the others to come to their first broadcast.
-PATIENCE = 600.0
 
 
 def is_shared(sharding: Any) -> bool:
@@ -74,8 +70,15 @@ class Broadcast:
     (`jax.experimental.multihost_utils.broadcast_one_to_all` takes the accelerators,
     and returns when the array is there.)
 
+    XLA's CPU runtime keeps an order among programs that one thread starts, and none
+    among those of several. Two collectives of the same processes that cross would get
+    each other's data, so no broadcast is started before the last one is done.
+
     Attributes:
       is_first: whether this is the process whose arrays all get.
+      is_apart: whether the mesh has none of the devices that the arrays go over. If it
+        has, a broadcast is waited for, and the caller has to wait for what the mesh
+        computes before it calls.
       num_processes: of the mesh.
     """
 
@@ -84,6 +87,8 @@ class Broadcast:
         devices = [_choose_device(mesh, each) for each in processes]
         self.is_first = processes[0] == jax.process_index()
         self.num_processes = len(processes)
+        self.is_apart = not set(devices) & set(mesh.devices.flat)
+        self._under_way: jax.Array | None = None
         self._device = devices[processes.index(jax.process_index())]
         line = jax.sharding.Mesh(
             np.asarray(devices), ("process",), (jax.sharding.AxisType.Auto,)
@@ -96,23 +101,25 @@ class Broadcast:
 
     def start(self, array: np.ndarray) -> jax.Array:
         """Start to bring the first process's array to all; of one shape and dtype."""
+        jax.block_until_ready(self._under_way)
         found: jax.Array = self._first(self._spread(array))
-        return found
+        self._under_way = found
+        return found if self.is_apart else jax.block_until_ready(found)
 
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Return what each process gives, [P, ...], to all of them.
 
-        The first call waits until all processes are there.
+        Raises:
+          RuntimeError: in the first call, if the others do not come to theirs within
+            the 30 seconds in which JAX connects processors.
         """
-        began = time.monotonic()
-        while True:
-            try:
-                return np.asarray(self._all(self._spread(array)))
-            except jax.errors.JaxRuntimeError as error:
-                # The processes connect within 30 seconds, or this is raised.
-                is_early = "DEADLINE_EXCEEDED" in str(error)
-                if not is_early or time.monotonic() - began > PATIENCE:
-                    raise
+        try:
+            return np.asarray(self._all(self._spread(array)))
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                "the processes of the mesh did not come together: let all of them get "
+                "here within 30 seconds, and begin again with all of them"
+            ) from error
 
     def _spread(self, array: np.ndarray) -> jax.Array:
         """Return an array whose rows are what each process has."""

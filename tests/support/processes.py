@@ -5,6 +5,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 TESTS = pathlib.Path(__file__).parents[1]
 SECONDS = 300  # for all that a test starts; far more than it takes
@@ -38,11 +39,24 @@ def run_pair(script, *arguments):
     """
     port = find_port()
     pair = [start(script, process, port, *arguments) for process in (0, 1)]
+    said = ["", ""]
+
+    def read(number):
+        said[number], _ = pair[number].communicate()
+        if pair[number].returncode != 0:
+            pair[1 - number].kill()  # which would wait for it
+
+    readers = [threading.Thread(target=read, args=[number]) for number in (0, 1)]
+    for reader in readers:
+        reader.start()
     try:
-        for process in pair:
-            output, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0 and "done" in output, output
+        for reader in readers:
+            reader.join(timeout=SECONDS)
     finally:
         for process in pair:
             process.kill()
-            process.communicate()
+        for reader in readers:
+            reader.join()
+    is_done = ["done" in each for each in said]
+    codes = [process.returncode for process in pair]
+    assert all(is_done) and codes == [0, 0], "\n".join([*said, str(codes)])

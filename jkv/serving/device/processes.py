@@ -67,7 +67,8 @@ class SharedLoop(Loop):
             draft_params = self._spread(speculate.params)
             speculate = dataclasses.replace(speculate, params=draft_params)
         super().__init__(model, params, cache, sizes, None, speculate, steering)
-        broadcast = Broadcast(mesh)
+        self._report: WindowReport | None = None  # of the newest window
+        broadcast = self._broadcast = Broadcast(mesh)
         _check_alike(
             broadcast,
             {
@@ -161,6 +162,7 @@ class SharedLoop(Loop):
         """
         while True:
             try:
+                self._settle()
                 order, words = self._orders.receive()
             except jax.errors.JaxRuntimeError as error:
                 raise EngineError(
@@ -210,10 +212,18 @@ class SharedLoop(Loop):
         What a model divides, such as the vocabulary, may divide what follows from it.
         """
         report = super().start_window(changes, num_steps)
-        return None if report is None else jax.tree.map(replicate, report)
+        if report is not None:
+            report = self._report = jax.tree.map(replicate, report)
+        return report
+
+    def _settle(self) -> None:
+        """Let no order cross what the mesh computes, where they share devices."""
+        if not self._broadcast.is_apart:
+            jax.block_until_ready((self.cache, self._generation, self._report))
 
     def _tell(self, order: Order, words: np.ndarray | None = None) -> None:
         self.is_followed = True
+        self._settle()
         self._orders.send(order, words)
 
     def _share(self, arrays: Any) -> Any:
