@@ -188,6 +188,19 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     return "\n".join([line(columns.values()), rule, *map(line, body)])
 
 
+def judge(
+    what: str, measured: float, limit: float, *, at_least: bool = False
+) -> dict[str, Any]:
+    """Return a row of a table of limits: what was measured, and whether it is met."""
+    is_met = measured >= limit if at_least else measured <= limit
+    return {
+        "what": what,
+        "measured": measured,
+        "limit": f"{'at least' if at_least else 'at most'} {limit}",
+        "": "met" if is_met else "MISSED",
+    }
+
+
 def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
     """Put a run in a JSON file, a list of runs; it replaces its like.
 

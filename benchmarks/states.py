@@ -33,7 +33,7 @@ import hybrids
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Case
+from harness import Case, judge
 from hybrids import BareModel, dense_fields, find_states, make_config, make_model
 
 import jkv
@@ -57,17 +57,6 @@ class Options:
     def pick(self, size: Any, quick: Any) -> Any:
         """Return a size, or the one of a quick run."""
         return quick if self.quick else size
-
-
-def judge(what: str, measured: float, limit: float, at_least: bool = False) -> Any:
-    """Return a row of the table of limits."""
-    is_met = measured >= limit if at_least else measured <= limit
-    return {
-        "what": what,
-        "measured": measured,
-        "limit": f"{'at least' if at_least else 'at most'} {limit}",
-        "": "met" if is_met else "MISSED",
-    }
 
 
 # A part returns its rows, rows of limits, and versions of what it compared with.

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from decoder import Shapes, compute_logits, describe_weights
-from harness import Case
+from harness import Case, judge
 
 import jkv
 from jkv import decoding
@@ -61,17 +61,6 @@ class Options:
 
 # A part returns its rows and rows of limits.
 Part = tuple[list[Any], list[Any]]
-
-
-def judge(what: str, measured: float, limit: float) -> dict[str, Any]:
-    """Return a row of the table of limits."""
-    verdict = "met" if measured <= limit else "MISSED"
-    return {
-        "what": what,
-        "measured": measured,
-        "limit": f"at most {limit}",
-        "": verdict,
-    }
 
 
 def make_vocabulary(num_tokens: int) -> Vocabulary:

@@ -148,7 +148,8 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     jobs = [*before.values()]
     for name, task in tasks.items():
         after = before[task.folder].name if task.folder in before else None
-        jobs.append(Job(name, task.command, task.all_variables, after))
+        command = [*task.command, *report_of(name, task)]
+        jobs.append(Job(name, command, task.all_variables, after))
     if len(tasks) == 1:
         return run_one_by_one(jobs)
     outcomes = run_jobs(jobs, width, ROOT)
@@ -156,6 +157,13 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     some = any(outcome.status == 0 and outcome.name in tasks for outcome in outcomes)
     were_chosen = all(name.endswith("chosen") for name in tasks)
     return int(not show_table(outcomes, {0, NO_TESTS} if some and were_chosen else {0}))
+
+
+def report_of(name: str, task: Task) -> list[str]:
+    """The argument by which a suite leaves a report for `matrix.py`, if asked to."""
+    folder = os.environ.get("JKV_REPORTS")
+    is_suite = task.tool == "pytest"
+    return [f"--junitxml={folder}/{name}.xml"] if folder and is_suite else []
 
 
 def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:

@@ -4,7 +4,9 @@ To add an architecture, add a row; where its config.json has keys of its own, a
 function to `readings.py` that turns them into fields of `DecoderConfig`; and a tiny
 checkpoint to `tests/support/checkpoint_fixtures.py`, to show that transformers gives
 the logits. `docs/how-to/architectures.md` goes through it. Rows with
-Mamba 2 or short convolutions are in `mamba_architectures.py`.
+Mamba 2 or short convolutions are in `mamba_architectures.py`, those with a gated delta
+rule in `delta_architectures.py`, and GLM, Hunyuan, ERNIE and others with experts in
+`expert_architectures.py`.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ import dataclasses
 from . import readings
 from .architecture import Architecture
 from .delta_architectures import DELTA_ARCHITECTURES
+from .expert_architectures import EXPERT_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
 
 GEMMA = Architecture(
@@ -239,4 +242,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES
+ARCHITECTURES |= EXPERT_ARCHITECTURES | DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES

@@ -77,8 +77,13 @@ def _project_heads(
             heads = norm(config, heads, weights, f"{name}_norm")
         return heads
 
-    queries, keys = (rotate(project(name), *turns) for name in ("query", "key"))
-    return queries, keys, project("value")
+    def turn(name: str) -> jax.Array:
+        heads = rotate(project(name), *turns, config.turns_neighbours)
+        if config.qk_norm == "turned":
+            heads = norm(config, heads, weights, f"{name}_norm")
+        return heads
+
+    return turn("query"), turn("key"), project("value")
 
 
 def _project_latent(
@@ -90,8 +95,6 @@ def _project_latent(
     that of the latent vector with ``query @ key_up``: so queries come to the latent
     vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
     """
-    rope = config.ropes[0]
-    is_interleaved = rope is not None and rope.is_interleaved
     if latent.query_rank is None:
         queries = linear(x, weights, "query")
     else:
@@ -104,8 +107,8 @@ def _project_latent(
 
     vectors, shared = jnp.split(linear(x, weights, "latent"), [latent.rank], axis=-1)
     vectors = norm(config, vectors, weights, "latent_norm")
-    shared = rotate(shared[:, None, :], *turns, is_interleaved)
-    turned = rotate(turned, *turns, is_interleaved)
+    shared = rotate(shared[:, None, :], *turns, config.turns_neighbours)
+    turned = rotate(turned, *turns, config.turns_neighbours)
     return (
         jnp.concatenate([absorbed, turned], axis=-1),
         jnp.concatenate([vectors[:, None, :], shared], axis=-1),

@@ -59,10 +59,13 @@ class DecoderConfig:
     windows: per layer, how many tokens a token sees, itself counted; None is all.
     tied: the output projection is the embedding.
     has_qkv_bias, has_output_bias, has_mlp_bias: biases of the projections.
+    has_head_bias: whether logits have biases.
     norms: whether attention and perceptron are normed before, after, or both.
     state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
-    qk_norm: queries and keys are normed before they are turned: each "head", or "all".
+    has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
+    qk_norm: queries and keys are normed: each "head" or "all" of them before they are
+        turned, or each head after it is "turned".
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
@@ -107,10 +110,13 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_head_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
     state_norms: Literal["before", "after", "both"] | None = None
     norm_offset: float = 0.0
-    qk_norm: Literal["head", "all"] | None = None
+    has_centred_norms: bool = False
+    has_norm_bias: bool = False
+    qk_norm: Literal["head", "all", "turned"] | None = None
     scale: float | None = None
     soft_cap: float | None = None
     logit_cap: float | None = None
@@ -172,6 +178,11 @@ class DecoderConfig:
         """Per layer, which of the different ropes it has."""
         kinds = list(dict.fromkeys(self.ropes))
         return tuple(kinds.index(rope) for rope in self.ropes)
+
+    @property
+    def turns_neighbours(self) -> bool:
+        """Whether the pairs that positions turn are neighbours in a head."""
+        return any(rope is not None and rope.is_interleaved for rope in self.ropes)
 
     @property
     def turned_dim(self) -> int:

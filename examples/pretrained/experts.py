@@ -69,17 +69,20 @@ def route(
     scores = jnp.einsum("re,ne->rn", *wide)
     if experts.has_biases:
         scores = scores + weights["router_bias"].astype(jnp.float32)[None, :]
-    if experts.has_sigmoid:
-        scores = jax.nn.sigmoid(scores)
+    if experts.jitter is not None:
+        return _mix_sparsely(scores, experts.per_token, experts.jitter)
+    is_sigmoid = experts.has_sigmoid
+    scores = jax.nn.sigmoid(scores) if is_sigmoid else jax.nn.softmax(scores, axis=-1)
+    ranking = scores
+    if is_sigmoid or experts.has_choice_bias:
         ranking = scores + weights["choice_bias"].astype(jnp.float32)[None, :]
-    else:
-        scores = ranking = jax.nn.softmax(scores, axis=-1)
     if experts.groups > 1:
         ranking = _limit_to_groups(experts, ranking)
     chosen = jax.lax.top_k(ranking, experts.per_token)[1]
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.is_normalised:
-        gates = gates / (gates.sum(axis=-1, keepdims=True) + experts.epsilon)
+        total = gates.sum(axis=-1, keepdims=True) + experts.epsilon
+        gates = gates / jnp.maximum(total, experts.least_sum)
     return chosen, gates * experts.scale
 
 
@@ -144,6 +147,28 @@ def _run_expert(
 
     gate = multiply("gate", rows) if config.is_gated else None
     return multiply("down", activate(config, gate, multiply("up", rows)))
+
+
+def _mix_sparsely(
+    scores: jax.Array, per_token: int, jitter: float
+) -> tuple[jax.Array, jax.Array]:
+    """Choose experts one by one, each weighed among those that come close to it.
+
+    What SparseMixer (https://arxiv.org/abs/2409.12136) does when it is not trained: an
+    expert's weight is its part in a softmax over those of the experts left whose scores
+    f32[R, N] are within twice the jitter of its own, relative to the larger of the two.
+    """
+    experts = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    left, choices, gates = scores, [], []
+    for _ in range(per_token):
+        best = left.max(axis=-1, keepdims=True)
+        choice = left.argmax(axis=-1, keepdims=True).astype(jnp.int32)
+        far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * jitter
+        near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        choices.append(choice)
+        gates.append(jnp.take_along_axis(near, choice, axis=-1))
+        left = jnp.where(experts[None, :] == choice, -jnp.inf, left)
+    return jnp.concatenate(choices, axis=-1), jnp.concatenate(gates, axis=-1)
 
 
 def _limit_to_groups(experts: Experts, ranking: jax.Array) -> jax.Array:

@@ -20,12 +20,19 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Scale to unit root mean square over the last axis, where the layer has this norm.
 
-    Computed in float32.
+    Computed in float32. Centred norms subtract the mean first, and may add a bias.
     """
     if name not in weights:
         return x
-    normed = scale_to_unit(x.astype(jnp.float32), config.norm_epsilon)
+    wide = x.astype(jnp.float32)
+    if config.has_centred_norms:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = scale_to_unit(wide, config.norm_epsilon)
     weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
+    if (bias := weights.get(f"{name}_bias")) is not None:
+        # Rounded once, after the sum.
+        bias = jnp.expand_dims(bias, range(x.ndim - 1)).astype(jnp.float32)
+        return (normed * weight.astype(jnp.float32) + bias).astype(x.dtype)
     if config.norm_offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
         weight = weight.astype(jnp.float32) + config.norm_offset

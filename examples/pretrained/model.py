@@ -103,6 +103,8 @@ class Decoder:
         logits = jnp.einsum(
             "re,ve->rv", hidden, head, preferred_element_type=jnp.float32
         )
+        if config.has_head_bias:
+            logits = logits + params["head_bias"].astype(jnp.float32)[None, :]
         return cap(logits * config.logit_scale, config.logit_cap), cache
 
 

@@ -16,8 +16,12 @@ class Experts:
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
     has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
+    has_choice_bias: softmaxes are chosen with a learnt bias too.
+    jitter: float, of Phi's sparse mixer: an expert's weight is its part in a softmax
+        over those at most this far below it, relatively; None for one over all.
     is_normalised: the weights of a token's experts add up to one.
     epsilon: float, added to the sum that they are divided by.
+    least_sum: float, what they are divided by at least.
     scale: float, multiplies those weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
@@ -30,8 +34,11 @@ class Experts:
     shared_inner: int = 0
     has_shared_gate: bool = False
     has_sigmoid: bool = False
+    has_choice_bias: bool = False
+    jitter: float | None = None
     is_normalised: bool = False
     epsilon: float = 0.0
+    least_sum: float = 0.0
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1

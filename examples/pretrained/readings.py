@@ -118,8 +118,8 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
     )
     num_layers = settings.count("num_hidden_layers")
     return dict(
-        experts=_read_routed(settings),
-        expert_layers=_list_expert_layers(settings, num_layers),
+        experts=read_routed(settings),
+        expert_layers=list_expert_layers(settings, num_layers),
         latent=latent,
         scale=_latent_scale(settings, latent),
         num_kv_heads=1,
@@ -128,7 +128,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
+def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
     """Return which layers have experts: those that are named, or all but the first."""
     kinds = settings.get("mlp_layer_types")
     if kinds is None:
@@ -142,7 +142,7 @@ def _list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]
     return tuple(kind == "sparse" for kind in kinds)
 
 
-def _read_routed(settings: Settings) -> Experts:
+def read_routed(settings: Settings) -> Experts:
     """Read the experts of DeepSeek; since V3 they are chosen by sigmoids."""
     method = settings.get("topk_method", "greedy")
     has_sigmoid = settings.get("model_type") != "deepseek_v2"

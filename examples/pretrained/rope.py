@@ -35,6 +35,8 @@ class Rope:
         `fast_turns` in the original context are kept, less than `slow_turns` scaled.
     is_truncated: of "yarn": whether the bounds between those are whole pairs.
     magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
+    long_magnitude: float, of "longrope": the same in texts of more than
+        `original_context` tokens; None if it is no other.
     short_factors, long_factors: of "longrope": slow-down of each pair in texts of up to
         `original_context` tokens, and in longer ones.
     """
@@ -51,6 +53,7 @@ class Rope:
     slow_turns: float = 1.0
     is_truncated: bool = True
     magnitude: float = 1.0
+    long_magnitude: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -93,7 +96,14 @@ def fix_length(rope: Rope, longest: int) -> Rope:
         return rope
     is_long = longest > rope.original_context
     factors = rope.long_factors if is_long else rope.short_factors
-    return dataclasses.replace(rope, short_factors=factors, long_factors=factors)
+    magnitude = rope.long_magnitude if is_long else None
+    return dataclasses.replace(
+        rope,
+        short_factors=factors,
+        long_factors=factors,
+        magnitude=rope.magnitude if magnitude is None else magnitude,
+        long_magnitude=None,
+    )
 
 
 def turns(
@@ -114,17 +124,20 @@ def turns(
         still = (positions.shape[0], 1, dim // 2)
         return jnp.ones(still), jnp.zeros(still)
     per_position = jnp.asarray(frequencies(rope))[None, :]
+    magnitude: float | jax.Array = rope.magnitude
     if rope.scaling == "longrope":
         long = jnp.asarray(frequencies(rope, rope.original_context + 1))[None, :]
         is_long = (lengths > rope.original_context)[:, None]
         per_position = jnp.where(is_long, long, per_position)
+        if rope.long_magnitude is not None:
+            magnitude = jnp.where(is_long, rope.long_magnitude, rope.magnitude)
     elif rope.scaling == "dynamic":
         longer = jnp.maximum(lengths, rope.original_context).astype(jnp.float32)
         exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim
         stretch = jnp.log(_stretch(rope, longer))[:, None] * exponents[None, :]
         per_position = per_position * jnp.exp(-stretch)
     angles = positions.astype(jnp.float32)[:, None] * per_position
-    cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
     return cos[:, None, :], sin[:, None, :]
 
 

@@ -85,8 +85,14 @@ def model_tensors(config: DecoderConfig) -> dict[str, Source]:
         name: Source(shape, shape, name=f"{row.prefix}{names[name]}")
         for name, shape in (("embedding", matrix), ("final_norm", vector))
     }
+    if config.has_norm_bias:
+        name = table["final_norm"].name.replace("weight", "bias")
+        table["final_norm_bias"] = Source(vector, vector, name=name)
     if not config.tied:
         table["head"] = Source(matrix, matrix, name="lm_head.weight")
+    if config.has_head_bias:
+        biases = (config.vocab_size,)
+        table["head_bias"] = Source(biases, biases, name="lm_head.bias")
     return table
 
 
@@ -101,8 +107,10 @@ def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
         mlp_norm=before and feeds,
         mlp_post_norm=after and feeds,
     )
-    vector = (config.hidden_size,)
-    return list_whole(**{name: vector for name, there in is_there.items() if there})
+    names = [name for name, there in is_there.items() if there]
+    if config.has_norm_bias:
+        names += [f"{name}_bias" for name in names]
+    return list_whole(**dict.fromkeys(names, (config.hidden_size,)))
 
 
 def _attention(config: DecoderConfig) -> dict[str, Source]:
@@ -120,10 +128,10 @@ def _attention(config: DecoderConfig) -> dict[str, Source]:
         )
     if config.has_output_bias:
         table |= list_whole(output_bias=(hidden,))
-    if config.qk_norm == "head":
-        table |= list_whole(query_norm=(dim,), key_norm=(dim,))
-    elif config.qk_norm == "all":
+    if config.qk_norm == "all":
         table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
+    elif config.qk_norm:
+        table |= list_whole(query_norm=(dim,), key_norm=(dim,))
     if config.has_output_gate:
         table |= _gated_queries(config)
     if config.has_sinks:
@@ -218,6 +226,8 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
         )
     if experts.has_sigmoid:
         table |= list_whole(choice_bias=(count,))
+    if experts.has_choice_bias:
+        table["choice_bias"] = Source((count,), (1, count), np.ravel)
     if experts.shared_inner:
         table |= _perceptron(config, "shared_", experts.shared_inner)
     if experts.has_shared_gate:

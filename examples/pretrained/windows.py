@@ -6,9 +6,9 @@ from .settings import Settings, is_int
 
 # Of layers that a config.json does not list: none of them have a window, or all, or all
 # but each n-th; and only if `use_sliding_window` is set, all of them, those from
-# `max_window_layers` on, or those without rotary positions.
-Pattern = Literal["none", "all", "used", "late", "unturned"] | int
-SWITCHED = ("used", "late", "unturned")
+# `max_window_layers` on, every other one before it, or those without rotary positions.
+Pattern = Literal["none", "all", "used", "late", "early", "unturned"] | int
+SWITCHED = ("used", "late", "early", "unturned")
 
 
 def read_windows(
@@ -40,6 +40,9 @@ def list_windowed(
     if pattern == "late":
         first = settings.count("max_window_layers", least=0)
         return tuple(i >= first for i in range(num_layers))
+    if pattern == "early":
+        last = settings.count("max_window_layers", least=0)
+        return tuple(i < last and i % 2 == 0 for i in range(num_layers))
     if is_int(pattern):
         # Gemma 3 has the number in early files.
         every = settings.count("sliding_window_pattern", pattern)

@@ -17,11 +17,18 @@ from jkv.config.state_readings import list_states
 from jkv.config.text_part import DEFAULTS, find_text_part
 
 # One size goes by several names.
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
-NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+NUM_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+)
+
+HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
 
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 
@@ -37,7 +44,6 @@ CONTEXT_LENGTH = (
 MIXED_LAYERS = (
     "attn_layer_indices",
     "attn_layer_period",
-    "attn_type_list",
     "block_configs",
     "full_attention_interval",
     "hybrid_override_pattern",
@@ -45,6 +51,9 @@ MIXED_LAYERS = (
 )
 
 GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
+
+# Keys that name the kind of each layer.
+LISTS_OF_LAYERS = ("attn_type_list", "layer_types", "layers_block_type")
 
 MIXED_HEADS = (*GLOBAL_HEADS, "block_configs")
 
@@ -158,7 +167,12 @@ def _num_layers(
 ) -> int:
     """Count the layers that have keys and values of their own."""
     total = len(kinds) if kinds else _read_count(model, NUM_LAYERS, "num_layers")
-    is_listed = model.get("layer_types") or model.get("layers_block_type")
+    if model.get("use_cla"):
+        raise ValueError(
+            "layers use the keys and values of others (use_cla); give num_layers, how "
+            "many have their own"
+        )
+    is_listed = any(model.get(name) for name in LISTS_OF_LAYERS)
     if not is_listed and (kinds is None or WITH_STATE.isdisjoint(kinds)):
         _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")
     if kinds is not None:
@@ -214,8 +228,8 @@ def _num_kv_heads(model: dict[str, Any]) -> int:
 
 def _head_dim(model: dict[str, Any]) -> int:
     _refuse_mixed_heads(model)
-    if model.get("head_dim") is not None:
-        return _read_count(model, ("head_dim",), "head_dim")
+    if any(model.get(name) is not None for name in HEAD_DIM):
+        return _read_count(model, HEAD_DIM, "head_dim")
     hidden, heads = (
         _read_count(model, names, "head_dim") for names in (HIDDEN_SIZE, NUM_HEADS)
     )

@@ -58,6 +58,9 @@ ALL_WITH_STATE = {"falcon_mamba", "granitemoehybrid", "mamba", "mamba2"}
 # The letters of Nemotron-H's layers.
 LETTERS = {"M": "mamba", "*": FULL, "-": "mlp", "E": "moe"}
 
+# Models of which every other layer has the window, before `max_window_layers`.
+EARLY_HAVE_WINDOW = {"qwen2_moe"}
+
 # Models in which positions turn the keys of some layers: whether those have the window.
 TURNED_HAVE_WINDOW = {"llama4_text": True, "smollm3": False}
 
@@ -78,6 +81,12 @@ def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
         return with_state
     if isinstance(attending := model.get("full_attn_idxs"), list):
         return [FULL if layer in attending else "conv" for layer in layers]
+    if isinstance(types := model.get("attn_type_list"), list):
+        # MiniMax: 1 attends, 0 is lightning attention.
+        return [FULL if attends == 1 else STATE for attends in types]
+    if model_type in EARLY_HAVE_WINDOW:
+        last = model.get("max_window_layers") or 0
+        return [WINDOWED if i % 2 == 0 and i < last else FULL for i in layers]
     if isinstance(pattern := model.get("hybrid_layer_pattern"), list):
         return [WINDOWED if has_window else FULL for has_window in pattern]
     if model_type in TURNED_HAVE_WINDOW:

@@ -1,12 +1,16 @@
-"""Compiled grammars in a folder, found again by a hash of what they were made of."""
+"""Compiled grammars in a folder, found again by a hash of what they were made of.
+
+A file begins with the hash of what is behind: one that was cut or changed is told
+before anything reads it.
+"""
 
 import hashlib
+import io
 import json
 import os
 import pathlib
 import tempfile
 import weakref
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +21,8 @@ from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
 # Of what a compiler makes of the same arguments; raise it where that changes.
-_VERSION = 1
+_VERSION = 2
+_DIGEST_BYTES = 32
 
 Folder = str | os.PathLike[str] | None
 
@@ -30,7 +35,7 @@ def keep(
 ) -> Grammar:
     """Return a grammar from a folder, or make it and put it there.
 
-    A file that cannot be read is made anew. Several processes may share a folder: files
+    A file that is damaged is made anew. Several processes may share a folder: files
     appear whole.
 
     Args:
@@ -43,10 +48,10 @@ def keep(
         return make()
     text = json.dumps([_VERSION, asked]).encode()
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
-    path = pathlib.Path(folder) / f"{name}.npz"
+    path = pathlib.Path(folder) / f"{name}.grammar"
     try:
         return _read(path)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (FileNotFoundError, ValueError):
         grammar = make()
         _write(path, grammar)
         return grammar
@@ -66,19 +71,23 @@ def _hash_of(vocabulary: Vocabulary) -> bytes:
 
 
 def _read(path: pathlib.Path) -> Grammar:
-    with np.load(path, allow_pickle=False) as file:
+    written = path.read_bytes()
+    digest, data = written[:_DIGEST_BYTES], written[_DIGEST_BYTES:]
+    if digest != hashlib.sha256(data).digest():
+        raise ValueError(f"{path} is damaged")
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     size = int(arrays.pop("vocabulary_size"))
     placed = {name: jnp.asarray(values) for name, values in arrays.items()}
-    try:
-        return Grammar(vocabulary_size=size, **placed)
-    except TypeError as error:
-        raise ValueError(f"{path} holds another kind of grammar") from error
+    return Grammar(vocabulary_size=size, **placed)
 
 
 def _write(path: pathlib.Path, grammar: Grammar) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = vars(grammar)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    data = buffer.getvalue()
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        np.savez_compressed(file, **arrays)
+        file.write(hashlib.sha256(data).digest() + data)
     os.replace(file.name, path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -116,7 +117,10 @@ def _spell_byte_level(text: str) -> bytes | None:
     )
 
 
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
 def _spell_with_fallback(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
+    if byte := _BYTE.fullmatch(text):
+        return bytes.fromhex(byte[1])
     return text.replace("▁", " ").encode()

@@ -118,7 +118,7 @@ def small_operands(batch="mixed", seed=0, **fields):
 
 
 @pytest.mark.parametrize("name", dealt(CASES, turn=5, share=8))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, "reference", None))
 def test_equals_the_plain_loop(name, implementation):
     """Decode, prefill, mixed and idle batches through one trace."""
     this = CASES[name]
@@ -315,7 +315,7 @@ def quantized(positional, dtype):
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
 @pytest.mark.parametrize("dtype", dealt(ONE_BYTE, share=4))
 def test_one_byte_pools(dtype, implementation):
     """Attention over quantized pools is that over what they mean; NaN scales around."""
@@ -493,6 +493,7 @@ def test_small_calls_go_through_the_columns_together(window):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
+@pytest.mark.one_end
 def test_a_few_rows_of_a_request_read_its_blocks_once(options):
     """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
     workload = Workload(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.plain_queue import Call, PlainTexts
 from support.plain_steerings import (
     PlainSteering,
     banned_texts,
@@ -19,12 +18,10 @@ from support.plain_steerings import (
     spent_budgets,
 )
 from test_generation import (
-    CONTEXT,
     VOCABULARY,
     assert_as_before,
     attention_model,
     attention_params,
-    dense_logits,
     fresh_cache,
     padded,
     per_row,
@@ -39,6 +36,7 @@ from test_steering import (
     RUNNING,
     SAMPLES,
     generate,
+    play_alone,
     random_prompts,
 )
 
@@ -110,20 +108,7 @@ def make_rules(variant):
 
 
 def run_alone(prompts, limits, sampling, variants):
-    """Each text by itself, of a model without a cache."""
-    call = Call(
-        prompts=prompts,
-        limits=limits.tolist(),
-        num_samples=SAMPLES,
-        max_new_tokens=NEW_TOKENS,
-        stop_tokens=[2],
-        stop_sequences=[],
-        sampling=sampling,
-        nan_every=0,
-        block_size=4,
-        max_context_length=CONTEXT,
-        num_blocks=64,
-    )
+    """Each text by itself, steered by the rules of its variant."""
     variants = np.repeat(variants, SAMPLES)
     bias = np.zeros(VOCABULARY, np.float32)
     bias[[*BIAS]] = [*BIAS.values()]
@@ -137,9 +122,7 @@ def run_alone(prompts, limits, sampling, variants):
         )
         for i, variant in enumerate(variants)
     ]
-    return PlainTexts(
-        call, lambda texts: np.stack([*map(dense_logits, texts)]) + biases, plain
-    )
+    return play_alone(prompts, limits, sampling, plain, biases)
 
 
 def test_chained_texts_are_those_of_each_alone():

@@ -1,12 +1,11 @@
 """`exact=`: the bits of a text do not depend on what else is computed."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.small_attention_model import VOCABULARY, attention_model, attention_params
+from support.small_caches import with_free_blocks
 
 import jkv
 from jkv.decoding import PromptLookup, Sampling, begin, decode
@@ -18,7 +17,7 @@ CONFIG = jkv.CacheConfig(
     num_layers=2,
     num_kv_heads=2,
     head_dim=4,
-    num_blocks=60,
+    num_blocks=34,
     block_size=4,
     max_sequences=8,
     max_context_length=40,
@@ -27,13 +26,16 @@ CONFIG = jkv.CacheConfig(
 )
 SHAPES = ("model", "max_new_tokens", "max_running", "num_samples", "exact")
 generate = jax.jit(jkv.generate, static_argnames=SHAPES)
-score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
+start = jax.jit(begin, static_argnames=SHAPES)
 
 
 def make_prompts():
+    """Padded, so that they are of one program in any order."""
     rng = np.random.default_rng(8)
-    prompts = [rng.integers(VOCABULARY, size=length).tolist() for length in LENGTHS]
-    prompts[4][:8] = prompts[1][:8]
+    prompts = np.full((6, max(LENGTHS)), -1, np.int32)
+    for row, length in zip(prompts, LENGTHS, strict=True):
+        row[:length] = rng.integers(VOCABULARY, size=length)
+    prompts[4, :8] = prompts[1, :8]
     return prompts
 
 
@@ -65,59 +67,72 @@ def assert_same_bits(found, known, rows=slice(None)):
         np.testing.assert_array_equal(*bits, err_msg=name)
 
 
+ORDER = np.array([3, 0, 5, 1, 4, 2])
+
+
 def test_order_and_number_do_not_matter(known):
-    prompts, order = make_prompts(), np.array([3, 0, 5, 1, 4, 2])
-    found = run([prompts[i] for i in order], order, max_running=2)[1]
-    assert_same_bits(found, known, order)
-    # What each costs as it comes is not the same: the test can fail.
-    usual = run([prompts[i] for i in order], order, max_running=2, exact=False)[1]
-    assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[order]).any()
+    found = run(make_prompts()[ORDER], ORDER, max_running=3)[1]
+    assert_same_bits(found, known, ORDER)
 
 
+@pytest.mark.further
+def test_usual_steps_are_not_of_the_same_bits(known):
+    """What each costs as it comes: the test before can fail."""
+    usual = run(make_prompts()[ORDER], ORDER, max_running=3, exact=False)[1]
+    assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[ORDER]).any()
+
+
+@pytest.mark.one_end
 def test_what_was_found_and_what_was_computed_again(known):
     warm, _ = run(make_prompts(), range(6))
     _, found = run(make_prompts(), range(6), warm)
     assert int(found.statistics.cached_tokens) > 20
     assert_same_bits(found, known)
-    scarce = dataclasses.replace(CONFIG, num_blocks=14, prefix_caching=False)
-    _, found = run(make_prompts(), range(6), jkv.init(scarce))
+    scarce = with_free_blocks(jkv.init(CONFIG), 14)
+    _, found = run(make_prompts(), range(6), scarce)
     assert int(found.statistics.recomputed_tokens) > 0
     assert_same_bits(found, known)
 
 
+@pytest.mark.one_end
 def test_samples_are_those_of_prompts_of_their_own():
     prompts = make_prompts()[:3]
     _, samples = run(prompts, range(6), num_samples=2)
-    _, found = run([p for p in prompts for _ in range(2)], range(6), max_running=3)
+    _, found = run(prompts.repeat(2, axis=0), range(6), max_running=3)
     assert_same_bits(found, samples)
 
 
-def test_scores_are_what_was_reported_also_when_differentiated(known):
-    prompts, params = make_prompts(), attention_params()
-
-    def find(params, exact):
-        scores = jkv.score(
-            attention_model, params, prompts, known.tokens, config=CONFIG, exact=exact
-        )
-        return scores.sum(), scores
-
-    find_both = jax.jit(jax.value_and_grad(find, has_aux=True), static_argnums=1)
-    (_, scores), gradient = find_both(params, EXACT)
-    np.testing.assert_array_equal(scores, known.logprobs)
-    (_, usual), expected = find_both(params, False)
-    assert (usual != known.logprobs).any()
-    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair), gradient, expected)
-    found = score(
-        attention_model, params, prompts, known.tokens, config=CONFIG, exact=EXACT
+def score(params, texts, exact):
+    scores = jkv.score(
+        attention_model, params, make_prompts(), texts, config=CONFIG, exact=exact
     )
-    np.testing.assert_array_equal(found, known.logprobs)
+    return scores.sum(), scores
 
 
-def test_windows_of_steps_and_open_sequences(known):
+score_both = jax.jit(jax.value_and_grad(score, has_aux=True), static_argnums=2)
+
+
+def test_scores_are_what_was_reported_also_when_differentiated(known):
+    (_, scores), _ = score_both(attention_params(), known.tokens, EXACT)
+    np.testing.assert_array_equal(scores, known.logprobs)
+
+
+@pytest.mark.further
+def test_usual_scores_have_other_bits_and_the_same_gradient(known):
+    (_, usual), expected = score_both(attention_params(), known.tokens, False)
+    assert (usual != known.logprobs).any()
+    _, gradient = score_both(attention_params(), known.tokens, EXACT)
+    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair), gradient, expected)
+    alone = jax.jit(score, static_argnums=2)(attention_params(), known.tokens, EXACT)
+    np.testing.assert_array_equal(alone[1], known.logprobs)
+
+
+@pytest.mark.one_end
+def test_windows_of_steps(known):
     prompts, params = make_prompts(), attention_params()
     sampling = Sampling(temperature=0.8, seeds=jnp.arange(6))
     cache = jkv.init(CONFIG)
-    state = begin(
+    state = start(
         attention_model, params, cache, prompts, max_new_tokens=NEW, exact=EXACT
     )
     step = jax.jit(decode, static_argnames="model")
@@ -126,14 +141,18 @@ def test_windows_of_steps_and_open_sequences(known):
             attention_model, params, cache, state, sampling=sampling, num_steps=3
         )
     assert_same_bits(state.result, known)
-    rows = [4, 1, 2]
+
+
+@pytest.mark.further
+def test_open_sequences(known):
+    prompts, rows = make_prompts(), [4, 1, 2]
     cache, opened = jkv.allocate(jkv.init(CONFIG), [0] * 3)
     _, found = jax.jit(jkv.extend, static_argnames=SHAPES[:2] + ("exact",))(
         attention_model,
-        params,
+        attention_params(),
         cache,
         opened.seq_ids,
-        [prompts[i] for i in rows],
+        prompts[rows],
         max_new_tokens=NEW,
         sampling=Sampling(temperature=0.8, seeds=jnp.asarray(rows)),
         exact=EXACT,
@@ -141,6 +160,7 @@ def test_windows_of_steps_and_open_sequences(known):
     assert_same_bits(found, known, rows)
 
 
+@pytest.mark.one_end
 def test_an_engine_reports_the_same(known):
     cache = jkv.init(CONFIG)
     engine = Engine(
@@ -153,7 +173,7 @@ def test_an_engine_reports_the_same(known):
         exact=EXACT,
     )
     numbers = [
-        engine.submit(prompt, sampling=Sampling(temperature=0.8, seeds=i))
+        engine.submit(prompt[prompt >= 0], sampling=Sampling(temperature=0.8, seeds=i))
         for i, prompt in enumerate(make_prompts())
     ]
     found = [engine.results(number)[0] for number in numbers]
@@ -162,21 +182,28 @@ def test_an_engine_reports_the_same(known):
     np.testing.assert_array_equal(logprobs, known.logprobs)
 
 
-def test_a_model_of_ones_own_is_tried():
-    prompts = make_prompts()[:2]
+def check(model):
     tried = dict(max_new_tokens=3, exact=EXACT, config=CONFIG)
-    cache, params = jkv.init(CONFIG), attention_params()
-    report = jkv.check_exact(attention_model, params, cache, prompts, **tried)
+    params, prompts = attention_params(), make_prompts()[:2]
+    return jkv.check_exact(model, params, jkv.init(CONFIG), prompts, **tried)
+
+
+@pytest.mark.further
+def test_a_model_of_ones_own_is_tried():
+    report = check(attention_model)
     assert report.raise_for_status() is report
     assert len(report.played) == 6
 
+
+@pytest.mark.one_end
+def test_a_model_that_heeds_others_is_found():
     def heeds_others(params, tokens, cache, batch):
         scale = 1 + 1e-5 * jnp.sum(batch.valid, dtype=jnp.float32)
         layers = dict(params["layers"])
         layers["value"] = layers["value"].at[1].multiply(scale)
         return attention_model(params | {"layers": layers}, tokens, cache, batch)
 
-    report = jkv.check_exact(heeds_others, params, cache, prompts, **tried)
+    report = check(heeds_others)
     assert report.difference.layer == 1 and report.difference.array == "values"
     with pytest.raises(jkv.CacheError, match="layer 1"):
         report.raise_for_status()
@@ -230,6 +257,7 @@ def state_model(weights, tokens, cache, batch):
     return jnp.sin(hidden) @ weights.T, cache
 
 
+@pytest.mark.one_end
 def test_layers_with_a_state():
     """Their prompts are cut in other pieces, found again, and scored."""
     config, prompts = make_state_config(), make_prompts()[:2]
@@ -245,6 +273,7 @@ def test_layers_with_a_state():
     assert len(report.raise_for_status().played) == 6
 
 
+@pytest.mark.one_end
 def test_what_gives_steps_another_shape_is_refused():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()

@@ -13,6 +13,7 @@ from support.jax_versions import few
 
 from jkv import decoding
 from jkv.decoding import Sampling, spread_seeds
+from jkv.decoding.sampling.draws import find_best
 
 # Compiled once for each shape, whatever the parameters.
 filter_logits = jax.jit(decoding.filter_logits)
@@ -49,6 +50,22 @@ def random_logits(num_rows=4, vocabulary=VOCABULARY):
 @functools.cache
 def random_seen():
     return np.random.default_rng(1).random((4, VOCABULARY)) < 0.2
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("vocabulary", [1, 127, 256, VOCABULARY])
+def test_the_best_token_is_the_first_of_the_largest(vocabulary):
+    # Few values, so that tokens of one tile and of several have the same one.
+    logits = np.random.default_rng(2).integers(-3, 3, (40, vocabulary))
+    logits = np.where(logits == -3, -np.inf, logits).astype(np.float32)
+    logits[0] = -np.inf
+    logits[1, vocabulary // 2] = np.nan
+    tokens = np.asarray(find_best(logits))
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(
+        np.delete(tokens, 1), np.argmax(np.delete(logits, 1, 0), 1)
+    )
+    assert 0 <= tokens[1] < vocabulary
 
 
 def reference(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import plain_beam_search
 from support.automata import DEAD, Automata, PlainAutomaton, make_automata
+from support.compiled_hlo import host_operations
 from support.plain_queue import Call, PlainTexts
 from support.small_caches import small_cache
 from test_beam_search import NEW_TOKENS as MOST
@@ -42,6 +43,8 @@ from test_generation import (
 import jkv
 from jkv import decoding
 from jkv.decoding import DraftModel, PromptLookup
+from jkv.decoding.steering.rows import mark_refused
+from jkv.grammar import Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
 
@@ -56,8 +59,8 @@ def random_prompts(rng):
     return [rng.integers(3, 9, n).tolist() for n in rng.integers(1, 10, PROMPTS)]
 
 
-def run_alone(prompts, limits, sampling, automata, variants):
-    """Each text by itself, of a model without a cache."""
+def play_alone(prompts, limits, sampling, plain, biases=0):
+    """Each text by itself, of a model without a cache, steered by plain Python."""
     call = Call(
         prompts=prompts,
         limits=limits.tolist(),
@@ -71,17 +74,26 @@ def run_alone(prompts, limits, sampling, automata, variants):
         max_context_length=CONTEXT,
         num_blocks=64,
     )
+
+    def find_logits(texts):
+        return np.stack([*map(dense_logits, texts)]) + biases
+
+    return PlainTexts(call, find_logits, plain)
+
+
+def run_alone(prompts, limits, sampling, automata, variants):
+    """Each text by itself, steered by its automaton."""
     plain = [
         PlainAutomaton(automata, variants[i // SAMPLES], prompts[i // SAMPLES])
         for i in range(PROMPTS * SAMPLES)
     ]
-    return PlainTexts(call, lambda texts: np.stack([*map(dense_logits, texts)]), plain)
+    return play_alone(prompts, limits, sampling, plain)
 
 
 def test_steered_texts_are_those_of_each_alone():
     """Queue, samples, preemptions, prefix hits, look-up, forced tokens, both ends."""
     rng = np.random.default_rng(3)
-    seen, preemptions, accepted = set(), 0, 0
+    seen, preemptions, accepted, ended = set(), 0, 0, 0
     for game in range(5):
         automata = make_automata(game, 3, VOCABULARY)
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
@@ -116,11 +128,18 @@ def test_steered_texts_are_those_of_each_alone():
             for found, new in zip(result.logprobs, alone.logprobs, strict=True):
                 np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
             seen |= {*reasons(result)}
+            ended += sum(map(has_ended, alone.automata, alone.new))
             preemptions += int(result.statistics.preemptions)
             accepted += int(result.statistics.accepted_tokens)
             cache = after
     assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
     assert preemptions > 3 and accepted > 20
+    assert ended > 5, ended
+
+
+def has_ended(automaton, new):
+    """Whether an automaton, not a stop token, ended a text."""
+    return new[-1:] != [2] and automaton.has_ended(new)
 
 
 @pytest.mark.further
@@ -403,6 +422,63 @@ def search_alone(plain, prompt):
         has_ended=plain.has_ended,
         num_end_tokens=4,
     )
+
+
+def test_no_token_is_told_from_no_number():
+    logits = np.zeros((4, 5), np.float32)
+    logits[0] = -np.inf
+    logits[1] = [-np.inf, np.nan, -np.inf, -np.inf, -np.inf]
+    logits[2] = [-np.inf, 1, -np.inf, -np.inf, -np.inf]
+    # A draw among no numbers may be a token that is not allowed.
+    tokens, logprobs = np.int32([0, 0, 1, 3]), np.float32([np.nan, np.nan, 0, -1])
+    for rows in (slice(0, 4), slice(2, 4)):
+        found = mark_refused(logits[rows], tokens[rows], logprobs[rows])
+        expected = np.float32([-np.inf, np.nan, 0, -1])[rows]
+        np.testing.assert_array_equal(found, expected)
+
+
+@jax.tree_util.register_static
+class AsksHost(jkv.Steering):
+    """A mask that Python makes."""
+
+    def begin(self, variants, prompts):
+        del prompts
+        return variants
+
+    def steer(self, state, logits):
+        del state
+        return jax.pure_callback(lambda given: given, logits, logits)
+
+    def advance(self, state, tokens):
+        del tokens
+        return state
+
+
+def test_the_loop_of_a_grammar_asks_the_host_nothing():
+    def lower(steering, **options):
+        def run(params, cache, steering):
+            return jkv.generate(
+                attention_model,
+                params,
+                cache,
+                np.int32([[3, 4], [5, -1]]),
+                max_new_tokens=4,
+                row_counts=(4,),
+                steering=steering,
+                **options,
+            )
+
+        given = attention_params(), fresh_cache(16, 8)
+        return jax.jit(run).lower(*given, steering)
+
+    tokens = [bytes([65 + i]) for i in range(VOCABULARY - 1)]
+    grammar = from_regex("[A-F]{2,}", Vocabulary([*tokens, None], [VOCABULARY - 1]))
+    assert host_operations(lower(grammar).compile().as_text()) == []
+    everything = dict(num_samples=2, max_running=3, speculate=LOOKUP)
+    everything |= dict(sampling=jkv.Sampling(temperature=1.0, top_k=3, top_p=0.9))
+    assert host_operations(lower(grammar, **everything).as_text()) == []
+    # They would be found.
+    assert host_operations(lower(AsksHost()).as_text())
 
 
 @jax.tree_util.register_dataclass

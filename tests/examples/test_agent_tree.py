@@ -6,18 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-
-import jkv
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
-
 import pretrained
+import pytest
 from agent_tree import BUNDLED, PROMPT, find_advantages, improve
 from agents.calculator import calculate
 from agents.rollout import Agent
+
+import jkv
 
 pytestmark = pytest.mark.one_end
 

@@ -8,8 +8,6 @@ import pytest
 
 import jkv
 
-pytest.importorskip("rich")
-
 pytestmark = pytest.mark.one_end
 
 

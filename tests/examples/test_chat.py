@@ -5,12 +5,8 @@ import shutil
 import sys
 
 import pytest
-from support.paths import EXAMPLES
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-
 from chatting.turns import Branch
+from support.paths import EXAMPLES
 
 import jkv
 

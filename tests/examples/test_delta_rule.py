@@ -11,6 +11,7 @@ from pretrained.mixers.delta_rule import (
     correct_piece,
     invert_unit_triangle,
 )
+from support.jax_versions import few
 
 H, C, D, V = 3, 64, 16, 12
 
@@ -50,8 +51,10 @@ def as_float32(memory, tokens):
 
 
 # The longest decay forgets everything many times over: neither form may overflow.
-@pytest.mark.parametrize("rates", [1, D])
-@pytest.mark.parametrize("scale, most", [(0.01, 1.0), (1.0, 2.0), (200.0, 2.0)])
+@pytest.mark.parametrize("rates", few([1, D], D))
+@pytest.mark.parametrize(
+    "scale, most", few([(0.01, 1.0), (1.0, 2.0), (200.0, 2.0)], (1.0, 2.0))
+)
 def test_both_forms(rates, scale, most):
     memory, tokens = draw_tokens(rates, rates, most)
     tokens = tokens._replace(decays=tokens.decays * scale)
@@ -66,6 +69,7 @@ def test_both_forms(rates, scale, most):
         assert np.abs(got[1][:-1] - expected[1][1:]).max() > 0.1
 
 
+@pytest.mark.one_end
 def test_tokens_that_do_not_count():
     """With strength and decay 0 a token changes nothing, whatever its key is."""
     memory, tokens = draw_tokens(5, 1)
@@ -80,6 +84,7 @@ def test_tokens_that_do_not_count():
     np.testing.assert_allclose(outputs[:23], expected[1][:23], rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_end
 def test_equal_keys_are_solved_as_well():
     """All keys alike: powers of their triangle would reach 1e17, its inverse 1."""
     memory, tokens = draw_tokens(6, 1)
@@ -93,6 +98,7 @@ def test_equal_keys_are_solved_as_well():
     np.testing.assert_allclose(outputs, expected[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_end
 def test_a_triangle_is_inverted():
     below = np.tril(np.random.default_rng(7).normal(size=(2, 8, 8)), -1)
     inverse = invert_unit_triangle(jnp.asarray(below, jnp.float32))
@@ -101,6 +107,7 @@ def test_a_triangle_is_inverted():
     )
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9])
 def test_convolutions_of_a_piece_and_of_its_tokens(count):
     generator = np.random.default_rng(8)

@@ -12,14 +12,9 @@ import runpy
 import subprocess
 import sys
 
+import pretrained
 import pytest
 from support.paths import EXAMPLES, ROOT
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
-
-import pretrained
 
 import jkv
 

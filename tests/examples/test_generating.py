@@ -10,19 +10,15 @@ import sys
 import types
 
 import numpy as np
+import pretrained
 import pytest
+from generating import command, ending, output, prompts
+from generating.options import BUNDLED, SAMPLING, parse_arguments
 from support.paths import EXAMPLES, FIXTURES
+from tokenizers import Tokenizer, decoders, models
 
 import jkv
 from jkv.serving import Completion
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
-import pretrained
-from generating import command, ending, output, prompts
-from generating.options import BUNDLED, SAMPLING, parse_arguments
-from tokenizers import Tokenizer, decoders, models
 
 pytestmark = pytest.mark.one_end
 

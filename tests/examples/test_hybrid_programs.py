@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
+import tokenizers
 from support import checkpoint_fixtures as fixtures
 from support.jax_versions import with_further
 
 import jkv
 from jkv.decoding import PromptLookup
-
-tokenizers = pytest.importorskip("tokenizers")
 
 pytestmark = pytest.mark.one_end
 NAME = "qwen3_5"

@@ -5,6 +5,8 @@ import math
 import pretrained
 import pytest
 
+pytestmark = pytest.mark.one_end
+
 SMALL = dict(
     vocab_size=8,
     hidden_size=16,

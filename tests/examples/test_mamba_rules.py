@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from pretrained.mixers import mamba2, short_convolution
 from pretrained.parts import StateSpace
+from support.jax_versions import few
 
 C = 16  # tokens of a piece
 SIZES = StateSpace(num_heads=4, head_dim=3, num_groups=2, state_dim=5)
@@ -83,7 +84,7 @@ def assert_close(actual, expected):
     )
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, C])
+@pytest.mark.parametrize("count", few([0, 1, 2, 7, C], 7))
 def test_a_piece_is_its_tokens_one_by_one(layer, read_piece, count):
     weights, state, inputs = layer
     state_after, outputs = read_piece(state, cut(inputs, count), jnp.int32(count))
@@ -94,6 +95,7 @@ def test_a_piece_is_its_tokens_one_by_one(layer, read_piece, count):
         jax.tree.map(np.testing.assert_array_equal, state_after, state)
 
 
+@pytest.mark.one_end
 def test_the_rule_of_one_token(layer):
     weights, state, inputs = layer
     state_after, outputs = scan(mamba2.Rules(SIZES, weights), state, inputs)
@@ -102,6 +104,7 @@ def test_the_rule_of_one_token(layer):
     assert_close(outputs, expected)
 
 
+@pytest.mark.one_end
 def test_what_a_piece_depends_on(layer, read_piece):
     """Each part of the state and each input changes what comes out or stays."""
     _, state, inputs = layer
@@ -119,6 +122,7 @@ def test_what_a_piece_depends_on(layer, read_piece):
         assert np.abs(after[kept] - whole[0][kept]).max() > 100 * TOLERANCE, name
 
 
+@pytest.mark.one_end
 def test_a_long_decay_is_not_a_difference_of_sums():
     """Behind tokens that forget everything, the last ones are as exact as alone."""
     weights, state, inputs = draw_layer(np.random.default_rng(1))
@@ -129,7 +133,7 @@ def test_a_long_decay_is_not_a_difference_of_sums():
     assert_close((after, outputs), scan(rules, state, inputs))
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, C])
+@pytest.mark.parametrize("count", few([0, 1, 9, C], 9))
 def test_convolutions_of_a_piece(count):
     rng = np.random.default_rng(2)
     weights = draw(rng, dict(short_taps=(6, 1, 3), short_taps_bias=(6,)))

@@ -155,7 +155,7 @@ def test_stop_tokens_come_from_generation_config(folder):
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2'; supported are llama, mistral"),
         ({"model_type": None}, "architecture None"),
-        ({"model_type": "qwen2_moe"}, "architecture 'qwen2_moe'"),
+        ({"model_type": "olmoe"}, "architecture 'olmoe'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not predict"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),

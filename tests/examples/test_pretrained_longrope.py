@@ -1,4 +1,11 @@
-"""Phi-3: texts around the length before scaling, beside `transformers.generate`."""
+"""Phi-3 and PhiMoE: texts around the length before scaling.
+
+Beside `transformers.generate`, which computes a text anew when it passes that length.
+"""
+
+import json
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,8 +34,32 @@ def prompts():
     return found, expected["generated"]
 
 
-def load(longest):
-    return pretrained.load(FOLDER, max_context_length=longest, scan_layers=True)
+def load(longest, folder=FOLDER):
+    return pretrained.load(folder, max_context_length=longest, scan_layers=True)
+
+
+def load_oracle(folder):
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    )
+
+
+def generate_whole(oracle, prompt, num_tokens):
+    """Return a prompt and what `transformers.generate` appends to it."""
+    import torch
+
+    rows = torch.tensor(prompt)[None].long()
+    return oracle.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].numpy()
 
 
 def continue_text(model, params, text, num_tokens):
@@ -57,27 +88,57 @@ def test_long_factors_do_not_depend_on_how_a_prompt_comes(prompts):
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 def test_a_text_in_two_calls_is_that_of_transformers(prompts):
-    import torch
-    import transformers
-
     prompt = prompts[0][PROMPT]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.float32
-    )
-    whole = model.generate(
-        torch.tensor(prompt)[None].long(), max_new_tokens=40, do_sample=False
-    )[0].numpy()
-    num_short = ORIGINAL + 1 - len(prompt)
-    short = continue_text(*load(ORIGINAL), prompt, num_short)
-    np.testing.assert_array_equal(short, whole[len(prompt) :][:num_short])
-    crossed = np.concatenate([prompt, short])
-    long = continue_text(*load(LONGEST), crossed, 40 - num_short)
-    np.testing.assert_array_equal(long, whole[len(crossed) :])
+    whole = generate_whole(load_oracle(FOLDER), prompt, 40)
+    short = continue_in_two_calls(FOLDER, prompt, whole)
     # One call, which turns each key once, goes another way from there on.
     once = prompts[1][PROMPT][:40]
-    assert np.array_equal(once[:num_short], short) and not np.array_equal(
+    assert np.array_equal(once[: len(short)], short) and not np.array_equal(
         once, whole[len(prompt) :]
     )
+
+
+def continue_in_two_calls(folder, prompt, whole):
+    """Compare a text that passes the length, and return the tokens up to there."""
+    num_short = ORIGINAL + 1 - len(prompt)
+    short = continue_text(*load(ORIGINAL, folder), prompt, num_short)
+    np.testing.assert_array_equal(short, whole[len(prompt) :][:num_short])
+    crossed = np.concatenate([prompt, short])
+    long = continue_text(*load(LONGEST, folder), crossed, len(whole) - len(crossed))
+    np.testing.assert_array_equal(long, whole[len(crossed) :])
+    return short
+
+
+@pytest.mark.further
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
+def test_phimoe_where_its_class_is_told_the_length(prompts, tmp_path):
+    """transformers 5.24 takes PhiMoE's short factors for texts of any length.
+
+    Its rotary class does not hand the length on that chooses the factors, as that of
+    transformers 4 did; told it, the texts are the same.
+    """
+    folder = Path(shutil.copytree(fixtures.FIXTURES / "phimoe", tmp_path / "phimoe"))
+    settings = json.loads((folder / "config.json").read_text())
+    length = dict(original_max_position_embeddings=ORIGINAL)
+    settings |= length | dict(rope_parameters=settings["rope_parameters"] | length)
+    (folder / "config.json").write_text(json.dumps(settings))
+    oracle = load_oracle(folder)
+    rotary = oracle.model.rotary_emb
+    start, lengths = rotary.rope_init_fn, []
+
+    def note_length(_, args, given):
+        positions = given["position_ids"] if "position_ids" in given else args[1]
+        lengths.append(int(positions.max()) + 1)
+
+    prompt, long_prompt = prompts[0][PROMPT], prompts[0][LONG_PROMPT]
+    untold = generate_whole(oracle, long_prompt, 40)
+    rotary.register_forward_pre_hook(note_length, with_kwargs=True)
+    rotary.rope_init_fn = lambda config: start(config, seq_len=lengths[-1])
+    told = generate_whole(oracle, long_prompt, 40)
+    assert max(lengths) > ORIGINAL and not np.array_equal(told, untold)
+    found = continue_text(*load(LONGEST, folder), long_prompt, 40)
+    np.testing.assert_array_equal(found, told[len(long_prompt) :])
+    continue_in_two_calls(folder, prompt, generate_whole(oracle, prompt, 40))
 
 
 def test_lengths_choose_the_factors():

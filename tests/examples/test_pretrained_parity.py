@@ -20,7 +20,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.jax_versions import ALL_CASES, dealt
+from support.jax_versions import ALL_CASES, dealt, further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -34,8 +34,21 @@ HAS_TRANSFORMERS = all(map(importlib.util.find_spec, NEEDED))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError(f"JKV_REQUIRE_PARITY is set, but one of {NEEDED} is missing")
 NAMES = (*fixtures.CASES, "pydoc")
+
+
+def in_suites(names):
+    """Names of checkpoints, those marked whose parts others have together as well."""
+    cases = {name: fixtures.CASES.get(name) for name in names}
+    return [
+        *(
+            further([n])[0] if case and case.is_sibling else n
+            for n, case in cases.items()
+        )
+    ]
+
+
 # With transformers at hand the committed files are compared with what it gives now.
-CHECKPOINTS = NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8)
+CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8))
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
 # depend on the text's length, a prompt that passes the length before scaling must come
@@ -94,7 +107,7 @@ def checkpoint(request, tmp_path_factory):
     return load_committed(request.param)
 
 
-@pytest.fixture(scope="module", params=dealt(fixtures.CASES))
+@pytest.fixture(scope="module", params=in_suites(dealt(fixtures.CASES)))
 def tiny_checkpoint(request):
     return load_committed(request.param)
 
@@ -342,6 +355,9 @@ def wrong_params(checkpoint):
             yield f"no {name}", changed(filled(0.0), name)
         elif name.endswith("norm"):
             yield f"no {name}", changed(filled(1 - config.norm_offset), name)
+    for name in ("final_norm_bias", "head_bias"):
+        if name in params:
+            yield f"no {name}", changed(filled(0.0), name)
     if config.num_kv_heads > 1 and "key" in present:
         yield "key heads of other groups", changed(rolled(config.head_dim), "key")
     if config.has_sinks:
@@ -430,12 +446,19 @@ def wrong_settings(config):
             yield f"no {name}", {name: (1.0, 1.0)}
     if config.norm_offset:
         yield "weights of norms as they are", dict(norm_offset=0.0)
+    if config.has_centred_norms:
+        yield "norms around any mean", dict(has_centred_norms=False)
+    if config.qk_norm == "turned":
+        yield "norms before turning", dict(qk_norm="head")
     if experts := config.experts:
         yield (
             "fewer experts",
             dict(experts=dataclasses.replace(experts, per_token=experts.per_token - 1)),
         )
-        other = dataclasses.replace(experts, is_normalised=not experts.is_normalised)
+        other = dict(is_normalised=not experts.is_normalised)
+        if experts.jitter is not None:
+            other = dict(jitter=experts.jitter / 10)
+        other = dataclasses.replace(experts, **other)
         yield "other weights of experts", dict(experts=other)
         if experts.groups > 1:
             one_group = dict(groups=1, groups_per_token=1)

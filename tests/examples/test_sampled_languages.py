@@ -10,12 +10,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("llguidance")
-
 import pretrained
+import pytest
 from support.llguidance_masks import Matcher, make_tokenizer, of_schema
 from support.paths import EXAMPLES
 

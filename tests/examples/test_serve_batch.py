@@ -11,16 +11,12 @@ import sys
 import time
 import types
 
-import pytest
-from support.paths import EXAMPLES
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 import pretrained
+import pytest
 from batching import command as batch
 from batching import lines
 from served import display, loading
+from support.paths import EXAMPLES
 
 import jkv
 from jkv.serving import Completion, EngineError, Event

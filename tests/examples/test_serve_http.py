@@ -9,18 +9,11 @@ import threading
 import urllib.error
 import urllib.request
 
-import pytest
-from support.paths import EXAMPLES
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 import openai
+import pytest
 import uvicorn
 from served import loading
+from support.paths import EXAMPLES
 
 pytestmark = [
     pytest.mark.one_end,

@@ -9,14 +9,8 @@ import socket
 import threading
 import time
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 from served import prompts
 from served.api import make_app
 from served.connections import Bounds

@@ -5,15 +5,9 @@ import random
 import re
 import typing
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 import openai
 import pydantic
+import pytest
 from served.calls import CallReader
 from served.prompts import read_chat
 from served.tools import read_tools

@@ -4,14 +4,8 @@ import json
 import math
 import typing
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served import fields

@@ -6,11 +6,6 @@ import random
 import threading
 
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from support.http_server import POISON
 
 pytestmark = [

@@ -4,15 +4,9 @@ import json
 import re
 import typing
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 import openai
 import pydantic
+import pytest
 from served.languages import Language
 
 pytestmark = [

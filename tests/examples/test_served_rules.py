@@ -2,14 +2,8 @@
 
 import json
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 from served.rule_table import Rules
 
 pytestmark = [

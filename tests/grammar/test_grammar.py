@@ -61,6 +61,7 @@ def test_steps_inside_jit_are_those_of_the_tables():
         assert row == read.follow(ids, variant)
 
 
+@pytest.mark.one_end
 def test_logits_that_are_allowed_stay_as_they_are():
     grammar = from_choices(["a"], VOCABULARY)
     logits = jax.random.normal(jax.random.key(0), (3, 40)) * 1e3
@@ -71,41 +72,48 @@ def test_logits_that_are_allowed_stay_as_they_are():
     assert grammar.forced(state).tolist() == [0, 0, 0]
 
 
+@pytest.mark.one_end
 def test_texts_that_are_not_steered_are_taken():
     grammar = join([from_choices(["a"], VOCABULARY), from_choices(["b"], VOCABULARY)])
     state = grammar.begin(jnp.array([-1, 1, 0]), NO_PROMPTS)
     assert state[0] == state[2] and state[1] != state[2]
 
 
+@pytest.mark.one_end
 def test_an_empty_text_may_end_at_once():
     grammar = HostGrammar(from_regex("a*", VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0, 38, 39}
     assert grammar.advance(grammar.start(), 38) == grammar.ended
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("pattern", ["c", "1c", "[^\\s\\S]|z", "a{3}é", "a^b", "(a$)b"])
 def test_a_language_that_cannot_be_spelled_is_refused(pattern):
     with pytest.raises(NoText, match="no text"):
         from_regex(pattern, VOCABULARY)
 
 
+@pytest.mark.one_end
 def test_no_choices_are_refused():
     with pytest.raises(NoText, match="no texts"):
         from_choices([], VOCABULARY)
 
 
+@pytest.mark.one_end
 def test_texts_that_cannot_be_finished_are_not_begun():
     """`1` begins "1c" too, which no token finishes."""
     grammar = HostGrammar(from_choices(["1c", "ab"], VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0, 2}
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("pattern", ["^a$", "^a|a$", r"\Aa\Z", "(^a)$", "(^|b^)a"])
 def test_anchors_at_the_ends_say_nothing(pattern):
     grammar = HostGrammar(from_regex(pattern, VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0}
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
     "pattern", ["(?=a)a", r"(a)\1", "(", r"a\b", "(?m)^a$", "(?>a)"]
 )
@@ -114,6 +122,7 @@ def test_patterns_that_are_not_served_are_refused(pattern):
         from_regex(pattern, VOCABULARY)
 
 
+@pytest.mark.one_end
 def test_what_takes_too_much_is_refused():
     with pytest.raises(TooLarge, match="max_bytes"):
         from_regex("[ab]*a[ab]{24}", VOCABULARY, max_bytes=2**22)
@@ -121,6 +130,7 @@ def test_what_takes_too_much_is_refused():
         from_choices(["ab1"], VOCABULARY, max_bytes=100)
 
 
+@pytest.mark.one_end
 def test_vocabularies_that_differ_are_not_joined():
     other = Vocabulary(TOKENS[:39], end_tokens=[38])
     with pytest.raises(ValueError, match="vocabularies"):
@@ -135,6 +145,7 @@ def test_logits_that_are_too_few_are_refused_when_traced():
         jax.eval_shape(grammar.steer, jnp.zeros(1, jnp.int32), jnp.zeros((1, 39)))
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("ends", [[], [40], [-1]])
 def test_end_tokens_are_ids(ends):
     with pytest.raises(ValueError, match="end token"):

@@ -1,17 +1,22 @@
 """JSON schemas: which texts are theirs, which keywords are refused."""
 
 import json
+import re
 
 import pytest
 from support.grammar_reading import HostGrammar
+from support.paths import ROOT
 
 from jkv.grammar import (
     NoText,
+    TooLarge,
     Unsupported,
     Vocabulary,
     from_json_object,
     from_json_schema,
 )
+from jkv.grammar.schema.formats import FORMATS
+from jkv.grammar.schema.keywords import HARMLESS, IGNORED, SERVED
 
 pytestmark = pytest.mark.one_end
 BYTES = Vocabulary([*(bytes([b]) for b in range(256)), None], end_tokens=[256])
@@ -180,10 +185,36 @@ def test_what_is_not_served_is_refused_by_name(word):
         grammar_of(REFUSED[word])
 
 
+def test_a_schema_that_takes_too_much_is_refused():
+    with pytest.raises(TooLarge, match="max_bytes"):
+        from_json_schema({"maxLength": 10_000}, BYTES, max_bytes=2**20)
+
+
 def test_keywords_that_say_nothing_are_ignored():
     words = {"title": "t", "description": "d", "default": 1, "x-more": {"not": {}}}
     grammar = grammar_of({"type": "integer", **words, "uniqueItems": False})
     assert is_text(grammar, "5") and not is_text(grammar, "a")
+
+
+def test_the_page_lists_every_keyword():
+    page = (ROOT / "docs" / "how-to" / "grammars.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", page, re.MULTILINE))
+    named = {kind: re.findall(r"`([^`]+)`", row) for kind, row in rows.items()}
+    served = {word.partition(":")[0] for word in named["served"]} - {"#/..."}
+    assert served == SERVED
+    assert {*named["formats"]} == {*FORMATS}
+    harmless = {f"{word}: {json.dumps(value)}" for word, value in HARMLESS.items()}
+    assert {*named["ignored on purpose"]} - {"x-"} == IGNORED | harmless
+    # Those that the page names are among every other one.
+    refused = {*named["refused by name"]} - {"multipleOf"}
+    assert refused and not refused & (SERVED | IGNORED)
+    for word, value in HARMLESS.items():
+        assert is_text(grammar_of({word: value, "const": 1}), "1")
+        with pytest.raises(Unsupported, match=word):
+            grammar_of({word: not value})
+    for word in refused:
+        with pytest.raises(Unsupported, match=f"keyword '{word}'"):
+            grammar_of({word: {}})
 
 
 @pytest.mark.parametrize(

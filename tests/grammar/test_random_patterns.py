@@ -1,67 +1,126 @@
-"""Masks of random patterns are those of all spelled texts, tried one by one."""
+"""Masks of random patterns are those of an automaton in plain Python.
+
+The automaton itself is held against `re`, which matches whole texts alone.
+"""
 
 import itertools
-import random
 import re
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
+from support import derivatives
+from support.derivatives import TokenAutomaton
 from support.grammar_reading import HostGrammar
-from support.jax_versions import further
 
 from jkv.grammar import NoText, Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
-LETTERS = ["a", "b", "é"]
 # Bytes of broken UTF-8 among them: the second half of é, and its first half.
 PIECES = [b"a", b"b", b"ab", b"ba", b"aa", b"\xc3", b"\xa9", "é".encode(), b"b\xc3"]
-LENGTH = 7  # of the texts tried
-CHECKED = 3  # tokens after which masks are compared
+LENGTH = 4  # of the texts that `re` is asked about, in tokens
+
+# A pattern and its expression. All characters that the pieces can spell are a, b and é.
+LEAVES = st.sampled_from(
+    [
+        *((letter, derivatives.text(letter)) for letter in ("a", "b", "é", "ab", "")),
+        *(
+            (pattern, derivatives.either(*map(derivatives.text, letters)))
+            for pattern, letters in [("[ab]", "ab"), ("[^a]", "bé"), (".", "abé")]
+        ),
+    ]
+)
+REPEATS = {
+    "": (1, 1),
+    "*": (0, None),
+    "+?": (1, None),
+    "?": (0, 1),
+    "{2}": (2, 2),
+    "{1,3}": (1, 3),
+    "{2,}": (2, None),
+}
 
 
-def random_pattern(rng, leaves):
-    if leaves == 1:
-        return rng.choice([*LETTERS, "", "[ab]", "[^a]" if rng.random() < 0.3 else "b"])
-    left = rng.randrange(1, leaves)
-    one, other = random_pattern(rng, left), random_pattern(rng, leaves - left)
-    joined = f"(?:{one}|{other})" if rng.random() < 0.4 else f"(?:{one}{other})"
-    return joined + rng.choice(["", "", "*", "+", "?", "{1,2}"])
+@st.composite
+def joined(draw, parts):
+    (one, first), (other, second) = draw(st.tuples(parts, parts))
+    repeat = draw(st.sampled_from([*REPEATS]))
+    if draw(st.booleans()):
+        pattern, both = f"(?:{one}|{other})", derivatives.either(first, second)
+    else:
+        pattern, both = f"(?:{one}{other})", derivatives.then(first, second)
+    return pattern + repeat, derivatives.repeated(both, *REPEATS[repeat])
 
 
-def spelled_texts(pattern, tokens):
-    """All texts of up to LENGTH tokens that the pattern matches, as tuples of ids."""
-    matcher = re.compile(pattern)
-    found = set()
-    for length in range(LENGTH + 1):
-        for ids in itertools.product(range(len(tokens)), repeat=length):
-            try:
-                text = b"".join(tokens[i] for i in ids).decode()
-            except UnicodeDecodeError:
-                continue
-            if matcher.fullmatch(text):
-                found.add(ids)
-    return found
+PATTERNS = st.recursive(LEAVES, joined, max_leaves=6)
+TOKENS = st.lists(st.sampled_from(PIECES), min_size=2, max_size=5, unique=True)
 
 
-@pytest.mark.parametrize("seed", [*range(12), *further(range(12, 150))])
-def test_masks_are_those_of_brute_force(seed):
-    rng = random.Random(seed)
-    tokens = rng.sample(PIECES, 4)
-    pattern = random_pattern(rng, rng.randint(1, 3))
-    texts = spelled_texts(pattern, tokens)
-    begun = {ids[:n] for ids in texts for n in range(len(ids) + 1)}
-    vocabulary = Vocabulary([*tokens, None, b""], end_tokens=[4])
-    if not texts:
+def check(made, tokens):
+    """Every state that texts reach has the masks that it has in plain Python."""
+    pattern, expression = made
+    plain = TokenAutomaton(expression, tokens)
+    end = len(tokens)
+    vocabulary = Vocabulary([*tokens, None, b""], end_tokens=[end])
+    check_against_re(pattern, plain, tokens)
+    if expression not in plain.alive:
         with pytest.raises(NoText):
             from_regex(pattern, vocabulary)
         return
     grammar = HostGrammar(from_regex(pattern, vocabulary))
-    for ids in sorted(ids for ids in begun if len(ids) <= CHECKED):
-        state = grammar.follow(ids)
-        expected = {t for t in range(4) if (*ids, t) in begun}
-        expected |= {4} if ids in texts else set()
-        assert grammar.allowed(state) == expected, (pattern, tokens, ids)
-        forced = expected.pop() if len(expected) == 1 else -1
-        assert grammar.arrays["forced_token"][state] == forced
+    waiting, seen = [(grammar.start(), expression)], set()
+    while waiting:
+        state, left = waiting.pop()
+        if (state, left) in seen:
+            continue
+        seen.add((state, left))
+        tokens_next = plain.allowed(left)
+        expected = tokens_next | ({end} if derivatives.has_empty(left) else set())
+        assert grammar.allowed(state) == expected
+        only = min(expected) if len(expected) == 1 else -1
+        assert grammar.arrays["forced_token"][state] == only
+        waiting += [
+            (grammar.advance(state, token), plain.follows[left][token])
+            for token in tokens_next
+        ]
+    # No state is there twice.
+    assert len({state for state, _ in seen}) == grammar.grammar.num_states
+
+
+def check_against_re(pattern, plain, tokens):
+    for length in range(LENGTH + 1):
+        for ids in itertools.product(range(len(tokens)), repeat=length):
+            left = plain.start
+            for token in ids:
+                left = plain.follows[left][token]
+            try:
+                text = b"".join(tokens[token] for token in ids).decode()
+            except UnicodeDecodeError:
+                assert not derivatives.has_empty(left)
+                continue
+            is_match = re.fullmatch(pattern, text) is not None
+            assert derivatives.has_empty(left) == is_match, text
+
+
+def play(examples):
+    # Of the same examples in every run: a test fails for the change that broke it.
+    settings = hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*hypothesis.HealthCheck],
+    )
+    settings(hypothesis.given(PATTERNS, TOKENS)(check))()
+
+
+def test_masks_are_those_of_plain_python():
+    play(60)
+
+
+@pytest.mark.further
+def test_masks_of_many_patterns():
+    play(400)
 
 
 def test_texts_that_go_on_through_what_is_no_match_are_kept():

@@ -114,6 +114,20 @@ def test_every_page_is_in_the_navigation() -> None:
     assert settings["theme"]["font"] is False
 
 
+def test_blocks_are_copied_without_prompts() -> None:
+    """The theme reads what is visible; the page's style hides prompts and output."""
+    settings = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    styles = "".join((DOCS / name).read_text() for name in settings["extra_css"])
+    assert "[data-md-copying] .gp" in styles and "[data-md-copying] .go" in styles
+    assert '[data-md-color-scheme="slate"]' in styles  # pictures on a dark page
+    theme = importlib.util.find_spec("zensical")
+    if theme is None:
+        pytest.skip("the theme is not installed here")
+    scripts = pathlib.Path(theme.origin).parent / "templates" / "assets"
+    bundles = [*scripts.glob("javascripts/bundle*.js")]
+    assert any("data-md-copying" in path.read_text() for path in bundles)
+
+
 def test_the_readme_is_short_and_stands_alone() -> None:
     """As a package index shows it: no link, and no picture, that only a clone has."""
     assert len(README.split()) <= MOST_WORDS

@@ -48,7 +48,8 @@ def is_given(file: str, arguments: tuple[str, ...]) -> bool:
         path.removeprefix("--ignore=") for path in arguments if path not in given
     ]
     given, ignored = given or ["tests"], ignored + ["tests/devices"] * (not given)
-    ignored += ["tests/integrations"] * ("tests/integrations" not in given)
+    alone = ("tests/integrations", "tests/replicated")
+    ignored += [folder for folder in alone if folder not in given]
     ignored = [path for path in ignored if path not in given]
     return file.startswith((*given,)) and not file.startswith((*ignored,))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax_versions import few
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -110,7 +111,9 @@ class Texts:
         return total, len(self.tokens[seq_id])
 
 
-@pytest.mark.parametrize("max_pending, has_chunks", [(Q, True), (0, True), (Q, False)])
+@pytest.mark.parametrize(
+    "max_pending, has_chunks", few([(Q, True), (0, True), (Q, False)], (Q, True))
+)
 def test_steps_and_tokens_taken_back(max_pending, has_chunks):
     generator = np.random.default_rng(3 + max_pending)
     texts, step = Texts(generator), make_step(has_chunks)
@@ -161,6 +164,7 @@ def test_steps_and_tokens_taken_back(max_pending, has_chunks):
             texts.tokens[int(seq_ids[0])], before[int(seq_ids[0])] = [], 0
 
 
+@pytest.mark.one_end
 def test_a_plain_step_folds_its_rows_once():
     """Nothing is pending before it or after it: neither replayed nor guessed."""
     passes = []
@@ -186,6 +190,7 @@ def test_a_plain_step_folds_its_rows_once():
         passes.clear()
 
 
+@pytest.mark.one_end
 def test_wrong_use_is_named():
     cache, opened = jkv.allocate(jkv.init(make_config(Q)), np.zeros(1, np.int32))
     cache, batch = jkv.append(cache, opened.seq_ids)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax_versions import few
 
 from jkv.recurrence import Pending, fold_rows, read_ahead, replay
 
@@ -113,8 +114,8 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("has_chunks", [True, False])
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("has_chunks", few([True, False], True))
+@pytest.mark.parametrize("counts", few(COUNTS, COUNTS[2]))
 def test_rows_of_every_length(counts, has_chunks):
     call = make(counts)
     positions = np.array([0, 5, 15, 16, 17, 100], np.int32)
@@ -125,6 +126,7 @@ def test_rows_of_every_length(counts, has_chunks):
         assert_alike(state, expected[1])
 
 
+@pytest.mark.one_end
 def test_random_rows():
     generator = np.random.default_rng(5)
     for seed in range(40):
@@ -139,6 +141,7 @@ def test_random_rows():
         assert_alike(state, expected[1])
 
 
+@pytest.mark.one_end
 def test_a_request_has_its_bits_whoever_is_beside_it():
     alone = make((0, 0, 20, 0, 0, 0))
     among = make((9, 1, 20, 1, 17, 0))
@@ -154,6 +157,7 @@ def test_a_request_has_its_bits_whoever_is_beside_it():
     np.testing.assert_array_equal(first[1]["total"][2], second[1]["total"][2])
 
 
+@pytest.mark.one_end
 def test_a_cut_of_its_own_rows_does_not_matter_to_what_is_alike():
     fold = compiled(True, False, True)
     positions = np.zeros(B, np.int32)
@@ -173,6 +177,7 @@ def test_a_cut_of_its_own_rows_does_not_matter_to_what_is_alike():
             np.testing.assert_array_equal(begun[name] + ended[name], array)
 
 
+@pytest.mark.one_end
 def test_pieces_end_at_multiples():
     seen = []
 
@@ -227,6 +232,7 @@ def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
     assert_alike(kept, fold_plainly(state, inputs, starts, counts - after - stays)[1])
 
 
+@pytest.mark.one_end
 def test_a_step_of_single_tokens_makes_one_pass():
     passes = []
 
@@ -245,6 +251,7 @@ def test_a_step_of_single_tokens_makes_one_pass():
     assert len(passes) == 2 * B
 
 
+@pytest.mark.one_end
 def test_states_keep_their_dtype():
     state, inputs, starts, counts = make((1, 20, 0, 2, 1, 1))
     state["total"] = jnp.asarray(state["total"], jnp.bfloat16)
@@ -257,6 +264,7 @@ def test_states_keep_their_dtype():
     assert outputs["read"].dtype == jnp.float32
 
 
+@pytest.mark.one_end
 def test_no_rows_and_wrong_sizes():
     state, inputs, starts, counts = make((1, 1, 1, 1, 1, 1))
     empty = {name: array[:0] for name, array in inputs.items()}

@@ -13,6 +13,8 @@ Models, and their texts without a cache:
   `plain_queue`: a model of hashes, and the serving loop in plain Python.
   `plain_beam_search`, `plain_tree_search`, `plain_attention`: the algorithms in plain
     Python.
+  `automata`, `derivatives`: what steers texts, and regular expressions, in plain
+    Python.
   `cloned_texts`: texts of a tree search as dense arrays, the bundled model on them.
   `small_engines`: engines around the model of hashes.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import jkv
 
-NUM_STATES, DEAD = 9, 7
+NUM_STATES, DEAD, END = 9, 7, 8
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +66,9 @@ def make_automata(seed, num_variants, vocabulary):
     # Few lead to the dead state or to an end.
     rare = rng.random(shape) < 0.85
     follows = np.where(rare & (follows >= DEAD), follows % DEAD, follows)
+    # A token of each state ends a text, if it is allowed.
+    last = np.random.default_rng([seed, END]).integers(3, vocabulary, shape[:2])
+    np.put_along_axis(follows, last[:, :, None], END, axis=2)
     follows = np.where(rng.random(shape) < 0.6, -1, follows)
     follows[:, DEAD] = -1
     for variant in range(num_variants):
@@ -74,7 +77,7 @@ def make_automata(seed, num_variants, vocabulary):
             follows[variant, state] = -1
             follows[variant, state, token] = rng.integers(DEAD)
     ends = np.zeros(shape[:2], bool)
-    ends[:, NUM_STATES - 1] = True
+    ends[:, END] = True
     is_one = (follows >= 0).sum(axis=2) == 1
     only = np.where(is_one, np.argmax(follows >= 0, axis=2), -1).astype(np.int32)
     return Automata(follows=follows, ends=ends, only=only)

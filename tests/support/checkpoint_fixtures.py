@@ -67,6 +67,8 @@ class Case:
     renamed: tuple[tuple[str, str], ...] = ()
     # Keys of the small sizes that its class does not know.
     without: tuple[str, ...] = ()
+    # Whether other cases have its parts, so that it is one of the suite "further".
+    is_sibling: bool = False
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
 
@@ -575,6 +577,155 @@ CASES = {
             (r"(layers\.1)\.feedforward_layer_norm", r"\1.post_attention_layernorm"),
         ),
     ),
+    "glm": Case(
+        "glm",
+        dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
+        seed=5,
+        is_sibling=True,
+    ),
+    "glm4": Case(
+        "glm4",
+        dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
+        seed=5,
+        old_form=True,
+    ),
+    # The first of two layers has no experts.
+    "glm4_moe": Case(
+        "glm4_moe",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=2,
+            head_dim=16,
+            moe_intermediate_size=8,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            attention_bias=True,
+            use_qk_norm=True,
+            routed_scaling_factor=1.5,
+        ),
+        seed=1,
+        is_sibling=True,
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        dict(
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            moe_intermediate_size=8,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+        ),
+        seed=1,
+        is_sibling=True,
+    ),
+    "hunyuan_dense": Case(
+        "hunyuan_v1_dense",
+        dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            attention_bias=True,
+        ),
+        seed=6,
+        is_sibling=True,
+    ),
+    "hunyuan_moe": Case(
+        "hunyuan_v1_moe",
+        dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=16,
+            num_experts=6,
+            moe_topk=[3, 3],
+            rope_parameters=dict(
+                rope_type="dynamic", factor=1.0, alpha=50.0, rope_theta=1_000.0
+            ),
+        ),
+        seed=7,
+    ),
+    "ernie4_5": Case(
+        "ernie4_5",
+        dict(num_key_value_heads=2, head_dim=16, use_bias=True),
+        seed=1,
+        is_sibling=True,
+    ),
+    # The last of three layers has no experts.
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe",
+        dict(
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            moe_intermediate_size=16,
+            moe_num_experts=6,
+            moe_k=3,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=0,
+            moe_layer_end_index=1,
+            use_bias=True,
+        ),
+        seed=6,
+    ),
+    # The first of two layers has no experts, and a window.
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        dict(
+            num_key_value_heads=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[0],
+            use_sliding_window=True,
+            sliding_window=8,
+        ),
+        seed=6,
+        is_sibling=True,
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=16,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            rotary_dim=8,
+        ),
+        seed=5,
+        is_sibling=True,
+        dtype="float32",
+        quantized="fp8",
+    ),
+    # As long as these texts are its class has the short factors.
+    "phimoe": Case(
+        "phimoe",
+        dict(
+            num_key_value_heads=2,
+            intermediate_size=16,
+            num_local_experts=6,
+            sliding_window=16,
+            attention_bias=True,
+            lm_head_bias=True,
+            router_jitter_noise=0.3,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10_000.0,
+                original_max_position_embeddings=96,
+                short_factor=[1.0, 1.2, 1.5, 2.0],
+                long_factor=[1.0, 2.0, 4.0, 8.0],
+                short_mscale=1.2,
+                long_mscale=1.4,
+            ),
+        ),
+        seed=3,
+    ),
     # The first of two layers has no experts.
     "kimi_linear": Case(
         "kimi_linear",
@@ -769,6 +920,8 @@ def _scaled(name: str, drawn: Any, case: Case) -> Any:
         return drawn - 3
     if name.endswith("sinks"):
         return 1 + drawn
+    if "moe_statics" in name:
+        return 0.1 * drawn  # beside softmaxes, not sigmoids
     if name.endswith("bias"):
         return 0.5 * drawn
     if "embed_tokens" in name:
@@ -819,7 +972,7 @@ def _store_fp8(folder: Path) -> None:
     block = 8
 
     def store(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        if "proj" not in name:
+        if not re.search(r"proj|\.w[123]\.", name):
             return {name: tensor}
         padding = [(0, -size % block) for size in tensor.shape]
         padded = np.pad(tensor.astype(np.float32), padding)

@@ -11,6 +11,10 @@ ALL_PASSES = {"xla_disable_hlo_passes": ""}
 # One operation of a compiled module: its result's type, a tuple's too, and its name.
 OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
+# What asks the host, or waits for it, in StableHLO and in a compiled module.
+OF_HOST = re.compile(
+    r"[\w.]*callback[\w.]*|\b(?:infeed|outfeed|send|recv)(?:-done)?(?=\W*\()"
+)
 # These hand on or update their operand without a pass over it.
 IN_PLACE = {
     "bitcast",
@@ -36,6 +40,13 @@ def pool_sized_operations(compiled, size):
                 if math.prod(map(int, shape.split(","))) >= size:
                     found.append(f"{match[2]}[{shape}]")
     return found
+
+
+def host_operations(text):
+    """What a module asks the host: calls of Python, infeeds, sends and so on."""
+    # Not the names of files and functions that instructions come from.
+    lines = (line.partition(" metadata={")[0] for line in text.splitlines())
+    return [found for line in lines for found in OF_HOST.findall(line)]
 
 
 def in_the_steps_of_a_loop(text, size):

@@ -64,7 +64,7 @@ def choose_next(
         logits = steered.steer(logits)
     tokens, logprobs = choice.sample(logits, chosen, positions, seen)
     if steered is not None:
-        logprobs = mark_refused(logits, logprobs)
+        logprobs = mark_refused(logits, tokens, logprobs)
         steered = steered.advance(tokens)
     new = _New(sequences, positions, tokens, logprobs, steered)
     written = new.put(result.tokens)

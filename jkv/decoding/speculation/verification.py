@@ -204,7 +204,7 @@ def _choose_rows(
     row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before
     logits = steered.pick(row_of).steer(logits)
     tokens, logprobs = sampler(logits, rows, chosen, counts, seen)
-    return _Chosen(tokens, mark_refused(logits, logprobs))
+    return _Chosen(tokens, mark_refused(logits, tokens, logprobs))
 
 
 def _take_checked(

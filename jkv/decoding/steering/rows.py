@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
@@ -118,13 +119,24 @@ def all_rows(
     return SteeredRows(steering, state, is_steered)
 
 
-def mark_refused(logits: jax.Array, logprobs: jax.Array) -> jax.Array:
+def mark_refused(
+    logits: jax.Array, tokens: jax.Array, logprobs: jax.Array
+) -> jax.Array:
     """Return log-probabilities, f32[K], -inf where a row is allowed no token.
 
     A token that was chosen never has -inf, so that this tells no token from NaN, which
-    logits without numbers give.
+    logits without numbers give. Whole rows are read only where the chosen token itself
+    was not allowed, which most steps do not have.
+
+    Args:
+      logits: f32[K, V], steered.
+      tokens: i32[K], what was chosen of them.
+      logprobs: f32[K], of the tokens.
     """
-    return jnp.where(is_nothing_left(logits), jnp.float32(-jnp.inf), logprobs)
+    taken = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    may_be = taken == -jnp.inf
+    is_refused = lax.cond(jnp.any(may_be), is_nothing_left, lambda _: may_be, logits)
+    return jnp.where(is_refused, jnp.float32(-jnp.inf), logprobs)
 
 
 def is_nothing_left(logits: jax.Array) -> jax.Array:

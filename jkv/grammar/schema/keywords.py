@@ -52,7 +52,7 @@ IGNORED = {
     "writeOnly",
 }
 # A value that asks for nothing, of keywords that are refused otherwise.
-_HARMLESS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
+HARMLESS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
 
 
 def constraints_of(schema: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def constraints_of(schema: Any) -> dict[str, Any]:
     found = {}
     for name, value in schema.items():
         is_extension = name.startswith("x-")
-        is_harmless = name in _HARMLESS and value == _HARMLESS[name]
+        is_harmless = name in HARMLESS and value == HARMLESS[name]
         if name in IGNORED or is_extension or is_harmless:
             continue
         if name not in SERVED:

@@ -1,0 +1,49 @@
+"""The notebooks run from the first cell to the last, and are kept without output."""
+
+import json
+import pathlib
+
+import pytest
+from support.paths import EXAMPLES, ROOT
+
+pytestmark = pytest.mark.one_end
+
+NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+
+
+def read_cells(path: pathlib.Path) -> list[dict[str, object]]:
+    """Return the cells of a notebook of the format 4."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    return notebook["cells"]
+
+
+def test_there_are_two() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["dense_to_paged", "grpo_by_hand"]
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    for path in NOTEBOOKS:
+        assert any(path.name in page.read_text() for page in pages), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(
+    path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each asserts what it shows: equal logits, rewards that rise."""
+    names: dict[str, object] = {}
+    sources = []
+    for number, cell in enumerate(read_cells(path)):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            exec(compile(text, f"{path.name}, cell {number}", "exec"), names)
+            sources.append(text)
+    assert any("assert" in text for text in sources)
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_output(path: pathlib.Path) -> None:
+    cells = [cell for cell in read_cells(path) if cell["cell_type"] == "code"]
+    assert cells and not any(cell["outputs"] for cell in cells)
+    assert all(cell["execution_count"] is None for cell in cells)

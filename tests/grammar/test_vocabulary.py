@@ -1,0 +1,105 @@
+"""What the tokens of tokenizers spell, of both kinds that are served."""
+
+import pytest
+from support.grammar_reading import HostGrammar
+
+from jkv.grammar import from_regex, vocabulary_of
+
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import decoders, models, pre_tokenizers  # noqa: E402
+
+pytestmark = pytest.mark.one_end
+
+END = "</s>"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["▁", "a", "b", "▁a", "▁b", "▁ab", "ab", "▁▁", "é", "▁é", "<0x0A", "<0xG0>"]
+FALLBACK = {"byte_fallback": True, "unk_token": "<unk>"}
+
+
+def unigram():
+    scores = [("<unk>", 0.0), (END, 0.0), *((byte, -20.0) for byte in BYTES)]
+    scores += [(word, -float(len(word))) for word in WORDS]
+    made = tokenizers.Tokenizer(models.Unigram(scores, 0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return made
+
+
+def merged():
+    """BPE as Llama 2 has it: `▁` by a normalizer, bytes where no token fits."""
+    names = ["<unk>", END, *BYTES, *WORDS]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁"), ("▁", "é")]
+    model = models.BPE(
+        {name: number for number, name in enumerate(names)}, merges, **FALLBACK
+    )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Prepend("▁"),
+            tokenizers.normalizers.Replace(" ", "▁"),
+        ]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+def with_added(tokenizer):
+    """Special tokens, and one that is text as it is written."""
+    tokenizer.add_special_tokens(["<unk>", END])
+    tokenizer.add_tokens(["▁<0x0A>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [unigram, merged])
+def test_sentencepiece_tokens_spell_bytes(make):
+    tokenizer = with_added(make())
+    end, added = tokenizer.token_to_id(END), tokenizer.token_to_id("▁<0x0A>")
+    vocabulary = vocabulary_of(tokenizer, [end])
+    tokens = vocabulary.tokens
+    assert tokens[tokenizer.token_to_id("<unk>")] is None and tokens[end] is None
+    for byte, name in enumerate(BYTES):
+        assert tokens[tokenizer.token_to_id(name)] == bytes([byte])
+    spelled = [b" ", b"a", b"b", b" a", b" b", b" ab", b"ab", b"  "]
+    spelled += ["é".encode(), " é".encode(), b"<0x0A", b"<0xG0>"]
+    assert [tokens[tokenizer.token_to_id(word)] for word in WORDS] == spelled
+    # An added token is no piece of SentencePiece: its text stands for itself.
+    assert tokens[added] == "▁<0x0A>".encode()
+    # What tokens spell is what their decoder makes of them, but for the first space.
+    for text in ("ab a", "a\nb é", "é€ ab", "b  b"):
+        ids = tokenizer.encode(text).ids
+        found = b"".join(tokens[token] for token in ids).decode()
+        assert found == " " + text and tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("make", [unigram, merged])
+def test_grammars_take_bytes_and_leading_spaces(make):
+    tokenizer = make()
+    end = tokenizer.token_to_id(END)
+    vocabulary = vocabulary_of(tokenizer, [end])
+    grammar = HostGrammar(from_regex(" ?(ab|é)\n a", vocabulary))
+
+    def names_after(*names):
+        state = grammar.follow(map(tokenizer.token_to_id, names))
+        return {tokenizer.id_to_token(token) for token in grammar.allowed(state)}
+
+    first = {"a", "ab", "é", "<0x61>", "<0xC3>"}
+    assert names_after() == first | {"▁", "▁a", "▁ab", "▁é", "<0x20>"}
+    assert names_after("▁") == names_after("<0x20>") == first
+    assert names_after("▁", "<0xC3>") == {"<0xA9>"}
+    assert names_after("ab") == names_after("▁é") == {"<0x0A>"}
+    assert names_after("ab", "<0x0A>") == {"▁", "▁a", "<0x20>"}
+    assert names_after("<0xC3>", "<0xA9>", "<0x0A>", "▁a") == {END}
+
+
+def test_decoders_of_other_kinds_are_refused():
+    made = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}))
+    made.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="WordPiece"):
+        vocabulary_of(made, [1])
