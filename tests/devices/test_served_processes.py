@@ -6,6 +6,8 @@ import re
 import signal
 import socket
 import threading
+import time
+import urllib.request
 
 import pytest
 from support.paths import EXAMPLES
@@ -75,6 +77,17 @@ def find_port():
         return server.getsockname()[1]
 
 
+def wait_for(address):
+    """Wait until something answers there."""
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(address):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"nothing at {address}")
+
+
 def serve_and_ask(options):
     """Start `serve_http.py`, ask it with OpenAI's client, end it by SIGTERM."""
     openai = pytest.importorskip("openai")
@@ -86,9 +99,11 @@ def serve_and_ask(options):
     try:
         for line in process.stdout:
             lines.append(line)
-            if "Uvicorn running" in line:
+            if "programs are ready" in line:
                 break
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        address = f"http://127.0.0.1:{port}"
+        wait_for(f"{address}/health")
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         (model,) = client.models.list()
         asked = dict(model=model.id, max_tokens=16)
         found = [

@@ -204,7 +204,7 @@ class SharedLoop(Loop):
                 super().replace_params(*new)
             case Order.REPLACE_STEERING:
                 assert self._steering is not None
-                super().replace_steering(self._share(self._steering))
+                super().replace_steering(self._spread(self._share(self._steering)))
 
     def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
         """Start a window, whose report each process can read.
@@ -232,8 +232,9 @@ class SharedLoop(Loop):
         def share(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
             has_all = not is_shared(_find_sharding(leaf))
-            own = np.asarray(leaf) if has_all else np.zeros(kind.shape, kind.dtype)
-            return self._orders.share(own)
+            # Of the same bytes everywhere, as JAX makes 32 bits of 64.
+            own = jnp.asarray(leaf) if has_all else np.zeros(kind.shape, kind.dtype)
+            return self._orders.share(np.asarray(own))
 
         return jax.tree.map(share, arrays)
 
