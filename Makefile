@@ -5,7 +5,7 @@ RUN := @$(PYTHON) tools/run.py
 TEST = $(RUN) test --jobs=$(or $(JOBS),2) --suites="$(SUITES)" --extras="$(EXTRAS)"
 
 .PHONY: help generate test test-oldest test-newest lint types docs machine-code tunix \
-  bench rollouts clean
+  bench rollouts peers clean
 
 help: ; $(RUN) --help
 generate: ; $(RUN) generate
@@ -19,4 +19,5 @@ machine-code: ; $(RUN) machine-code $(PYTEST_ARGS)
 tunix: ; $(RUN) tunix $(PYTEST_ARGS)
 bench: ; $(RUN) bench
 rollouts: ; $(RUN) rollouts $(ROLLOUTS)
+peers: ; $(RUN) peers $(PEERS)
 clean: ; $(RUN) clean

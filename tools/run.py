@@ -42,7 +42,7 @@ NO_NEWEST = (
     f"NEWEST JAX NOT TESTED: no Python {', '.join(NEWER_PYTHONS)} found beside "
     f"{sys.executable}"
 )
-TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts")
+TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts", "peers")
 NO_TESTS = 5  # pytest's status where none was found
 
 
@@ -80,6 +80,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "tunix": "rollouts in google-tunix's trainer",
         "bench": "all benchmarks but rollouts",
         "rollouts": "queues of requests beside peers: most of an hour",
+        "peers": "work beside other projects, in one table; --kept: what is kept",
         "clean": "remove what all of these have written",
     }.items():
         commands.add_parser(name, help=what, allow_abbrev=False)
@@ -116,6 +117,16 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
             # Beside transformers and google-tunix, each in a process of its own.
             layers = ("oldest", "parity", "rollouts", "tunix")
             return run_scripts(layers, [["benchmarks/rollouts.py", *arguments]])
+        case "peers":
+            table = ["benchmarks/peer_table.py"]
+            if arguments == ["--kept"]:
+                return run_scripts(("oldest",), [table])
+            # Checkouts of others, as `--peer FOLDER`, are asked for their bookkeeping.
+            scripts = [["benchmarks/operations.py", *arguments]]
+            scripts += [
+                [f"benchmarks/{name}.py"] for name in ("generate", "strategies")
+            ]
+            return run_scripts(("oldest", "parity"), [*scripts, table])
         case "clean":
             for name in WRITTEN:
                 shutil.rmtree(ROOT / name, ignore_errors=True)

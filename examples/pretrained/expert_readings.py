@@ -48,7 +48,7 @@ def read_hunyuan(settings: Settings) -> dict[str, Any]:
 
 def read_hunyuan_moe(settings: Settings) -> dict[str, Any]:
     """Read experts of all layers beside a shared one; their sizes may be lists."""
-    _refuse(settings, moe_layer_num_skipped=0)
+    _refuse(settings, moe_layer_num_skipped=0, use_mixed_mlp_moe=True)
     inner = settings.count("intermediate_size")
     num_shared = _read_alike(settings, "num_shared_expert", 1)
     if (own := _read_alike(settings, "moe_intermediate_size", inner)) != inner:
@@ -131,11 +131,13 @@ def read_minimax_m2(settings: Settings) -> dict[str, Any]:
     return fields | dict(
         experts=dataclasses.replace(fields["experts"], has_sigmoid=True),
         ropes=(rope,) * settings.count("num_hidden_layers"),
+        num_guessing_layers=settings.count("num_mtp_modules", 0, least=0),
     )
 
 
 def read_phimoe(settings: Settings) -> dict[str, Any]:
     """Read experts of the sparse mixer, and longrope with magnitudes of its own."""
+    _refuse(settings, num_experts_per_tok=2)
     fields = read_mixtral(settings)
     experts = dataclasses.replace(
         fields["experts"],

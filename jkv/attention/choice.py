@@ -1,31 +1,47 @@
 """Which implementation: by the platform that a program is compiled for, or by name.
 
-An implementation is a function of a `Call`. A new one is a folder beside `xla/` and
-`kernel/`, and a row here: in `_KERNELS` if it serves a platform where it can, in
-`_IMPLEMENTATIONS` if it can be asked for by name.
+An implementation is a function of a `Call`, and one of its derivative. A new one is a
+folder beside `xla/` and `kernel/`, and its functions here: in what serves anywhere if
+they serve a platform where they can, in `_IMPLEMENTATIONS` if it can be asked for by
+name.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 
 from jkv.attention.call import Attend, Call
+from jkv.attention.derivative import (
+    Cotangents,
+    Differentiate,
+    Gradients,
+    Implementation,
+    attend_differentiably,
+    shape_gradients,
+)
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.platforms import find_kernel, interpret_kernel, why_refused
+from jkv.attention.kernel.platforms import (
+    find_derivative,
+    find_kernel,
+    interpret_derivative,
+    interpret_kernel,
+    why_not_derived,
+    why_refused,
+)
 from jkv.attention.reference import attend_reference
 from jkv.attention.xla.by_position import attend_by_position
-from jkv.attention.xla.gradients import attend_differentiably
+from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
-# Platforms with a kernel, as JAX names what it lowers for, and what finds the one for a
-# call: None where the kernel does not take it.
-_KERNELS: dict[str, Callable[[Call, str], Attend | None]] = {
-    "rocm": find_kernel,
-    "cuda": find_kernel,
-}
+Results = TypeVar("Results")
+
+
+# Those with kernels, as JAX names what it lowers for.
+_PLATFORMS = "rocm", "cuda"
 
 
 def choose(implementation: str | None, *, by_position: bool) -> Attend:
@@ -55,7 +71,15 @@ def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
     A program for one platform carries one of them, one that was exported for several
     platforms carries several.
     """
-    return _choose_platform(call, default=attend_plainly, **_find_kernels(call))
+    kernels = _find(find_kernel, call)
+    return _choose_platform(call, default=attend_plainly, **kernels)
+
+
+def differentiate_anywhere(call: Call, cotangents: Cotangents) -> Gradients:
+    """Use the derivative's kernels likewise, whatever computed the result."""
+    kernels = _find(find_derivative, call)
+    default = differentiate_plainly
+    return _choose_platform(call, cotangents, default=default, **kernels)
 
 
 def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -64,56 +88,82 @@ def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
     Raises:
       NotImplementedError: for shapes it does not take, saying why.
     """
-    reason = why_refused(call, tuple(_KERNELS))
+    _raise_refusal(why_refused(call, _PLATFORMS))
+    refuse = functools.partial(_refuse_platform, call.results)
+    kernels = _find(find_kernel, call)
+    return _choose_platform(call, cpu=interpret_kernel, default=refuse, **kernels)
+
+
+def differentiate_pallas(call: Call, cotangents: Cotangents) -> Gradients:
+    """Use the derivative's kernels, interpreted on CPU.
+
+    Raises:
+      NotImplementedError: for shapes they do not take, saying why.
+    """
+    _raise_refusal(why_not_derived(call, _PLATFORMS))
+    refuse = functools.partial(_refuse_platform, shape_gradients(call))
+    kernels = _find(find_derivative, call)
+    interpret = interpret_derivative
+    return _choose_platform(call, cotangents, cpu=interpret, default=refuse, **kernels)
+
+
+def _raise_refusal(reason: str | None) -> None:
     if reason is not None:
         raise NotImplementedError(
             f"implementation='pallas' does not apply: {reason}; leave implementation "
             "out to have the plain path in such a case"
         )
-    return _choose_platform(
-        call, cpu=interpret_kernel, default=_refuse_platform, **_find_kernels(call)
-    )
 
 
-def _choose_platform(call: Call, **attends: Attend) -> tuple[jax.Array, jax.Array]:
-    """Return what the implementation for the platform does with the call.
+def _choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results:
+    """Return what the function for the platform makes of what is given.
 
     Inside `shard_map` all of them must answer with what varies over the same axes.
     """
     if is_manual():
-        attends = {
-            platform: functools.partial(_attend_varying, attend)
-            for platform, attend in attends.items()
+        functions = {
+            platform: functools.partial(_call_varying, function)
+            for platform, function in functions.items()
         }
-    return lax.platform_dependent(call, **attends)
+    chosen: Results = lax.platform_dependent(*given, **functions)
+    return chosen
 
 
-def _attend_varying(attend: Attend, call: Call) -> tuple[jax.Array, jax.Array]:
-    """Attend; the results vary over all axes that anything in the call varies over."""
-    return vary_over(attend(call), varying_axes(call))
+def _call_varying(function: Callable[..., Results], *given: Any) -> Results:
+    """Call; the results vary over all axes that anything given varies over."""
+    return vary_over(function(*given), varying_axes(given))
 
 
-def _find_kernels(call: Call) -> dict[str, Attend]:
+def _find(
+    find: Callable[[Call, str], Callable[..., Results] | None], call: Call
+) -> dict[str, Callable[..., Results]]:
     """Return the kernel for each platform where there is one for this call."""
-    found = {platform: find(call, platform) for platform, find in _KERNELS.items()}
+    found = {platform: find(call, platform) for platform in _PLATFORMS}
     return {platform: kernel for platform, kernel in found.items() if kernel}
 
 
-def _refuse_platform(call: Call) -> tuple[jax.Array, jax.Array]:
+def _refuse_platform(shapes: Any, *given: Any) -> Any:
     """Raise NotImplementedError when a program comes to be lowered for this."""
-    output, lse = backend.refuse(
+    del given
+    leaves, structure = jax.tree.flatten(shapes)
+    refused = backend.refuse(
         "implementation='pallas' has no tile for these shapes and dtypes on every "
         "card of the platform that this program is lowered for",
-        *call.results,
+        *leaves,
     )
-    return output, lse
+    return jax.tree.unflatten(structure, refused)
+
+
+def _with_derivative(attend: Attend, differentiate: Differentiate) -> Attend:
+    implementation = Implementation(attend, differentiate)
+    return functools.partial(attend_differentiably, implementation)
 
 
 _IMPLEMENTATIONS: dict[str | None, Attend] = {
-    None: functools.partial(attend_differentiably, attend_anywhere),
-    "xla": functools.partial(attend_differentiably, attend_xla),
+    None: _with_derivative(attend_anywhere, differentiate_anywhere),
+    "xla": _with_derivative(attend_xla, differentiate_plainly),
     # Differentiable as it stands, so that it can judge the others' derivative.
     "reference": attend_reference,
-    "pallas": functools.partial(attend_differentiably, attend_pallas),
+    "pallas": _with_derivative(attend_pallas, differentiate_pallas),
 }
-_BY_POSITION = functools.partial(attend_differentiably, attend_by_position)
+_BY_POSITION = _with_derivative(attend_by_position, differentiate_anywhere)

@@ -18,13 +18,14 @@ NUM_ROWS = 9
 CONFIG = dataclasses.replace(AUTO.config, num_layers=1, num_blocks=12, block_size=4)
 
 
-def loss(rows, cache):
+def loss(rows, cache, implementation=None):
     """Of a step with a chunk and a token, in which all tokens are seen."""
     keys, values, queries, sinks = rows
     cache, _ = jkv.allocate(cache, [0, 0])
     cache, batch = jkv.append(cache, [0, 1], [8, 1], capacity=NUM_ROWS)
     cache = jkv.write(cache, 0, batch, keys, values)
-    found = jkv.attend(cache, 0, batch, queries, sinks=sinks, soft_cap=4.0)
+    options = {"sinks": sinks, "soft_cap": 4.0, "implementation": implementation}
+    found = jkv.attend(cache, 0, batch, queries, **options)
     return jnp.sum(jnp.sin(3 * found))
 
 
@@ -40,20 +41,20 @@ def differentiate_alone():
     return jax.jit(jax.grad(loss))(make_rows(), jkv.init(CONFIG))
 
 
-def through_jkv():
+def through_jkv(implementation=None):
     """Four devices have other heads, and two of each halves of blocks."""
     mesh = AUTO._replace(axes=(("tp", 4), ("cp", 2))).mesh
     cache = jkv.init(CONFIG, mesh=mesh, heads="tp", context="cp")
-    return jax.jit(jax.grad(loss))(make_rows(), cache)
+    return jax.jit(jax.grad(loss), static_argnums=2)(make_rows(), cache, implementation)
 
 
-def in_shard_map():
+def in_shard_map(implementation=None):
     """In a `shard_map` of the user's own each device differentiates its heads."""
     cache = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp")
     heads = PartitionSpec(None, "tp")
     specs = [heads, heads, heads, PartitionSpec("tp")]
     mapped = jax.shard_map(
-        jax.grad(loss),
+        functools.partial(jax.grad(loss), implementation=implementation),
         mesh=AUTO.mesh,
         in_specs=(specs, jkv.partition_specs(cache)),
         out_specs=specs,
@@ -68,3 +69,11 @@ def test_gradients_are_those_of_one_device(differentiate):
         assert_close(here, there)
         assert np.abs(there).max() > 0.1
     assert not is_close(found[0], wanted[1])
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("differentiate", [through_jkv, in_shard_map])
+def test_those_of_the_interpreted_kernels_too(differentiate):
+    found, wanted = differentiate("pallas"), differentiate_alone()
+    for here, there in zip(found, wanted, strict=True):
+        assert_close(here, there)

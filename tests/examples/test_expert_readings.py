@@ -1,12 +1,19 @@
 """What published config.json files of GLM, Hunyuan, ERNIE and others say."""
 
 import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pretrained
 import pretrained.rope as rope
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from support import published_models as published
+from support.paths import FIXTURES
 
 pytestmark = pytest.mark.one_end
 
@@ -140,6 +147,52 @@ def test_magnitudes_of_long_texts():
 
 
 @pytest.mark.parametrize(
+    ("name", "settings", "guesses", "other"),
+    [
+        (
+            "glm4_moe",
+            {},
+            "model.layers.2.eh_proj.weight",
+            "model.layers.3.eh_proj.weight",
+        ),
+        (
+            "minimax_m2",
+            dict(num_mtp_modules=3),
+            "model.layers.4.e_proj.weight",
+            "model.layers.5.e_proj.weight",
+        ),
+        (
+            "ernie4_5_moe",
+            {},
+            "model.mtp_linear_proj.0.weight",
+            "model.layers.0.mlp.experts.6.up_proj.weight",
+        ),
+    ],
+)
+def test_layers_that_guess_are_left_out(name, settings, guesses, other, tmp_path):
+    folder = Path(shutil.copytree(FIXTURES / "checkpoints" / name, tmp_path / name))
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(given | settings))
+    path = folder / "extra.safetensors"
+    whole = folder / "model.safetensors"
+    with safe_open(whole, "numpy") as file:
+        shards = dict.fromkeys(file.keys(), "whole.safetensors")
+    whole.rename(folder / "whole.safetensors")
+
+    def add(*names):
+        save_file({name: np.zeros((2, 2), np.float32) for name in names}, path)
+        weight_map = shards | dict.fromkeys(names, path.name)
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps(dict(weight_map=weight_map)))
+
+    add(guesses)
+    pretrained.load(folder)
+    add(guesses, other)
+    with pytest.raises(ValueError, match=f"1 tensors.*{re.escape(other)}"):
+        pretrained.load(folder)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("HUNYUAN_1_8B", dict(use_cla=True), "use_cla True"),
@@ -152,6 +205,7 @@ def test_magnitudes_of_long_texts():
         ("HUNYUAN_A13B", dict(moe_topk=[8, 4]), "'moe_topk'.*same for all layers"),
         ("HUNYUAN_A13B", dict(moe_intermediate_size=16), "experts of 16 units"),
         ("HUNYUAN_A13B", dict(moe_layer_num_skipped=2), "moe_layer_num_skipped 2"),
+        ("HUNYUAN_A13B", dict(use_mixed_mlp_moe=False), "use_mixed_mlp_moe False"),
         # ERNIE's models that see have experts of two kinds.
         ("ERNIE_21B", dict(moe_num_experts=[64, 64]), "'num_experts' must be an int"),
         ("MINIMAX_M2", dict(attn_type_list=[0] * 62), "lightning attention"),
@@ -164,6 +218,7 @@ def test_magnitudes_of_long_texts():
             dict(rope_scaling=dict(type="linear", factor=2.0)),
             "longrope, with a short_mscale",
         ),
+        ("PHI_3_5_MOE", dict(num_experts_per_tok=3), "num_experts_per_tok 3"),
         ("GLM4_5_AIR", dict(topk_method="greedy"), "topk_method 'greedy'"),
         ("GLM4_9B", dict(model_type="chatglm"), "architecture 'chatglm'"),
     ],

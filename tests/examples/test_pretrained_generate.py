@@ -9,6 +9,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
+from support.jax_versions import with_further
 from test_pretrained_parity import HAS_TRANSFORMERS
 
 pytestmark = [
@@ -71,7 +72,11 @@ def test_every_scaling_is_listed():
     assert scalings | {"longrope"} == set(pretrained.rope.SCALINGS)
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
+# Kinds of which another one has the parts.
+OTHERS = [kind for kind in LENGTHS if "," in kind]
+
+
+@pytest.mark.parametrize("kind", with_further(LENGTHS, *OTHERS))
 def test_generate_gives_the_same_past_that_length(kind):
     name, length = LENGTHS[kind]
     model, texts = load_oracle(name), list(zip(*read_texts(name), strict=True))

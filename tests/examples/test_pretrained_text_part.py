@@ -1,4 +1,4 @@
-"""The text part of a model that also sees: Gemma 3 from 4B on."""
+"""The text part of a model that also sees: Gemma 3 from 4B on, and some after it."""
 
 import json
 
@@ -12,6 +12,7 @@ from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 PLAIN = fixtures.FIXTURES / "gemma3"
 # By whom names are written: the models' authors and transformers, and transformers 5.0.
 FORMS = {
@@ -70,6 +71,41 @@ def test_the_text_part_is_the_model_of_texts(tmp_path, form):
     assert_is_the_plain_one(tmp_path)
     found = jkv.CacheConfig.from_model(tmp_path, num_blocks=2)
     assert found == jkv.CacheConfig.from_model(PLAIN, num_blocks=2)
+
+
+@pytest.mark.parametrize(
+    "name, kind, form, others",
+    [
+        ("gemma4", "gemma4", "newer", ["audio_tower.a", "embed_vision.b"]),
+        ("ministral3", "mistral3", "authors", ["vision_tower.a"]),
+        ("mistral4", "mistral3", "newer", ["multi_modal_projector.a"]),
+    ],
+)
+def test_text_parts_of_later_models(tmp_path, name, kind, form, others):
+    plain = fixtures.FIXTURES / name
+    settings = json.loads((plain / "config.json").read_text())
+    del settings["architectures"]
+    around = dict(model_type=kind, text_config=settings)
+    (tmp_path / "config.json").write_text(json.dumps(around))
+    begin, outer = FORMS[form], "model." if form == "newer" else ""
+    stored = load_file(plain / "model.safetensors")
+    if name == "gemma4":
+        # Published with projections of the layers that attend to others' keys.
+        for unused in ("k_proj", "v_proj", "k_norm"):
+            stored[f"model.layers.2.self_attn.{unused}.weight"] = np.ones(2)
+    tensors = {
+        begin["head"] + each.removeprefix("lm_head.")
+        if each.startswith("lm_head.")
+        else begin["model"] + each.removeprefix("model."): tensor
+        for each, tensor in stored.items()
+    }
+    for other in others:
+        tensors[outer + other] = np.ones(2, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, params = pretrained.load(tmp_path)
+    expected, expected_params = pretrained.load(plain)
+    assert model.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")

@@ -9,7 +9,9 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
+from jkv.attention.derivative import Cotangents
 from jkv.attention.elements import STORED_AS
+from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
 from jkv.config.dtypes import needs_scales
@@ -73,12 +75,13 @@ def make_shapes(
     kv_dtype=None,
     num_layers=2,
     rows=64,
+    has_bits=True,
 ):
     """Queries and pools as shapes; head dims above 256 are a latent cache."""
     is_latent = head_dim > 256
     kv_heads = 1 if is_latent else kv_heads
     kv_dtype = jnp.dtype(kv_dtype or dtype)
-    stored = STORED_AS[kv_dtype]
+    stored = STORED_AS[kv_dtype] if has_bits else kv_dtype
     value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
     common = (num_layers, blocks, kv_heads, block_size)
     scales = shape(*common, dtype=jnp.uint16) if needs_scales(kv_dtype) else None
@@ -95,26 +98,38 @@ def make_shapes(
 
 def lower_kernels(queries, pools, tuning, platform, **options):
     """Lower a call of the kernel itself, with the options' shapes."""
-    soft_cap = options.pop("soft_cap", None)
-    max_query_length = options.pop("max_query_length", None)
+    call = make_call(queries, pools, **options)
 
-    def attend(queries, pools, layer, requests, scale, options):
-        call = Call(
-            queries=queries,
-            pools=pools,
-            layer=layer,
-            requests=requests,
-            scale=scale,
-            window=options.get("window"),
-            sinks=options.get("sinks"),
-            soft_cap=soft_cap,
-            max_query_length=max_query_length,
-        )
+    def attend(call):
         return attend_kernel(call, tuning=tuning, interpret=False)
 
-    requests = Requests(shape(32, 512), *(shape(32) for _ in range(4)))
-    scale = shape(dtype=jnp.float32)
-    return lower(attend, (queries, pools, shape(), requests, scale, options), platform)
+    return lower(attend, (call,), platform)
+
+
+def lower_derivative(queries, pools, tuning, platform, **options):
+    """Lower the kernels of a call's derivative, with the options' shapes."""
+    call = make_call(queries, pools, **options)
+    output, lse = call.results
+
+    def differentiate(call, cotangents):
+        return differentiate_kernel(call, cotangents, tuning=tuning, interpret=False)
+
+    return lower(differentiate, (call, Cotangents(output, lse, lse)), platform)
+
+
+def make_call(queries, pools, *, soft_cap=None, max_query_length=None, **arrays):
+    """A call as shapes: 32 requests of up to 512 blocks."""
+    return Call(
+        queries=queries,
+        pools=pools,
+        layer=shape(),
+        requests=Requests(shape(32, 512), *(shape(32) for _ in range(4))),
+        scale=shape(dtype=jnp.float32),
+        window=arrays.get("window"),
+        sinks=arrays.get("sinks"),
+        soft_cap=soft_cap,
+        max_query_length=max_query_length,
+    )
 
 
 def find_kernels(lowered):

@@ -102,31 +102,35 @@ def launch(
     name: str,
     kernel: Callable[..., None],
     operands: tuple[Any, ...],
-    result: jax.ShapeDtypeStruct,
+    results: tuple[Any, ...],
     *,
     grid: tuple[int, int],
     compilation: Compilation,
     in_place: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Run a kernel that writes an array of a shape and an f32 for each of its rows.
+) -> Any:
+    """Run a kernel that writes arrays.
 
     Args:
       name: what profilers show.
-      kernel: takes the operands as refs, and the refs of the two results.
+      kernel: takes the operands as refs, and the refs of the results.
       operands: a pytree of arrays, passed whole.
-      result: the array of three axes that it writes.
+      results: a tuple of shapes and dtypes; None in it stays None.
       grid: how many programs there are on each axis.
       compilation: how it is compiled.
-      in_place: whether the last two operands are the arrays that it changes.
+      in_place: whether the last operands are the arrays that it changes.
+
+    Returns:
+      The arrays, as the results are given.
     """
     pl, triton = _pallas()
     leaves, structure = jax.tree.flatten(operands)
-    last = len(leaves) - 1
+    shapes, result_structure = jax.tree.flatten(results)
     whole = pl.BlockSpec(memory_space=pl.ANY)
 
     def body(*refs: Any) -> None:
         inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
-        kernel(*inputs, *refs[len(leaves) :])
+        outputs = jax.tree.unflatten(result_structure, refs[len(leaves) :])
+        kernel(*inputs, *outputs)
 
     body.__name__ = name
     # JAX 0.11 and later say so when they lower a kernel. It is known: the backend is in
@@ -134,25 +138,22 @@ def launch(
     warnings.filterwarnings(
         "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
     )
-    results: Any = (
-        result,
-        jax.ShapeDtypeStruct(result.shape[:2], jnp.float32),
-    )
     if is_manual():
-        results = tuple(map(unvarying, results))
-    output, sums = pl.pallas_call(
+        shapes = list(map(unvarying, shapes))
+    changed = range(len(leaves) - len(shapes), len(leaves)) if in_place else ()
+    arrays = pl.pallas_call(
         body,
         grid=grid,
         in_specs=[whole] * len(leaves),
-        out_specs=(whole, whole),
-        out_shape=results,
-        input_output_aliases={last - 1: 0, last: 1} if in_place else {},
+        out_specs=[whole] * len(shapes),
+        out_shape=shapes,
+        input_output_aliases={number: index for index, number in enumerate(changed)},
         compiler_params=triton.CompilerParams(
             num_warps=compilation.num_warps, num_stages=compilation.num_stages
         ),
         interpret=compilation.interpret,
     )(*leaves)
-    return output, sums
+    return jax.tree.unflatten(result_structure, arrays)
 
 
 def defer(

@@ -27,15 +27,23 @@ from jkv.attention.kernel.loads import (
     TokenTile,
     clamp_index,
     columns_of,
-    cut,
+    cut_head_dims,
     load_rows,
     load_tokens,
     over_section,
     to_operands,
 )
+from jkv.attention.kernel.rows import (
+    find_last,
+    find_range,
+    find_seen,
+    locate_rows,
+    read_window,
+    see,
+)
+from jkv.attention.kernel.scores import cap_in_log2, dot
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
-from jkv.attention.parts import find_held
 
 
 def attend_range(
@@ -54,54 +62,18 @@ def attend_range(
     """
     del output_before, lse_before
     o, work = operands, operands.work
-    num_heads, head_dim = o.queries.shape[1:]
-    heads_per_kv = num_heads // o.keys.shape[2]
-    value_sections = cut(variant.value_dim)
-    key_sections = cut(head_dim)
-    if o.values is None:
-        rest = cut(head_dim - variant.value_dim, variant.value_dim)
-        key_sections = value_sections + rest
-
-    # Row r of the tile is query head r % row_heads of token r // row_heads.
-    # The head tiles of an entry follow each other: they may read the same tokens.
-    program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
-    entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
-    tiles_per_head = jnp.int32(-(-heads_per_kv // variant.row_heads))
-    kv_head = lax.div(head_tile, tiles_per_head)
-    index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
-    offset = index >> (variant.row_heads.bit_length() - 1)
-    head = lax.rem(head_tile, tiles_per_head) * variant.row_heads
-    head += index & (variant.row_heads - 1)
-    valid = (head < heads_per_kv) & (offset < work.num_rows[entry])
-    head += kv_head * heads_per_kv
-    row = work.row[entry] + offset
-
-    def find_last(position: jax.Array) -> jax.Array:
-        """Return the last token in the pools up to a position."""
-        part = None if o.part is None else o.part[0]
-        return find_held(position, part, variant.num_parts, o.keys.shape[3])
-
-    position = work.position[entry]
-    window = None if o.window is None else jnp.maximum(o.window[0], 0)
-    first, end = work.first[entry], work.end[entry]
-    # Of a range listed for the whole step, what these rows see of what is here.
-    if o.part is not None:
-        end = jnp.minimum(end, find_last(position + work.num_rows[entry] - 1) + 1)
-    if window is not None:
-        first = jnp.maximum(first, find_last(position - window) + 1)
-    if o.part is not None or window is not None:
-        is_empty = first >= end
-        first, end = jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
-
-    last, before = jnp.int32(0), None
+    num_heads = o.queries.shape[1]
+    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
+    rows = locate_rows(o, variant)
+    entry, row, head, valid = rows.entry, rows.row, rows.head, rows.valid
+    window = read_window(o)
+    first, end = find_range(o, rows, window, variant)
+    seen = None
     if not variant.is_decode:
-        last = find_last(position + offset)
-        valid &= last >= 0
-        if window is not None:
-            before = find_last(position + offset - window)
-            valid &= last > before
+        seen = find_seen(o, rows, window, variant)
+        valid = seen.valid
     queries = [
-        load_rows(o.queries, row, head, valid, section, variant)
+        load_rows(o.queries, row, head, valid, section, variant.operand_dtype)
         for section in key_sections
     ]
 
@@ -109,7 +81,7 @@ def attend_range(
     tokens = Range(
         layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
         table=work.table[entry],
-        kv_head=kv_head,
+        kv_head=rows.kv_head,
         first=first,
         end=end,
     )
@@ -117,17 +89,14 @@ def attend_range(
     walk_start = tokens.first & -tile_tokens
     scale = o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
 
-    def see(token: jax.Array) -> jax.Array:
+    def is_visible(token: jax.Array) -> jax.Array:
         """Return which rows see which tokens, to broadcast over the scores."""
-        if variant.is_decode:
-            visible = token < tokens.end
-            if window is not None:
-                visible &= token >= tokens.first
-            return visible[None, :]
-        visible = token[None, :] <= last[:, None]
-        if before is not None:
-            visible &= token[None, :] > before[:, None]
-        return visible
+        if seen is not None:
+            return see(seen, token)
+        visible = token < tokens.end
+        if window is not None:
+            visible &= token >= tokens.first
+        return visible[None, :]
 
     sections = key_sections, value_sections
 
@@ -140,19 +109,19 @@ def attend_range(
         start = trip * tile_tokens
         return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
-    dot = functools.partial(_dot, variant)
+    multiply = functools.partial(dot, variant)
 
     def attend_tile(
         trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
         keys, values = tile.keys, tile.values
-        scores = dot(queries[0], keys[0], transpose=True)
+        scores = multiply(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
-            scores += dot(query, key, transpose=True)
+            scores += multiply(query, key, transpose=True)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
-        scores = _cap_in_log2(scores * factor, variant.soft_cap)
-        visible = see(start + jnp.arange(tile_tokens, dtype=jnp.int32))
+        scores = cap_in_log2(scores * factor, variant.soft_cap)
+        visible = is_visible(start + jnp.arange(tile_tokens, dtype=jnp.int32))
         if masked:
             scores = jnp.where(visible, scores, HIDDEN)
         maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
@@ -166,7 +135,7 @@ def attend_range(
             weights *= tile.value_scales[None, :]
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
-            old * shrink[:, None] + dot(weights, value)
+            old * shrink[:, None] + multiply(weights, value)
             for old, value in zip(sums.values, values, strict=True)
         )
         return TileSums(maximum, total, summed)
@@ -174,14 +143,14 @@ def attend_range(
     sink = None
     if o.sinks is not None:
         sink = backend.load_masked(o.sinks, (clamp_index(head, num_heads),), valid)
-    sums = start_sums(index.shape, value_sections, sink)
+    sums = start_sums(head.shape, value_sections, sink)
     num_tiles = lax.div(
         tokens.end - walk_start + (tile_tokens - 1), jnp.int32(tile_tokens)
     )
     num_full = jnp.int32(0)
     if variant.tile.has_full_loop and window is None:
         # Tiles that every row sees as a whole come first and need no mask.
-        seen_by_all = jnp.clip(find_last(position) + 1, 0, tokens.end)
+        seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0, tokens.end)
         num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
         sums = lax.fori_loop(
             jnp.int32(0),
@@ -211,7 +180,7 @@ def attend_range(
 
     # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
-    row = jnp.broadcast_to(entry, index.shape) if variant.is_decode else row
+    row = jnp.broadcast_to(entry, head.shape) if variant.is_decode else row
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         where = (row[:, None], head[:, None], columns_of(start, size))
         value = (value / total[:, None]).astype(output_ref.dtype)
@@ -219,27 +188,3 @@ def attend_range(
     lse = sums.maximum + jnp.log2(total)
     lse = lse if variant.is_decode else lse * LN2
     backend.store_masked(lse_ref, (row, head), lse, valid)
-
-
-def _cap_in_log2(scores: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Apply `c * tanh(x / c)` by way of exp2, and the factor log2(e) with it."""
-    if soft_cap is None:
-        return scores
-    power = jnp.exp2(scores * (2.0 * LOG2E / soft_cap))
-    return soft_cap * LOG2E * (1.0 - 2.0 / (power + 1.0))
-
-
-def _dot(
-    variant: Variant, one: jax.Array, other: jax.Array, *, transpose: bool = False
-) -> jax.Array:
-    """Multiply tiles into float32; float32 operands are not rounded, or hardly."""
-    is_split = variant.tile.is_split and not variant.interpret
-    return lax.dot_general(
-        one,
-        other,
-        (((1,), (1 if transpose else 0,)), ((), ())),
-        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        if is_split
-        else lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )

@@ -39,14 +39,18 @@ def join_pieces(
     num_pieces = _FEW_PIECES
     if num_entries > 2 * _FEW_PIECES * num_rows:
         num_pieces, num_warps = _MANY_PIECES, num_warps * _WARPS_FOR_MANY
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_join",
         functools.partial(_join_kernel, num_pieces=num_pieces),
         (pieces, sinks, partial, partial_lse),
-        jax.ShapeDtypeStruct((num_rows, num_heads, value_dim), dtype),
+        (
+            jax.ShapeDtypeStruct((num_rows, num_heads, value_dim), dtype),
+            jax.ShapeDtypeStruct((num_rows, num_heads), jnp.float32),
+        ),
         grid=(num_rows, num_heads),
         compilation=backend.Compilation(num_warps, 1, interpret),
     )
+    return output, lse
 
 
 def _join_kernel(

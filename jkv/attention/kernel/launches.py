@@ -58,7 +58,7 @@ def decode_rows(
     """Return the results of requests of one row; other rows are zeros and -inf."""
     listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
-    operands = _make_operands(call, listed.work, variant)._replace(sinks=None)
+    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
         listed.pieces,
@@ -102,11 +102,11 @@ def prefill_rows(
         listed = call.work_lists.find_prefill(sizes)
     if listed is None:
         listed = list_prefill_work(call.requests, sizes)
-    operands = _make_operands(call, listed.work, variant)
+    operands = make_operands(call, listed.work, variant)
     return _launch_rows(operands, output, lse, variant)
 
 
-def _make_operands(call: Call, work: Work, variant: Variant) -> Operands:
+def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
     """Return what the kernel reads, whole: nothing is sliced, and nothing computed.
 
     Each operation here would be a launch in every layer.
@@ -141,14 +141,15 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
     Entries without work are left as they are found.
     """
     num_entries, num_heads = operands.work.row.shape[0], operands.queries.shape[1]
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_decode",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        jax.ShapeDtypeStruct((num_entries, num_heads, variant.value_dim), jnp.float32),
+        _shape_results((num_entries, num_heads, variant.value_dim), jnp.float32),
         grid=(num_entries * variant.head_tiles, 1),
-        compilation=_find_compilation(variant),
+        compilation=find_compilation(variant),
     )
+    return output, lse
 
 
 def _launch_rows(
@@ -158,18 +159,29 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    return backend.launch(
+    output, lse = backend.launch(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
         (operands, output, lse),
-        jax.ShapeDtypeStruct(output.shape, output.dtype),
+        _shape_results(output.shape, output.dtype),
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
-        compilation=_find_compilation(variant),
+        compilation=find_compilation(variant),
         in_place=True,
+    )
+    return output, lse
+
+
+def _shape_results(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of an output and of a number for each of its rows."""
+    return (
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
     )
 
 
-def _find_compilation(variant: Variant) -> backend.Compilation:
+def find_compilation(variant: Variant) -> backend.Compilation:
     """Return how the kernel is compiled for a variant."""
     tile = variant.tile
     return backend.Compilation(tile.num_warps, tile.num_stages, variant.interpret)

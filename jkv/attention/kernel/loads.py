@@ -63,20 +63,46 @@ def cut(head_dim: int, start: int = 0) -> list[tuple[int, int]]:
     return sections
 
 
-def load_rows(
+def cut_head_dims(
     queries: jax.Array,  # [R, H, D]
+    values: jax.Array | None,
+    variant: Variant,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the sections of keys and of values; values in the keys are their first."""
+    head_dim = queries.shape[2]
+    value_sections = cut(variant.value_dim)
+    if values is not None:
+        return cut(head_dim), value_sections
+    rest = cut(head_dim - variant.value_dim, variant.value_dim)
+    return value_sections + rest, value_sections
+
+
+def load_rows(
+    rows: jax.Array,  # [R, H, D], as queries are
     row: jax.Array,  # i32[rows]
     head: jax.Array,  # i32[rows]
     valid: jax.Array,  # bool[rows]
     section: tuple[int, int],
-    variant: Variant,
+    dtype: np.dtype[Any],
 ) -> jax.Array:
-    """Load one section of the head dim of query rows, zeros where not valid."""
-    num_rows, num_heads, _ = queries.shape
+    """Load one section of the head dim of rows, zeros where not valid."""
+    num_rows, num_heads, _ = rows.shape
     row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
     where = (row[:, None], head[:, None], columns_of(*section))
-    tile = backend.load_masked(queries, where, over_section(valid, section[1]))
-    return tile.astype(variant.operand_dtype)
+    tile = backend.load_masked(rows, where, over_section(valid, section[1]))
+    return tile.astype(dtype)
+
+
+def load_numbers(
+    numbers: jax.Array,  # f32[R, H]
+    row: jax.Array,  # i32[rows]
+    head: jax.Array,  # i32[rows]
+    valid: jax.Array,  # bool[rows]
+) -> jax.Array:
+    """Load a number for each row, zeros where not valid."""
+    num_rows, num_heads = numbers.shape
+    where = clamp_index(row, num_rows), clamp_index(head, num_heads)
+    return backend.load_masked(numbers, where, valid)
 
 
 def load_tokens(

@@ -1,7 +1,7 @@
-"""Which calls the kernel takes on which platform, and with what tiles.
+"""Which calls the kernels take on which platform, and with what tiles.
 
 What `jkv.attention.choice` asks of a kernel: the function of a call that serves it on a
-platform, or the reason why there is none.
+platform, or the reason why there is none; and the same for its derivative.
 """
 
 import functools
@@ -9,16 +9,33 @@ import functools
 import jax
 
 from jkv.attention.call import Attend, Call
+from jkv.attention.derivative import Cotangents, Differentiate, Gradients
 from jkv.attention.kernel import backend
+from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.table import Tile, Tuning
-from jkv.attention.kernel.tuning import find_target, find_tuning, why_never, why_not
+from jkv.attention.kernel.table import Backward, Tile, Tuning
+from jkv.attention.kernel.tuning import (
+    find_backward,
+    find_target,
+    find_tuning,
+    why_never,
+    why_no_derivative,
+    why_no_tile,
+    why_not,
+)
 
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 _INTERPRETED = Tuning(
     decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
     prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
     programs=16,
+)
+
+
+_INTERPRETED_BACKWARD = Backward(
+    576,
+    queries=Tile(rows=32, tokens=16, num_warps=1, num_stages=1),
+    tokens=Tile(rows=32, tokens=32, num_warps=1, num_stages=1),
 )
 
 
@@ -33,11 +50,7 @@ def find_kernel(call: Call, platform: str) -> Attend | None:
       None where the plain path must serve.
     """
     target = find_target(platform)
-    # Without a card the kernel may be lowered elsewhere or, as mostly, never.
-    has_backend = (
-        backend.is_installed() if target is None else not backend.why_missing()
-    )
-    if not has_backend or why_never(call.queries, call.pools):
+    if not _has_backend(target) or why_never(call.queries, call.pools):
         return None
     tuning = find_tuning(call.queries, call.pools, platform, target)
     if tuning is None:
@@ -45,9 +58,31 @@ def find_kernel(call: Call, platform: str) -> Attend | None:
     return functools.partial(attend_kernel, tuning=tuning, interpret=False)
 
 
+def find_derivative(call: Call, platform: str) -> Differentiate | None:
+    """Return the derivative's kernels, as `find_kernel` does the result's."""
+    target = find_target(platform)
+    if not _has_backend(target):
+        return None
+    tuning = find_backward(call.queries, call.pools, platform, target)
+    if tuning is None:
+        return None
+    return functools.partial(differentiate_kernel, tuning=tuning, interpret=False)
+
+
+def _has_backend(target: str | None) -> bool:
+    # Without a card the kernel may be lowered elsewhere or, as mostly, never.
+    return backend.is_installed() if target is None else not backend.why_missing()
+
+
 def interpret_kernel(call: Call) -> tuple[jax.Array, jax.Array]:
     """Run the kernel operation by operation, on a CPU."""
     return attend_kernel(call, tuning=_INTERPRETED, interpret=True)
+
+
+def interpret_derivative(call: Call, cotangents: Cotangents) -> Gradients:
+    """Run the kernels of the derivative operation by operation, on a CPU."""
+    tuning = _INTERPRETED_BACKWARD
+    return differentiate_kernel(call, cotangents, tuning=tuning, interpret=True)
 
 
 def why_refused(call: Call, platforms: tuple[str, ...]) -> str | None:
@@ -60,4 +95,14 @@ def why_refused(call: Call, platforms: tuple[str, ...]) -> str | None:
         target = find_target(platform)
         if reason is None and target is not None:
             reason = why_not(call.queries, call.pools, platform, target)
+    return reason
+
+
+def why_not_derived(call: Call, platforms: tuple[str, ...]) -> str | None:
+    """Say why the kernels cannot serve its derivative here, None if they may."""
+    reason = backend.why_missing() or why_no_derivative(call.queries, call.pools)
+    for platform in platforms:
+        target = find_target(platform)
+        if reason is None and target is not None:
+            reason = why_no_tile(call.queries, call.pools, platform, target)
     return reason

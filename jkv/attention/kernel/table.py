@@ -21,6 +21,7 @@ class Tile:
     num_stages: int  # tiles of K/V in flight; 1 leaves that to the occupancy
     has_full_loop: bool = False  # prefill: a loop without mask before the one with it
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
+    is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
     is_split: bool = False  # a product of float32 is three of tf32, good to 22 bits
 
 
@@ -51,12 +52,23 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Backward:
+    """One row of the table of derivatives: tiles for head dims up to a size."""
+
+    max_head_dim: int
+    queries: Tile  # of rows, which walk over tokens
+    tokens: Tile  # of tokens of one block, at most so many, which walk over rows
+    kinds: tuple[str, ...] = ("half",)
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """GPUs that are cut alike."""
 
     targets: tuple[str, ...]  # where the rows were compiled
     units: int  # compute units of the largest card
     rows: tuple[Row, ...]  # the first that suits is taken
+    backward: tuple[Backward, ...] = ()  # likewise, of derivatives
     # Head dims by kind that spill in every tile that was tried.
     spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -67,6 +79,10 @@ def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
 
 def _carried(rows: int, tokens: int, num_warps: int) -> Tile:
     return Tile(rows, tokens, num_warps, 1, is_carried=True)
+
+
+def _reloaded(rows: int, tokens: int, num_warps: int) -> Tile:
+    return Tile(rows, tokens, num_warps, 1, is_reloaded=True)
 
 
 def _split(
@@ -113,6 +129,13 @@ TABLE = {
             Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
             Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),
         ),
+        backward=(
+            Backward(128, Tile(64, 16, 4, 1), Tile(32, 16, 4, 1)),
+            Backward(256, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1)),
+            Backward(576, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+            Backward(128, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
+            Backward(256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
+        ),
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers. Bytes
     # need more registers on their way to operands: twice the waves in prefill, four to
@@ -127,6 +150,10 @@ TABLE = {
             *_RDNA_HALVES,
             Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
         ),
+        backward=(
+            Backward(64, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+            Backward(128, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
+        ),
         spilling={"half": (240,)},
     ),
     # gfx12 keeps operands once: the tile of bytes that is carried fits in fewer waves,
@@ -138,6 +165,11 @@ TABLE = {
             *_RDNA_HALVES,
             Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
             Row(128, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
+        ),
+        backward=(
+            Backward(64, Tile(64, 16, 8, 1), Tile(32, 16, 4, 1)),
+            Backward(128, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+            Backward(256, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
         ),
         spilling={"half": (240,)},
     ),
@@ -171,6 +203,12 @@ TABLE = {
             Row(256, _split(16, 32, 8, 3), _split(16, 32, 8, 1, True), ("float32",)),
             Row(128, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("mixed",)),
         ),
+        backward=(
+            Backward(128, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+            Backward(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+            Backward(576, Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+            Backward(128, _split(16, 16, 8, 1), _split(16, 16, 8, 1), ("float32",)),
+        ),
         spilling={
             "half": (208, 240),
             "byte": (176, 208, 240),
@@ -185,6 +223,11 @@ TABLE = {
         rows=(
             Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
             Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 1), programs=4),
+        ),
+        backward=(
+            Backward(128, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            Backward(256, Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
+            Backward(128, _split(16, 16, 8, 1), _split(16, 16, 8, 1), ("float32",)),
         ),
     ),
 }

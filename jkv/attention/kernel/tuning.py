@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import ONE_BYTE_DTYPES
-from jkv.attention.kernel.table import TABLE, Tuning
+from jkv.attention.kernel.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
 
 _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
@@ -80,6 +80,20 @@ def find_tuning(
     return None
 
 
+def find_backward(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> Backward | None:
+    """Return how a derivative is cut on a target, None if no row of the table is."""
+    name = find_family(platform, target)
+    if name is None or why_no_derivative(queries, pools):
+        return None
+    kind, dim = find_kind(queries, pools), max(pools.keys.shape[4], pools.value_dim)
+    for row in TABLE[name].backward:
+        if kind in row.kinds and dim <= row.max_head_dim:
+            return row
+    return None
+
+
 def find_kind(queries: jax.Array, pools: Pools) -> str:
     """Tell calls apart that need other tiles.
 
@@ -125,12 +139,41 @@ def why_not(
     reason = why_never(queries, pools)
     if reason is not None or find_tuning(queries, pools, platform, target):
         return reason
+    return _describe(queries, pools, platform, target)
+
+
+def _describe(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> str:
     width = max(pools.keys.shape[4], pools.value_dim)
     dtypes = sorted({str(queries.dtype), *map(str, pools.dtypes)})
     return (
         f"there is no tile for head dim {width} with {' and '.join(dtypes)} on "
         f"{target or f'an unknown {platform} card'}"
     )
+
+
+def why_no_derivative(queries: jax.Array, pools: Pools) -> str | None:
+    """Say why the kernels of the derivative serve a call nowhere, None if they may."""
+    reason = why_never(queries, pools)
+    if reason is not None:
+        return reason
+    if find_weight_dtype(queries, pools) != find_operand_dtype(queries, pools):
+        return "scales times what float16 holds may be too small for it"
+    arrays = [array for array in (pools.keys, pools.values) if array is not None]
+    if len({jnp.issubdtype(array.dtype, jnp.floating) for array in arrays}) > 1:
+        return "keys and values must both be floats or both be bits"
+    return None
+
+
+def why_no_tile(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> str | None:
+    """Say why the derivative has no kernels on a target, None if it has; see below."""
+    reason = why_no_derivative(queries, pools)
+    if reason is not None or find_backward(queries, pools, platform, target):
+        return reason
+    return _describe(queries, pools, platform, target)
 
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jkv.attention.call import Call
-from jkv.attention.kernel.table import Tile, Tuning
+from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
@@ -43,6 +43,24 @@ def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
 
 
+def query_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+    """Return the variant for the queries' derivative."""
+    row_heads, row_tokens = _cut_rows(call.heads_per_kv, tuning.queries.rows)
+    return _make_variant(call, tuning.queries, row_heads, row_tokens, False, interpret)
+
+
+def token_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+    """Return the variant for the keys' and values' derivative.
+
+    A tile of tokens lies in one block, or is one and slots that are not there. Its rows
+    are taken by number, not by heads and tokens.
+    """
+    tile = tuning.tokens
+    tokens = min(max(call.pools.block_size, _MIN_ROWS), tile.tokens)
+    tile = dataclasses.replace(tile, tokens=tokens)
+    return _make_variant(call, tile, tile.rows, 1, False, interpret)
+
+
 def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
     """Return how many of a kv head's query heads share a decode tile."""
     # Heads that do not exist fill the least number of rows that can be multiplied.
@@ -51,8 +69,12 @@ def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
 
 def cut_prefill_rows(heads_per_kv: int, tuning: Tuning) -> tuple[int, int]:
     """Return how many of a kv head's query heads, of how many tokens, share a tile."""
-    row_heads = min(_pad(heads_per_kv), tuning.prefill.rows)
-    return row_heads, tuning.prefill.rows // row_heads
+    return _cut_rows(heads_per_kv, tuning.prefill.rows)
+
+
+def _cut_rows(heads_per_kv: int, rows: int) -> tuple[int, int]:
+    row_heads = min(_pad(heads_per_kv), rows)
+    return row_heads, rows // row_heads
 
 
 def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> int:

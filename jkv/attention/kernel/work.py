@@ -160,7 +160,9 @@ def _find_contexts(
     return jnp.maximum(before + 1, 0), context
 
 
-def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> PrefillSizes:
+def size_prefill_work(
+    num_rows: int, num_requests: int, tile_rows: int, *, min_rows: int = 2
+) -> PrefillSizes:
     """Return the sizes of a list that holds the tiles of any requests.
 
     Every request may end in a tile that is partly filled.
@@ -169,21 +171,25 @@ def size_prefill_work(num_rows: int, num_requests: int, tile_rows: int) -> Prefi
       num_rows: R.
       num_requests: B.
       tile_rows: rows of a tile.
+      min_rows: of the requests that are listed.
     """
-    num_entries = num_rows // tile_rows + min(num_requests, num_rows // 2)
+    num_entries = num_rows // tile_rows + min(num_requests, num_rows // min_rows)
     return PrefillSizes(num_rows, num_entries, tile_rows)
 
 
-def list_prefill_work(requests: Requests, sizes: PrefillSizes) -> PrefillWork:
-    """Cut the rows of all requests of two or more into tiles.
+def list_prefill_work(
+    requests: Requests, sizes: PrefillSizes, *, min_rows: int = 2
+) -> PrefillWork:
+    """Cut the rows of all requests of at least `min_rows` into tiles.
 
     Args:
       requests: B of them.
       sizes: of the list.
+      min_rows: as the sizes are made for.
     """
     tile_rows = sizes.tile_rows
     lengths, context = requests.query_lengths, requests.context_lengths
-    counts = jnp.where(lengths >= 2, (lengths + tile_rows - 1) // tile_rows, 0)
+    counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
 
     entry = jnp.arange(sizes.num_entries, dtype=jnp.int32)

@@ -14,11 +14,17 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from support.kernel_lowering import find_kernels, lower_kernels, make_shapes, shape
+from support.kernel_lowering import (
+    find_kernels,
+    lower_derivative,
+    lower_kernels,
+    make_shapes,
+    shape,
+)
 from support.paths import ROOT
 
 from jkv.attention.kernel.table import TABLE
-from jkv.attention.kernel.tuning import find_tuning
+from jkv.attention.kernel.tuning import find_backward, find_tuning
 
 triton = pytest.importorskip(
     "triton", reason="machine code needs the extra: pip install '.[amd-compile]'"
@@ -75,6 +81,21 @@ if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
         (dim, dim, {"kv_dtype": "float8_e4m3fn", **HARDEST})
         for dim in range(16, 257, 16)
     ]
+# Of derivatives: pools of whole floats, in blocks smaller and larger than a tile.
+BACKWARD_SHAPES = [
+    (dim, min(dim, 512), {"dtype": dtype, "has_bits": False, **options})
+    for dtype, dims in (("float16", (64, 128, 256, 576)), ("float32", (128, 256, 576)))
+    for dim in dims
+    for options in (HARDEST, {"block_size": 64})
+]
+# bfloat16 in two ways: as numbers, and as bits, of which only queries have gradients.
+BACKWARD_SHAPES += [(128, 128, {"has_bits": bits, **HARDEST}) for bits in (False, True)]
+if KEEP or os.environ.get("JKV_ALL_SHAPES"):
+    BACKWARD_SHAPES += [
+        (dim, dim, {"dtype": dtype, "has_bits": False, **HARDEST})
+        for dtype in ("float16", "float32")
+        for dim in (16, 48, 80, 96, 112, 144, 192, 208, 240)
+    ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
@@ -110,15 +131,21 @@ def _with_the_others():
     """The table, and of cards that were not compiled for now what was kept of them."""
     cards = [(target, known or "unknown") for _, target, known, _ in TARGETS]
     kept = json.loads(RESULTS.read_text())["kernels"]
-    made = {(entry["target"], entry["card"]) for entry in table}
-    kept = [entry for entry in kept if (entry["target"], entry["card"]) not in made]
+    made = set(map(_find_part, table))
+    kept = [entry for entry in kept if _find_part(entry) not in made]
     return sorted(
         table + kept, key=lambda entry: cards.index((entry["target"], entry["card"]))
     )
 
 
+def _find_part(entry):
+    """The card, and whether it is a derivative."""
+    is_derivative = entry["kernel"] in ("jkv_query_gradients", "jkv_token_gradients")
+    return entry["target"], entry["card"], is_derivative
+
+
 @functools.cache
-def kernels_of(platform, tuning, head_dim, value_dim, fields):
+def kernels_of(platform, tuning, head_dim, value_dim, fields, lower=lower_kernels):
     """The kernels of a call, the same for all targets of a family; fields as JSON."""
     fields = json.loads(fields)
     options = {}
@@ -127,7 +154,7 @@ def kernels_of(platform, tuning, head_dim, value_dim, fields):
     queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
     if options:
         options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
-    return find_kernels(lower_kernels(queries, pools, tuning, platform, **options))
+    return find_kernels(lower(queries, pools, tuning, platform, **options))
 
 
 @pytest.mark.slow
@@ -178,6 +205,48 @@ def test_nothing_spills(platform, target, known, shapes):
     assert served >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "platform, target, known, shapes",
+    [
+        (*card, BACKWARD_SHAPES if shapes is SHAPES else BACKWARD_SHAPES[2:3])
+        for *card, shapes in TARGETS
+    ],
+    ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],
+)
+def test_no_derivative_spills(platform, target, known, shapes):
+    """Likewise of the derivatives' kernels: queries' and tokens' of each shape."""
+    served = 0
+    for head_dim, value_dim, fields in shapes:
+        sizes = {key: fields[key] for key in fields if key != "options"}
+        queries, pools = make_shapes(head_dim, value_dim=value_dim, **sizes)
+        tuning = find_backward(queries, pools, platform, known)
+        if tuning is None:
+            continue
+        served += 1
+        entry = {
+            "target": target,
+            "card": known or "unknown",
+            "head dims": f"{head_dim}/{value_dim}",
+            "group": queries.shape[1] // pools.num_kv_heads,
+            "block size": pools.block_size,
+            "queries": str(queries.dtype),
+            "elements": str(pools.kv_dtype),
+            "options": "all" if "options" in fields else "none",
+        }
+        as_text = json.dumps(fields, sort_keys=True)
+        given = platform, tuning, head_dim, value_dim, as_text
+        kernels = kernels_of(*given, lower=lower_derivative)
+        assert len(kernels) == (2 if pools.keys.dtype != jnp.uint16 else 1)
+        for kernel in kernels:
+            code = compile_kernel(kernel, target)
+            table.append(entry | {"kernel": kernel.name} | code._asdict())
+            assert code.spills == 0, table[-1]
+            assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
+            assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
+    assert served
+
+
 def test_every_row_is_compiled():
     """The shapes reach each row of each family."""
     reached = set()
@@ -190,4 +259,19 @@ def test_every_row_is_compiled():
     rows = {
         row.tuned_for(family.units) for family in TABLE.values() for row in family.rows
     }
+    assert rows == reached - {None}
+    reached = {
+        find_backward(
+            *make_shapes(
+                head_dim,
+                value_dim=value_dim,
+                **{key: fields[key] for key in fields if key != "options"},
+            ),
+            platform,
+            known,
+        )
+        for platform, _, known, _ in TARGETS
+        for head_dim, value_dim, fields in BACKWARD_SHAPES
+    }
+    rows = {row for family in TABLE.values() for row in family.backward}
     assert rows == reached - {None}

@@ -1,0 +1,117 @@
+"""The derivative by kernels: one over tiles of rows, one over tiles of tokens.
+
+As in FlashAttention-2 (arXiv 2307.08691) scores are computed twice, once in each, so
+that each gradient is summed up where it is written: by one program, in one order.
+Beside the gradients themselves only lists of integers take memory, three numbers for
+each column of the requests' tables.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.call import Call, check_call
+from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.launches import find_compilation, make_operands
+from jkv.attention.kernel.query_gradients import differentiate_queries
+from jkv.attention.kernel.readers import list_readers
+from jkv.attention.kernel.table import Backward
+from jkv.attention.kernel.token_gradients import (
+    PoolGradients,
+    TokenOperands,
+    differentiate_tokens,
+)
+from jkv.attention.kernel.variant import Variant, query_variant, token_variant
+from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
+from jkv.sharding.varying import is_manual
+
+
+def differentiate_kernel(
+    call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
+) -> Gradients:
+    """Return the cotangents of the queries and, for float pools, of the pools."""
+    check_call(call)
+    launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
+    if interpret and not is_manual():
+        return launch(call, cotangents)
+    shapes, structure = jax.tree.flatten(shape_gradients(call))
+
+    def launch_flat(call: Call, cotangents: Cotangents) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(launch(call, cotangents)))
+
+    given = call, cotangents
+    found = backend.defer(launch_flat, given, tuple(shapes), interpret=interpret)
+    grads: Gradients = jax.tree.unflatten(structure, found)
+    return grads
+
+
+def _launch_all(
+    call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
+) -> Gradients:
+    variant = query_variant(call, tuning, interpret=interpret)
+    queries = _differentiate_queries(call, cotangents, variant)
+    shapes = shape_gradients(call)
+    if shapes.keys is None:
+        return Gradients(queries, None, None)
+    variant = token_variant(call, tuning, interpret=interpret)
+    pools = _differentiate_pools(call, cotangents, variant)
+    return Gradients(queries, pools.keys, pools.values)
+
+
+def _differentiate_queries(
+    call: Call, cotangents: Cotangents, variant: Variant
+) -> jax.Array:
+    """Return f32[R, H, D], zeros for rows that no request owns."""
+    tile_rows = variant.row_tokens
+    sizes = size_prefill_work(call.num_rows, call.num_requests, tile_rows, min_rows=1)
+    listed = list_prefill_work(call.requests, sizes, min_rows=1)
+    zeros = jnp.zeros(call.queries.shape, jnp.float32)
+    queries: jax.Array
+    (queries,) = backend.launch(
+        "jkv_query_gradients",
+        functools.partial(differentiate_queries, variant=variant),
+        (make_operands(call, listed.work, variant), cotangents, zeros),
+        (jax.ShapeDtypeStruct(zeros.shape, zeros.dtype),),
+        grid=(sizes.num_entries * variant.head_tiles, 1),
+        compilation=find_compilation(variant),
+        in_place=True,
+    )
+    return queries
+
+
+def _differentiate_pools(
+    call: Call, cotangents: Cotangents, variant: Variant
+) -> PoolGradients:
+    """Return the gradients of pools of floats, zeros for what no row sees."""
+    pools, requests, readers = call.pools, call.requests, list_readers(call)
+    operands = TokenOperands(
+        readers=readers,
+        query_starts=requests.query_starts,
+        query_lengths=requests.query_lengths,
+        context_lengths=requests.context_lengths,
+        layer=call.layer[None],
+        scale=call.scale[None],
+        window=None if call.window is None else call.window[None],
+        part=None if call.part is None else call.part[None],
+        queries=call.queries,
+        keys=pools.keys,
+        values=pools.values,
+        cotangents=cotangents,
+    )
+    zeros = PoolGradients(
+        jnp.zeros_like(pools.keys),
+        None if pools.values is None else jnp.zeros_like(pools.values),
+    )
+    tiles = max(1, pools.block_size // variant.tile.tokens)
+    gradients: PoolGradients = backend.launch(
+        "jkv_token_gradients",
+        functools.partial(differentiate_tokens, variant=variant),
+        (operands, zeros),
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), zeros),
+        grid=(readers.block.shape[0] * tiles, pools.num_kv_heads),
+        compilation=find_compilation(variant),
+        in_place=True,
+    )
+    return gradients

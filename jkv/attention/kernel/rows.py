@@ -1,0 +1,107 @@
+"""The query rows of a program, and which tokens they see.
+
+Row r of a tile is query head `r % row_heads` of token `r // row_heads`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.loads import Operands
+from jkv.attention.kernel.variant import Variant
+from jkv.attention.parts import find_held
+
+
+class QueryRows(NamedTuple):
+    """A tile of rows of one request and one kv head."""
+
+    entry: jax.Array  # i32[], of the list of work
+    kv_head: jax.Array  # i32[]
+    row: jax.Array  # i32[rows]
+    head: jax.Array  # i32[rows]
+    offset: jax.Array  # i32[rows], tokens behind the first row's
+    valid: jax.Array  # bool[rows], the others are heads or tokens that do not exist
+    position: jax.Array  # i32[], of the token that the first row stands for
+
+
+class Seen(NamedTuple):
+    """Which tokens each row of a tile sees: those after one up to another."""
+
+    last: jax.Array  # i32[rows]
+    before: jax.Array | None  # i32[rows], None for no window
+    valid: jax.Array  # bool[rows], that see any
+
+
+def locate_rows(o: Operands, variant: Variant) -> QueryRows:
+    """Find the rows of this program."""
+    num_heads, work = o.queries.shape[1], o.work
+    heads_per_kv = num_heads // o.keys.shape[2]
+    # The head tiles of an entry follow each other: they may read the same tokens.
+    program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
+    entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
+    tiles_per_head = jnp.int32(-(-heads_per_kv // variant.row_heads))
+    kv_head = lax.div(head_tile, tiles_per_head)
+    index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
+    offset = index >> (variant.row_heads.bit_length() - 1)
+    head = lax.rem(head_tile, tiles_per_head) * variant.row_heads
+    head += index & (variant.row_heads - 1)
+    valid = (head < heads_per_kv) & (offset < work.num_rows[entry])
+    head += kv_head * heads_per_kv
+    row = work.row[entry] + offset
+    position = work.position[entry]
+    return QueryRows(entry, kv_head, row, head, offset, valid, position)
+
+
+def find_last(o: Operands, position: jax.Array, variant: Variant) -> jax.Array:
+    """Return the last token in the pools up to a position."""
+    part = None if o.part is None else o.part[0]
+    return find_held(position, part, variant.num_parts, o.keys.shape[3])
+
+
+def read_window(o: Operands) -> jax.Array | None:
+    """Return how many tokens a row sees at most, i32[], None for all."""
+    return None if o.window is None else jnp.maximum(o.window[0], 0)
+
+
+def find_range(
+    o: Operands, rows: QueryRows, window: jax.Array | None, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
+    """Return the first token that any row sees, and past the last one.
+
+    Of a range listed for the whole step, what these rows see of what is here.
+    """
+    work, entry, position = o.work, rows.entry, rows.position
+    first, end = work.first[entry], work.end[entry]
+    if o.part is not None:
+        last = position + work.num_rows[entry] - 1
+        end = jnp.minimum(end, find_last(o, last, variant) + 1)
+    if window is not None:
+        first = jnp.maximum(first, find_last(o, position - window, variant) + 1)
+    if o.part is not None or window is not None:
+        is_empty = first >= end
+        first, end = jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
+    return first, end
+
+
+def find_seen(
+    o: Operands, rows: QueryRows, window: jax.Array | None, variant: Variant
+) -> Seen:
+    """Return what each row sees."""
+    position = rows.position
+    last = find_last(o, position + rows.offset, variant)
+    valid, before = rows.valid & (last >= 0), None
+    if window is not None:
+        before = find_last(o, position + rows.offset - window, variant)
+        valid &= last > before
+    return Seen(last, before, valid)
+
+
+def see(seen: Seen, token: jax.Array) -> jax.Array:
+    """Return which rows see which of the tokens i32[tokens], bool[rows, tokens]."""
+    visible = token[None, :] <= seen.last[:, None]
+    if seen.before is not None:
+        visible &= token[None, :] > seen.before[:, None]
+    return visible

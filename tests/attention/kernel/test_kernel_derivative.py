@@ -1,0 +1,266 @@
+"""The derivative by kernels, against the plain path's and the reference's.
+
+Interpreted on CPU, compiled where there is a GPU. Requests share blocks, as the texts
+of a tree do: a block collects from all rows that see it, and two calls agree to the
+bit.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.jax_versions import with_further
+from support.kernel_lowering import find_kernels, lower, shape
+from support.tolerances import assert_close, is_close
+
+from jkv.attention import paged_attention
+from jkv.attention.call import Call, Requests, make_requests
+from jkv.attention.kernel.readers import list_readers
+from jkv.attention.pools import make_pools
+from jkv.storage import quantization
+
+# Rows of each request, and its context in whole blocks and tokens. The first block is
+# everyone's; the last request of rows has the sequence of the second one.
+ROWS = (6, 3, 7, 1, 0)
+BLOCKS_AND_TOKENS = ((1, 2), (2, 1), (2, 3), (2, 1), (1, 0))
+TABLES = ((5, 2, 9, -3), (5, 7, 0, 90), (5, 3, 1, 4), (5, 7, 0, 0), (5, 0, 0, 0))
+NUM_BLOCKS = 9
+NUM_ROWS = sum(ROWS) + 2  # two rows of padding
+LAYER = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Shapes, storage and options that a call is compiled for."""
+
+    kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 48
+    value_dim: int = 32
+    block_size: int = 4
+    queries: str = "float32"
+    pools: str = "float32"
+    is_latent: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def num_heads(self):
+        return self.kv_heads * self.group
+
+    def arguments(self):
+        """Queries, pools, sinks, scale; then tables, starts, lengths, contexts."""
+        rng = np.random.default_rng(0)
+        draw = rng.standard_normal
+        shape = (2, NUM_BLOCKS, self.kv_heads, self.block_size)
+        contexts = self.contexts()
+        used = np.zeros((NUM_BLOCKS, self.block_size), bool)
+        for table, context in zip(TABLES, contexts, strict=True):
+            token = np.arange(context)
+            part, num_parts = dict(self.options).get("block_part", (0, 1))
+            token = token[token // self.block_size % num_parts == part]
+            blocks = np.array(table)[token // self.block_size // num_parts]
+            used[blocks, token % self.block_size] = True
+        hole = np.where(used, 0.0, np.nan)[None, :, None, :, None]
+        pools = [
+            (draw((*shape, dim)) + hole).astype(self.pools)
+            for dim in (self.head_dim, self.value_dim)
+        ]
+        queries = draw((NUM_ROWS, self.num_heads, self.head_dim)).astype(self.queries)
+        sinks = np.linspace(-1.0, 1.0, self.num_heads, dtype=np.float32)
+        tables, lengths = np.array(TABLES, np.int32), np.array(ROWS, np.int32)
+        starts = np.cumsum(lengths, dtype=np.int32) - lengths
+        if self.is_latent:
+            pools[1] = None
+        variables = queries, *pools, sinks, np.float32(0.3)
+        return variables, [tables, starts, lengths, contexts]
+
+    def contexts(self):
+        _, num_parts = dict(self.options).get("block_part", (0, 1))
+        blocks, tokens = np.array(BLOCKS_AND_TOKENS, np.int32).T
+        return (blocks * self.block_size + tokens) * num_parts
+
+    def gradient(self, implementation, argnums=(0, 1, 2, 3, 4)):
+        """The gradients of a loss in which every result counts differently."""
+        options = dict(self.options)
+        has_sinks = options.pop("has_sinks", False)
+        rng = np.random.default_rng(1)
+        shape = (NUM_ROWS, self.num_heads)
+        weights = rng.standard_normal((*shape, self.value_dim)).astype(np.float32)
+        lse_weights = rng.standard_normal(shape).astype(np.float32)
+
+        def loss(queries, keys, values, sinks, scale, *requests):
+            tables, *lengths = requests
+            output, lse = paged_attention(
+                *(queries, keys, values, LAYER, tables, None, *lengths),
+                sinks=sinks if has_sinks else None,
+                scale=scale,
+                return_lse=True,
+                value_head_dim=self.value_dim if self.is_latent else None,
+                implementation=implementation,
+                **options,
+            )
+            lse = jnp.where(jnp.isneginf(lse), 0.0, lse * lse_weights)
+            return jnp.sum(output.astype(jnp.float32) * weights) + jnp.sum(lse)
+
+        if self.is_latent:
+            argnums = tuple(number for number in argnums if number != 2)
+        return jax.jit(jax.grad(loss, argnums=argnums))
+
+
+def case(**fields):
+    return Case(options=tuple(fields.pop("options", {}).items()), **fields)
+
+
+EVERYTHING = {"window": 6, "soft_cap": 2.0, "has_sinks": True}
+CASES = {
+    "blocks smaller than a tile, everything": case(options=EVERYTHING),
+    "latent, blocks of two tiles": case(
+        kv_heads=1, group=5, block_size=64, is_latent=True, options={"soft_cap": 2.0}
+    ),
+    "blocks of 16, more heads than a tile": case(
+        kv_heads=1, group=40, block_size=16, head_dim=16, value_dim=16
+    ),
+    "float16, blocks of 2, window": case(
+        **{"block_size": 2, "queries": "float16", "pools": "float16"},
+        options={"window": 3},
+    ),
+    "bfloat16 queries": case(queries="bfloat16", head_dim=64, value_dim=16),
+    "a part of each block": case(options={"block_part": (np.int32(1), 2), "window": 9}),
+}
+# One is compared with the specification, too, differentiated by JAX.
+REFERRED, SECOND, *FURTHER = CASES
+
+
+@pytest.mark.parametrize("name", with_further(CASES, *FURTHER))
+def test_equal_those_of_the_plain_path(name):
+    """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
+    this = CASES[name]
+    variables, requests = this.arguments()
+    gradient = this.gradient("pallas")
+    actual = jax.device_get(gradient(*variables, *requests))
+    if name == REFERRED:
+        expected = this.gradient("reference")(*variables, *requests)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other)
+    expected = jax.device_get(this.gradient("xla")(*variables, *requests))
+    again = jax.device_get(gradient(*variables, *requests))
+    has_sinks = dict(this.options).get("has_sinks", False)
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(one, other)
+        np.testing.assert_array_equal(again[number], one)
+        is_sinks = number == (2 if this.is_latent else 3)
+        assert not is_close(np.zeros_like(one), other) or is_sinks and not has_sinks
+    assert not actual[1][np.isnan(variables[1])].any()
+    assert not actual[0][sum(ROWS) :].any()
+
+    # The tolerance is smaller than what these mistakes change.
+    tables, starts, lengths, contexts = requests
+    shifted = [tables, starts, lengths, np.maximum(contexts - 1, lengths)]
+    rolled = np.concatenate([np.roll(tables[:3], 1, axis=0), tables[3:]])
+    permuted = [rolled, starts, lengths, contexts]
+    for wrong in (shifted, permuted):
+        found = jax.device_get(gradient(*variables, *wrong))
+        for number in (0, 1):
+            assert not is_close(np.nan_to_num(found[number]), expected[number])
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_bits_have_gradients_of_queries_alone(dtype):
+    """As with the plain path; and of sinks."""
+    this = case(options={**EVERYTHING, "kv_dtype": dtype})
+    variables, requests = this.arguments()
+    pools, scales = zip(
+        *(quantization.quantize(pool, jnp.dtype(dtype)) for pool in variables[1:3]),
+        strict=True,
+    )
+    options = dict(this.options)
+    if scales[0] is not None:
+        options |= {"key_scales": scales[0], "value_scales": scales[1]}
+    this = dataclasses.replace(this, options=tuple(options.items()))
+    given = variables[0], *pools, *variables[3:], *requests
+    actual = this.gradient("pallas", (0, 3))(*given)
+    expected = this.gradient("xla", (0, 3))(*given)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other)
+        assert not is_close(np.zeros_like(one), other)
+
+
+@pytest.mark.one_end
+def test_readers_are_listed_by_block():
+    """In the order of requests; ids out of the pool and past the end are left out."""
+    this = case()
+    _, requests = this.arguments()
+    call = make_call_of(this, requests)
+    block, first, end, request, column = map(np.asarray, list_readers(call))
+    assert len(block) == NUM_BLOCKS and len(request) == len(ROWS) * 4
+    found = {
+        int(b): [(int(request[i]), int(column[i])) for i in range(start, stop)]
+        for b, start, stop in zip(block, first, end, strict=True)
+        if start < stop
+    }
+    # The last request has no rows.
+    assert found == {
+        0: [(1, 2), (3, 2)],
+        1: [(2, 2)],
+        2: [(0, 1)],
+        3: [(2, 1)],
+        5: [(0, 0), (1, 0), (2, 0), (3, 0)],
+        7: [(1, 1), (3, 1)],
+    }
+
+
+def make_call_of(this, requests):
+    variables, _ = this.arguments()
+    queries, keys, values, *_ = map(jnp.asarray, variables)
+    tables, *lengths = map(jnp.asarray, requests)
+    asked = Requests(tables, jnp.arange(len(ROWS)), *lengths)
+    return Call(
+        queries=queries,
+        pools=make_pools(
+            *(keys, values, None, None),
+            has_layers=True,
+            kv_dtype=None,
+            value_head_dim=None,
+        ),
+        layer=jnp.int32(LAYER),
+        requests=make_requests(
+            asked,
+            num_rows=NUM_ROWS,
+            block_size=this.block_size,
+            max_query_length=None,
+        ),
+        scale=jnp.float32(1.0),
+        window=None,
+        sinks=None,
+        soft_cap=None,
+        max_query_length=None,
+    )
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+@pytest.mark.one_end
+def test_the_platform_chooses(platform):
+    """The kernels where the table has a row for any card, else the plain path."""
+
+    def loss(queries, keys, values, *rest):
+        output = paged_attention(queries, keys, values, *rest)
+        return jnp.sum(output.astype(jnp.float32))
+
+    def find_names(dtype):
+        pool = shape(2, 64, 8, 16, 64, dtype=dtype)
+        rows = shape(4, 32, 64, dtype=dtype)
+        numbers = [shape(4) for _ in range(3)]
+        given = rows, pool, pool, shape(), shape(4, 16), None, *numbers
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        return [
+            kernel.name for kernel in find_kernels(lower(gradient, given, platform))
+        ]
+
+    names = ["jkv_decode", "jkv_join", "jkv_prefill"]
+    gradients = ["jkv_query_gradients", "jkv_token_gradients"]
+    assert sorted(find_names("float16")) == names + gradients
+    # NVIDIA's cards have a derivative where the result is the plain path's.
+    assert find_names("float32") == (gradients if platform == "cuda" else [])
