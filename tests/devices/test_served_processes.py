@@ -105,7 +105,7 @@ def serve_and_ask(options):
         wait_for(f"{address}/health")
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         (model,) = client.models.list()
-        asked = dict(model=model.id, max_tokens=16)
+        asked = dict(model=model.id, max_tokens=16, temperature=0)
         found = [
             client.completions.create(prompt=each, **asked).choices[0].text
             for each in PROMPTS
@@ -113,7 +113,11 @@ def serve_and_ask(options):
         stream = client.completions.create(prompt=PROMPTS[0], stream=True, **asked)
         found.append("".join(each.choices[0].text for each in stream))
         several = client.completions.create(
-            prompt=PROMPTS[1], n=2, temperature=0.8, seed=3, stop=["e"], **asked
+            prompt=PROMPTS[1],
+            n=2,
+            seed=3,
+            stop=["e"],
+            **asked | {"temperature": 0.8},
         )
         found += [each.text for each in several.choices]
         steered = client.completions.create(
