@@ -68,6 +68,7 @@ def step(name: str) -> Result:
 PLAIN_LOOP = "test_attention.py::test_equals_the_plain_loop"
 KERNEL_LOOP = "test_pallas.py::test_equals_the_plain_loop"
 SPILLS = "test_kernel_machine_code.py::test_nothing_spills"
+DERIVATIVE_SPILLS = "test_kernel_machine_code.py::test_no_derivative_spills"
 RUN = ("tested", "tested", "timed", "compiled")
 TABLES: dict[str, tuple[Row, ...]] = {
     "Attention": (
@@ -136,10 +137,11 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row(
             "gradients of queries, sinks and pools",
             "float32, float16",
-            ("tested", "plain", "plain", "plain"),
+            ("tested", "tested", "compiled", "compiled"),
             (
                 "test_gradients.py::test_equal_those_of_the_reference",
-                "test_pallas.py::test_gradients_are_those_of_the_plain_path",
+                "test_kernel_derivative.py::test_equal_those_of_the_plain_path",
+                DERIVATIVE_SPILLS,
             ),
         ),
         Row(
