@@ -139,6 +139,48 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     np.testing.assert_allclose(logits.numpy(), expected["prefill"][rows], atol=2e-4)
 
 
+# Models that also see, of what they see with, and the class of their text part.
+WITH_EYES = {
+    "gemma4": (
+        "Gemma4",
+        VISION | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16),
+        "Gemma4ForCausalLM",
+    ),
+    "ministral3": ("Mistral3", VISION | dict(head_dim=8), "Ministral3ForCausalLM"),
+    "mistral4": ("Mistral3", VISION | dict(head_dim=8), "Mistral4ForCausalLM"),
+}
+
+
+@pytest.mark.further
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
+@pytest.mark.parametrize("name", WITH_EYES)
+def test_folders_that_transformers_writes_with_eyes(tmp_path, name):
+    """Names of tensors and settings are those of the whole models' classes."""
+    import torch
+    import transformers
+
+    family, vision, text_class = WITH_EYES[name]
+    text = transformers.AutoConfig.from_pretrained(fixtures.FIXTURES / name)
+    if family == "Mistral3":
+        vision = vision | dict(model_type="pixtral")
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text,
+        vision_config={n: v for n, v in vision.items() if n != "image_size"},
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    plain = getattr(transformers, text_class).from_pretrained(
+        fixtures.FIXTURES / name, dtype="float32"
+    )
+    model.model.language_model.load_state_dict(plain.model.state_dict())
+    model.lm_head.load_state_dict(plain.lm_head.state_dict())
+    model.to(torch.float16).save_pretrained(tmp_path)
+    loaded, params = pretrained.load(tmp_path)
+    expected, expected_params = pretrained.load(fixtures.FIXTURES / name)
+    assert loaded.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+
+
 def test_settings_beside_the_part_count(tmp_path):
     wrap_by_hand(tmp_path, "authors", eos_token_id=[1, 106])
     assert pretrained.read_config(tmp_path).stop_tokens == (1, 106)
