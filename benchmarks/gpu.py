@@ -195,7 +195,10 @@ def measure(
     cases = [case for case in cases if case.name not in tried or case.name == best]
     for case in cases:
         taken = samples[case.name]
-        row = {"workload": workload.label, "who": case.name, **taken.row()}
+        who, _, setting = case.name.partition(JAX)
+        row = {"workload": workload.label, "who": who or JAX, **taken.row()}
+        if setting:
+            row["setting"] = setting.removeprefix(", ")
         if workload.is_prefill:
             row["TFLOP/s"] = workload.num_operations / taken.median / 1e12
         else:
@@ -329,7 +332,8 @@ def main() -> None:
         print(f"  measured {workload.label}", flush=True)
     columns = {k: k for k in ("workload", "who", "median", "p10", "p90", "GB/s")}
     columns |= {"of a copy": "of a copy", "TFLOP/s": "TFLOP/s"}
-    columns |= {"ratio": "time by jkv", "refused": "refused"}
+    columns |= {"ratio": "time by jkv", "setting": "setting"}
+    columns |= {"refused": "refused"}
     print("\n" + harness.table(rows, columns))
     run = {
         "benchmark": "gpu",

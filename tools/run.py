@@ -25,7 +25,7 @@ from environments import (
     is_there,
     python_of,
 )
-from processes import Job, run_jobs, show_table
+from parallel import Job, run_jobs, show_table
 from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 
 # All benchmarks but `rollouts`, which takes most of an hour.

@@ -13,15 +13,15 @@ from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import processes  # noqa: E402, what the Makefile runs lies in tools
+import parallel  # noqa: E402, what the Makefile runs lies in tools
 import tasks  # noqa: E402
 
 pytestmark = pytest.mark.one_end
 CI = ROOT / ".ci" / "run"
 
 
-def job(name: str, code: str, after: str | None = None) -> processes.Job:
-    return processes.Job(name, [sys.executable, "-S", "-c", code], after=after)
+def job(name: str, code: str, after: str | None = None) -> parallel.Job:
+    return parallel.Job(name, [sys.executable, "-S", "-c", code], after=after)
 
 
 def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
@@ -73,12 +73,12 @@ def test_a_failure_is_shown_and_stops_what_needs_it(
         job("third", "import sys; print('three', file=sys.stderr)"),
         job("fourth", "import os; print(os.getcwd())", after="third"),
     ]
-    found = {one.name: one for one in processes.run_jobs(jobs, 2, tmp_path)}
+    found = {one.name: one for one in parallel.run_jobs(jobs, 2, tmp_path)}
     statuses = {name: one.status for name, one in found.items()}
     assert statuses == {"first": 3, "second": None, "third": 0, "fourth": 0}
     assert found["fourth"].last_line == str(tmp_path)
     assert found["fourth"].processor_seconds > 0
-    assert not processes.show_table([*found.values()])
+    assert not parallel.show_table([*found.values()])
     shown = capsys.readouterr().out
     assert (
         "one\n== 3 failed in 2s ==\n" in shown and "first: ended with status 3" in shown
@@ -94,9 +94,9 @@ def test_an_interrupt_ends_all_processes(
     # A process whose child waits, too.
     code = "sleep 60 & echo $$ $! > $$; mv $$ pids.$$; wait"
     script = (
-        "import pathlib, sys, processes, run\n"
-        f"jobs = [processes.Job(name, ['sh', '-c', {code!r}]) for name in 'ab']\n"
-        "run.run_tests = lambda *_: processes.run_jobs(jobs, 2, pathlib.Path('.'))\n"
+        "import pathlib, sys, parallel, run\n"
+        f"jobs = [parallel.Job(name, ['sh', '-c', {code!r}]) for name in 'ab']\n"
+        "run.run_tests = lambda *_: parallel.run_jobs(jobs, 2, pathlib.Path('.'))\n"
         "sys.exit(run.main())\n"
     )
     started = subprocess.Popen(
