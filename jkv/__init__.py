@@ -106,7 +106,7 @@ from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __dir__() -> list[str]:

@@ -17,12 +17,25 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 collect_ignore = ["support"]
 
 _played = itertools.count(1)
+_compiled = []  # seconds of each program
 
 
 def pytest_configure():
     """Let Ctrl-C reach processes that tests start: one in the background ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    jax.monitoring.register_event_duration_secs_listener(_note_compiled)
+
+
+def _note_compiled(event, seconds, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(seconds)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how much of the time was compiling; the dearest tests stand above it."""
+    said = f"{len(_compiled)} programs compiled in {sum(_compiled):.0f} seconds"
+    terminalreporter.write_line(said)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -17,6 +17,8 @@ VARIABLES = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+# Each suite says where its time went.
+DEAREST = ("--durations=5", "--durations-min=2")
 # In CI, no test of the suites that have transformers may be left out for want of it.
 REQUIRE_PARITY = {"JKV_REQUIRE_PARITY": "1"}
 # Half of the time of the tests is compiling, and was more with LLVM's optimisations and
@@ -77,7 +79,7 @@ class Task(NamedTuple):
         """What is run, in the root of the checkout."""
         python = python_of(self.folder)
         if self.tool == "pytest":
-            return [python, "-m", "pytest", *self.arguments]
+            return [python, "-m", "pytest", *DEAREST, *self.arguments]
         return [python.with_name(self.tool), *self.arguments]
 
     @property

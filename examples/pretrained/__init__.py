@@ -8,9 +8,10 @@
 is read as it is: config.json, one or many safetensors files, tokenizer.json.
 
 Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: in what
-each differs from Llama; some with experts in ``expert_architectures.py``, those with a
-state in ``delta_architectures.py`` and ``mamba_architectures.py``, with readings of
-their own), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
+each differs from Llama; some with experts in ``expert_architectures.py``, Gemma's in
+``gemma_architectures.py``, Mistral's newer ones in ``mistral_architectures.py``, those
+with a state in ``delta_architectures.py`` and ``mamba_architectures.py``, with readings
+of their own), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
 ``windows.py``, ``rope_settings.py``, ``parts.py`` and, of models that also see,
 ``text_part.py`` are for parts of it), ``model.py`` (the forward pass;
 ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and ``mixers`` for layers

@@ -15,19 +15,22 @@ from . import readings
 from .architecture import Architecture
 from .delta_architectures import DELTA_ARCHITECTURES
 from .expert_architectures import EXPERT_ARCHITECTURES
+from .gemma_architectures import GEMMA_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
+from .mistral_architectures import MISTRAL_ARCHITECTURES
 
-GEMMA = Architecture(
+COHERE = Architecture(
     defaults=dict(
-        num_key_value_heads=4,
-        head_dim=256,
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=256,
-        sliding_window=4096,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_interleave=True,
+        logit_scale=0.0625,
         tie_word_embeddings=True,
     ),
-    choices=dict(norms="both", norm_offset=1.0),
-    tensors=dict(mlp_norm="pre_feedforward_layernorm.weight"),
+    aliases=dict(rms_norm_eps="layer_norm_eps"),
+    choices=dict(has_centred_norms=True, is_parallel=True),
+    read=readings.read_cohere,
 )
 
 DEEPSEEK = Architecture(
@@ -72,35 +75,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         choices=dict(qk_norm="head"),
         windows="late",
     ),
-    "gemma2": dataclasses.replace(
-        GEMMA,
-        defaults=GEMMA.defaults
-        | dict(
-            max_position_embeddings=8192,
-            attn_logit_softcapping=50.0,
-            final_logit_softcapping=30.0,
-        ),
-        read=readings.read_gemma,
-        windows=2,
-    ),
-    "gemma3_text": dataclasses.replace(
-        GEMMA,
-        defaults=GEMMA.defaults
-        | dict(
-            # What the text parts of larger models leave out.
-            vocab_size=262_208,
-            hidden_size=2304,
-            intermediate_size=9216,
-            num_hidden_layers=26,
-            num_attention_heads=8,
-            max_position_embeddings=131_072,
-            rope_theta=1e6,
-            rope_local_base_freq=1e4,
-        ),
-        choices=GEMMA.choices | dict(qk_norm="head"),
-        read=readings.read_gemma3,
-        windows=6,
-    ),
     "phi3": Architecture(
         defaults=dict(
             max_position_embeddings=4096,
@@ -116,6 +90,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(
         defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
         choices=dict(norms="after", qk_norm="all"),
+    ),
+    "olmo3": Architecture(
+        defaults=dict(
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            rope_theta=500_000.0,
+            sliding_window=4096,
+        ),
+        choices=dict(norms="after", qk_norm="all"),
+        read=readings.read_olmo3,
+        windows=4,
     ),
     "exaone4": Architecture(
         defaults=dict(
@@ -149,6 +134,22 @@ ARCHITECTURES: dict[str, Architecture] = {
             logits_scaling=1.0,
         ),
         read=readings.read_granite,
+    ),
+    "seed_oss": Architecture(
+        defaults=dict(
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=524_288,
+            attention_bias=True,
+        ),
+        read=readings.read_seed_oss,
+    ),
+    "cohere": COHERE,
+    "cohere2": dataclasses.replace(
+        COHERE,
+        defaults=COHERE.defaults | dict(rope_theta=10_000.0, sliding_window=4096),
+        read=readings.read_cohere2,
+        windows=4,
     ),
     "mixtral": Architecture(
         defaults=dict(
@@ -242,4 +243,5 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-ARCHITECTURES |= EXPERT_ARCHITECTURES | DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES
+ARCHITECTURES |= GEMMA_ARCHITECTURES | MISTRAL_ARCHITECTURES | EXPERT_ARCHITECTURES
+ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jkv
 
 from .config import DecoderConfig
-from .layers import Weights, linear, norm
+from .layers import Weights, linear, norm, scale_to_unit
 from .parts import Latent
 from .rope import rotate
 
@@ -23,7 +23,7 @@ def attend(
     batch: jkv.Batch,
     window: int | jax.Array | None,
 ) -> tuple[jax.Array, jkv.Cache]:
-    """Write a layer's keys and values and attend to them.
+    """Write a layer's keys and values, if it has its own, and attend to them.
 
     Args:
         config: the model's settings.
@@ -31,19 +31,28 @@ def attend(
         x: [R, E].
         turns: what positions turn by.
         cache: the cache.
-        layer: i32[], its number in the cache.
+        layer: i32[], the number in the cache of the layer whose keys it attends to.
         batch: what ``append`` returned.
         window: tokens that a row sees, itself counted.
 
     Returns:
         [R, E], and the cache.
     """
-    latent, values = config.latent, None
+    latent, keys, values = config.latent, None, None
     if latent is None:
-        queries, keys, values = _project_heads(config, weights, x, turns)
+        queries = _project_heads(config, weights, x, turns, "query")
+        if "key" in weights:
+            keys = _project_heads(config, weights, x, turns, "key")
+            values = _project_values(config, weights, x, keys.shape[-1])
     else:
         queries, keys = _project_latent(config, latent, weights, x, turns)
-    cache = jkv.write(cache, layer, batch, keys, values)
+    if config.query_growth is not None:
+        strength, span = config.query_growth
+        steps = (batch.positions // span).astype(jnp.float32)
+        grown = 1 + strength * jnp.log1p(steps)
+        queries = queries * grown[:, None, None].astype(queries.dtype)
+    if keys is not None:
+        cache = jkv.write(cache, layer, batch, keys, values)
     heads = jkv.attend(
         cache,
         layer,
@@ -64,26 +73,32 @@ def attend(
 
 
 def _project_heads(
-    config: DecoderConfig, weights: Weights, x: jax.Array, turns: Turns
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return turned queries [R, H, D] and keys [R, K, D], and values [R, K, D]."""
+    config: DecoderConfig, weights: Weights, x: jax.Array, turns: Turns, name: str
+) -> jax.Array:
+    """Return turned queries [R, H, D] or keys [R, K, D]."""
+    rows = linear(x, weights, name)
+    if config.qk_norm == "all":
+        rows = norm(config, rows, weights, f"{name}_norm")
+    dim = weights["query"].shape[-2] // config.num_heads
+    heads = rows.reshape(x.shape[0], -1, dim)
+    if config.qk_norm in ("head", "heads"):
+        heads = norm(config, heads, weights, f"{name}_norm")
+    heads = rotate(heads, *turns, config.turns_neighbours)
+    if config.qk_norm == "turned":
+        heads = norm(config, heads, weights, f"{name}_norm")
+    return heads
 
-    def project(name: str) -> jax.Array:
-        rows = linear(x, weights, name)
-        if config.qk_norm == "all":
-            rows = norm(config, rows, weights, f"{name}_norm")
-        heads = rows.reshape(x.shape[0], -1, config.head_dim)
-        if config.qk_norm == "head":
-            heads = norm(config, heads, weights, f"{name}_norm")
-        return heads
 
-    def turn(name: str) -> jax.Array:
-        heads = rotate(project(name), *turns, config.turns_neighbours)
-        if config.qk_norm == "turned":
-            heads = norm(config, heads, weights, f"{name}_norm")
-        return heads
-
-    return turn("query"), turn("key"), project("value")
+def _project_values(
+    config: DecoderConfig, weights: Weights, x: jax.Array, dim: int
+) -> jax.Array:
+    """Return values [R, K, D]."""
+    rows = linear(x, weights, "value" if "value" in weights else "key")
+    heads = rows.reshape(x.shape[0], -1, dim)
+    if config.has_value_norm:
+        normed = scale_to_unit(heads.astype(jnp.float32), config.norm_epsilon)
+        heads = normed.astype(heads.dtype)
+    return heads
 
 
 def _project_latent(

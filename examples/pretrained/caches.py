@@ -10,7 +10,17 @@ from .mixers import MIXERS, Mixer
 
 
 def attention_fields(config: DecoderConfig, num_layers: int) -> dict[str, Any]:
-    """Return the fields of ``jkv.CacheConfig`` that a model's attention decides."""
+    """Return the fields of ``jkv.CacheConfig`` that a model's attention decides.
+
+    Raises:
+        ValueError: when layers differ in their heads, so that one pool has no place
+            for all of them.
+    """
+    if config.layer_heads:
+        raise ValueError(
+            "the model's layers differ in their heads, so that its cache needs a group "
+            "for each kind: take Decoder.cache_config, or GroupedConfig.from_model"
+        )
     fields: dict[str, Any] = {
         "num_layers": num_layers,
         "num_kv_heads": config.num_kv_heads,
@@ -69,7 +79,16 @@ def choose_config(
             num_snapshots=num_snapshots or 0,
             snapshot_every=snapshot_every,
         )
-    fields = attention_fields(config, config.num_layers) | sizes
+    if config.layer_heads:
+        return _group_by_heads(
+            config,
+            max_context_length,
+            sizes,
+            step_tokens=step_tokens,
+            num_blocks=num_blocks,
+            prefix_caching=prefix_caching,
+        )
+    fields = attention_fields(config, config.num_cached_layers) | sizes
     if step_tokens is not None:
         del fields["num_layers"]
         windows = [
@@ -87,6 +106,45 @@ def choose_config(
         max_context_length, prefix_caching=prefix_caching, **fields
     )
     return dataclasses.replace(chosen, num_blocks=num_blocks) if num_blocks else chosen
+
+
+def _group_by_heads(
+    config: DecoderConfig,
+    max_context_length: int,
+    sizes: dict[str, Any],
+    *,
+    step_tokens: int | None,
+    num_blocks: int | None,
+    prefix_caching: bool,
+) -> jkv.GroupedConfig:
+    """Return a group for each kind of heads and window, that without a window first."""
+
+    def find_kind(layer: int) -> tuple[int | None, tuple[int, int]]:
+        window = config.windows[layer] if step_tokens is not None else None
+        is_seen = window is not None and window < max_context_length
+        return window if is_seen else None, config.find_heads(layer)
+
+    layers = [find_kind(layer) for layer in range(config.num_cached_layers)]
+    kinds = sorted(dict.fromkeys(layers), key=lambda kind: -(kind[0] or 2**31))
+    groups = []
+    for window, (num_kv_heads, head_dim) in kinds:
+        group = jkv.CacheConfig(
+            num_layers=layers.count((window, (num_kv_heads, head_dim))),
+            num_blocks=1,
+            max_context_length=max_context_length,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            sliding_window=window,
+            **sizes,
+        )
+        most = group.most_blocks(step_tokens or max_context_length)
+        blocks = num_blocks or sizes["max_sequences"] * most
+        groups.append(dataclasses.replace(group, num_blocks=blocks))
+    return jkv.GroupedConfig(
+        groups=tuple(groups),
+        layer_groups=tuple(map(kinds.index, layers)),
+        prefix_caching=prefix_caching,
+    )
 
 
 def _group_by_mixer(

@@ -19,7 +19,7 @@ import numpy as np
 
 from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
-from .files import SUFFIXES, Tensors, find_tensors
+from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
@@ -90,7 +90,7 @@ def random_params(
     def draw(name: str, source: Source, *stacked: int) -> jax.Array:
         shape, key = (*stacked, *source.shape), next(keys)
         if len(source.stored) == 1:
-            fill = 1 if name.endswith("norm") else 0
+            fill = 1 if name.endswith(("norm", "scale")) else 0
             return jnp.full(shape, fill, dtype)
         scale = 0.02 if name == "embedding" else source.stored[-1] ** -0.5
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
@@ -164,19 +164,34 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}
     # Old checkpoints carry the RoPE frequencies, which config.json gives as well, and
-    # some have further layers, past the last, that guess more than one token.
+    # some have further layers, past the last, that guess more than one token. Scales of
+    # activations belong to products in 8 bits, which are not computed here.
+    beside = ("rotary_emb.inv_freq", *IGNORED_SCALES.get(method, ()))
     unexpected = sorted(
         name
         for name in set(paths) - known
-        if not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith(beside)
         and not name.startswith(ARCHITECTURES[config.architecture].ignored)
         and not _is_past_the_layers(name, config)
+        and not _is_of_others_keys(name, config)
     )
     if unexpected:
         raise ValueError(
             f"the checkpoint holds {len(unexpected)} tensors that this model would not "
             f"use, so its answers would be wrong: {', '.join(unexpected[:4])}"
         )
+
+
+def _is_of_others_keys(name: str, config: DecoderConfig) -> bool:
+    """Whether a layer would project keys and values that it does not use."""
+    prefix = f"{ARCHITECTURES[config.architecture].prefix}layers."
+    layer, _, rest = name.removeprefix(prefix).partition(".")
+    if not name.startswith(prefix) or not layer.isdecimal():
+        return False
+    number = int(layer)
+    shares = number < len(config.key_layers) and config.key_layers[number] != number
+    of_keys = tuple(f"self_attn.{n}." for n in ("k_proj", "v_proj", "k_norm"))
+    return shares and rest.startswith(of_keys)
 
 
 def _is_past_the_layers(name: str, config: DecoderConfig) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
-from .parts import Convolution, DeltaRule, Experts, Latent, StateSpace
+from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
@@ -23,6 +23,13 @@ from .windows import read_windows
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
+
+# Model types that are known, and why they are not computed.
+CHUNKED = (
+    "its layers attend in chunks, so that a token sees those since the last multiple "
+    "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
+)
+REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
 
@@ -53,6 +60,13 @@ class DecoderConfig:
     architecture: the row of ``ARCHITECTURES``.
     vocab_size, hidden_size, intermediate_size: ints, `V`, `E` and `F` below.
     num_layers, num_heads, num_kv_heads, head_dim: ints, `L`, `H`, `K`, `D`.
+    layer_heads: per layer, key-value heads and head dim, where layers differ in them;
+        empty where `num_kv_heads` and `head_dim` say it.
+    key_layers: per layer, whose keys and values it attends to, its own or those of an
+        earlier layer that keeps some; empty for its own in all layers. The layers that
+        keep some are the first ones.
+    values_of_keys: per layer, whether values are projected as keys are; empty for none.
+    inner_sizes: per layer, `F`, where layers differ in it.
     max_context_length: int, positions that the model was trained for.
     norm_epsilon: float, added to the mean square in RMSNorm.
     ropes: per layer, how positions turn queries and keys; None if they do not.
@@ -64,9 +78,14 @@ class DecoderConfig:
     state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
     has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
-    qk_norm: queries and keys are normed: each "head" or "all" of them before they are
-        turned, or each head after it is "turned".
+    is_parallel: the perceptron takes what attention took, and both are added at once.
+    qk_norm: queries and keys are normed: each "head", each of the "heads" by weights of
+        its own, or "all" of them before they are turned, or each head after it is
+        "turned".
+    has_value_norm: values are normed by each head, without weights.
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
+    query_growth: float and int, `b` and `n`: a query at position p is
+        ``1 + b log(1 + p // n)`` times as long; None if they do not grow.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
     has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
@@ -77,6 +96,8 @@ class DecoderConfig:
         each half of a layer adds, and logits.
     attention_scales: floats that multiply what goes into attention and comes out.
     mlp_scales: floats that multiply gates of perceptrons and what comes out of these.
+    layer_inputs: what layers are told of a token besides; None for nothing.
+    has_layer_scales: what a layer returns is multiplied by a learnt number.
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
@@ -106,6 +127,10 @@ class DecoderConfig:
     norm_epsilon: float
     ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    key_layers: tuple[int, ...] = ()
+    values_of_keys: tuple[bool, ...] = ()
+    inner_sizes: tuple[int, ...] = ()
     tied: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -116,8 +141,11 @@ class DecoderConfig:
     norm_offset: float = 0.0
     has_centred_norms: bool = False
     has_norm_bias: bool = False
-    qk_norm: Literal["head", "all", "turned"] | None = None
+    is_parallel: bool = False
+    qk_norm: Literal["head", "heads", "all", "turned"] | None = None
+    has_value_norm: bool = False
     scale: float | None = None
+    query_growth: tuple[float, int] | None = None
     soft_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
@@ -130,6 +158,8 @@ class DecoderConfig:
     logit_scale: float = 1.0
     attention_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
+    layer_inputs: LayerInputs | None = None
+    has_layer_scales: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
@@ -161,7 +191,7 @@ class DecoderConfig:
         Layers that keep unlike things of a sequence run one by one.
         """
         kinds = [self._list_parts(layer) for layer in range(self.num_layers)]
-        scans = self.scan_layers and not self.has_states
+        scans = self.scan_layers and not (self.has_states or self.layer_heads)
         alike = kinds.__getitem__ if scans else None
         layers = (tuple(run) for _, run in itertools.groupby(range(len(kinds)), alike))
         return tuple(Run(run[0], run[-1] + 1, *kinds[run[0]]) for run in layers)
@@ -172,6 +202,17 @@ class DecoderConfig:
         has_experts = bool(self.expert_layers) and self.expert_layers[layer]
         feeds = ("experts" if has_experts else "perceptron") if is_fed else None
         return self.layer_mixers[layer], feeds
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that keep keys and values, of those that attend."""
+        return len(set(self.key_layers)) or self.num_layers
+
+    def find_heads(self, layer: int) -> tuple[int, int]:
+        """Return the key-value heads of a layer, and their dim."""
+        return (self.layer_heads or ((self.num_kv_heads, self.head_dim),))[
+            layer if self.layer_heads else 0
+        ]
 
     @property
     def turn_kinds(self) -> tuple[int, ...]:
@@ -333,6 +374,11 @@ def _read_dtype(settings: Settings) -> str:
 def _supported_model_type(raw: Mapping[str, Any]) -> str:
     """Return the model type, or refuse what this model does not compute."""
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise ValueError(
+            f"config.json names the architecture {model_type!r}, which is not "
+            f"supported: {REFUSED[model_type]}"
+        )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"config.json names the architecture {model_type!r}; supported are "

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import DecoderConfig
-from .layers import Weights, activate, linear, perceptron
+from .layers import Weights, activate, linear, norm, perceptron, scale_to_unit
 from .parts import Experts
 
 # Rows of one expert that are computed together.
@@ -25,6 +25,7 @@ def mix_experts(
     weights: Weights,
     stacks: Weights,
     layer: jax.Array,
+    hidden: jax.Array,
     x: jax.Array,
     valid: jax.Array,
 ) -> jax.Array:
@@ -35,20 +36,28 @@ def mix_experts(
         weights: of the layer, without the experts'.
         stacks: of the experts, as `apply_experts` takes them.
         layer: i32[], the layer's number in the run.
-        x: [R, E].
+        hidden: [R, E], what was normed.
+        x: [R, E], the same, normed.
         valid: bool[R].
     """
     experts = config.experts
-    chosen = route(experts, weights, x)
-    inputs = linear(x, weights, "routed_in") if experts.latent else x
+    inputs = seen = x
+    if experts.has_own_norms:
+        inputs = norm(config, hidden, weights, "routed_norm")
+        seen = scale_to_unit(hidden.astype(jnp.float32), config.norm_epsilon)
+        seen = seen * weights["router_scale"].astype(jnp.float32)[None, :]
+        seen = seen * config.hidden_size**-0.5
+    chosen = route(experts, weights, seen)
+    inputs = linear(x, weights, "routed_in") if experts.latent else inputs
     fed = apply_experts(config, stacks, layer, inputs, *chosen, valid)
     if experts.latent:
         fed = linear(fed, weights, "routed_out")
+    fed = norm(config, fed, weights, "routed_post_norm")
     if experts.shared_inner:
         shared = perceptron(config, x, weights, "shared_")
         if experts.has_shared_gate:
             shared = shared * jax.nn.sigmoid(linear(x, weights, "shared_weight"))
-        fed = fed + shared
+        fed = fed + norm(config, shared, weights, "shared_post_norm")
     return fed
 
 
@@ -59,7 +68,8 @@ def route(
 
     Args:
         experts: the sizes.
-        weights: of the layer; of them ``router``, ``router_bias`` and ``choice_bias``.
+        weights: of the layer; of them ``router``, ``router_bias``, ``choice_bias`` and
+            ``routed_scale``.
         x: [R, E].
 
     Returns:
@@ -83,6 +93,8 @@ def route(
     if experts.is_normalised:
         total = gates.sum(axis=-1, keepdims=True) + experts.epsilon
         gates = gates / jnp.maximum(total, experts.least_sum)
+    if experts.has_own_norms:
+        gates = gates * weights["routed_scale"].astype(jnp.float32)[chosen]
     return chosen, gates * experts.scale
 
 

@@ -16,6 +16,9 @@ from .quantized import Quantization, decode_mxfp4, scale_blocks
 from .text_part import name_tensors
 
 FLOATS = ("F16", "BF16", "F32", "F64")
+# How names end of what weights are made whole without.
+IGNORED_SCALES = {"fp8": ("activation_scale",)}
+
 # What a quantized matrix has beside its own name.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
 
@@ -82,8 +85,8 @@ class Tensors:
             # Stored as [out, in], where the tensor that is not quantized is [in, out].
             tensor = decode_mxfp4(blocks, scales).swapaxes(-1, -2)
         elif method == "fp8" and f"{name}_scale_inv" in self.paths:
-            tensor = self._load(name, ("F8_E4M3",))
-            scales = self._load(f"{name}_scale_inv", FLOATS)
+            tensor = self._load(name, ("F8_E4M3",), index)
+            scales = self._load(f"{name}_scale_inv", FLOATS, index)
             tensor = scale_blocks(tensor, scales, self._quantization.block)
         else:
             tensor = self._load(name, FLOATS, index)
@@ -115,21 +118,28 @@ class Tensors:
                 "in quantization_config that is supported"
             )
         if stored.get_dtype() == "F8_E4M3":
-            return self._load_small_floats(path, stored_name)
+            return self._load_small_floats(path, stored_name, index)
         if index is None:
             return self._files[path].get_tensor(stored_name)
         return stored[index]
 
-    def _load_small_floats(self, path: Path, name: str) -> np.ndarray:
+    def _load_small_floats(
+        self, path: Path, name: str, index: int | None
+    ) -> np.ndarray:
         """Return a tensor of float8_e4m3fn, which safetensors cannot give to numpy."""
         if path not in self._headers:
             self._headers[path] = _read_header(path)
         header, first = self._headers[path]
+        shape = header[name]["shape"]
         start, stop = header[name]["data_offsets"]
+        if index is not None:
+            shape = shape[1:]
+            size = int(np.prod(shape))  # a byte each
+            start, stop = start + index * size, start + (index + 1) * size
         with path.open("rb") as file:
             file.seek(first + start)
             stored = np.frombuffer(file.read(stop - start), jnp.float8_e4m3fn)
-        return stored.reshape(header[name]["shape"])
+        return stored.reshape(shape)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -10,6 +10,15 @@ from .config import DecoderConfig
 Weights = Mapping[str, jax.Array]  # parameters of one layer
 
 
+def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+    """Look up token rows; ids outside the vocabulary give NaN, invalid rows zeros."""
+    # A negative index would wrap around, so it is moved past the end.
+    outside = (tokens < 0) | (tokens >= embedding.shape[0])
+    index = jnp.where(outside, embedding.shape[0], tokens)
+    rows = jnp.take(embedding, index, axis=0, mode="fill", fill_value=jnp.nan)
+    return jnp.where(valid[:, None], rows, jnp.zeros_like(rows))
+
+
 def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Multiply rows [R, in] by a matrix [out, in] and add its bias if it has one."""
     product = jnp.einsum("ri,oi->ro", x, weights[name])
@@ -20,15 +29,16 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Scale to unit root mean square over the last axis, where the layer has this norm.
 
-    Computed in float32. Centred norms subtract the mean first, and may add a bias.
+    Computed in float32. Centred norms subtract the mean first, and may add a bias. The
+    weights may have axes for heads before the last one.
     """
     if name not in weights:
         return x
-    wide = x.astype(jnp.float32)
+    wide, weight = x.astype(jnp.float32), weights[name]
     if config.has_centred_norms:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = scale_to_unit(wide, config.norm_epsilon)
-    weight = jnp.expand_dims(weights[name], range(x.ndim - 1))
+    weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
     if (bias := weights.get(f"{name}_bias")) is not None:
         # Rounded once, after the sum.
         bias = jnp.expand_dims(bias, range(x.ndim - 1)).astype(jnp.float32)
@@ -70,12 +80,12 @@ def activate(config: DecoderConfig, gate: jax.Array | None, up: jax.Array) -> ja
         up: what comes out of the second one.
     """
     if gate is None:
-        return _bend(config, up)
+        return bend(config, up)
     if config.swiglu_limits:
         slope, bound = config.swiglu_limits
         gate, up = jnp.minimum(gate, bound), jnp.clip(up, -bound, bound)
         return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
-    return _bend(config, gate) * up
+    return bend(config, gate) * up
 
 
 def cap(x: jax.Array, bound: float | None) -> jax.Array:
@@ -83,7 +93,7 @@ def cap(x: jax.Array, bound: float | None) -> jax.Array:
     return x if bound is None else bound * jnp.tanh(x / bound)
 
 
-def _bend(config: DecoderConfig, x: jax.Array) -> jax.Array:
+def bend(config: DecoderConfig, x: jax.Array) -> jax.Array:
     """Apply the activation alone."""
     if config.activation == "gelu_pytorch_tanh":
         return jax.nn.gelu(x, approximate=True)

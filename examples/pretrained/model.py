@@ -26,7 +26,8 @@ from .caches import attention_fields, choose_config
 from .checkpoint import Params
 from .config import DecoderConfig, Run
 from .experts import mix_experts
-from .layers import Weights, cap, norm, perceptron
+from .layer_inputs import take_told, tell_layers
+from .layers import Weights, cap, embed, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
 
@@ -46,7 +47,7 @@ class Decoder:
     @property
     def cache_fields(self) -> dict[str, int]:
         """The fields of ``jkv.CacheConfig`` that a model without states decides."""
-        return attention_fields(self.config, self.config.num_layers)
+        return attention_fields(self.config, self.config.num_cached_layers)
 
     def cache_config(
         self, max_context_length: int, **sizes: Any
@@ -86,12 +87,15 @@ class Decoder:
             f32[R, V]; and the cache with the rows written.
         """
         config = self.config
-        hidden = _embed(params["embedding"], tokens, batch.valid)  # [R, E]
+        hidden = embed(params["embedding"], tokens, batch.valid)  # [R, E]
         hidden = hidden * config.embedding_scale
+        told = None
+        if config.layer_inputs is not None:
+            told = tell_layers(config, params, tokens, batch.valid, hidden)
         all_turns = _stack_turns(config, batch)
         for run, weights in zip(config.runs, params["layers"], strict=True):
             hidden, cache = _run_layers(
-                config, run, weights, hidden, all_turns, cache, batch
+                config, run, weights, hidden, told, all_turns, cache, batch
             )
         if not all_rows:
             # Requests without rows point past the end: filled with zeros.
@@ -113,6 +117,7 @@ def _run_layers(
     run: Run,
     weights: Weights,
     hidden: jax.Array,
+    told: jax.Array | None,
     all_turns: Turns,
     cache: jkv.Cache,
     batch: jkv.Batch,
@@ -133,14 +138,19 @@ def _run_layers(
             mixed = norm(config, mixed, weights, "attention_post_norm")
             hidden = hidden + mixed * config.residual_scale
         if run.feeds:
-            normed = norm(config, hidden, weights, "mlp_norm")
+            if not config.is_parallel:
+                normed = norm(config, hidden, weights, "mlp_norm")
             if run.feeds == "experts":
                 stacks = experts, index
-                fed = mix_experts(config, weights, *stacks, normed, batch.valid)
+                fed = mix_experts(config, weights, *stacks, hidden, normed, batch.valid)
             else:
                 fed = perceptron(config, normed, weights)
             fed = norm(config, fed, weights, "mlp_post_norm")
             hidden = hidden + fed * config.residual_scale
+        if told is not None:
+            hidden = hidden + take_told(config, weights, hidden, told[number])
+        if config.has_layer_scales:
+            hidden = hidden * weights["layer_scale"][None, :]
         return hidden, cache
 
     carry = hidden, cache
@@ -153,10 +163,12 @@ def _run_layers(
 def _mix(config, run, weights, x, turns, cache, number, batch, window):
     """Return what a layer's mixers make of rows [R, E], added up, and the cache."""
     parts = []
+    # Layers that attend to others' keys run one by one: their numbers are known.
+    of_keys = config.key_layers[number] if config.key_layers else number
     if run.has_attention:
         scale_in, scale_out = config.attention_scales
         attended, cache = attend(
-            config, weights, x * scale_in, turns, cache, number, batch, window
+            config, weights, x * scale_in, turns, cache, of_keys, batch, window
         )
         parts.append(attended * scale_out)
     for name in run.state_mixers:
@@ -224,17 +236,11 @@ def _scan_periods(config, run, run_layer, carry, weights):
     return carry
 
 
-def _embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
-    """Look up token rows; ids outside the vocabulary give NaN, invalid rows zeros."""
-    # A negative index would wrap around, so it is moved past the end.
-    outside = (tokens < 0) | (tokens >= embedding.shape[0])
-    index = jnp.where(outside, embedding.shape[0], tokens)
-    rows = jnp.take(embedding, index, axis=0, mode="fill", fill_value=jnp.nan)
-    return jnp.where(valid[:, None], rows, jnp.zeros_like(rows))
-
-
 def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
-    """Return what kinds of layers turn by, f32[kinds, R, 1, turned dim / 2] each."""
+    """Return what kinds of layers turn by, f32[kinds, R, 1, turned dim / 2] each.
+
+    Where kinds turn dims of other sizes, which run one by one, they are tuples.
+    """
     # The last request that starts at a row or before owns it.
     rows = jnp.arange(batch.num_rows, dtype=jnp.int32)
     owner = jnp.searchsorted(batch.query_starts, rows, side="right") - 1
@@ -244,6 +250,8 @@ def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
         for rope in dict.fromkeys(config.ropes)
     ]
     cos, sin = zip(*pairs, strict=True)
+    if len({each.shape for each in cos}) > 1:
+        return cos, sin
     return jnp.stack(cos), jnp.stack(sin)
 
 

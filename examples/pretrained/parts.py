@@ -25,6 +25,9 @@ class Experts:
     scale: float, multiplies those weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
+    has_own_norms: experts and router take what came before the perceptron's norm, by
+        norms of their own, and what each of both returns is normed before they are
+        added; an expert's weight is multiplied by a learnt number (Gemma 4).
     """
 
     count: int
@@ -43,6 +46,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     has_biases: bool = False
+    has_own_norms: bool = False
 
     def __post_init__(self) -> None:
         """Reject what cannot be chosen."""
@@ -56,6 +60,18 @@ class Experts:
                 f"config.json: a token cannot use {self.per_token} of {self.count} "
                 f"experts in {self.groups_per_token} of {self.groups} groups"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What every layer is told of a token besides, as Gemma 4's small models are.
+
+    vocab_size: int, tokens that have an embedding for each layer.
+    dim: int, components of what a layer is told.
+    """
+
+    vocab_size: int
+    dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 * "mxfp4" (gpt-oss): 32 neighbours of 4 bits, two in a byte with the first in the low
   half, share a power of two (Open Compute Project, Microscaling Formats, version 1.0).
-* "fp8" (DeepSeek): a float of 8 bits each; a block of rows and columns shares a scale.
+* "fp8": a float of 8 bits each; a block of rows and columns shares a scale (DeepSeek),
+  or a whole matrix does (Mistral).
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class Quantization:
     """How a checkpoint stores its matrices.
 
     method: one of ``METHODS``.
-    block: of "fp8", rows and columns that share a scale.
+    block: of "fp8", rows and columns that share a scale; None if all of a matrix do.
     """
 
     method: str
@@ -49,10 +50,12 @@ def read_quantization(settings: Settings) -> Quantization | None:
     if method == "mxfp4":
         return Quantization(method)
     block = given.get("weight_block_size")
+    if block is None:
+        return Quantization(method)
     if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
         raise ValueError(
-            "config.json: of fp8 checkpoints those with a weight_block_size of two "
-            f"numbers are supported, got {block!r}"
+            "config.json: the weight_block_size of an fp8 checkpoint must be null or "
+            f"two numbers, got {block!r}"
         )
     return Quantization(method, (block[0], block[1]))
 
@@ -68,10 +71,17 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def scale_blocks(
-    matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]
+    matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None
 ) -> np.ndarray:
-    """Return f32[O, I]: a matrix times the scales of its blocks."""
+    """Return f32[O, I]: a matrix times the scales of its blocks, or its only one."""
     scaled = matrix.astype(np.float32)
+    if block is None:
+        if scales.size != 1:
+            raise ValueError(
+                f"a matrix without weight_block_size needs one scale, got {scales.size}"
+            )
+        scaled *= scales.reshape(-1)[0].astype(np.float32)
+        return scaled
     rows, columns = (-(-n // size) for n, size in zip(matrix.shape, block, strict=True))
     if scales.shape != (rows, columns):
         raise ValueError(

@@ -4,41 +4,54 @@ They return fields of `DecoderConfig`; `architectures.py` says whose they are.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .parts import Experts, Latent
-from .rope_settings import read_rope, rope_parameters, yarn_magnitude
+from .rope import Rope
+from .rope_settings import (
+    pair_rope_parameters,
+    read_rope,
+    rope_parameters,
+    yarn_magnitude,
+)
 from .settings import Settings
-from .windows import list_turned, list_windowed
+from .windows import list_turned, list_windowed, read_windows
 
 
-def read_gemma(settings: Settings) -> dict[str, Any]:
-    """Read what Gemma 2 and 3 share."""
+def read_olmo3(settings: Settings) -> dict[str, Any]:
+    """Only frequencies of layers without a window are scaled."""
+    theta = {"rope_theta": settings.number("rope_theta")}
+    given = pair_rope_parameters(settings, full=theta, windowed=theta)
+    ropes = [read_rope(settings, _head_dim(settings), each) for each in given]
+    windowed = list_windowed(settings, 4, settings.count("num_hidden_layers"))
+    return dict(ropes=tuple(ropes[kind] for kind in windowed))
+
+
+def read_cohere(settings: Settings) -> dict[str, Any]:
+    """Read what is multiplied, and whether each head has a norm of its own."""
     return dict(
-        scale=settings.number("query_pre_attn_scalar") ** -0.5,
-        soft_cap=settings.maybe_number("attn_logit_softcapping"),
-        logit_cap=settings.maybe_number("final_logit_softcapping"),
-        embedding_scale=settings.count("hidden_size") ** 0.5,
+        logit_scale=settings.number("logit_scale"),
+        qk_norm="heads" if settings.flag("use_qk_norm") else None,
     )
 
 
-def read_gemma3(settings: Settings) -> dict[str, Any]:
-    """Read Gemma's fields, and one rope for layers with a window, one for others."""
-    if settings.flag("use_bidirectional_attention"):
-        raise ValueError("config.json: bidirectional attention is not supported")
-    dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
-    given = rope_parameters(settings)
-    local = {"rope_theta": settings.number("rope_local_base_freq")}
-    full = {"rope_theta": settings.number("rope_theta")} | dict(given)
-    if given.keys() & {"full_attention", "sliding_attention"}:
-        full = {"rope_theta": 1e6} | (given.get("full_attention") or {})
-        local |= given.get("sliding_attention") or {}
-    # In this order: False is 0.
-    ropes = [read_rope(settings, dim, parameters) for parameters in (full, local)]
-    # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
-    return read_gemma(settings) | dict(
-        soft_cap=None,
-        ropes=tuple(ropes[kind] for kind in list_windowed(settings, 6, num_layers)),
+def read_cohere2(settings: Settings) -> dict[str, Any]:
+    """Beside Command R's fields: layers without a window are not turned."""
+    rope, num_layers = (
+        read_rope(settings, _head_dim(settings)),
+        settings.count("num_hidden_layers"),
+    )
+    windows = read_windows(settings, 4, num_layers)
+    return read_cohere(settings) | dict(
+        ropes=tuple(rope if window else None for window in windows)
+    )
+
+
+def read_seed_oss(settings: Settings) -> dict[str, Any]:
+    return dict(
+        has_qkv_bias=settings.flag("attention_bias"),
+        has_output_bias=settings.flag("attention_out_bias"),
     )
 
 
@@ -109,19 +122,14 @@ def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
 
 def read_deepseek(settings: Settings) -> dict[str, Any]:
     """Read latent attention, and routed experts beside shared ones."""
-    latent = Latent(
-        rank=settings.count("kv_lora_rank"),
-        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
-        plain_dim=settings.count("qk_nope_head_dim"),
-        turned_dim=settings.count("qk_rope_head_dim"),
-        value_dim=settings.count("v_head_dim"),
-    )
+    latent = read_latent(settings)
+    rope = read_rope(settings, latent.turned_dim)
     num_layers = settings.count("num_hidden_layers")
     return dict(
         experts=read_routed(settings),
         expert_layers=list_expert_layers(settings, num_layers),
         latent=latent,
-        scale=_latent_scale(settings, latent),
+        scale=latent_scale(latent, rope, rope_parameters(settings)),
         num_kv_heads=1,
         head_dim=latent.rank + latent.turned_dim,
         num_guessing_layers=settings.count("num_nextn_predict_layers", 0, least=0),
@@ -166,11 +174,21 @@ def read_routed(settings: Settings) -> Experts:
     )
 
 
-def _latent_scale(settings: Settings, latent: Latent) -> float:
+def read_latent(settings: Settings) -> Latent:
+    """Read the sizes of latent attention."""
+    return Latent(
+        rank=settings.count("kv_lora_rank"),
+        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
+        plain_dim=settings.count("qk_nope_head_dim"),
+        turned_dim=settings.count("qk_rope_head_dim"),
+        value_dim=settings.count("v_head_dim"),
+    )
+
+
+def latent_scale(latent: Latent, rope: Rope, given: Mapping[str, Any]) -> float:
     """Return the scale of the scores, which yarn enlarges by a weight of its own."""
     scale = (latent.plain_dim + latent.turned_dim) ** -0.5
-    weight = rope_parameters(settings).get("mscale_all_dim")
-    rope = read_rope(settings, latent.turned_dim)
+    weight = given.get("mscale_all_dim")
     if rope.scaling == "yarn" and weight:
         scale *= yarn_magnitude(rope.factor, weight) ** 2
     return scale

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+SCALINGS = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,8 @@ class Rope:
     fast_turns, slow_turns: floats, of "yarn": pairs that turn more often than
         `fast_turns` in the original context are kept, less than `slow_turns` scaled.
     is_truncated: of "yarn": whether the bounds between those are whole pairs.
+    part: float, of "proportional": of the pairs so many are turned, the first ones, at
+        the frequencies that they have among all.
     magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
     long_magnitude: float, of "longrope": the same in texts of more than
         `original_context` tokens; None if it is no other.
@@ -52,6 +62,7 @@ class Rope:
     fast_turns: float = 32.0
     slow_turns: float = 1.0
     is_truncated: bool = True
+    part: float = 1.0
     magnitude: float = 1.0
     long_magnitude: float | None = None
     short_factors: tuple[float, ...] = ()
@@ -70,6 +81,9 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
     base = rope.theta**-exponents
     if rope.scaling == "linear":
         base = base / rope.factor
+    elif rope.scaling == "proportional":
+        base = base / rope.factor
+        base[int(rope.part * rope.dim // 2) :] = 0
     elif rope.scaling == "dynamic":
         base = base * _stretch(rope, max(length, rope.original_context)) ** -exponents
     elif rope.scaling == "longrope":
@@ -116,7 +130,7 @@ def turns(
 
     Args:
         rope: how the frequencies come about; None turns nothing.
-        dim: components that are turned, the same for all layers of a model.
+        dim: components that are turned where `rope` is None.
         positions: i32[R].
         lengths: i32[R], tokens of each row's sequence after this call.
     """

@@ -23,6 +23,26 @@ def rope_parameters(settings: Settings) -> Mapping[str, Any]:
     return found
 
 
+def pair_rope_parameters(
+    settings: Settings, full: Mapping[str, Any], windowed: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what layers without and with a window turn by.
+
+    Settings that do not say of which layers they are belong to those without.
+
+    Args:
+        settings: the config.json.
+        full, windowed: what counts where it says nothing.
+    """
+    given = rope_parameters(settings)
+    if given.keys() & {"full_attention", "sliding_attention"}:
+        of_full, of_windowed = (
+            given.get(kind) or {} for kind in ("full_attention", "sliding_attention")
+        )
+        return {**full, **of_full}, {**windowed, **of_windowed}
+    return {**full, **given}, {**windowed}
+
+
 def read_rope(
     settings: Settings,
     dim: int,
@@ -55,7 +75,9 @@ def read_rope(
             + ", ".join(SCALINGS)
         )
     rope = Rope(
-        dim=_read_dim(settings, given, dim, can_be_partial),
+        dim=dim
+        if scaling == "proportional"
+        else _read_dim(settings, given, dim, can_be_partial),
         theta=_number(given, "rope_theta", settings.get("rope_theta", 10_000.0)),
         is_interleaved=settings.flag("rope_interleave"),
         scaling=scaling,
@@ -177,6 +199,15 @@ def _read_longrope(settings: Settings, given: Mapping[str, Any]) -> dict[str, An
     )
 
 
+def _read_proportional(_: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    part = _number(given, "partial_rotary_factor", 1.0)
+    if part > 1:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must be at most 1, got {part!r}"
+        )
+    return dict(factor=_number(given, "factor", 1.0), part=part)
+
+
 READERS = {
     "default": lambda _, __: {},
     "linear": _read_linear,
@@ -184,4 +215,5 @@ READERS = {
     "yarn": _read_yarn,
     "longrope": _read_longrope,
     "llama3": _read_llama3,
+    "proportional": _read_proportional,
 }

@@ -101,6 +101,7 @@ def find_divided_axis(
     axis = DIVIDED.get(name)
     if axis is None or shape[axis] % num_devices:
         return None
-    if name in OF_KV_HEADS and config.num_kv_heads % num_devices:
+    kinds = config.layer_heads or ((config.num_kv_heads, config.head_dim),)
+    if name in OF_KV_HEADS and any(heads % num_devices for heads, _ in kinds):
         return None
     return axis

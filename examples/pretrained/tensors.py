@@ -45,6 +45,13 @@ NAMES = {
     "expert_gate": "mlp.experts.{}.gate_proj.weight",
     "expert_up": "mlp.experts.{}.up_proj.weight",
     "expert_down": "mlp.experts.{}.down_proj.weight",
+    "layer_scale": "layer_scalar",
+    "layer_embedding": "embed_tokens_per_layer.weight",
+    "layer_projection": "per_layer_model_projection.weight",
+    "layer_projection_norm": "per_layer_projection_norm.weight",
+    "told_gate": "per_layer_input_gate.weight",
+    "told_output": "per_layer_projection.weight",
+    "told_norm": "post_per_layer_input_norm.weight",
     "query_down": "self_attn.q_a_proj.weight",
     "query_down_norm": "self_attn.q_a_layernorm.weight",
     "query_up": "self_attn.q_b_proj.weight",
@@ -59,13 +66,24 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
     """Return, per parameter of a layer of the run, where it comes from."""
     table = _norms(config, run)
     if run.has_attention:
-        table |= _latent(config, config.latent) if config.latent else _attention(config)
+        if config.latent:
+            table |= _latent(config, config.latent)
+        else:
+            table |= _attention(config, run.start)
     for mixer in run.state_mixers:
         table |= MIXERS[mixer].list_tensors(config)
     if run.feeds == "experts" and config.experts:
         table |= _experts(config, config.experts)
     elif run.feeds == "perceptron":
-        table |= _perceptron(config, "", config.intermediate_size)
+        inner = config.inner_sizes[run.start] if config.inner_sizes else None
+        table |= _perceptron(config, "", inner or config.intermediate_size)
+    if config.layer_inputs:
+        dim, hidden = config.layer_inputs.dim, config.hidden_size
+        table |= list_whole(
+            told_gate=(dim, hidden), told_output=(hidden, dim), told_norm=(hidden,)
+        )
+    if config.has_layer_scales:
+        table |= list_whole(layer_scale=(1,))
     names = NAMES | ARCHITECTURES[config.architecture].tensors
     named = {}
     for parameter, source in table.items():
@@ -85,6 +103,14 @@ def model_tensors(config: DecoderConfig) -> dict[str, Source]:
         name: Source(shape, shape, name=f"{row.prefix}{names[name]}")
         for name, shape in (("embedding", matrix), ("final_norm", vector))
     }
+    if told := config.layer_inputs:
+        width = config.num_layers * told.dim
+        for name, shape in (
+            ("layer_embedding", (told.vocab_size, width)),
+            ("layer_projection", (width, config.hidden_size)),
+            ("layer_projection_norm", (told.dim,)),
+        ):
+            table[name] = Source(shape, shape, name=f"{row.prefix}{names[name]}")
     if config.has_norm_bias:
         name = table["final_norm"].name.replace("weight", "bias")
         table["final_norm_bias"] = Source(vector, vector, name=name)
@@ -104,7 +130,7 @@ def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
     is_there = dict(
         attention_norm=before and mixes,
         attention_post_norm=after and mixes,
-        mlp_norm=before and feeds,
+        mlp_norm=before and feeds and not config.is_parallel,
         mlp_post_norm=after and feeds,
     )
     names = [name for name, there in is_there.items() if there]
@@ -113,9 +139,13 @@ def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
     return list_whole(**dict.fromkeys(names, (config.hidden_size,)))
 
 
-def _attention(config: DecoderConfig) -> dict[str, Source]:
-    hidden, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
+    num_kv_heads, dim = config.find_heads(layer)
+    hidden, heads, kv_heads = (
+        config.hidden_size,
+        config.num_heads * dim,
+        num_kv_heads * dim,
+    )
     table = list_whole(
         query=(heads, hidden),
         key=(kv_heads, hidden),
@@ -130,8 +160,18 @@ def _attention(config: DecoderConfig) -> dict[str, Source]:
         table |= list_whole(output_bias=(hidden,))
     if config.qk_norm == "all":
         table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
+    elif config.qk_norm == "heads":
+        table |= list_whole(
+            query_norm=(config.num_heads, dim), key_norm=(num_kv_heads, dim)
+        )
     elif config.qk_norm:
         table |= list_whole(query_norm=(dim,), key_norm=(dim,))
+    if config.key_layers and config.key_layers[layer] != layer:
+        # It attends to what an earlier layer keeps.
+        names = ("key", "value", "key_bias", "value_bias", "key_norm")
+        table = {name: each for name, each in table.items() if name not in names}
+    elif config.values_of_keys and config.values_of_keys[layer]:
+        table = {n: each for n, each in table.items() if not n.startswith("value")}
     if config.has_output_gate:
         table |= _gated_queries(config)
     if config.has_sinks:
@@ -228,6 +268,14 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
         table |= list_whole(choice_bias=(count,))
     if experts.has_choice_bias:
         table["choice_bias"] = Source((count,), (1, count), np.ravel)
+    if experts.has_own_norms:
+        table |= list_whole(
+            routed_norm=(hidden,),
+            routed_post_norm=(hidden,),
+            shared_post_norm=(hidden,),
+            router_scale=(hidden,),
+            routed_scale=(count,),
+        )
     if experts.shared_inner:
         table |= _perceptron(config, "shared_", experts.shared_inner)
     if experts.has_shared_gate:

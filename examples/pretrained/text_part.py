@@ -1,17 +1,19 @@
 """The text part of a checkpoint whose model also sees.
 
-Gemma 3 from 4B on and Qwen3.5 are such models. Their config.json holds the language
-model's settings as ``text_config``, and their tensors have longer names, in one of two
-forms. A text without pictures has the logits of the language model alone, so the rest
-is left out.
+Gemma 3 from 4B on, Gemma 4, Qwen3.5, and Mistral's since Small 3.1 are such models.
+Their config.json holds the language model's settings as ``text_config``, and their
+tensors have longer names, in one of two forms. A text without pictures has the logits
+of the language model alone, so the rest is left out.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Model types with a text part, and the model type of that part.
+# Model types with a text part, and the model type of that part where it names none.
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -32,7 +34,14 @@ PREFIXES = {
     "model.language_model.": "model.",
 }
 
-OTHER_PARTS = ("multi_modal_projector.", "vision_tower.", "visual.")
+OTHER_PARTS = (
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_tower.",
+    "visual.",
+)
 
 
 def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

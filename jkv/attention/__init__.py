@@ -186,7 +186,7 @@ def paged_attention(
       work_lists: a `Batch`'s: what `append` listed for the kernel of these requests.
       by_position: static; what a row gets is the same bits whatever other rows the call
         has and wherever the row is, as long as R, B and the pools' sizes but N are the
-        same. With plain XLA, on every platform.
+        same. "pallas" and "xla" add up in other orders, so bits differ between them.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and

@@ -7,7 +7,7 @@ name.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -40,8 +40,16 @@ from jkv.sharding.varying import is_manual, vary_over, varying_axes
 Results = TypeVar("Results")
 
 
-# Those with kernels, as JAX names what it lowers for.
-_PLATFORMS = "rocm", "cuda"
+# Platforms with kernels, as JAX names what it lowers for, and what finds the one for a
+# call, and for its derivative: None where the kernel does not take it.
+_KERNELS: dict[str, Callable[..., Attend | None]] = {
+    "rocm": find_kernel,
+    "cuda": find_kernel,
+}
+_DERIVATIVES: dict[str, Callable[..., Differentiate | None]] = {
+    "rocm": find_derivative,
+    "cuda": find_derivative,
+}
 
 
 def choose(implementation: str | None, *, by_position: bool) -> Attend:
@@ -57,41 +65,47 @@ def choose(implementation: str | None, *, by_position: bool) -> Attend:
         )
     if not by_position:
         return _IMPLEMENTATIONS[implementation]
-    if implementation not in (None, "xla"):
+    if implementation not in _BY_POSITION:
         raise ValueError(
             f"implementation={implementation!r} adds a context up in an order that "
             f"depends on the step; leave it out where bits shall not"
         )
-    return _BY_POSITION
+    return _BY_POSITION[implementation]
 
 
-def attend_anywhere(call: Call) -> tuple[jax.Array, jax.Array]:
+def attend_anywhere(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Use the kernel on platforms where it applies, the plain path everywhere else.
 
     A program for one platform carries one of them, one that was exported for several
     platforms carries several.
     """
-    kernels = _find(find_kernel, call)
-    return _choose_platform(call, default=attend_plainly, **kernels)
+    plain = attend_by_position if by_position else attend_plainly
+    kernels = _find(_KERNELS, call, by_position=by_position)
+    return _choose_platform(call, default=plain, **kernels)
 
 
 def differentiate_anywhere(call: Call, cotangents: Cotangents) -> Gradients:
     """Use the derivative's kernels likewise, whatever computed the result."""
-    kernels = _find(find_derivative, call)
+    kernels = _find(_DERIVATIVES, call)
     default = differentiate_plainly
     return _choose_platform(call, cotangents, default=default, **kernels)
 
 
-def attend_pallas(call: Call) -> tuple[jax.Array, jax.Array]:
+def attend_pallas(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Use the kernel, interpreted on CPU.
 
     Raises:
       NotImplementedError: for shapes it does not take, saying why.
     """
-    _raise_refusal(why_refused(call, _PLATFORMS))
+    _raise_refusal(why_refused(call, tuple(_KERNELS)))
     refuse = functools.partial(_refuse_platform, call.results)
-    kernels = _find(find_kernel, call)
-    return _choose_platform(call, cpu=interpret_kernel, default=refuse, **kernels)
+    kernels = _find(_KERNELS, call, by_position=by_position)
+    interpret = functools.partial(interpret_kernel, by_position=by_position)
+    return _choose_platform(call, cpu=interpret, default=refuse, **kernels)
 
 
 def differentiate_pallas(call: Call, cotangents: Cotangents) -> Gradients:
@@ -100,9 +114,9 @@ def differentiate_pallas(call: Call, cotangents: Cotangents) -> Gradients:
     Raises:
       NotImplementedError: for shapes they do not take, saying why.
     """
-    _raise_refusal(why_not_derived(call, _PLATFORMS))
+    _raise_refusal(why_not_derived(call, tuple(_DERIVATIVES)))
     refuse = functools.partial(_refuse_platform, shape_gradients(call))
-    kernels = _find(find_derivative, call)
+    kernels = _find(_DERIVATIVES, call)
     interpret = interpret_derivative
     return _choose_platform(call, cotangents, cpu=interpret, default=refuse, **kernels)
 
@@ -135,10 +149,14 @@ def _call_varying(function: Callable[..., Results], *given: Any) -> Results:
 
 
 def _find(
-    find: Callable[[Call, str], Callable[..., Results] | None], call: Call
+    finders: Mapping[str, Callable[..., Callable[..., Results] | None]],
+    call: Call,
+    **options: bool,
 ) -> dict[str, Callable[..., Results]]:
     """Return the kernel for each platform where there is one for this call."""
-    found = {platform: find(call, platform) for platform in _PLATFORMS}
+    found = {
+        platform: find(call, platform, **options) for platform, find in finders.items()
+    }
     return {platform: kernel for platform, kernel in found.items() if kernel}
 
 
@@ -166,4 +184,13 @@ _IMPLEMENTATIONS: dict[str | None, Attend] = {
     "reference": attend_reference,
     "pallas": _with_derivative(attend_pallas, differentiate_pallas),
 }
-_BY_POSITION = _with_derivative(attend_by_position, differentiate_anywhere)
+# Those whose bits depend on a row's position alone.
+_BY_POSITION: dict[str | None, Attend] = {
+    None: _with_derivative(
+        functools.partial(attend_anywhere, by_position=True), differentiate_anywhere
+    ),
+    "xla": _with_derivative(attend_by_position, differentiate_plainly),
+    "pallas": _with_derivative(
+        functools.partial(attend_pallas, by_position=True), differentiate_pallas
+    ),
+}

@@ -20,17 +20,21 @@ SIZES = (
 
 # In the order of SIZES; tests compare them with the installed transformers.
 LEFT_OUT: dict[str, tuple[int, ...]] = {
+    "cohere2": (40, 64, 64, 8192, 8192),
     "deepseek_v2": (32, 32, 32, 4096, 2048),
     "deepseek_v3": (61, 128, 128, 7168, 4096),
     "exaone4": (32, 32, 32, 4096, 2048),
     "gemma": (28, 16, 16, 3072, 8192),
     "gemma2": (26, 8, 4, 2304, 8192),
     "gemma3_text": (26, 8, 4, 2304, 131_072),
+    "gemma4_text": (30, 8, 4, 2304, 131_072),
     "gpt_oss": (36, 64, 8, 2880, 131_072),
     "granite": (32, 32, 32, 4096, 2048),
     "llama": (32, 32, 32, 4096, 2048),
     "llama4_text": (48, 40, 8, 5120, 131_072),
+    "ministral3": (34, 32, 8, 4096, 262_144),
     "mistral": (32, 32, 8, 4096, 131_072),
+    "mistral4": (36, 32, 32, 4096, 1_048_576),
     "mixtral": (32, 32, 8, 4096, 131_072),
     "olmo2": (32, 32, 32, 4096, 2048),
     "phi": (24, 32, 32, 2048, 2048),
@@ -70,8 +74,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "lfm2": {"num_key_value_heads": 8},
     "lfm2_moe": {"num_key_value_heads": 8},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4},
+    "ministral3": {"head_dim": 128, "num_key_value_heads": 8},
     "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
+    "mistral4": {"kv_lora_rank": 256, "qk_rope_head_dim": 64},
     "mixtral": {"num_key_value_heads": 8},
     "nemotron_h": {"head_dim": 128, "num_key_value_heads": 8},
     "phimoe": {"num_key_value_heads": 8},
@@ -86,6 +92,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen3_5_moe_text": {"head_dim": 256, "num_key_value_heads": 2},
     "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4},
     "qwen3_next": {"head_dim": 256, "num_key_value_heads": 2},
+    "seed_oss": {"head_dim": 128, "num_key_value_heads": 8},
     "smollm3": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
 

@@ -86,38 +86,48 @@ class Catalog:
             max_mask_pieces,
         )
         self._class_of_token = np.zeros((max_grammars + 1, num_tokens), np.uint16)
-        lost = np.full((max_transition_pieces + 2, PIECE), self._lost, np.int32)
+        self._tables = self._make_tables()
+        self._of_states = self._make_states(max_grammars)
+        self._starts = np.full(max_grammars, self._lost, np.int32)
+        self._entries: dict[int, _Entry] = {}  # by variant
+
+    def _make_tables(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return tables without a grammar, the rows of no grammar at their ends."""
+        most = self._most
+        lost = np.full((most.transition_pieces + 2, PIECE), self._lost, np.int32)
         lost[-1] = self._ended
-        row_of_state = np.full(max_states + 2, max_transitions)
-        row_of_state[-1] = max_transitions + 1
-        transitions = np.full(max_transitions + 2, max_transition_pieces, np.int32)
-        transitions[-1] = max_transition_pieces + 1
+        transitions = np.full(most.transitions + 2, most.transition_pieces, np.int32)
+        transitions[-1] = most.transition_pieces + 1
         # What nobody allows, and the pieces of the end tokens, stand behind the others.
-        ends = np.zeros((-(-num_tokens // (32 * PIECE)), PIECE), np.uint32)
+        ends = np.zeros((-(-self._vocabulary_size // (32 * PIECE)), PIECE), np.uint32)
         for token in self._end_tokens:
             ends.reshape(-1)[token // 32] |= np.uint32(1 << (token % 32))
-        nothing = np.zeros((max_mask_pieces + 1, PIECE), np.uint32)
-        masks = np.full((max_masks + 2, len(ends)), max_mask_pieces, np.int32)
-        masks[-1] = max_mask_pieces + 1 + np.arange(len(ends))
-        self._tables = {
+        nothing = np.zeros((most.mask_pieces + 1, PIECE), np.uint32)
+        masks = np.full((most.masks + 2, len(ends)), most.mask_pieces, np.int32)
+        masks[-1] = most.mask_pieces + 1 + np.arange(len(ends))
+        return {
             "transitions": transitions,
             "transition_pieces": lost,
             "masks": masks,
             "mask_pieces": np.concatenate([nothing, ends]),
         }
-        mask_of_state = np.full(max_states + 2, max_masks)
-        mask_of_state[-1] = max_masks + 1
-        forced = np.full(max_states + 2, -1)
+
+    def _make_states(self, max_grammars: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Return what each state has; none is of a grammar yet, the last has ended."""
+        most, shape = self._most, self._most.states + 2
+        row_of_state = np.full(shape, most.transitions, np.int32)
+        row_of_state[-1] = most.transitions + 1
+        mask_of_state = np.full(shape, most.masks, np.int32)
+        mask_of_state[-1] = most.masks + 1
+        forced = np.full(shape, -1, np.int32)
         if len(self._end_tokens) == 1:
             forced[-1] = self._end_tokens[0]
-        self._of_states = {
-            "row_of_state": row_of_state.astype(np.int32),
-            "variant_of_state": np.full(max_states + 2, max_grammars, np.int32),
-            "mask_of_state": mask_of_state.astype(np.int32),
-            "forced_token": forced.astype(np.int32),
+        return {
+            "row_of_state": row_of_state,
+            "variant_of_state": np.full(shape, max_grammars, np.int32),
+            "mask_of_state": mask_of_state,
+            "forced_token": forced,
         }
-        self._starts = np.full(max_grammars, self._lost, np.int32)
-        self._entries: dict[int, _Entry] = {}  # by variant
 
     @property
     def grammar(self) -> Grammar:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jkv.recurrence.alike import fold_alike
 from jkv.recurrence.pieces import Long, fold_pieces
-from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
+from jkv.recurrence.rules import Arrays, ChunkRule, Rule, keep_where, trace_output
 from jkv.recurrence.tokens import fold_one, fold_tokens
 from jkv.sharding.loops import when
 
@@ -31,6 +31,7 @@ def fold_rows(
     chunk_size: int = 64,
     first_positions: jax.Array | None = None,
     alike: bool = False,
+    keeps_idle: bool = True,
 ) -> tuple[Any, Arrays]:
     """Fold a rule over the rows of each request, in their order.
 
@@ -56,6 +57,8 @@ def fold_rows(
       first_positions: i32[B], the position of each request's first row.
       alike: read every row by `rule`, in passes of one shape: its bits do not depend on
         the rows that its own request has in this call either.
+      keeps_idle: False: the states of requests without rows may become anything, since
+        nobody reads them.
 
     Returns:
       The outputs, a pytree of [R, ...], zeros in rows of no request; and the states
@@ -95,12 +98,21 @@ def fold_rows(
     few = 1 if chunk_rule else FEW
     is_long = counts > few
     valid = (counts > 0) & ~is_long
-    state, outputs = fold_one(rule, state, outputs, inputs, starts, valid)
+    before = [] if keeps_idle else [*state.values()]
+    state, outputs = fold_one(
+        rule, state, outputs, inputs, starts, valid, keeps_others=keeps_idle
+    )
     if num_rows == 1:
         return outputs, state
     most = min(num_requests, num_rows // (few + 1))
 
-    def fold_others(carry: tuple[Arrays, Any], counts: jax.Array) -> tuple[Arrays, Any]:
+    def fold_others(
+        carry: tuple[Arrays, Any], counts: jax.Array, *before: jax.Array
+    ) -> tuple[Arrays, Any]:
+        if before:
+            state, outputs = carry
+            old = dict(zip(state, before, strict=True))
+            carry = keep_where(is_long, old, state), outputs
         if chunk_rule is None:
             short = jnp.where(is_long, 0, counts)
             carry = fold_tokens(rule, *carry, inputs, starts, short, first=1)
@@ -111,7 +123,8 @@ def fold_rows(
         piece_rule = chunk_rule or _read_by_tokens(rule)
         return fold_pieces(piece_rule, *carry, inputs, long, size, most)
 
-    state, outputs = when((counts > 1).any(), fold_others, (state, outputs), counts)
+    several, carry = (counts > 1).any(), (state, outputs)
+    state, outputs = when(several, fold_others, carry, counts, *before)
     return outputs, state
 
 

@@ -123,10 +123,20 @@ def fold_one(
     inputs: Arrays,
     rows: jax.Array,
     valid: jax.Array,
+    *,
+    keeps_others: bool = True,
 ) -> tuple[Arrays, Any]:
-    """Fold one row of each request, i32[B], where it is valid, bool[B]."""
+    """Fold one row of each request, i32[B], where it is valid, bool[B].
+
+    The states of others are kept, or they may become anything: a pass less over the
+    states where a rule's output is read from the new one.
+    """
     new, output = jax.vmap(rule)(state, take_rows(inputs, rows, valid))
-    return keep_where(valid, new, state), put_rows(outputs, rows, valid, output)
+    if keeps_others:
+        new = keep_where(valid, new, state)
+    else:
+        new = {name: array.astype(state[name].dtype) for name, array in new.items()}
+    return new, put_rows(outputs, rows, valid, output)
 
 
 def _take_pending(pending: Pending, t: jax.Array, valid: jax.Array) -> Arrays:

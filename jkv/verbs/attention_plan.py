@@ -39,6 +39,7 @@ def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> objec
         requests_of(group, batch),
         num_rows=batch.num_rows,
         is_decoding=batch.is_decoding,
+        by_position=batch.by_position,
         share=DeviceShare(
             num_kv_heads=heads_on_device(sharding, storage.key_pool.shape[2]),
             part_size=group.block_size // num_parts,

@@ -103,6 +103,9 @@ def fold_state(
         chunk_size=chunk_size,
         first_positions=batch.context_lengths - batch.query_lengths,
         alike=batch.by_position,
+        # They are not written. Of a request whose rows can all be taken back, the
+        # state is: it stands before them.
+        keeps_idle=bool(kept),
     )
     cache = write_state(cache, layer, batch, state, kept)
     if kept:

@@ -1,5 +1,7 @@
 """`exact=`: the bits of a text do not depend on what else is computed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,44 @@ def test_what_was_found_and_what_was_computed_again(known):
     _, found = run(make_prompts(), range(6), scarce)
     assert int(found.statistics.recomputed_tokens) > 0
     assert_same_bits(found, known)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_any_number_up_to_64(dtype):
+    """Also of weights in bfloat16, which run forward only."""
+    count, new, width = 64, 5, 11
+    random = np.random.default_rng(9)
+    lengths = random.integers(1, width + 1, (count, 1))
+    prompts = random.integers(VOCABULARY, size=(count, width))
+    prompts = np.where(np.arange(width) < lengths, prompts, -1).astype(np.int32)
+    config = dataclasses.replace(
+        CONFIG, num_blocks=count * 4, max_sequences=count + 1, dtype=dtype
+    )
+    params = jax.tree.map(lambda array: array.astype(dtype), attention_params())
+
+    def play(rows, **options):
+        return generate(
+            attention_model,
+            params,
+            jkv.init(config),
+            prompts[rows],
+            max_new_tokens=new,
+            sampling=Sampling(temperature=0.8, seeds=jnp.asarray(rows, jnp.int32)),
+            **options,
+        )[1]
+
+    order = random.permutation(count)
+    known = play(np.arange(count), max_running=count, exact=True)
+    for most in (1, 7, 33):
+        found = play(order, max_running=most, exact=True)
+        assert_same_bits(found, known, order)
+    usual = play(order, max_running=7)
+    assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[order]).any()
+    score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
+    given = prompts, known.tokens
+    found = score(attention_model, params, *given, config=config, exact=True)
+    np.testing.assert_array_equal(found, known.logprobs)
 
 
 @pytest.mark.one_end

@@ -22,6 +22,7 @@ pytestmark = [
 LENGTHS = {
     "linear": ("llama_linear", None),
     "llama3": ("llama3", 32),
+    "proportional": ("gemma4", None),
     "yarn": ("qwen3_yarn", 32),
     "yarn, bounds between pairs": ("gpt_oss", 32),
     "yarn, scores scaled too": ("deepseek_v3", 32),

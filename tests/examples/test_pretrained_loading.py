@@ -155,10 +155,14 @@ def test_stop_tokens_come_from_generation_config(folder):
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2'; supported are llama, mistral"),
         ({"model_type": None}, "architecture None"),
+        ({"model_type": "llama4"}, "a window that differs by row"),
         ({"model_type": "olmoe"}, "architecture 'olmoe'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not predict"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+        (
+            {"quantization_config": dict(quant_method="fp8", weight_block_size=[8])},
+            "weight_block_size",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
         ({"num_key_value_heads": 3}, "2 query heads cannot share 3"),
@@ -220,7 +224,9 @@ def test_damaged_json_names_its_file(folder):
 def test_jkv_finds_the_cache_that_the_model_asks_for(path):
     config = pretrained.read_config(path.parent)
     if config.has_states:
-        return assert_states_alike(pretrained.Decoder(config), path)
+        return assert_layers_alike(pretrained.Decoder(config), path, max_pending=3)
+    if config.layer_heads:
+        return assert_layers_alike(pretrained.Decoder(config), path, step_tokens=16)
     found = jkv.CacheConfig.from_model(path, num_blocks=2)
     fields = pretrained.Decoder(config).cache_fields
     assert {name: getattr(found, name) for name in fields} == fields
@@ -228,9 +234,9 @@ def test_jkv_finds_the_cache_that_the_model_asks_for(path):
     assert read_sizes(path, {}).layer_windows == config.windows
 
 
-def assert_states_alike(model, path):
+def assert_layers_alike(model, path, **options):
     """Each layer keeps the same in the model's configuration and in what jkv reads."""
-    sizes = dict(max_sequences=2, max_pending=3, dtype="float32")
+    sizes = dict(max_sequences=2, dtype="float32") | options
     expected = model.cache_config(64, **sizes)
     found = jkv.GroupedConfig.from_model(path, max_context_length=64, **sizes)
     assert list_layers(found) == list_layers(expected)

@@ -16,6 +16,7 @@ from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 FOLDER = fixtures.FIXTURES / "phi3"
 ORIGINAL, LONGEST = 16, 128
 PROMPT, LONG_PROMPT = 2, 1

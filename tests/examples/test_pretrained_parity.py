@@ -20,7 +20,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.jax_versions import ALL_CASES, dealt, further
+from support.jax_versions import ALL_CASES, dealt, few, further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -48,7 +48,7 @@ def in_suites(names):
 
 
 # With transformers at hand the committed files are compared with what it gives now.
-CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else dealt(NAMES, share=8))
+CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else few(NAMES, "gemma3", "lfm2_moe"))
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
 # depend on the text's length, a prompt that passes the length before scaling must come
@@ -365,7 +365,7 @@ def wrong_params(checkpoint):
     for what, factor, *names in (
         ("embeddings", config.embedding_scale, "embedding"),
         ("residuals", config.residual_scale, "output", "down"),
-        ("logits", config.logit_scale, "head"),
+        ("logits", config.logit_scale, "final_norm" if config.tied else "head"),
     ):
         if factor != 1:
             yield f"{what} as they are", changed(scaled(1 / factor), *names)
@@ -419,6 +419,10 @@ def wrong_settings(config):
             yield "the usual scale", dict(scale=usual)
     if rope.is_interleaved:
         yield "pairs half apart", every_rope(is_interleaved=False)
+    if config.has_centred_norms:
+        yield "norms around 0", dict(has_centred_norms=False)
+    if config.query_growth:
+        yield "queries as long as at the start", dict(query_growth=None)
     if len(set(config.ropes)) > 1:
         yield "layers turn alike", dict(ropes=(rope,) * config.num_layers)
     if any(config.windows):
@@ -459,7 +463,8 @@ def wrong_settings(config):
         if experts.jitter is not None:
             other = dict(jitter=experts.jitter / 10)
         other = dataclasses.replace(experts, **other)
-        yield "other weights of experts", dict(experts=other)
+        if not experts.has_own_norms:  # which undo what all weights are multiplied by
+            yield "other weights of experts", dict(experts=other)
         if experts.groups > 1:
             one_group = dict(groups=1, groups_per_token=1)
             yield "no groups", dict(experts=dataclasses.replace(experts, **one_group))

@@ -1,4 +1,4 @@
-"""The text part of a model that also sees: Gemma 3 from 4B on."""
+"""The text part of a model that also sees: Gemma 3 from 4B on, and some after it."""
 
 import json
 
@@ -12,6 +12,7 @@ from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
 
+pytestmark = pytest.mark.one_end
 PLAIN = fixtures.FIXTURES / "gemma3"
 # By whom names are written: the models' authors and transformers, and transformers 5.0.
 FORMS = {
@@ -72,6 +73,41 @@ def test_the_text_part_is_the_model_of_texts(tmp_path, form):
     assert found == jkv.CacheConfig.from_model(PLAIN, num_blocks=2)
 
 
+@pytest.mark.parametrize(
+    "name, kind, form, others",
+    [
+        ("gemma4", "gemma4", "newer", ["audio_tower.a", "embed_vision.b"]),
+        ("ministral3", "mistral3", "authors", ["vision_tower.a"]),
+        ("mistral4", "mistral3", "newer", ["multi_modal_projector.a"]),
+    ],
+)
+def test_text_parts_of_later_models(tmp_path, name, kind, form, others):
+    plain = fixtures.FIXTURES / name
+    settings = json.loads((plain / "config.json").read_text())
+    del settings["architectures"]
+    around = dict(model_type=kind, text_config=settings)
+    (tmp_path / "config.json").write_text(json.dumps(around))
+    begin, outer = FORMS[form], "model." if form == "newer" else ""
+    stored = load_file(plain / "model.safetensors")
+    if name == "gemma4":
+        # Published with projections of the layers that attend to others' keys.
+        for unused in ("k_proj", "v_proj", "k_norm"):
+            stored[f"model.layers.2.self_attn.{unused}.weight"] = np.ones(2)
+    tensors = {
+        begin["head"] + each.removeprefix("lm_head.")
+        if each.startswith("lm_head.")
+        else begin["model"] + each.removeprefix("model."): tensor
+        for each, tensor in stored.items()
+    }
+    for other in others:
+        tensors[outer + other] = np.ones(2, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, params = pretrained.load(tmp_path)
+    expected, expected_params = pretrained.load(plain)
+    assert model.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+
+
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 def test_transformers_computes_the_same_with_eyes(tmp_path):
     import torch
@@ -101,6 +137,48 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     with torch.no_grad():
         logits = kind.from_pretrained(tmp_path, dtype="float32")(tokens).logits[0]
     np.testing.assert_allclose(logits.numpy(), expected["prefill"][rows], atol=2e-4)
+
+
+# Models that also see, of what they see with, and the class of their text part.
+WITH_EYES = {
+    "gemma4": (
+        "Gemma4",
+        VISION | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16),
+        "Gemma4ForCausalLM",
+    ),
+    "ministral3": ("Mistral3", VISION | dict(head_dim=8), "Ministral3ForCausalLM"),
+    "mistral4": ("Mistral3", VISION | dict(head_dim=8), "Mistral4ForCausalLM"),
+}
+
+
+@pytest.mark.further
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
+@pytest.mark.parametrize("name", WITH_EYES)
+def test_folders_that_transformers_writes_with_eyes(tmp_path, name):
+    """Names of tensors and settings are those of the whole models' classes."""
+    import torch
+    import transformers
+
+    family, vision, text_class = WITH_EYES[name]
+    text = transformers.AutoConfig.from_pretrained(fixtures.FIXTURES / name)
+    if family == "Mistral3":
+        vision = vision | dict(model_type="pixtral")
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text,
+        vision_config={n: v for n, v in vision.items() if n != "image_size"},
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    plain = getattr(transformers, text_class).from_pretrained(
+        fixtures.FIXTURES / name, dtype="float32"
+    )
+    model.model.language_model.load_state_dict(plain.model.state_dict())
+    model.lm_head.load_state_dict(plain.lm_head.state_dict())
+    model.to(torch.float16).save_pretrained(tmp_path)
+    loaded, params = pretrained.load(tmp_path)
+    expected, expected_params = pretrained.load(fixtures.FIXTURES / name)
+    assert loaded.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
 
 def test_settings_beside_the_part_count(tmp_path):

@@ -15,6 +15,7 @@ import pretrained
 import pytest
 from pretrained import checkpoint, experts, files, quantized
 from safetensors.numpy import load_file, save_file
+from support import checkpoint_fixtures
 from support.paths import FIXTURES, ROOT
 
 import jkv
@@ -49,6 +50,40 @@ def test_fp8_blocks_at_the_edge_are_cut_off():
         ValueError, match=r"needs scales of shape \(2, 3\), got \(2, 2\)"
     ):
         quantized.scale_blocks(matrix, scales[:, :2], (2, 2))
+
+
+def test_fp8_with_a_scale_for_each_matrix(tmp_path):
+    """As Mistral stores it: experts in one tensor have a scale each, [N, 1, 1]."""
+    folder = shutil.copytree(CHECKPOINTS / "mistral4", tmp_path / "checkpoint")
+    plain, plain_params = pretrained.load(folder)
+
+    def store(name, tensor):
+        if "proj" not in name:
+            return {name: tensor}
+        whole = tuple(range(tensor.ndim))[-2:]
+        scales = np.abs(tensor).max(whole, keepdims=tensor.ndim > 2) / np.float32(448)
+        stored = (tensor / scales).astype(ml_dtypes.float8_e4m3fn)
+        beside = name.removesuffix(".weight") + (
+            "_activation_scale" if "experts." in name else ".activation_scale"
+        )
+        return {
+            name: stored,
+            f"{name}_scale_inv": np.asarray(scales, ml_dtypes.bfloat16),
+            beside: np.float32(1),
+        }
+
+    quantization = dict(quant_method="fp8", activation_scheme="static")
+    checkpoint_fixtures._rewrite_tensors(folder, store, quantization)
+    model, params = pretrained.load(folder)
+    assert model.config == plain.config
+    for layer, expected in zip(params["layers"], plain_params["layers"], strict=True):
+        for name in expected:
+            largest = np.abs(expected[name]).max()
+            np.testing.assert_allclose(layer[name], expected[name], atol=largest / 20)
+    experts = params["layers"][1]["expert_up"]
+    assert not np.array_equal(experts, plain_params["layers"][1]["expert_up"])
+    with pytest.raises(ValueError, match="needs one scale, got 2"):
+        quantized.scale_blocks(np.ones((2, 2), np.float32), np.ones(2), None)
 
 
 @pytest.mark.parametrize("name, method", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
@@ -157,6 +192,9 @@ def test_the_page_shows_the_code_that_runs():
     files = [(ROOT / f"examples/pretrained/{name}.py").read_text() for name in places]
     shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert [code in file for code, file in zip(shown, files, strict=True)] == [True] * 3
+    counted = f"{len(pretrained.ARCHITECTURES)} architectures"
+    assert counted in (ROOT / "README.md").read_text()
+    assert f"[{counted}]" in (ROOT / "docs/coming-from.md").read_text()
     for name in pretrained.ARCHITECTURES:
         assert page.count(f"`{name}`") >= 2, name
 

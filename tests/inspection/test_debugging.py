@@ -67,6 +67,7 @@ def run(cache):
     return jax.lax.scan(body, cache, length=3)
 
 
+@pytest.mark.one_end
 def test_a_program_as_it_should_be_is_left_alone():
     cache = watched(prefix_caching=True)
     cache, _ = run(cache)

@@ -95,6 +95,10 @@ def test_the_form_asks_for_the_report_of_the_doctor() -> None:
 def test_what_is_cited_is_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {jkv.__version__}\n" in text
+    # The changelog begins with what comes next, or with this version and its day.
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    known = [head for head in heads if head != "Unreleased"]
+    assert re.fullmatch(rf"{re.escape(jkv.__version__)} - \d{{4}}-\d\d-\d\d", known[0])
     assert read(ROOT / "CITATION.cff")["license"] == "Apache-2.0"
 
 

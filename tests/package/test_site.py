@@ -9,6 +9,7 @@ import tomllib
 import jax
 import numpy as np
 import pytest
+from support.jax_versions import with_further
 from support.paths import ROOT
 
 import jkv
@@ -55,14 +56,17 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
     assert names["logits"].shape == (2, 64)
 
 
-# Its packages are in an environment of their own, and so is its test (`make tunix`).
-TRAINER = DOCS / "how-to" / "trainer.md"
+# What a trainer needs is in an environment of its own, and so is the test of its page
+# (`make tunix`). Replicas are started in a shell.
+WITHOUT = {"trainer", "replicas"}
+PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
+# These compile whole loops of decoding, which the tests of their rooms have, too.
+OF_LOOPS = ("exact", "long-runs", "speculate", "states", "steering", "windows")
 
 
-@pytest.mark.parametrize(
-    "page", sorted({*(DOCS / "how-to").glob("*.md")} - {TRAINER}), ids=str
-)
-def test_the_examples_of_the_how_to_pages_run(page: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))
+def test_the_examples_of_the_how_to_pages_run(name: str) -> None:
+    page = DOCS / "how-to" / f"{name}.md"
     failed, attempted = doctest.testfile(str(page), module_relative=False)
     assert attempted and not failed
 

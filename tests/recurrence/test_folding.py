@@ -4,11 +4,13 @@ Rows of nobody and states without rows are full of NaN: none of it may be seen.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import few
 
 from jkv.recurrence import Pending, fold_rows, read_ahead, replay
@@ -273,3 +275,55 @@ def test_no_rows_and_wrong_sizes():
     jax.tree.map(np.testing.assert_array_equal, same, state)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         fold_rows(rule, state, inputs, starts, counts, chunk_size=0)
+
+
+def test_states_of_requests_without_rows_may_be_given_up():
+    """The others are the same bits, in a pass less where outputs are read from them."""
+    rng = np.random.default_rng(5)
+    shape, rows = (11, 5, 7), 40
+    state = {"s": rng.standard_normal(shape).astype(np.float32)}
+    inputs = {"x": rng.standard_normal((rows, 5)).astype(np.float32)}
+    counts = np.int32([1, 0, 1, 9, 1, 0, 2, 1, 12, 0, 1])
+    starts = np.int32(np.cumsum(counts) - counts)
+
+    def rule(state, given):
+        total = 0.5 * state["s"] + given["x"][:, None]
+        return {"s": total}, given["x"] @ total
+
+    def pieces(state, given, count):
+        def step(t, carry):
+            state, outputs = carry
+            new, output = rule(state, {"x": given["x"][t]})
+            return new, outputs.at[t].set(output)
+
+        outputs = jnp.zeros((4, 7), jnp.float32)
+        return jax.lax.fori_loop(0, count, step, (state, outputs))
+
+    def fold(counts, keeps_idle):
+        return fold_rows(
+            rule,
+            state,
+            inputs,
+            starts,
+            counts,
+            chunk_rule=pieces,
+            chunk_size=4,
+            keeps_idle=keeps_idle,
+        )
+
+    jitted = jax.jit(fold, static_argnums=1)
+    for given in (counts, np.minimum(counts, 1)):
+        (outputs, kept), (others, new) = (
+            jitted(given, keeps) for keeps in (True, False)
+        )
+        np.testing.assert_array_equal(outputs, others)
+        has_rows = given > 0
+        np.testing.assert_array_equal(kept["s"][has_rows], new["s"][has_rows])
+        np.testing.assert_array_equal(kept["s"][~has_rows], state["s"][~has_rows])
+
+    def count_passes(keeps_idle):
+        compiled = jitted.lower(counts, keeps_idle).compile(ALL_PASSES)
+        entry = compiled.as_text().partition("ENTRY")[2]
+        return len(re.findall(r"= f32\[11,5,7\]\S* (?:fusion|select)\(", entry))
+
+    assert count_passes(True) == count_passes(False) + 1

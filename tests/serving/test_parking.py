@@ -1,11 +1,13 @@
 """Texts that wait for a tool: their blocks wait with them, and go before others do."""
 
 import pytest
+from support.folding_model import KINDS, MODELS, continue_text, make_config
+from support.jax_versions import with_further
 from support.small_attention_model import attention_model, attention_params
 from support.versioned_model import make_engine, read_ages, weights
 
 import jkv
-from jkv.decoding import FinishReason
+from jkv.decoding import DraftModel, FinishReason
 from jkv.serving import Engine, RequestRefused
 
 pytestmark = pytest.mark.one_end
@@ -205,6 +207,70 @@ def test_what_is_on_the_host_outlives_a_failed_step():
     engine._scheduler._fail(RuntimeError("a device was lost"))
     found, num_found = resume(engine, number, [7], max_new_tokens=3)
     assert found.tokens == alone([*text, 7], 3) and num_found == 20
+
+
+def draft_of(kind):
+    """What guesses: the model itself, in a cache of its own."""
+    cache = jkv.init(make_config(kind, pending=4))
+    return DraftModel(
+        model=MODELS[kind], params=None, cache=cache, num_tokens=2, cost=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, is_drafted",
+    with_further(
+        [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)],
+        *((kind, False) for kind in KINDS if kind != "keys+state"),
+        *((kind, True) for kind in KINDS if kind != "keys"),
+    ),
+)
+def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
+    """A turn from the device, one from the host, one whose blocks are nowhere."""
+    clock = Clock()
+    engine = Engine(
+        MODELS[kind],
+        None,
+        jkv.init(make_config(kind, pending=4 if is_drafted else 0)),
+        max_running=2,
+        max_new_tokens=12,
+        num_steps=3,
+        clock=clock,
+        park_seconds=5.0,
+        speculate=draft_of(kind) if is_drafted else None,
+    )
+    prompt = [1, 3, 0, 2, 4, 4, 1, 0, 3, 3]
+    number = engine.submit(prompt)
+    engine.park(number)
+    run(engine)
+    (found,) = engine.results(number)
+    assert found.tokens == continue_text(prompt, 12, kind)
+    text, all_found = [*prompt, *found.tokens], []
+    for place in ("device", "host", "nowhere"):
+        if place != "device":
+            clock.now += 6.0
+            engine.generate([[1]], max_new_tokens=1)
+            assert engine.stats().parked_blocks == 0
+            wipe(engine)
+        if place == "nowhere":
+            engine._scheduler.parking.forget_blocks()
+        before = engine.stats().cached_tokens
+        text += [2]
+        again = engine.resume(number, [2], max_new_tokens=9)
+        engine.park(again)
+        run(engine)
+        (found,) = engine.results(again)
+        assert found.tokens == continue_text(text, 9, kind)
+        all_found.append(engine.stats().cached_tokens - before)
+        number, text = again, [*text, *found.tokens]
+    print(kind, is_drafted, all_found)
+    # Windows are not found again from the host, and what is nowhere never is.
+    on_device, from_host, nowhere = (found > 0 for found in all_found)
+    assert on_device and from_host == ("window" not in kind) and not nowhere
+    assert engine.stats().parked == 1
+    engine.close()
+    jkv.check(engine.cache)
+    assert not engine.cache.metadata.is_open.any()
 
 
 @pytest.mark.further

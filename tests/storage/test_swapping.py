@@ -270,7 +270,7 @@ class TestDecodingGoesOn:
         return free(cache, [3, 0, 2])[0]
 
     @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
-    @pytest.mark.parametrize("donate", [False, True])
+    @pytest.mark.parametrize("donate", few([False, True], True))
     def test_in_another_cache(self, dtype, donate):
         cache = self.filled(dtype)
         seq_ids = [5, 2, 0, 4]

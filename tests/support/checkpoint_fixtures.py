@@ -71,6 +71,8 @@ class Case:
     is_sibling: bool = False
     # Small against what the layers add: a tied model would echo its last token.
     embedding_scale: float = 0.3
+    # The class of transformers, where it is none of its models of texts.
+    class_name: str = "AutoModelForCausalLM"
 
 
 # A layer with a state, and one with keys and values.
@@ -98,6 +100,33 @@ MAMBA_STATES = dict(
     mamba_n_groups=2,
     mamba_d_state=8,
     mamba_chunk_size=8,
+)
+
+# Two kinds of heads; every other layer has a window.
+GEMMA4 = dict(
+    **NO_IDS,
+    tie_word_embeddings=False,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    final_logit_softcapping=5.0,
+)
+
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10_000.0,
+    factor=4.0,
+    beta_fast=4.0,
+    original_max_position_embeddings=32,
+)
+
+# Queries grow by steps of eight positions.
+MISTRAL_YARN = YARN | dict(
+    factor=16.0,
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    llama_4_scaling_beta=0.5,
 )
 
 # Seeds were picked for varied text in which no greedy token wins by a hair.
@@ -231,6 +260,40 @@ CASES = {
         seed=4,
         old_form=True,
     ),
+    # The last two of four layers attend to keys of the first two.
+    "gemma4": Case(
+        "gemma4_text",
+        GEMMA4
+        | dict(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            num_key_value_heads=1,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+        ),
+        embedding_scale=0.05,
+        seed=1,
+    ),
+    # Values are projected as keys in the layer that sees everything.
+    "gemma4_moe": Case(
+        "gemma4_text",
+        GEMMA4
+        | dict(
+            layer_types=["sliding_attention", "full_attention"],
+            num_key_value_heads=2,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            moe_intermediate_size=8,
+            num_experts=6,
+            top_k_experts=3,
+        ),
+        embedding_scale=0.05,
+        seed=1,
+    ),
     "phi3": Case(
         "phi3",
         dict(
@@ -256,6 +319,24 @@ CASES = {
         "olmo2",
         dict(**NO_IDS, num_key_value_heads=2),
         seed=3,
+    ),
+    # The second of three layers has no window, and the longer context.
+    "olmo3": Case(
+        "olmo3",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=YARN | dict(attention_factor=1.2, rope_theta=500_000.0),
+                sliding_attention=dict(rope_type="default", rope_theta=500_000.0),
+            ),
+        ),
+        seed=7,
+        is_sibling=True,
+        old_form=True,
     ),
     # The second of three layers has no window, and is not turned.
     "exaone4": Case(
@@ -295,6 +376,69 @@ CASES = {
         ),
         embedding_scale=0.1,
         seed=1,
+    ),
+    "seed_oss": Case(
+        "seed_oss",
+        dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
+        seed=4,
+        is_sibling=True,
+    ),
+    # Each head's queries and keys have a norm of their own.
+    "cohere": Case(
+        "cohere",
+        dict(**NO_IDS, num_key_value_heads=2, use_qk_norm=True, logit_scale=2.0),
+        embedding_scale=0.1,
+        seed=2,
+        is_sibling=True,
+    ),
+    # The second of three layers has no window, and is not turned.
+    "cohere2": Case(
+        "cohere2",
+        dict(
+            **NO_IDS,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            logit_scale=2.0,
+            attention_bias=True,
+        ),
+        embedding_scale=0.1,
+        seed=3,
+    ),
+    # Queries grow twice in a text of its longest prompt.
+    "ministral3": Case(
+        "ministral3",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=MISTRAL_YARN,
+        ),
+        seed=4,
+    ),
+    # The first of two layers has no experts.
+    "mistral4": Case(
+        "mistral4",
+        dict(
+            **NO_IDS,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            moe_intermediate_size=8,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            routed_scaling_factor=1.5,
+            rope_parameters=MISTRAL_YARN,
+        ),
+        seed=7,
+        is_sibling=True,
+        class_name="Mistral4ForCausalLM",
     ),
     "mixtral": Case(
         "mixtral",
@@ -758,10 +902,11 @@ def write_checkpoint(name: str, folder: Path) -> None:
     case = CASES[name]
     settings = {n: v for n, v in SMALL.items() if n not in case.without} | case.settings
     config = transformers.AutoConfig.for_model(case.model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    kind = getattr(transformers, case.class_name)
+    model = (kind.from_config if kind.__name__.startswith("Auto") else kind)(config)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
-        biases = "correction_bias", "expert_bias"
+        biases = "correction_bias", "expert_bias", "layer_scalar"
         learnt = [b for b in model.named_buffers() if b[0].endswith(biases)]
         for parameter_name, parameter in [*model.named_parameters(), *learnt]:
             drawn = torch.randn(parameter.shape, generator=generator)
@@ -816,9 +961,12 @@ def expected(
     prompts = _pydoc_prompts() if name == "pydoc" else _random_prompts()
     kept = np.asarray(kept, np.int32)
     with _quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        kind = CASES[name].class_name if name in CASES else Case.class_name
+        model = (
+            getattr(transformers, kind)
+            .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
     prefill, decode, found, margin = [], [], [], np.inf
     for i, prompt in enumerate(prompts):
         # Each prompt alone: nothing is padded.
@@ -910,9 +1058,14 @@ def _quiet() -> Iterator[None]:
 def _scaled(name: str, drawn: Any, case: Case) -> Any:
     """Scale normal numbers so that every part of the model moves the logits."""
     if name.endswith(("norm.weight", "norm_f.weight")):
-        lies_around_0 = case.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+        around_0 = "gemma2", "gemma3", "qwen3_next", "qwen3_5"
+        lies_around_0 = case.model_type.startswith(around_0)
         is_own = "linear_attn" in name
         return (0 if lies_around_0 and not is_own else 1) + 0.3 * drawn
+    if name.endswith((".scale", "expert_scale", "layer_scalar")):
+        return 1 + 0.3 * drawn
+    if name.endswith("embed_tokens_per_layer.weight"):
+        return 0.5 * drawn
     if name.endswith("A_log"):
         return 0.5 * drawn
     if name.endswith("dt_bias"):
@@ -933,12 +1086,14 @@ def _rewrite_config_in_old_form(path: Path) -> None:
     """Write a config.json as transformers 4 did, which most checkpoints still have."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
-    if "sliding_attention" in rope:
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    per_kind = "sliding_attention" in rope
+    if per_kind:
+        if config["model_type"] == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
-    key = "rope_type" if config["model_type"] == "gemma3_text" else "type"
+    key = "rope_type" if per_kind else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -11,6 +11,7 @@ from jaxlib.triton import dialect
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
 from jkv.attention.elements import STORED_AS
+from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
@@ -96,12 +97,13 @@ def make_shapes(
     return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 
 
-def lower_kernels(queries, pools, tuning, platform, **options):
+def lower_kernels(queries, pools, tuning, platform, *, by_position=False, **options):
     """Lower a call of the kernel itself, with the options' shapes."""
+    launch = attend_kernel_by_position if by_position else attend_kernel
     call = make_call(queries, pools, **options)
 
     def attend(call):
-        return attend_kernel(call, tuning=tuning, interpret=False)
+        return launch(call, tuning=tuning, interpret=False)
 
     return lower(attend, (call,), platform)
 

@@ -222,7 +222,7 @@ class TestAnyVerb:
             play(cache, 2, 1)
             play(opened(6, 6), 3, 1)
         finally:
-            jax.monitoring.clear_event_listeners()
+            jax.monitoring.unregister_event_duration_listener(listen)
         assert compiled == []
 
     def test_a_list_may_hold_arrays_and_traced_values(self):

@@ -57,8 +57,9 @@ def attend_range(
 ) -> None:
     """Attend from one tile of rows to one range of tokens.
 
-    Decoding writes f32[W, H, Dv] and the log2 of the sums f32[W, H]; otherwise the rows
-    of [R, H, Dv] and f32[R, H], which alias the arrays before, are replaced.
+    Decoding writes f32[W, H, Dv] and the log2 of the sums f32[W, H], by position each
+    row does, with W = R * pieces; otherwise the rows of [R, H, Dv] and f32[R, H], which
+    alias the arrays before, are replaced.
     """
     del output_before, lse_before
     o, work = operands, operands.work
@@ -126,7 +127,8 @@ def attend_range(
             scores = jnp.where(visible, scores, HIDDEN)
         maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - maximum[:, None])
-        if masked and not variant.is_decode and window is not None:
+        may_see_nothing = window is not None or variant.num_pieces
+        if masked and not variant.is_decode and may_see_nothing:
             # A row may see nothing of a tile, and its maximum may still be HIDDEN.
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
@@ -180,11 +182,13 @@ def attend_range(
 
     # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
+    if variant.num_pieces:
+        row = row * variant.num_pieces + rows.piece
     row = jnp.broadcast_to(entry, head.shape) if variant.is_decode else row
     for (start, size), value in zip(value_sections, sums.values, strict=True):
         where = (row[:, None], head[:, None], columns_of(start, size))
         value = (value / total[:, None]).astype(output_ref.dtype)
         backend.store_masked(output_ref, where, value, over_section(valid, size))
     lse = sums.maximum + jnp.log2(total)
-    lse = lse if variant.is_decode else lse * LN2
+    lse = lse if variant.is_partial else lse * LN2
     backend.store_masked(lse_ref, (row, head), lse, valid)

@@ -145,7 +145,7 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
         "jkv_decode",
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        _shape_results((num_entries, num_heads, variant.value_dim), jnp.float32),
+        shape_results((num_entries, num_heads, variant.value_dim), jnp.float32),
         grid=(num_entries * variant.head_tiles, 1),
         compilation=find_compilation(variant),
     )
@@ -163,7 +163,7 @@ def _launch_rows(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
         (operands, output, lse),
-        _shape_results(output.shape, output.dtype),
+        shape_results(output.shape, output.dtype),
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
         compilation=find_compilation(variant),
         in_place=True,
@@ -171,7 +171,7 @@ def _launch_rows(
     return output, lse
 
 
-def _shape_results(
+def shape_results(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Return the shapes of an output and of a number for each of its rows."""

@@ -47,6 +47,16 @@ class PrefillSizes(NamedTuple):
     tile_rows: int  # rows of a tile
 
 
+class PositionSizes(NamedTuple):
+    """What a list of pieces by position is made for, likewise."""
+
+    num_rows: int  # R
+    num_tiles: int
+    tile_rows: int  # rows of a tile
+    piece_tokens: int  # pieces begin at multiples of so many tokens
+    num_pieces: int  # that the longest context has
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeWork:
@@ -70,6 +80,16 @@ class PrefillWork:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PositionWork:
+    """All rows in tiles, and which pieces of its context each row is joined from."""
+
+    work: Work  # of tiles: a program finds its piece of the range by itself
+    pieces: Pieces  # row r has places r * num_pieces and the following ones
+    sizes: PositionSizes = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WorkLists:
     """The lists of a step for all that its calls may be cut into.
 
@@ -79,6 +99,8 @@ class WorkLists:
 
     decode: tuple[DecodeWork, ...]
     prefill: tuple[PrefillWork, ...]
+    # Instead of both, where bits depend on a row's position alone.
+    by_position: tuple[PositionWork, ...] = ()
 
     def find_decode(self, sizes: DecodeSizes, has_window: bool) -> DecodeWork | None:
         """Return the decode list that suits a call, None if there is none."""
@@ -90,3 +112,7 @@ class WorkLists:
     def find_prefill(self, sizes: PrefillSizes) -> PrefillWork | None:
         """Return the prefill list that suits a call, None if there is none."""
         return next((one for one in self.prefill if one.sizes == sizes), None)
+
+    def find_by_position(self, sizes: PositionSizes) -> PositionWork | None:
+        """Return the list by position that suits a call, None if there is none."""
+        return next((one for one in self.by_position if one.sizes == sizes), None)

@@ -15,19 +15,27 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Requests, make_requests
 from jkv.attention.elements import ONE_BYTE_DTYPES
-from jkv.attention.kernel.lists import DecodeSizes, PrefillSizes, WorkLists
+from jkv.attention.kernel.lists import (
+    DecodeSizes,
+    PositionSizes,
+    PrefillSizes,
+    WorkLists,
+)
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.tuning import find_target, find_tuning
 from jkv.attention.kernel.variant import (
     count_decode_heads,
     count_head_tiles,
     cut_prefill_rows,
+    cut_rows,
 )
 from jkv.attention.kernel.work import (
     count_pieces,
     list_decode_work,
+    list_position_work,
     list_prefill_work,
     size_decode_work,
+    size_position_work,
     size_prefill_work,
 )
 from jkv.attention.pools import Pools
@@ -42,6 +50,7 @@ class _Sizes(NamedTuple):
 
     decode: tuple[DecodeSizes, ...]
     prefill: tuple[PrefillSizes, ...]
+    by_position: tuple[PositionSizes, ...]
 
 
 class DeviceShare(NamedTuple):
@@ -59,6 +68,7 @@ def plan_work(
     *,
     num_rows: int,
     is_decoding: bool,
+    by_position: bool,
     share: DeviceShare,
 ) -> WorkLists | None:
     """List what the programs of a step read, for the card at hand.
@@ -68,6 +78,7 @@ def plan_work(
       requests: as `paged_attention` takes their arrays.
       num_rows: of the step, R.
       is_decoding: whether each request has one row at most.
+      by_position: whether bits shall depend on a row's position alone.
       share: what the device has that the lists are for.
 
     Returns:
@@ -78,19 +89,35 @@ def plan_work(
     if tuning is None or not num_rows or not num_requests:
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
-    decode, prefill = set(), set()
+    decode, prefill, position = set(), set(), set()
+    max_tokens = max_blocks * share.part_size
     for heads_per_kv in counts:
+        if by_position:
+            position.add(
+                size_position_work(
+                    num_rows,
+                    num_requests,
+                    max_tokens,
+                    cut_rows(heads_per_kv, tuning.position_tile(None))[1],
+                    piece_tokens=tuning.piece_tokens,
+                    max_pieces=tuning.max_pieces,
+                )
+            )
+            continue
         row_heads = count_decode_heads(heads_per_kv, tuning)
         head_tiles = count_head_tiles(share.num_kv_heads, heads_per_kv, row_heads)
         wanted = count_pieces(tuning.programs, head_tiles)
-        max_tokens = max_blocks * share.part_size
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
         if num_rows > 1 and not is_decoding:
             tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
         requests,
-        sizes=_Sizes(tuple(sorted(decode)), tuple(sorted(prefill))),
+        sizes=_Sizes(
+            decode=tuple(sorted(decode)),
+            prefill=tuple(sorted(prefill)),
+            by_position=tuple(sorted(position)),
+        ),
         num_rows=num_rows,
         share=share,
         max_query_length=1 if is_decoding else None,
@@ -125,6 +152,12 @@ def _list_work(
     return WorkLists(
         decode=tuple(map(list_decode, sizes.decode)),
         prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
+        by_position=tuple(
+            list_position_work(
+                requests, each, num_parts=share.num_parts, part_size=share.part_size
+            )
+            for each in sizes.by_position
+        ),
     )
 
 

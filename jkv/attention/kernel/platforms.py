@@ -11,6 +11,7 @@ import jax
 from jkv.attention.call import Attend, Call
 from jkv.attention.derivative import Cotangents, Differentiate, Gradients
 from jkv.attention.kernel import backend
+from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.kernel.table import Backward, Tile, Tuning
@@ -29,6 +30,8 @@ _INTERPRETED = Tuning(
     decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
     prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
     programs=16,
+    piece_tokens=16,
+    max_pieces=8,
 )
 
 
@@ -39,12 +42,15 @@ _INTERPRETED_BACKWARD = Backward(
 )
 
 
-def find_kernel(call: Call, platform: str) -> Attend | None:
+def find_kernel(
+    call: Call, platform: str, *, by_position: bool = False
+) -> Attend | None:
     """Return the kernel tuned for the card at hand or, without one, for any card.
 
     Args:
       call: only shapes and dtypes matter.
       platform: "rocm" or "cuda".
+      by_position: whether bits may depend on a row's position alone.
 
     Returns:
       None where the plain path must serve.
@@ -55,7 +61,8 @@ def find_kernel(call: Call, platform: str) -> Attend | None:
     tuning = find_tuning(call.queries, call.pools, platform, target)
     if tuning is None:
         return None
-    return functools.partial(attend_kernel, tuning=tuning, interpret=False)
+    attend = attend_kernel_by_position if by_position else attend_kernel
+    return functools.partial(attend, tuning=tuning, interpret=False)
 
 
 def find_derivative(call: Call, platform: str) -> Differentiate | None:
@@ -74,9 +81,12 @@ def _has_backend(target: str | None) -> bool:
     return backend.is_installed() if target is None else not backend.why_missing()
 
 
-def interpret_kernel(call: Call) -> tuple[jax.Array, jax.Array]:
+def interpret_kernel(
+    call: Call, *, by_position: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Run the kernel operation by operation, on a CPU."""
-    return attend_kernel(call, tuning=_INTERPRETED, interpret=True)
+    attend = attend_kernel_by_position if by_position else attend_kernel
+    return attend(call, tuning=_INTERPRETED, interpret=True)
 
 
 def interpret_derivative(call: Call, cotangents: Cotangents) -> Gradients:

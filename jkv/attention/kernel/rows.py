@@ -19,6 +19,7 @@ class QueryRows(NamedTuple):
     """A tile of rows of one request and one kv head."""
 
     entry: jax.Array  # i32[], of the list of work
+    piece: jax.Array  # i32[], of the context, where it is cut by position
     kv_head: jax.Array  # i32[]
     row: jax.Array  # i32[rows]
     head: jax.Array  # i32[rows]
@@ -32,7 +33,7 @@ class Seen(NamedTuple):
 
     last: jax.Array  # i32[rows]
     before: jax.Array | None  # i32[rows], None for no window
-    valid: jax.Array  # bool[rows], that see any
+    valid: jax.Array  # bool[rows], that see any; by position those that store
 
 
 def locate_rows(o: Operands, variant: Variant) -> QueryRows:
@@ -42,6 +43,10 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
     # The head tiles of an entry follow each other: they may read the same tokens.
     program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
     entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
+    piece = jnp.int32(0)
+    if variant.num_pieces:
+        num_pieces = jnp.int32(variant.num_pieces)
+        entry, piece = lax.div(entry, num_pieces), lax.rem(entry, num_pieces)
     tiles_per_head = jnp.int32(-(-heads_per_kv // variant.row_heads))
     kv_head = lax.div(head_tile, tiles_per_head)
     index = jnp.arange(variant.row_tokens * variant.row_heads, dtype=jnp.int32)
@@ -49,10 +54,13 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
     head = lax.rem(head_tile, tiles_per_head) * variant.row_heads
     head += index & (variant.row_heads - 1)
     valid = (head < heads_per_kv) & (offset < work.num_rows[entry])
+    if variant.num_pieces:
+        # All rows of the tile store all pieces that begin in its range.
+        valid &= piece * variant.piece_tokens < work.end[entry]
     head += kv_head * heads_per_kv
     row = work.row[entry] + offset
     position = work.position[entry]
-    return QueryRows(entry, kv_head, row, head, offset, valid, position)
+    return QueryRows(entry, piece, kv_head, row, head, offset, valid, position)
 
 
 def find_last(o: Operands, position: jax.Array, variant: Variant) -> jax.Array:
@@ -75,12 +83,15 @@ def find_range(
     """
     work, entry, position = o.work, rows.entry, rows.position
     first, end = work.first[entry], work.end[entry]
+    if variant.num_pieces:
+        first = rows.piece * variant.piece_tokens
+        end = jnp.minimum(end, first + variant.piece_tokens)
     if o.part is not None:
         last = position + work.num_rows[entry] - 1
         end = jnp.minimum(end, find_last(o, last, variant) + 1)
     if window is not None:
         first = jnp.maximum(first, find_last(o, position - window, variant) + 1)
-    if o.part is not None or window is not None:
+    if o.part is not None or window is not None or variant.num_pieces:
         is_empty = first >= end
         first, end = jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
     return first, end
@@ -92,10 +103,11 @@ def find_seen(
     """Return what each row sees."""
     position = rows.position
     last = find_last(o, position + rows.offset, variant)
-    valid, before = rows.valid & (last >= 0), None
+    valid, before = rows.valid, None
     if window is not None:
         before = find_last(o, position + rows.offset - window, variant)
-        valid &= last > before
+    if not variant.num_pieces:  # whose rows leave nothing where they see nothing
+        valid &= last >= 0 if before is None else last > before
     return Seen(last, before, valid)
 
 

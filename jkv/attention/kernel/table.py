@@ -32,6 +32,22 @@ class Tuning:
     decode: Tile
     prefill: Tile
     programs: int  # wanted in a decode call
+    # By position: pieces of a context are no shorter, and no more than there may be.
+    piece_tokens: int = 256
+    max_pieces: int = 16
+    # Instead of `decode`: where scores have a soft cap, and by position.
+    capped: Tile | None = None
+    position: Tile | None = None
+
+    def decode_tile(self, soft_cap: float | None) -> Tile:
+        """Return the tile that decodes."""
+        if soft_cap is None or self.capped is None:
+            return self.decode
+        return self.capped
+
+    def position_tile(self, soft_cap: float | None) -> Tile:
+        """Return the tile by position; its rows do not depend on the cap."""
+        return self.position or self.decode_tile(soft_cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +61,20 @@ class Row:
     # Decode programs for each compute unit: more than fit at a time would leave more
     # partial results, and read no faster.
     programs: int = 8
+    # Of as many rows as `decode`, where a soft cap takes registers that it has not.
+    capped: Tile | None = None
+    # For pieces by position, where `decode` spills when each row sees other tokens.
+    position: Tile | None = None
 
     def tuned_for(self, units: int) -> Tuning:
         """Return what a call is compiled with on cards of so many compute units."""
-        return Tuning(self.decode, self.prefill, self.programs * units)
+        return Tuning(
+            self.decode,
+            self.prefill,
+            self.programs * units,
+            capped=self.capped,
+            position=self.position,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +196,23 @@ TABLE = {
         spilling={"half": (240,)},
     ),
     # gfx12 keeps operands once: the tile of bytes that is carried fits in fewer waves,
-    # which take a third to a half fewer vector instructions in all than four do.
+    # which take a third to a half fewer vector instructions in all than four do. A soft
+    # cap and a window beside it spill 59 to 94 registers of 128 wide ones: not carried
+    # they fit, in 15% more vector instructions.
     "rdna4": Family(
         targets=("gfx1201",),
         units=64,
         rows=(
             *_RDNA_HALVES,
             Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
-            Row(128, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
+            Row(112, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
+            Row(
+                128,
+                _carried(16, 16, 2),
+                Tile(64, 16, 8, 1),
+                ("byte",),
+                capped=Tile(16, 16, 2, 1),
+            ),
         ),
         backward=(
             Backward(64, Tile(64, 16, 8, 1), Tile(32, 16, 4, 1)),
@@ -193,22 +228,61 @@ TABLE = {
     # few tokens up to 128, and from there 128 rows, which are two warp groups. Bytes
     # are bound by their conversion, 64 tokens at a time at best; wide ones take all
     # registers in such tiles. Heads of three pieces, one of them 16 wide, spill; the
-    # smallest tile on eight warps holds 176. Float32 is split into two numbers of tf32,
-    # and heads of more than 64 with a piece of 16 spill.
+    # smallest tile on eight warps holds 176. With a window and a soft cap, in blocks
+    # that hold a tile, 128 spills in five stages. Float32 is split into two numbers of
+    # tf32, and heads of more than 64 with a piece of 16 spill.
     "hopper": Family(
         targets=("sm_90",),
         units=132,
         rows=(
-            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2)),
-            Row(128, Tile(16, 64, 4, 5), _full(64, 32, 4, 2), ("half",)),
+            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2), ("half",)),
+            Row(
+                64,
+                Tile(16, 64, 4, 3),
+                _full(64, 64, 4, 2),
+                ("byte",),
+                position=Tile(16, 32, 4, 3),
+            ),
+            Row(
+                128,
+                Tile(16, 64, 4, 5),
+                _full(64, 32, 4, 2),
+                ("half",),
+                capped=Tile(16, 64, 4, 4),
+            ),
             Row(160, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
             Row(176, Tile(16, 16, 8, 2), _full(128, 64, 8, 2), ("half",)),
             Row(256, Tile(16, 64, 4, 3), _full(128, 64, 8, 2), ("half",)),
-            Row(576, Tile(32, 64, 8, 5), _full(32, 64, 8, 2), ("half",), 2),
-            Row(96, Tile(16, 64, 4, 5), _full(64, 64, 4, 2), ("byte",)),
+            Row(
+                576,
+                Tile(32, 64, 8, 5),
+                _full(32, 64, 8, 2),
+                ("half",),
+                programs=2,
+                position=Tile(16, 32, 8, 2),
+            ),
+            Row(
+                96,
+                Tile(16, 64, 4, 5),
+                _full(64, 64, 4, 2),
+                ("byte",),
+                position=Tile(16, 32, 4, 3),
+            ),
             Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
-            Row(128, Tile(16, 64, 4, 5), _full(64, 64, 4, 2), ("byte",)),
-            Row(256, Tile(16, 32, 4, 3), _full(64, 32, 8, 2), ("byte",)),
+            Row(
+                128,
+                Tile(16, 64, 4, 5),
+                _full(64, 64, 4, 2),
+                ("byte",),
+                position=Tile(16, 32, 4, 3),
+            ),
+            Row(
+                256,
+                Tile(16, 32, 4, 3),
+                _full(64, 32, 8, 2),
+                ("byte",),
+                position=Tile(16, 32, 8, 2),
+            ),
             Row(576, Tile(32, 32, 8, 5), _full(32, 32, 8, 1), ("byte",), 4),
             Row(64, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
             Row(96, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("float32",)),

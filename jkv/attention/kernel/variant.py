@@ -29,12 +29,21 @@ class Variant:
     soft_cap: float | None
     num_parts: int  # of a block, of which the pools have one
     interpret: bool
+    # By position: tokens of a piece, and pieces of the longest context. 0 otherwise.
+    piece_tokens: int = 0
+    num_pieces: int = 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether partial results are written, in float32, to be joined."""
+        return self.is_decode or self.num_pieces > 0
 
 
 def decode_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     """Return the variant for requests of one row."""
     row_heads = count_decode_heads(call.heads_per_kv, tuning)
-    return _make_variant(call, tuning.decode, row_heads, 1, True, interpret)
+    tile = tuning.decode_tile(call.soft_cap)
+    return _make_variant(call, tile, row_heads, 1, True, interpret)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
@@ -43,9 +52,21 @@ def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
     return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
 
 
+def position_variant(
+    call: Call, tuning: Tuning, piece_tokens: int, num_pieces: int, *, interpret: bool
+) -> Variant:
+    """Return the variant for all rows, in pieces by position."""
+    tile = tuning.position_tile(call.soft_cap)
+    row_heads, row_tokens = cut_rows(call.heads_per_kv, tile)
+    variant = _make_variant(call, tile, row_heads, row_tokens, False, interpret)
+    return dataclasses.replace(
+        variant, piece_tokens=piece_tokens, num_pieces=num_pieces
+    )
+
+
 def query_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
     """Return the variant for the queries' derivative."""
-    row_heads, row_tokens = _cut_rows(call.heads_per_kv, tuning.queries.rows)
+    row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.queries)
     return _make_variant(call, tuning.queries, row_heads, row_tokens, False, interpret)
 
 
@@ -69,12 +90,13 @@ def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
 
 def cut_prefill_rows(heads_per_kv: int, tuning: Tuning) -> tuple[int, int]:
     """Return how many of a kv head's query heads, of how many tokens, share a tile."""
-    return _cut_rows(heads_per_kv, tuning.prefill.rows)
+    return cut_rows(heads_per_kv, tuning.prefill)
 
 
-def _cut_rows(heads_per_kv: int, rows: int) -> tuple[int, int]:
-    row_heads = min(_pad(heads_per_kv), rows)
-    return row_heads, rows // row_heads
+def cut_rows(heads_per_kv: int, tile: Tile) -> tuple[int, int]:
+    """Return how many of a kv head's query heads, of how many tokens, fill a tile."""
+    row_heads = min(_pad(heads_per_kv), tile.rows)
+    return row_heads, tile.rows // row_heads
 
 
 def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> int:

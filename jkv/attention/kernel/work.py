@@ -11,14 +11,19 @@ longest one possible, or leave the long one to a few programs.
 Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jkv.attention.call import Requests
 from jkv.attention.kernel.lists import (
     DecodeSizes,
     DecodeWork,
     Pieces,
+    PositionSizes,
+    PositionWork,
     PrefillSizes,
     PrefillWork,
     Work,
@@ -187,12 +192,20 @@ def list_prefill_work(
       sizes: of the list.
       min_rows: as the sizes are made for.
     """
-    tile_rows = sizes.tile_rows
+    work = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
+    return PrefillWork(work=work, sizes=sizes)
+
+
+def _list_tiles(
+    requests: Requests, num_entries: int, tile_rows: int, min_rows: int
+) -> Work:
+    """Cut the rows of all requests that have so many into tiles."""
     lengths, context = requests.query_lengths, requests.context_lengths
-    counts = jnp.where(lengths >= min_rows, (lengths + tile_rows - 1) // tile_rows, 0)
+    is_listed = lengths >= min_rows
+    counts = jnp.where(is_listed, (lengths + tile_rows - 1) // tile_rows, 0)
     ends = _running_sum(counts)
 
-    entry = jnp.arange(sizes.num_entries, dtype=jnp.int32)
+    entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
     # The last rows of a request see most: their tiles come first.
     offset = (counts[request] - 1 - index) * tile_rows
@@ -200,7 +213,7 @@ def list_prefill_work(
     position = context[request] - lengths[request] + offset
     end = position + num_rows
     alive = (entry < ends[-1]) & (end > 0)
-    work = Work(
+    return Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
         num_rows=jnp.where(alive, num_rows, 0),
@@ -208,7 +221,78 @@ def list_prefill_work(
         first=jnp.zeros_like(end),
         end=jnp.where(alive, end, 0),
     )
-    return PrefillWork(work=work, sizes=sizes)
+
+
+def size_position_work(
+    num_rows: int,
+    num_requests: int,
+    max_tokens: int,
+    tile_rows: int,
+    *,
+    piece_tokens: int,
+    max_pieces: int,
+) -> PositionSizes:
+    """Return the sizes of a list of tiles whose contexts are cut at fixed positions.
+
+    They follow from sizes that no step changes, and so do the pieces.
+
+    Args:
+      num_rows: R.
+      num_requests: B.
+      max_tokens: most tokens of one context.
+      tile_rows: rows of a tile.
+      piece_tokens: a piece has no fewer.
+      max_pieces: a context has no more.
+    """
+    while piece_tokens * max_pieces < max_tokens:
+        piece_tokens *= 2
+    # Every request may end in a tile that is partly filled.
+    most = (num_rows + num_requests * (tile_rows - 1)) // tile_rows
+    return PositionSizes(
+        num_rows=num_rows,
+        num_tiles=min(num_rows, most),
+        tile_rows=tile_rows,
+        piece_tokens=piece_tokens,
+        num_pieces=max(1, -(-max_tokens // piece_tokens)),
+    )
+
+
+def list_position_work(
+    requests: Requests,
+    sizes: PositionSizes,
+    *,
+    num_parts: int = 1,
+    part_size: int = 1,
+) -> PositionWork:
+    """Cut the rows of all requests into tiles, single rows like those of chunks.
+
+    Args:
+      requests: B of them.
+      sizes: of the list.
+      num_parts: parts of each block, of which the pools have any one; tokens are then
+        counted as the part has them that has most.
+      part_size: tokens of a part of a block.
+    """
+    first_part = None if num_parts == 1 else jnp.int32(0)
+    find_last = functools.partial(
+        find_held, part=first_part, num_parts=num_parts, block_size=part_size
+    )
+    work = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
+    end = find_last(work.end - 1) + 1
+    # Each row looks for its request, as in a list to decode.
+    row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
+    start, length = requests.query_starts[None, :], requests.query_lengths[None, :]
+    mine = (start <= row) & (row < start + length)
+    last = requests.context_lengths[None, :] - (start + length - row)
+    last = jnp.max(jnp.where(mine, last, -1), axis=1)
+    size = sizes.piece_tokens
+    counts = lax.div(find_last(last) + size, jnp.int32(size))
+    place = row[:, 0] * sizes.num_pieces
+    return PositionWork(
+        work=work._replace(end=end),
+        pieces=Pieces(first=place, end=place + counts),
+        sizes=sizes,
+    )
 
 
 # What these lists cost is launches: a comparison of all with all is one, a scan or a

@@ -3,7 +3,7 @@
 A product's rows differ in their last bits with the number of rows, and attention's with
 the way in which a context is cut. So every call of the model has the same number of
 rows and of requests, however much of them is used, and attention cuts contexts by
-position (`jkv.attention.xla.by_position`).
+position (`by_position.py` of `jkv.attention.xla` and of `jkv.attention.kernel`).
 
 Symbols: W requests of a call, R rows.
 """
@@ -18,6 +18,7 @@ from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.metadata.requests import check_counts
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
+from jkv.verbs.attention_plan import plan_attention
 
 # Requests and rows of a call, if the caller does not say.
 _DEFAULT = 64, 64
@@ -107,6 +108,7 @@ class Exact(NamedTuple):
         seq_ids = jnp.pad(seq_ids, more, constant_values=NO_SEQUENCE)
         return seq_ids, tokens, jnp.pad(counts, more)
 
-    def fix(self, batch: Batch) -> Batch:
+    def fix(self, cache: Cache, batch: Batch) -> Batch:
         """Let attention to the rows of a step go by position alone."""
-        return dataclasses.replace(batch, by_position=True, plan=None)
+        batch = dataclasses.replace(batch, by_position=True, plan=None)
+        return plan_attention(cache, batch)

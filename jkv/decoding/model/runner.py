@@ -93,7 +93,7 @@ class Runner(NamedTuple):
         """
         if self.exact is None:
             return call_model(self.model, self.params, tokens, cache, batch)
-        batch = self.exact.fix(batch)
+        batch = self.exact.fix(cache, batch)
         leaves, structure = jax.tree.flatten((tokens, batch))
 
         def call(

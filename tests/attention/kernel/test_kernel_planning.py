@@ -1,5 +1,6 @@
 """The lists of a step: made by `append` where there is a card, used by all layers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from support.small_caches import small_config
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention.kernel import launches, planning, platforms
+from jkv.attention.kernel import by_position, launches, planning, platforms
 from jkv.attention.kernel.platforms import _INTERPRETED
 from jkv.verbs.attention_plan import plan_attention
 
@@ -44,13 +45,26 @@ def num_listed(monkeypatch):
         made.append(1)
         return function(*arguments, **options)
 
-    for name in ("list_decode_work", "list_prefill_work"):
+    users = {
+        "list_decode_work": launches,
+        "list_prefill_work": launches,
+        "list_position_work": by_position,
+    }
+    for name, module in users.items():
         listing = functools.partial(list_work, getattr(planning, name))
-        monkeypatch.setattr(launches, name, listing)
+        monkeypatch.setattr(module, name, listing)
     return made
 
 
-def step(*, window=None, num_tokens=1, implementation="pallas", group=2, **sizes):
+def step(
+    *,
+    window=None,
+    num_tokens=1,
+    implementation="pallas",
+    group=2,
+    is_exact=False,
+    **sizes,
+):
     """Three sequences of 6, 0 and 3 tokens, then a step; what a layer answers."""
     config = small_config(num_kv_heads=2, head_dim=16, num_layers=2, **sizes)
     cache, opened = jkv.allocate(jkv.init(config), np.zeros(3, np.int32))
@@ -63,6 +77,9 @@ def step(*, window=None, num_tokens=1, implementation="pallas", group=2, **sizes
         rows = rng.standard_normal((batch.num_rows, 2, 16)).astype(np.float32)
         cache = jkv.write(cache, 1, batch, rows, rows[::-1])
     queries = rng.standard_normal((batch.num_rows, 2 * group, 16)).astype(np.float32)
+    if is_exact:
+        batch = dataclasses.replace(batch, by_position=True, plan=None)
+        batch = plan_attention(cache, batch)
     options = {"window": window, "implementation": implementation}
     answer = jkv.attend(cache, 1, batch, queries, return_lse=True, **options)
     return batch, jax.device_get(answer)
@@ -92,6 +109,18 @@ def test_layers_use_the_lists_of_the_step(num_listed, call):
     (decode,) = lists.decode
     assert decode.is_windowed == ("sliding_window" in CALLS[call])
     assert bool(lists.prefill) == ("num_tokens" in CALLS[call])
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("with_card")
+def test_pieces_by_position_are_listed_once(num_listed):
+    call = {"num_tokens": [1, 2, 1, 0], "window": 3}
+    expected = step(**call, implementation="reference")[1]
+    batch, answer = step(**call, is_exact=True)
+    (lists,) = batch.plan
+    assert lists.by_position and not (lists.decode or lists.prefill or num_listed)
+    for one, other in zip(answer, expected, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.one_end

@@ -139,7 +139,7 @@ class Case:
         numbers = np.linspace(-1.0, 2.0, num_heads, dtype=np.float32)
         return numbers if self.has_sinks else None
 
-    def attend(self, implementation):
+    def attend(self, implementation, by_position=False):
         """Return the call as a function of the positional arguments."""
 
         def attend(*arguments):
@@ -153,6 +153,7 @@ class Case:
                 kv_dtype=self.storage,
                 value_head_dim=self.value_dim if self.is_latent else None,
                 implementation=implementation,
+                by_position=by_position,
                 **dict(self.options),
             )
 
@@ -305,6 +306,30 @@ def test_equals_the_plain_loop(name):
                 rubbish[4] = np.full_like(arguments[4], 2**31 - 1)
                 rubbish[4][1] = -(2**31)
                 assert np.isfinite(attend(*rubbish)[0]).all()
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    "name",
+    with_further(
+        ["latent, everything", "int8, float16 queries, everything"],
+        "latent, everything",
+    ),
+)
+def test_pieces_by_position_equal_the_plain_loop(name):
+    """What it adds up is a matter of `test_kernel_by_position.py`."""
+    this = CASES[name]
+    skip_what_has_no_row(this)
+    attend = jax.jit(this.attend("pallas", by_position=True))
+    for batch in BATCHES:
+        operands = this.operands(batch)
+        arguments = this.arguments(operands)
+        output, lse = jax.device_get(attend(*arguments))
+        expected, expected_lse = this.expect(operands, arguments)
+        is_coarse = this.queries == "float16" and arguments[9] is not None
+        assert_close(output.astype(jnp.bfloat16) if is_coarse else output, expected)
+        assert_close(lse, expected_lse)
+        assert not is_close(np.zeros_like(output), expected)
 
 
 @pytest.mark.one_end

@@ -1,0 +1,173 @@
+"""What config.json says of Gemma's models.
+
+They return fields of `DecoderConfig`; `gemma_architectures.py` says whose they are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .parts import Experts, LayerInputs
+from .rope_settings import pair_rope_parameters, read_rope, rope_parameters
+from .settings import Settings
+from .windows import list_windowed
+
+# Of Gemma 4, where config.json says nothing.
+ROPES = dict(
+    full_attention=dict(
+        rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6
+    ),
+    sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+)
+
+
+def read_gemma(settings: Settings) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 share."""
+    return dict(
+        scale=settings.number("query_pre_attn_scalar") ** -0.5,
+        soft_cap=settings.maybe_number("attn_logit_softcapping"),
+        logit_cap=settings.maybe_number("final_logit_softcapping"),
+        embedding_scale=settings.count("hidden_size") ** 0.5,
+    )
+
+
+def read_gemma3(settings: Settings) -> dict[str, Any]:
+    """Read Gemma's fields, and one rope for layers with a window, one for others."""
+    if settings.flag("use_bidirectional_attention"):
+        raise ValueError("config.json: bidirectional attention is not supported")
+    dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
+    given = pair_rope_parameters(
+        settings,
+        full={"rope_theta": settings.number("rope_theta")},
+        windowed={"rope_theta": settings.number("rope_local_base_freq")},
+    )
+    # In this order: False is 0.
+    ropes = [read_rope(settings, dim, parameters) for parameters in given]
+    # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
+    return read_gemma(settings) | dict(
+        soft_cap=None,
+        ropes=tuple(ropes[kind] for kind in list_windowed(settings, 6, num_layers)),
+    )
+
+
+def read_gemma4(settings: Settings) -> dict[str, Any]:
+    """Read layers of two shapes, those that share keys, and what layers are told."""
+    if settings.get("use_bidirectional_attention") == "all":
+        raise ValueError("config.json: bidirectional attention is not supported")
+    num_layers = settings.count("num_hidden_layers")
+    windowed = list_windowed(settings, 6, num_layers)
+    windowed = (*windowed[:-1], False)  # whatever config.json says of the last one
+    heads = _list_heads(settings, windowed)
+    key_layers = _share_keys(settings, windowed)
+    shares = [layer != i for i, layer in enumerate(key_layers)]
+    inner = settings.count("intermediate_size")
+    wide = 2 if settings.flag("use_double_wide_mlp") else 1
+    of_keys = settings.flag("attention_k_eq_v")
+    window = settings.count("sliding_window")
+    return dict(
+        layer_heads=heads,
+        key_layers=key_layers if any(shares) else (),
+        values_of_keys=tuple(of_keys and not each for each in windowed),
+        inner_sizes=tuple(inner * (wide if each else 1) for each in shares),
+        windows=tuple(window if each else None for each in windowed),
+        ropes=_list_ropes(settings, windowed, heads),
+        embedding_scale=settings.count("hidden_size") ** 0.5,
+        logit_cap=settings.maybe_number("final_logit_softcapping"),
+        layer_inputs=_read_inputs(settings),
+    ) | _read_experts(settings, inner, num_layers)
+
+
+def _list_heads(
+    settings: Settings, windowed: Sequence[bool]
+) -> tuple[tuple[int, int], ...]:
+    """Return the key-value heads and the head dim of each layer."""
+    usual = settings.count("num_key_value_heads"), settings.count("head_dim")
+    wide = (usual[0], settings.count("global_head_dim"))
+    if settings.flag("attention_k_eq_v"):
+        wide = (settings.count("num_global_key_value_heads", usual[0]), wide[1])
+    given = settings.get("per_layer_config")
+    if given is None:
+        return tuple(usual if has_window else wide for has_window in windowed)
+    entries = {int(layer): entry for layer, entry in given.items()}
+    known = {"num_key_value_heads", "head_dim"}
+    unknown = {name for entry in entries.values() for name in entry} - known
+    if unknown:
+        raise ValueError(
+            f"config.json: per_layer_config changes {sorted(unknown)} of single "
+            "layers, which is not supported"
+        )
+    own = [
+        Settings(dict(settings.raw) | entries.get(i, {}), settings.defaults)
+        for i in range(len(windowed))
+    ]
+    return tuple(
+        (each.count("num_key_value_heads"), each.count("head_dim")) for each in own
+    )
+
+
+def _share_keys(settings: Settings, windowed: Sequence[bool]) -> tuple[int, ...]:
+    """Return whose keys each layer attends to.
+
+    The last ones attend to those of the last before them that has the same kind.
+    """
+    first = len(windowed) - settings.count("num_kv_shared_layers", 0, least=0)
+    producers = {
+        has_window: i for i, has_window in enumerate(windowed[: max(first, 0)])
+    }
+    missing = set(windowed) - producers.keys()
+    if missing:
+        raise ValueError(
+            "config.json: num_kv_shared_layers leaves a kind of layer_types without a "
+            "layer that keeps keys and values"
+        )
+    return tuple(
+        i if i < first else producers[has_window]
+        for i, has_window in enumerate(windowed)
+    )
+
+
+def _list_ropes(
+    settings: Settings,
+    windowed: Sequence[bool],
+    heads: Sequence[tuple[int, int]],
+) -> tuple[Any, ...]:
+    """Return what each layer is turned by, which depends on its head dim too."""
+    given = rope_parameters(settings) or ROPES
+    if set(given) != set(ROPES):
+        raise ValueError(
+            f"config.json: RoPE settings must be those of {' and '.join(ROPES)}, got "
+            f"{sorted(given)}"
+        )
+    kinds = given["full_attention"], given["sliding_attention"]
+    # In this order: False is 0.
+    return tuple(
+        read_rope(settings, dim, kinds[has_window])
+        for has_window, (_, dim) in zip(windowed, heads, strict=True)
+    )
+
+
+def _read_inputs(settings: Settings) -> LayerInputs | None:
+    if not settings.get("hidden_size_per_layer_input"):
+        return None
+    return LayerInputs(
+        vocab_size=settings.count("vocab_size_per_layer_input"),
+        dim=settings.count("hidden_size_per_layer_input"),
+    )
+
+
+def _read_experts(settings: Settings, inner: int, num_layers: int) -> dict[str, Any]:
+    """Read experts beside the perceptron, in all layers or in none."""
+    if not settings.flag("enable_moe_block"):
+        return {}
+    if settings.flag("use_double_wide_mlp"):
+        raise ValueError(
+            "config.json: use_double_wide_mlp beside experts is not supported"
+        )
+    experts = Experts(
+        count=settings.count("num_experts"),
+        per_token=settings.count("top_k_experts"),
+        inner=settings.count("moe_intermediate_size"),
+        shared_inner=inner,
+        is_normalised=True,
+        has_own_norms=True,
+    )
+    return dict(experts=experts, expert_layers=(True,) * num_layers)

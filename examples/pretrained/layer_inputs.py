@@ -1,0 +1,47 @@
+"""What Gemma 4's small models tell every layer of a token besides.
+
+A token has an embedding for each layer, much larger together than what the layers
+compute with, of which a step reads a few rows. To it comes a part of the token's usual
+embedding (https://ai.google.dev/gemma/docs/gemma-3n, where it is called per-layer
+embeddings).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .config import DecoderConfig
+from .layers import Weights, bend, embed, linear, norm
+
+
+def tell_layers(
+    config: DecoderConfig,
+    params: Weights,
+    tokens: jax.Array,
+    valid: jax.Array,
+    hidden: jax.Array,
+) -> jax.Array:
+    """Return what each layer is told of each row, [L, R, P].
+
+    Args:
+        config: the model's settings.
+        params: of the model, outside its layers.
+        tokens: i32[R].
+        valid: bool[R].
+        hidden: [R, E], embeddings as the first layer takes them.
+    """
+    shape = (tokens.shape[0], config.num_layers, config.layer_inputs.dim)
+    own = embed(params["layer_embedding"], tokens, valid).reshape(shape)
+    shared = linear(hidden, params, "layer_projection").reshape(shape)
+    shared = norm(
+        config, shared * config.hidden_size**-0.5, params, "layer_projection_norm"
+    )
+    told = (shared + own * config.layer_inputs.dim**0.5) * 2**-0.5
+    return jnp.swapaxes(told, 0, 1)
+
+
+def take_told(
+    config: DecoderConfig, weights: Weights, hidden: jax.Array, told: jax.Array
+) -> jax.Array:
+    """Return what a layer adds to its rows [R, E] for what it is told, [R, P]."""
+    gated = bend(config, linear(hidden, weights, "told_gate")) * told
+    return norm(config, linear(gated, weights, "told_output"), weights, "told_norm")

@@ -1,0 +1,100 @@
+"""Attention by the kernel whose bits depend on a row's position alone.
+
+For the same promise as `jkv.attention.xla.by_position`, by other sums: the bits are not
+that path's. All rows go one way, those of prompts and single ones: in tiles of one
+shape, each of rows of one request. A program takes one of these tiles to one piece of
+its context. Pieces begin at multiples of a number of tokens that follows from the
+longest context there may be, and are walked from their beginning in steps that begin at
+fixed positions too; what a row sees nothing of leaves its sums as they are, to the bit.
+Each row has places of its own for the partial results of its pieces, which the joining
+kernel takes from the first to the last. How many programs that makes is static: those
+for which a context is too short end at once.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.call import Call, check_call
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.body import attend_range
+from jkv.attention.kernel.join import join_pieces
+from jkv.attention.kernel.launches import (
+    find_compilation,
+    make_operands,
+    shape_results,
+)
+from jkv.attention.kernel.loads import Operands
+from jkv.attention.kernel.table import Tuning
+from jkv.attention.kernel.variant import Variant, cut_rows, position_variant
+from jkv.attention.kernel.work import list_position_work, size_position_work
+from jkv.sharding.varying import is_manual
+
+
+def attend_kernel_by_position(
+    call: Call, *, tuning: Tuning, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
+    check_call(call)
+    launch = functools.partial(_launch_both, tuning=tuning, interpret=interpret)
+    if interpret and not is_manual():
+        return launch(call)
+    output, lse = backend.defer(launch, (call,), call.results, interpret=interpret)
+    return output, lse
+
+
+def _launch_both(
+    call: Call, *, tuning: Tuning, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    sizes = size_position_work(
+        call.num_rows,
+        call.num_requests,
+        call.max_blocks * call.pools.block_size,
+        cut_rows(call.heads_per_kv, tuning.position_tile(None))[1],
+        piece_tokens=tuning.piece_tokens,
+        max_pieces=tuning.max_pieces,
+    )
+    listed = None
+    if call.work_lists is not None:
+        listed = call.work_lists.find_by_position(sizes)
+    if listed is None:
+        listed = list_position_work(
+            call.requests,
+            sizes,
+            num_parts=call.num_parts,
+            part_size=call.pools.block_size,
+        )
+    variant = position_variant(
+        call, tuning, sizes.piece_tokens, sizes.num_pieces, interpret=interpret
+    )
+    # Sinks join with the pieces.
+    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
+    partial, partial_lse = _launch_pieces(operands, variant)
+    return join_pieces(
+        listed.pieces,
+        call.sinks,
+        partial,
+        partial_lse,
+        call.output_dtype,
+        interpret=interpret,
+    )
+
+
+def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax.Array]:
+    """Return partial results, f32[R * pieces, H, Dv], and log2 sums without `Dv`.
+
+    Places of pieces that a row has not are left as they are found.
+    """
+    num_tiles = operands.work.row.shape[0]
+    num_rows, num_heads, _ = operands.queries.shape
+    places = num_rows * variant.num_pieces
+    output, lse = backend.launch(
+        "jkv_position",
+        functools.partial(attend_range, variant=variant),
+        (operands, None, None),
+        shape_results((places, num_heads, variant.value_dim), jnp.float32),
+        grid=(num_tiles * variant.num_pieces * variant.head_tiles, 1),
+        compilation=find_compilation(variant),
+    )
+    return output, lse

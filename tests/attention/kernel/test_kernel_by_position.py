@@ -1,0 +1,155 @@
+"""The kernel by position: a row's bits, whatever is beside it and however it comes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tolerances import assert_close, is_close
+
+from jkv.attention import paged_attention
+from jkv.attention.call import Requests
+from jkv.attention.kernel.lists import PositionSizes
+from jkv.attention.kernel.work import list_position_work, size_position_work
+
+ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, 8, 9
+HEADS, KV_HEADS, DIM = 6, 2, 16
+LENGTHS = (66, 39, 17)  # of the sequences: in pieces of 16, whole ones and others
+OPTIONS = {
+    "plain": {},
+    "everything": {"window": 21, "soft_cap": 2.0, "scale": 0.3, "has_sinks": True},
+}
+
+
+def draw():
+    """Queries of every token, and a pool whose blocks are in random order."""
+    rng = np.random.default_rng(3)
+    blocks = sum(-(-n // BLOCK) for n in LENGTHS)
+    tables = np.full((len(LENGTHS), COLUMNS), 2**31 - 1, np.int32)
+    free = iter(rng.permutation(blocks).tolist())
+    for row, length in enumerate(LENGTHS):
+        for column in range(-(-length // BLOCK)):
+            tables[row, column] = next(free)
+    shape = 1, blocks, KV_HEADS, BLOCK, DIM
+    pools = [rng.standard_normal(shape).astype(np.float32) for _ in "kv"]
+    queries = rng.standard_normal((3, 80, HEADS, DIM)).astype(np.float32)
+    return queries, pools, tables
+
+
+@functools.cache
+def make_attend(options, implementation="pallas", by_position=True):
+    fields = dict(OPTIONS[options])
+    sinks = jnp.linspace(-1, 2, HEADS) if fields.pop("has_sinks", False) else None
+
+    @jax.jit
+    def attend(*arguments):
+        return paged_attention(
+            *arguments,
+            sinks=sinks,
+            return_lse=True,
+            by_position=by_position,
+            implementation=implementation,
+            **fields,
+        )
+
+    return attend
+
+
+def compute(attend, asked):
+    """What a call gives the rows of requests (sequence, first position, rows)."""
+    queries, pools, tables = draw()
+    rows = np.full((ROWS, HEADS, DIM), 7.0, np.float32)
+    ids, starts, counts, contexts = np.zeros((4, REQUESTS), np.int32)
+    ids[:], row, found = -1, 0, {}
+    for number, (sequence, first, count) in enumerate(asked):
+        ids[number], starts[number], counts[number] = sequence, row, count
+        contexts[number] = first + count
+        rows[row : row + count] = queries[sequence, first : first + count]
+        for offset in range(count):
+            found[sequence, first + offset] = row + offset
+        row += count
+    answer = attend(rows, *pools, 0, tables, ids, starts, counts, contexts)
+    output, lse = (np.asarray(array) for array in answer)
+    assert not output[row:].any() and np.isneginf(lse[row:]).all()
+    return {name: (output[row], lse[row]) for name, row in found.items()}
+
+
+# Rows 60 to 65 of the longest sequence stand on both sides of a piece's beginning, the
+# others' last ones beside them, before them, behind them or not.
+TOGETHER = [(0, 60, 6), (1, 38, 1), (2, 14, 3)]
+CALLS = {
+    "alone, row by row": [[(0, 63, 1)], [(0, 64, 1)], [(1, 38, 1)]],
+    "single rows side by side": [[(2, 16, 1), (0, 65, 1), (1, 38, 1)]],
+    "another order": [[(2, 14, 3), (1, 38, 1), (0, 60, 6)]],
+    "in a longer chunk": [[(0, 54, 12)], [(1, 30, 9), (2, 14, 3)]],
+    "in chunks cut elsewhere": [[(2, 13, 2), (0, 61, 5)], [(2, 15, 2), (0, 59, 3)]],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_row_has_the_same_bits_however_it_comes(options):
+    attend = make_attend(options)
+    known = compute(attend, TOGETHER)
+    assert len(known) == 10
+    seen = 0
+    for name, calls in CALLS.items():
+        for asked in calls:
+            for row, found in compute(attend, asked).items():
+                if row in known:
+                    seen += 1
+                    for one, other in zip(found, known[row], strict=True):
+                        bits = one.view(np.int32), other.view(np.int32)
+                        np.testing.assert_array_equal(*bits, err_msg=f"{name}, {row}")
+    assert seen == 36
+    # It is attention, and the other list does not do this.
+    expected = compute(make_attend(options, "reference", False), TOGETHER)
+    for row, found in known.items():
+        for one, other in zip(found, expected[row], strict=True):
+            assert_close(one, other)
+        assert not is_close(np.zeros_like(found[0]), expected[row][0])
+
+
+@pytest.mark.one_end
+def test_the_usual_pieces_do_not_keep_bits():
+    attend = make_attend("plain", by_position=False)
+    known = compute(attend, TOGETHER)
+    alone = compute(attend, [(0, 65, 1)])
+    assert (alone[0, 65][0] != known[0, 65][0]).any()
+
+
+@pytest.mark.one_end
+def test_pieces_follow_from_the_longest_context():
+    """Of 256 tokens, or a power of two more where there would be more than 16."""
+    sizes = {
+        longest: size_position_work(
+            64, 64, longest, 4, piece_tokens=256, max_pieces=16
+        )[3:]
+        for longest in (1, 40, 4096, 4097, 2**17)
+    }
+    expected = {1: (256, 1), 40: (256, 1), 4096: (256, 16)}
+    assert sizes == expected | {4097: (512, 9), 2**17: (8192, 16)}
+
+
+@pytest.mark.one_end
+def test_every_row_is_in_one_tile():
+    """Ragged requests in tiles of 4, as many as there can be; what each row joins."""
+    requests = Requests(
+        block_tables=jnp.zeros((4, 9), jnp.int32),
+        seq_ids=jnp.arange(4),
+        query_starts=jnp.array([0, 5, 12, 6]),
+        query_lengths=jnp.array([5, 1, 0, 6]),
+        context_lengths=jnp.array([34, 16, 9, 6]),
+    )
+    sizes = size_position_work(12, 4, 72, 4, piece_tokens=16, max_pieces=8)
+    assert sizes == PositionSizes(12, 6, 4, 16, 5)
+    listed = list_position_work(requests, sizes)
+    work = [np.asarray(array).tolist() for array in listed.work]
+    table, row, num_rows, _, first, end = work
+    assert num_rows == [1, 4, 1, 2, 4, 0] and row[:5] == [4, 0, 5, 10, 6]
+    assert table[:5] == [0, 0, 1, 3, 3] and first == [0] * 6
+    assert end == [34, 33, 16, 6, 4, 0]
+    pieces = np.asarray(listed.pieces.end - listed.pieces.first).tolist()
+    # Positions 29 to 33, 15, and 0 to 5.
+    assert pieces == [2, 2, 2, 3, 3, 1, 1, 1, 1, 1, 1, 1]
+    np.testing.assert_array_equal(listed.pieces.first, np.arange(12) * 5)
