@@ -149,8 +149,10 @@ def test_equal_those_of_the_plain_path(name):
     expected = jax.device_get(this.gradient("xla")(*variables, *requests))
     again = jax.device_get(gradient(*variables, *requests))
     has_sinks = dict(this.options).get("has_sinks", False)
+    # In float16 the result, which `delta` is a sum of, and d_scores are rounded, too.
+    is_coarse = this.queries == this.pools == "float16"
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_close(one, other)
+        assert_close(one.astype(jnp.bfloat16) if is_coarse else one, other)
         np.testing.assert_array_equal(again[number], one)
         is_sinks = number == (2 if this.is_latent else 3)
         assert not is_close(np.zeros_like(one), other) or is_sinks and not has_sinks
