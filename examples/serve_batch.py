@@ -6,7 +6,9 @@ A line of the first file is an object in the words of OpenAI's API: "prompt" or
 "messages", and if you like "max_tokens", "temperature", "top_p", "seed", "stop", "n",
 and an "id", which its result has, too. A line that cannot be answered has an "error" as
 its result; then the exit status is 1. Run it again after an interrupt: what is in the
-second file is not computed again. What happens is in `batching/command.py`.
+second file is not computed again. `--processes 2 --restarts 1` shares the model among
+processes, and goes on by itself after one has died. What happens is in
+`batching/command.py`.
 """
 
 from generating.arguments import Parser
@@ -19,6 +21,7 @@ COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
 def main():
     # Imported here, so that Ctrl-C is answered meanwhile.
     from batching.command import serve
+    from served import processes
     from served.loading import add_options
 
     parser = Parser(__doc__)
@@ -29,6 +32,7 @@ def main():
     for name in COUNTS:
         if (count := getattr(options, name, None)) is not None and count < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
+    processes.begin(parser, options)
     serve(options)
 
 

@@ -6,6 +6,7 @@
 
 With JKV_API_KEY in the environment clients need that key. `/health` says that the
 server is there, `/metrics` has numbers for Prometheus. The app: `served/api.py`.
+`--processes 2` shares the model among processes: `served/processes.py`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from generating.ending import ending_in_one_line
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    from served import processes
     from served.loading import TOOL_TAGS, add_options, load
 
     add_options(parser)
@@ -29,6 +31,7 @@ def main():
     add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
     add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
     options = parser.parse_args()
+    processes.begin(parser, options)
     kept = os.environ.get("JKV_API_KEY")
     api_key = kept if options.api_key is None else options.api_key
     if api_key == "":
@@ -49,7 +52,9 @@ def main():
         )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(f"{warm_up(served.engine)} programs are ready")
+    if processes.is_follower():
+        return processes.follow(served.engine)
+    print(f"{warm_up(served.engine)} programs are ready", flush=True)
     app = make_app(served, api_key=api_key)
     uvicorn.Server(make_config(app, host=options.host, port=options.port)).run()
 

@@ -177,16 +177,11 @@ class Timed:
         """Return everything else as it is."""
         return getattr(self._loop, name)
 
-    def exchange(self, *arguments: Any) -> None:
-        """Do what the loop does."""
+    def start_window(self, changes: Any, num_steps: int) -> Any:
+        """Do what the loop does, and wait for the last window."""
         began = time.perf_counter()
-        self._loop.exchange(*arguments)
-        self.seconds += time.perf_counter() - began
-
-    def run(self, num_steps: int) -> Any:
-        """Start a window, and wait for the last one."""
-        began = time.perf_counter()
-        unread, self._unread = self._unread, self._loop.run(num_steps)
+        unread = self._unread
+        self._unread = self._loop.start_window(changes, num_steps)
         jax.block_until_ready(unread)
         self.seconds += time.perf_counter() - began
         return self._unread

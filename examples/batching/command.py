@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from generating.ending import FAILED, answering_errors, fail
+from served import processes
 from served.asking import read_body
 from served.display import Display, warm_up
 from served.fields import check_texts
@@ -27,10 +28,15 @@ MARGIN = 50
 
 def serve(options: argparse.Namespace) -> None:
     """Do what the command line says; end with status 1 if a line has an error."""
+    if processes.is_follower():
+        with answering_errors():
+            processes.follow(load(options).engine)
+        return
     with answering_errors():
         lines = read_lines(Path(options.prompts))
         with ResultLines(Path(options.results), lines) as results:
-            if len(results.done) < len(lines):
+            # The other processes wait for this one, be there something to do or not.
+            if len(results.done) < len(lines) or options.coordinator:
                 run(options, lines, results)
     answered = len(results.done) - len(results.failed)
     said = f"{answered} of {len(lines)} lines are answered in {options.results}"
@@ -46,6 +52,7 @@ def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> 
         warm_up(served.engine)
         with Display(served.engine, len(lines)) as display:
             answer_all(served, lines, results, display, options.max_running)
+        served.engine.close()
     except (OSError, EngineError) as error:
         fail(FAILED, f"{error}; run it again to go on from what is written")
 

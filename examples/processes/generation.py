@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pretrained
 from generating.ending import BAD_VALUE, answering_errors, fail
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
 
+from .joining import join, make_mesh
 from .keeping import load_state, save_state
 from .texts import Texts, take_steps
 
@@ -22,41 +23,12 @@ def run_process(options: argparse.Namespace) -> None:
     """Join the other processes, continue the texts with them, and print the texts."""
     join(options)
     keep_compiled_programs()
-    devices = np.asarray(jax.devices())  # those of a process side by side
-    num_sharing = options.tensor_parallel or jax.local_device_count()
-    mesh = jax.sharding.Mesh(
-        devices.reshape(-1, num_sharing), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = make_mesh(options.tensor_parallel)
     texts = continue_texts(options, mesh)
     if jax.process_index() == 0:
         for text in texts:
             print(text, end="\n\n")
         sys.stdout.flush()
-
-
-def join(options: argparse.Namespace) -> None:
-    """Connect with the other processes, before JAX is asked for anything.
-
-    A process that gives no sign of life for `--heartbeat` seconds counts as dead, and
-    all others are ended by JAX then, wherever they wait.
-    """
-    if options.devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", options.devices)
-    others = dict(
-        coordinator_address=options.coordinator,
-        num_processes=options.num_processes,
-        process_id=options.process,
-    )
-    if options.process == 0:
-        # Else it listens on all interfaces, and takes orders from any of them.
-        others["coordinator_bind_address"] = options.coordinator
-    jax.distributed.initialize(
-        **({} if options.coordinator == "auto" else others),
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=options.heartbeat,
-        shutdown_timeout_seconds=options.heartbeat,
-    )
 
 
 def continue_texts(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> list[str]:

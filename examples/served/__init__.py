@@ -3,7 +3,8 @@
 Files in reading order: ``loading.py`` (a checkpoint becomes an engine), ``asking.py``
 (what a line or a client asks of the engine: ``prompts.py``, ``values.py``,
 ``languages.py`` for what texts must be, and ``mistakes.py`` where it cannot be),
-``display.py`` (progress of a file of prompts, which `examples/batching` answers).
+``processes.py`` (several that share a model), ``display.py`` (progress of a file of
+prompts, which `examples/batching` answers).
 
 The endpoints of OpenAI's API: ``api.py``, then a request's way through ``gate.py`` (the
 key, the body), ``showing.py`` and ``fields.py`` (each field is served, or refused by

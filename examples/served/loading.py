@@ -11,6 +11,7 @@ import jkv
 from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
+from . import processes
 from .grammars import Held, Languages
 from .languages import Language
 from .rule_table import Rules
@@ -76,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
+    processes.add_options(parser)
 
 
 def load(
@@ -101,7 +103,10 @@ def load(
         OSError: when a file cannot be read.
         ValueError: when a size cannot be.
     """
-    model, params = pretrained.load(options.model, scan_layers=options.scan_layers)
+    mesh = processes.find_mesh(options)
+    model, params = pretrained.load(
+        options.model, mesh=mesh, scan_layers=options.scan_layers
+    )
     tokenizer = pretrained.load_tokenizer(options.model)
     context = min(options.context, model.config.max_context_length)
     config = model.cache_config(
@@ -127,9 +132,11 @@ def load(
         detokenize=tokenizer.decode,
         max_waiting=max_waiting,
         steering=steered.steering,
-        kept_programs=pretrained.keep_programs(model),
+        kept_programs=pretrained.keep_programs(model) if mesh is None else None,
     )
-    engine = Engine(model, params, jkv.init(config), **(fields | changes))
+    heads = None if mesh is None else "tp"
+    cache = jkv.init(config, mesh=mesh, heads=heads)
+    engine = Engine(model, params, cache, **(fields | changes))
     return Served(
         engine,
         tokenizer,

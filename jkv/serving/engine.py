@@ -25,6 +25,7 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
+from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.sizes import find_sizes
 from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
 from jkv.serving.request.limits import NOT_STEERED, RequestRefused, StopSizes
@@ -41,7 +42,9 @@ from jkv.serving.scheduler.parking import Parked, ParkingOptions
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
 from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
+from jkv.sharding.processes import find_shared_mesh
 from jkv.state import Cache
+from jkv.status import UsageError
 from jkv.steering import Steering
 
 
@@ -152,7 +155,9 @@ class Engine:
           clock: seconds, for deadlines and times.
 
         Raises:
-          ValueError: for sizes that cannot be, or a model whose logits are not [B, V].
+          ValueError: for sizes that cannot be, a model whose logits are not [B, V], or
+            engines that differ on the processes of a mesh.
+          RuntimeError: if these do not make their engines within 30 seconds.
         """
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
@@ -172,7 +177,14 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        loop = Loop(model, params, cache, sizes, kept_programs, speculate, steering)
+        arguments = model, params, cache, sizes, kept_programs, speculate, steering
+        mesh = find_shared_mesh(cache)
+        loop = (
+            Loop(*arguments)
+            if mesh is None
+            else SharedLoop(mesh, *arguments, checks=checks)
+        )
+        self._shared = loop if isinstance(loop, SharedLoop) else None
         self._limits = loop.find_limits(
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None
         )
@@ -340,8 +352,10 @@ class Engine:
 
         Raises:
           KeyError: if it is unknown, or forgotten.
-          ValueError: for a cache without `prefix_caching`.
+          ValueError: for a cache without `prefix_caching`, or on a mesh of several
+            processes.
         """
+        self._check_leads()
         self._scheduler.park(request_id)
         self._turns.tell()
 
@@ -392,6 +406,7 @@ class Engine:
         Returns:
           An event for each sequence that has new tokens or has ended.
         """
+        self._check_leads()
         return self._turns.take()
 
     def results(self, request_id: int, *, wait: bool = True) -> list[Completion]:
@@ -519,6 +534,7 @@ class Engine:
         Returns:
           How many programs there are.
         """
+        self._check_leads()
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
         return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
@@ -560,6 +576,7 @@ class Engine:
           ValueError: for other shapes, dtypes or names, which are told, and for
             `recompute` with `keep_cached`; nothing has changed then.
         """
+        self._check_leads()
         update = Update(params, draft_params, recompute, keep_cached, version)
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
@@ -575,23 +592,58 @@ class Engine:
         Raises:
           EngineError: for any other.
         """
+        self._check_leads()
         self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
 
     def start(self) -> None:
         """Give the engine a thread, which does the steps while there is work."""
+        self._check_leads()
+        if self._shared is not None:
+            self._shared.is_followed = True
         self._turns.start()
+
+    def follow(self, *, find_params: FindParams | None = None) -> None:
+        """Do what the first process of a mesh does, until it closes its engine.
+
+        Where the cache lies on a mesh of several processes (`jax.distributed`), each of
+        them makes the same engine. The first, the one with the lowest number, takes
+        requests, decides, and has the results. The others call this and nothing else.
+        Orders come as one small array a window; no text, and no request, comes here.
+        After `close` on the first this may be called again, for what it does next.
+
+        Args:
+          find_params: returns the new weights on this process, and those of the draft
+            model or None, when the first is given some that lie on the mesh
+            (`update_params`). Those that the first has whole are sent.
+
+        Raises:
+          UsageError: on the first process, and for a cache that is not shared.
+          EngineError: if the first process fails, or does not answer any more. End the
+            process then: JAX ends it too, after `heartbeat_timeout_seconds`.
+        """
+        if self._leads:
+            raise UsageError(
+                "follow() is for the other processes of a mesh of several, whose first "
+                "one leads; here the engine takes requests"
+            )
+        assert self._shared is not None
+        self._shared.follow(find_params)
 
     def close(self) -> None:
         """End the thread, cancel what has not ended, give up what is parked.
 
         All blocks are free then. What ended can still be asked for, and the engine be
-        used without a thread.
+        used without a thread. On several processes `follow` returns on the others.
         """
+        if not self._leads:
+            return
         self._turns.stop()
         self._scheduler.cancel_all()
         self._scheduler.unpark_all()
         while not self._scheduler.is_idle:
             self._turns.take()
+        if self._shared is not None:
+            self._turns.with_turn(self._shared.dismiss)
 
     def __enter__(self) -> "Engine":
         self.start()
@@ -600,8 +652,22 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this process decides."""
+        return self._shared is None or self._shared.leads
+
+    def _check_leads(self) -> None:
+        """Refuse what only the first of several processes may do."""
+        if not self._leads:
+            raise UsageError(
+                "the first process of the mesh takes requests and decides; on the "
+                "others call follow() alone"
+            )
+
     def _take_in(self, parked: Parked | None, tokens: Integers, **options: Any) -> int:
         """Submit a prompt that goes on from a parked text, or from none."""
+        self._check_leads()
         try:
             request = read_request(self._limits, tokens, **options)
         except RequestRefused:

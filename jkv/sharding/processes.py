@@ -17,6 +17,16 @@ def is_shared(sharding: Any) -> bool:
     return is_sharding and not sharding.is_fully_addressable
 
 
+def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
+    """Return the mesh of several processes that arrays lie on; None without one."""
+    for leaf in jax.tree.leaves(arrays):
+        where: Any = getattr(leaf, "sharding", None)
+        if is_shared(where):
+            mesh: jax.sharding.Mesh = where.mesh
+            return mesh
+    return None
+
+
 def bring_whole(array: Any) -> np.ndarray:
     """Return an array, of JAX or numpy, as numpy; every process gets all of it."""
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
@@ -24,6 +34,15 @@ def bring_whole(array: Any) -> np.ndarray:
         if is_shared(where):
             array = _replicate(where.mesh)(array)
     return np.asarray(array)
+
+
+def replicate(array: jax.Array) -> jax.Array:
+    """Return an array of several processes on every device; nothing is waited for."""
+    if array.is_fully_replicated:
+        return array
+    where: Any = array.sharding
+    found: jax.Array = _replicate(where.mesh)(array)
+    return found
 
 
 def is_writer(mesh: jax.sharding.Mesh) -> bool:
@@ -40,6 +59,84 @@ def agree(mesh: jax.sharding.Mesh, is_well: bool) -> bool:
         (mesh.devices.size,), where, lambda _: np.array([is_well])
     )
     return bool(bring_whole(flags).all())
+
+
+class Broadcast:
+    """Arrays that the first process of a mesh tells to all of them.
+
+    Every process makes the same calls in the same order. They go from processor to
+    processor where JAX has processors as devices beside accelerators, as it has unless
+    `jax_platforms` says otherwise: then no call waits for what accelerators compute.
+    (`jax.experimental.multihost_utils.broadcast_one_to_all` takes the accelerators,
+    and returns when the array is there.)
+
+    XLA's CPU runtime keeps an order among programs that one thread starts, and none
+    among those of several. Two collectives of the same processes that cross would get
+    each other's data, so no broadcast is started before the last one is done.
+
+    Attributes:
+      is_first: whether this is the process whose arrays all get.
+      is_apart: whether the mesh has none of the devices that the arrays go over. If it
+        has, a broadcast is waited for, and the caller has to wait for what the mesh
+        computes before it calls.
+      num_processes: of the mesh.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        processes = sorted({each.process_index for each in mesh.devices.flat})
+        devices = [_choose_device(mesh, each) for each in processes]
+        self.is_first = processes[0] == jax.process_index()
+        self.num_processes = len(processes)
+        self.is_apart = not set(devices) & set(mesh.devices.flat)
+        self._under_way: jax.Array | None = None
+        self._device = devices[processes.index(jax.process_index())]
+        line = jax.sharding.Mesh(
+            np.asarray(devices), ("process",), (jax.sharding.AxisType.Auto,)
+        )
+        spec = jax.sharding.PartitionSpec
+        self._parts = jax.sharding.NamedSharding(line, spec("process"))
+        everywhere = jax.sharding.NamedSharding(line, spec())
+        self._first = jax.jit(lambda parts: parts[0], out_shardings=everywhere)
+        self._all = jax.jit(lambda parts: parts, out_shardings=everywhere)
+
+    def start(self, array: np.ndarray) -> jax.Array:
+        """Start to bring the first process's array to all; of one shape and dtype."""
+        jax.block_until_ready(self._under_way)
+        found: jax.Array = self._first(self._spread(array))
+        self._under_way = found
+        return found if self.is_apart else jax.block_until_ready(found)
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Return what each process gives, [P, ...], to all of them.
+
+        Raises:
+          RuntimeError: in the first call, if the others do not come to theirs within
+            the 30 seconds in which JAX connects processors.
+        """
+        try:
+            return np.asarray(self._all(self._spread(array)))
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                "the processes of the mesh did not come together: let all of them get "
+                "here within 30 seconds, and begin again with all of them"
+            ) from error
+
+    def _spread(self, array: np.ndarray) -> jax.Array:
+        """Return an array whose rows are what each process has."""
+        part = jax.device_put(array[None], self._device)
+        shape = self.num_processes, *array.shape
+        return jax.make_array_from_single_device_arrays(shape, self._parts, [part])
+
+
+def _choose_device(mesh: jax.sharding.Mesh, process: int) -> Any:
+    """Return a device of a process: its processor, or else the first of the mesh."""
+    of_mesh = [each for each in mesh.devices.flat if each.process_index == process]
+    try:
+        processors = jax.devices("cpu")
+    except RuntimeError:  # `jax_platforms` leaves them out
+        return of_mesh[0]
+    own = (each for each in processors if each.process_index == process)
+    return next(own, of_mesh[0])
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import sys
 
 import jax
 import pytest
-from processes import generation, launching, options
+from processes import joining, launching, options
 from support.paths import EXAMPLES
 
 pytestmark = pytest.mark.one_end
@@ -61,7 +61,7 @@ def test_the_coordinator_is_bound_to_the_address_given(monkeypatch, process):
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
     sizes = dict(devices=0, num_processes=2, heartbeat=5, process=process)
-    generation.join(argparse.Namespace(coordinator="10.0.0.7:1234", **sizes))
+    joining.join(argparse.Namespace(coordinator="10.0.0.7:1234", **sizes))
     assert given["coordinator_address"] == "10.0.0.7:1234"
     bound = given.get("coordinator_bind_address")
     assert bound == ("10.0.0.7:1234" if process == 0 else None)
@@ -71,7 +71,7 @@ def test_what_finds_the_others_itself_is_told_nothing(monkeypatch):
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
     sizes = dict(devices=0, num_processes=2, heartbeat=5, process=None)
-    generation.join(argparse.Namespace(coordinator="auto", **sizes))
+    joining.join(argparse.Namespace(coordinator="auto", **sizes))
     assert not any(name.startswith("coordinator") for name in given)
 
 

@@ -5,13 +5,9 @@ A process starts with the two devices that it asks for, not with the eight of th
 
 import argparse
 import os
-import pathlib
 import pickle
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
 
 import jax
@@ -22,29 +18,17 @@ from jax.sharding import AxisType
 from processes.generation import continue_texts
 from processes.options import PROMPTS
 from support.jax_versions import dealt
+from support.paths import EXAMPLES
+from support.processes import SECONDS, TESTS, run_pair, start
 from support.sharded_model import Layout
 from support.small_caches import without_refusals
 from test_moving import filled, small
 
 import jkv
 
-TESTS = pathlib.Path(__file__).parents[1]
-EXAMPLE = TESTS.parent / "examples" / "multiprocess.py"
+EXAMPLE = EXAMPLES / "multiprocess.py"
 COORDINATOR, WORKER = 0, 1
 NEW_TOKENS = 24
-SECONDS = 300  # for all that a test starts; far more than it takes
-
-
-def start(*command):
-    flags = os.environ["XLA_FLAGS"].split()
-    flags = [flag for flag in flags if "device_count" not in flag]
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=os.environ | {"XLA_FLAGS": " ".join(flags)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def run(folder, *, deaths=()):
@@ -149,13 +133,7 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
     cache = cache.with_group_storage(0, cache.storage[0].with_arrays(storage))
     jkv.save(tmp_path / "pools", cache)
 
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    script = TESTS / "devices" / "two_processes.py"
-    pair = [start(script, process, port, tmp_path) for process in (0, 1)]
-    for process in pair:
-        output, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0 and "done" in output, output
+    run_pair(TESTS / "devices" / "two_processes.py", tmp_path)
 
     swapped = pickle.loads((tmp_path / "swapped").read_bytes())
     wanted = jkv.swap_out(alone, [1, 2])[1]

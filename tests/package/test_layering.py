@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "decoding",
         "inspection",
         "metadata",
+        "sharding",
         "state",
         "status",
         "steering",

@@ -1,6 +1,6 @@
 """The loop on the device: the cache and the generation, from call to call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +19,10 @@ from jkv.serving.device.programs import (
     run_window,
 )
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, WindowReport
+from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.device.weights import replace_weights
 from jkv.serving.request.limits import Limits
-from jkv.serving.request.request import EngineError, Request
+from jkv.serving.request.request import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
@@ -108,19 +108,31 @@ class Loop:
             num_variants=0 if self._steering is None else self._steering.num_variants,
         )
 
-    def exchange(
-        self,
-        dispatched: list[tuple[Request, int]],
-        cancelled: np.ndarray[Any, Any],  # bool[N]
-    ) -> None:
-        """End what was cancelled, and let at most K prompts wait (`Arrivals.of`)."""
+    def start_window(
+        self, changes: Sequence[Change], num_steps: int
+    ) -> WindowReport | None:
+        """Let requests end and begin, then start the next window.
+
+        Args:
+          changes: in their order.
+          num_steps: of the window; 0 is none.
+
+        Returns:
+          The window's report, whose arrays come when it is done.
+        """
+        for change in changes:
+            self.exchange(change)
+        return self.run(num_steps) if num_steps else None
+
+    def exchange(self, change: Change) -> None:
+        """End what was cancelled, and let at most K prompts wait."""
         state, sampling = self._begun()
         self.cache, *self._generation, self.num_free_blocks = self._exchange(
             cache=self.cache,
             state=state,
             sampling=sampling,
-            arrivals=Arrivals.of(self._sizes, dispatched),
-            cancelled=np.asarray(cancelled),
+            arrivals=change.arrivals,
+            cancelled=change.cancelled,
             steering=self._steering,
         )
 
@@ -206,10 +218,12 @@ class Loop:
         Returns:
           How many there are.
         """
-        none_cancelled = np.zeros((self._sizes.num_sequences,), bool)
+        nothing = Change(
+            Arrivals.of(self._sizes, []), np.zeros((self._sizes.num_sequences,), bool)
+        )
         programs: dict[str, Callable[[], Any]] = {
             "begin": self._begun,
-            "exchange": lambda: self.exchange([], none_cancelled),
+            "exchange": lambda: self.exchange(nothing),
             "window": lambda: self.run(0),
         }
         for i, (name, run) in enumerate(programs.items()):

@@ -89,6 +89,13 @@ class Arrivals(NamedTuple):
             self.sampling[name][lane, :count] = values[first : first + count]
 
 
+class Change(NamedTuple):
+    """What one call of `exchange` does: who ends, and who may begin then."""
+
+    arrivals: Arrivals
+    cancelled: np.ndarray[Any, Any]  # bool[N]
+
+
 def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | None:
     """Return stop sequences without a token, i32[count, F, C]; None without any."""
     if not stops.sequences or not stops.length:

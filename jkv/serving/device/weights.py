@@ -3,8 +3,11 @@
 from typing import Any
 
 import jax
+import numpy as np
 
+from jkv.sharding.processes import is_shared
 from jkv.status import UsageError
+from jkv.storage.placement import put
 
 
 def replace_weights(name: str, old: Any, new: Any) -> Any:
@@ -15,6 +18,26 @@ def replace_weights(name: str, old: Any, new: Any) -> Any:
       old: a pytree, in use.
       new: a pytree of the same structure, shapes and dtypes. Arrays that are elsewhere
         are copied to where the old ones are.
+
+    Raises:
+      UsageError: for any other, with the path of the first leaf that differs.
+    """
+    check_weights(name, old, new)
+    paths, _ = jax.tree_util.tree_flatten_with_path(old)
+    leaves = [
+        _put_like(name + jax.tree_util.keystr(path), leaf, each)
+        for (path, leaf), each in zip(paths, jax.tree.leaves(new), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def check_weights(name: str, old: Any, new: Any) -> None:
+    """Refuse new weights that programs are not compiled for.
+
+    Args:
+      name: what to call them in an error.
+      old: a pytree, in use.
+      new: a pytree of the same structure, shapes and dtypes.
 
     Raises:
       UsageError: for any other, with the path of the first leaf that differs.
@@ -33,19 +56,21 @@ def replace_weights(name: str, old: Any, new: Any) -> Any:
             f"{name} must have the structure that the engine was made with, "
             f"{structure}; got {new_structure}"
         )
-    leaves = [
-        _put_like(name + jax.tree_util.keystr(path), leaf, each)
-        for (path, leaf), (_, each) in zip(olds, news, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
+    for (path, leaf), (_, each) in zip(olds, news, strict=True):
+        expected, got = jax.typeof(leaf), jax.typeof(each)
+        if _describe(expected) != _describe(got):
+            raise UsageError(
+                f"{name}{jax.tree_util.keystr(path)} is {expected} in this engine, "
+                f"got {got}"
+            )
 
 
 def _put_like(name: str, old: Any, new: Any) -> Any:
     """Return an array in the place of another."""
-    expected, got = jax.typeof(old), jax.typeof(new)
-    if _describe(expected) != _describe(got):
-        raise UsageError(f"{name} is {expected} in this engine, got {got}")
     if isinstance(old, jax.Array) and old.committed:
+        has_all = not is_shared(getattr(new, "sharding", None))
+        if is_shared(old.sharding) and has_all:
+            return put(np.asarray(new), old.sharding)
         return jax.device_put(new, old.sharding)
     if isinstance(new, jax.Array) and new.committed:
         raise UsageError(

@@ -16,8 +16,9 @@ import jax
 from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop
+from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import SequenceNews, WindowReport
+from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
 from jkv.serving.request.request import (
     EngineError,
     Extension,
@@ -172,8 +173,13 @@ class Scheduler:
 
         Raises:
           KeyError: if it is unknown, or forgotten.
-          UsageError: for a cache without a prefix index.
+          UsageError: for a cache without a prefix index, or on several processes.
         """
+        if isinstance(self.loop, SharedLoop):
+            raise UsageError(
+                "texts are parked on one process: on several, submit the text again, "
+                "and the prefix index finds what is left of it"
+            )
         if self.loop.cache.metadata.index is None:
             raise UsageError(
                 "a parked text is found by the prefix index: give the engine a cache "
@@ -304,9 +310,10 @@ class Scheduler:
         if self.parking:
             requests = [each for some, _ in changes for each, _ in some]
             self.parking.settle(lengths, requests)
-        for dispatched, cancelled in changes:
-            self.loop.exchange(dispatched, cancelled)
-        report = self.loop.run(self._sizes.num_steps) if has_work else None
+        report = self.loop.start_window(
+            [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
+            self._sizes.num_steps if has_work else 0,
+        )
         if self._options.checks and (changes or report):
             for cache in self.loop.caches:
                 check(cache)

@@ -115,6 +115,16 @@ def case(**fields):
     return Case(options=tuple(fields.pop("options", {}).items()), **fields)
 
 
+def call_or_skip(gradient, *arguments):
+    """Call; a card's family may lack a tile, and says so."""
+    try:
+        return gradient(*arguments)
+    except NotImplementedError as error:
+        if jax.default_backend() == "cpu":
+            raise
+        pytest.skip(str(error))
+
+
 EVERYTHING = {"window": 6, "soft_cap": 2.0, "has_sinks": True}
 CASES = {
     "blocks smaller than a tile, everything": case(options=EVERYTHING),
@@ -141,7 +151,7 @@ def test_equal_those_of_the_plain_path(name):
     this = CASES[name]
     variables, requests = this.arguments()
     gradient = this.gradient("pallas")
-    actual = jax.device_get(gradient(*variables, *requests))
+    actual = jax.device_get(call_or_skip(gradient, *variables, *requests))
     if name == REFERRED:
         expected = this.gradient("reference")(*variables, *requests)
         for one, other in zip(actual, expected, strict=True):
@@ -185,7 +195,7 @@ def test_bits_have_gradients_of_queries_alone(dtype):
         options |= {"key_scales": scales[0], "value_scales": scales[1]}
     this = dataclasses.replace(this, options=tuple(options.items()))
     given = variables[0], *pools, *variables[3:], *requests
-    actual = this.gradient("pallas", (0, 3))(*given)
+    actual = call_or_skip(this.gradient("pallas", (0, 3)), *given)
     expected = this.gradient("xla", (0, 3))(*given)
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)

@@ -1,0 +1,240 @@
+"""What each of two processes does with an engine: run by `test_engine_processes.py`.
+
+    python serving_processes.py PROCESS PORT
+
+Each has one device, with one of the model's two heads. The first process plays a game
+on the engine of both and on one of its own, and compares; the second follows.
+"""
+
+import asyncio
+import os
+import sys
+import traceback
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+NEW_TOKENS, STOP_TOKENS = 8, 400
+# Two of each alike, so that blocks are found; one that waits on the host at first.
+PROMPTS = [[5, 9, 5, 1], [11, 7, 3, 8], [4], [5, 9, 5, 1, 7], [2, 6, 4], [4, 4]]
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_engine(mesh, clock, **changes):
+    """An engine on a mesh, or on this process alone."""
+    from support.small_attention_model import (
+        DIM,
+        KV_HEADS,
+        LAYERS,
+        attention_model,
+        attention_params,
+    )
+
+    import jkv
+    from jkv.serving import Engine, StopSizes
+
+    config = jkv.CacheConfig(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        num_blocks=16,
+        block_size=4,
+        max_sequences=8,
+        max_context_length=24,
+        dtype="float32",
+        prefix_caching=True,
+    )
+    where = {} if mesh is None else dict(mesh=mesh, heads="tp")
+    options = dict(
+        max_running=2,
+        num_ahead=2,
+        max_new_tokens=NEW_TOKENS,
+        max_prompt_tokens=6,
+        max_samples=1,
+        num_steps=2,
+        row_counts=(6,),
+        stop_sizes=StopSizes(STOP_TOKENS, 0, 0),
+        detokenize=lambda tokens: "".join(chr(97 + token) for token in tokens),
+        checks=True,
+        clock=clock,
+    )
+    params = attention_params()
+    cache = jkv.init(config, **where)
+    return Engine(attention_model, params, cache, **(options | changes))
+
+
+def play(engine, clock):
+    """Requests of each kind, ended in each way; return what came of them."""
+    from support.small_attention_model import attention_params
+
+    from jkv.decoding import Sampling
+
+    text = engine.results(
+        engine.submit([5, 9], max_new_tokens=6, stop_strings=["no"]), wait=True
+    )[0].text
+    numbers = [
+        engine.submit(
+            prompt,
+            n=1 + number % 3,
+            sampling=Sampling(temperature=float(number % 2), seeds=number),
+            stop_tokens=range(100, 100 + STOP_TOKENS) if number else [2],
+            priority=-number % 2,
+            timeout=5.0 if number == 4 else None,
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    # A string that ends the text in its middle.
+    numbers.append(engine.submit([5, 9], stop_strings=[text[2:4]]))
+    for turn in range(40):
+        if turn == 1:
+            assert engine.cancel(numbers[3])
+        if turn == 2:
+            clock.now += 10  # past the deadline of one
+        if turn == 3:
+            numbers.append(engine.submit([8, 2, 8], n=2))
+            new = jax.tree.map(lambda array: np.asarray(array) * 2, attention_params())
+            engine.update_params(new, recompute=True)
+        if turn == 6:
+            engine.update_params(attention_params(), keep_cached=True)
+        engine.step()
+    assert engine.is_idle
+    return [engine.results(number) for number in numbers]
+
+
+def double_on_mesh(mesh):
+    """Other weights that lie on the mesh, and none of a draft model."""
+    from support.small_attention_model import attention_params
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def put(array):
+        whole = np.asarray(array) * 2
+        return jax.make_array_from_callback(whole.shape, everywhere, whole.__getitem__)
+
+    return jax.tree.map(put, attention_params()), None
+
+
+def assert_same(found, wanted):
+    """Tokens, reasons, texts and versions are; logprobs within float32's sums."""
+    for ours, theirs in zip(sum(found, []), sum(wanted, []), strict=True):
+        logprobs = ours.logprobs, theirs.logprobs
+        np.testing.assert_allclose(*logprobs, atol=2e-5, rtol=0)
+        apart = [each._replace(logprobs=None, request_id=0) for each in (ours, theirs)]
+        assert apart[0] == apart[1]
+
+
+def lead(engine, mesh, clock):
+    """Play on both engines; use the other faces; leave nothing."""
+    import jkv
+
+    assert engine.warm_up() == 3
+    found = play(engine, clock)
+    reasons = {each.reason.name for each in sum(found, [])}
+    assert reasons == {
+        "STOP",
+        "LENGTH",
+        "CANCELLED",
+        "DEADLINE",
+    }, reasons
+    alone_clock = Clock()
+    alone = make_engine(None, alone_clock)
+    assert_same(found, play(alone, alone_clock))
+    jkv.check(alone.cache)
+    assert int(jkv.num_free_blocks(engine.cache)) == 16
+    engine.close()
+    engine.close()  # the second says nothing
+
+    # The second follows again, and is let go while a text is under way.
+    async def read_some():
+        engine.submit([3, 1])
+        async for _ in engine.astream([5, 9, 5]):
+            return
+
+    with engine:
+        asyncio.run(read_some())
+        engine.update_params(double_on_mesh(mesh)[0])
+        alone.update_params(jax.tree.map(np.asarray, double_on_mesh(mesh)[0]))
+        wanted = alone.generate(PROMPTS[:3])
+        assert_same([engine.generate(PROMPTS[:3])], [wanted])
+
+
+def assert_refused(call, says):
+    """A call is answered with what is wrong."""
+    try:
+        call()
+    except ValueError as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError(f"not refused: {says}")
+
+
+def misuse(engine, mesh, process):
+    """What cannot be is answered by name, on each process."""
+    from jkv.serving import KeptPrograms
+
+    if process == 0:
+        assert_refused(engine.follow, "is for the other processes")
+        assert_refused(lambda: engine.park(0), "are parked on one process")
+    else:
+        calls = {
+            "submit": lambda: engine.submit([1]),
+            "step": engine.step,
+            "start": engine.start,
+            "warm_up": engine.warm_up,
+            "update_params": lambda: engine.update_params(None),
+        }
+        for call in calls.values():
+            assert_refused(call, "call follow() alone")
+        engine.close()  # there is nothing to end here
+    kept = KeptPrograms("a model", "nowhere")
+    assert_refused(
+        lambda: make_engine(mesh, Clock(), kept_programs=kept), "are those of one"
+    )
+    assert_refused(
+        lambda: make_engine(mesh, Clock(), max_new_tokens=5 + process),
+        "but one of the sizes differ",
+    )
+
+
+def main(process):
+    """Make the engine as the other process does, and do this one's part."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("tp",), (AxisType.Auto,))
+    clock = Clock()
+    engine = make_engine(mesh, clock)
+    misuse(engine, mesh, process)
+    if process == 0:
+        lead(engine, mesh, clock)
+    else:
+        engine.follow()
+        engine.follow(find_params=lambda: double_on_mesh(mesh))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    number, port = map(int, sys.argv[1:])
+    address = f"localhost:{port}"
+    jax.distributed.initialize(
+        address,
+        2,
+        number,
+        coordinator_bind_address=None if number else address,
+        shutdown_timeout_seconds=10,
+    )
+    try:
+        main(number)
+    except BaseException:
+        # At once: the end that Python makes would wait for the other process.
+        traceback.print_exc()
+        os._exit(1)
+    print("done", flush=True)

@@ -1,0 +1,126 @@
+"""The engine on several processes: what one tells the others, and what comes of it."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from support.processes import run_pair
+
+from jkv.decoding.sampling.options import SAMPLING_DTYPES
+from jkv.serving import StopSizes
+from jkv.serving.device.orders import (
+    NUM_FURTHER_WORDS,
+    NUM_WORDS,
+    Order,
+    Orders,
+    pack_window,
+    unpack_window,
+)
+from jkv.serving.device.sizes import find_sizes
+from jkv.serving.device.transfers import Arrivals, Change
+from jkv.serving.request.request import Request
+from jkv.sharding.processes import Broadcast
+
+SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
+SIZES = find_sizes(
+    max_running=4,
+    num_ahead=2,
+    max_samples=2,
+    max_prompt_tokens=40,
+    max_new_tokens=8,
+    num_steps=2,
+    chunk_size=8,
+    row_counts=None,
+    exact=False,
+    stop_sizes=StopSizes(3, 2, 2),
+    speculate=None,
+)
+
+
+@pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
+def test_an_engine_of_two_processes_gives_what_one_gives():
+    """What each does is in `serving_processes.py`, which has assertions of its own."""
+    run_pair(SCRIPT)
+
+
+class Loopback(Broadcast):
+    """What one process sends itself, kept until it is taken."""
+
+    def __init__(self):
+        mesh = jax.sharding.Mesh(
+            np.asarray(jax.devices()[:1]), ("x",), (AxisType.Auto,)
+        )
+        super().__init__(mesh)
+        self.sent = []
+
+    def start(self, array):
+        self._under_way = None
+        if array.any():
+            self.sent.append(super().start(array))
+            return None
+        found = self.sent.pop(0)
+        assert found.shape == array.shape
+        return found
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    "count",
+    [0, 1, NUM_WORDS - 2, NUM_WORDS - 1, NUM_WORDS + NUM_FURTHER_WORDS],
+)
+def test_orders_of_any_length_arrive(count):
+    broadcast = Loopback()
+    orders = Orders(broadcast)
+    words = np.arange(count, dtype=np.int32) - 7
+    orders.send(Order.WINDOW, words)
+    found, brought = orders.receive()
+    assert found == Order.WINDOW and not broadcast.sent
+    np.testing.assert_array_equal(brought, words)
+
+
+def make_change(rng, count):
+    """What the device would be told of so many requests."""
+    dispatched = []
+    for lane in range(count):
+        request = Request(
+            tokens=rng.integers(0, 100, rng.integers(1, 40)).astype(np.int32),
+            n=2,
+            max_new_tokens=3,
+            sampling={
+                name: rng.integers(-9, 9, 2).astype(dtype)
+                for name, dtype in SAMPLING_DTYPES.items()
+            },
+            stop_tokens=(2,),
+            stop_sequences=((3, 4),),
+            stop_strings=("a",),
+            salt=lane,
+            priority=-lane,
+            variant=-1,
+            timeout=None,
+        )
+        request.begin(lane, 0.0, None)
+        for sample in request.samples:
+            sample.sequence = 2 * lane + sample.index
+        dispatched.append((request, 0))
+    cancelled = rng.random(SIZES.num_sequences) < 0.3
+    return Change(Arrivals.of(SIZES, dispatched), cancelled)
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("counts", [[], [0], [1], [4, 0, 2]])
+def test_a_window_is_unpacked_as_it_was(counts):
+    rng = np.random.default_rng(0)
+    changes = [make_change(rng, count) for count in counts]
+    words = pack_window(changes, 5)
+    assert words.dtype == np.int32
+    found, num_steps = unpack_window(SIZES, words)
+    assert num_steps == 5 and len(found) == len(changes)
+    assert jax.tree.structure(found) == jax.tree.structure(changes)
+    leaves = jax.tree.leaves(found), jax.tree.leaves(changes)
+    for ours, theirs in zip(*leaves, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    # A window without a change is a few words, whatever the sizes are.
+    assert len(pack_window([], 5)) == 2

@@ -1,0 +1,146 @@
+"""The servers on two processes: the same texts, and a restart with what was open."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import urllib.request
+
+import pytest
+from support.paths import EXAMPLES
+from support.processes import SECONDS, start
+
+pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.further
+
+SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
+SIZES = [*SIZES.split(), "--scan-layers"]
+PAIR = ["--processes", "2", "--devices", "1", "--heartbeat", "10"]
+PROMPTS = ["The with statement", "Every class", "For a list", "import os"]
+
+
+def write_prompts(path):
+    asked = [{"prompt": each, "max_tokens": 20} for each in PROMPTS * 2]
+    asked[1] |= {"n": 2, "temperature": 0.7}
+    path.write_text("\n".join(map(json.dumps, asked)))
+    return path
+
+
+def run_batch(prompts, results, *options, death=None):
+    """Run `serve_batch.py`; kill a process by its number once there is a result."""
+    script = EXAMPLES / "serve_batch.py"
+    process = start(script, prompts, results, *SIZES, *options)
+    watch = threading.Timer(SECONDS, process.kill)
+    watch.start()
+    lines, pids = [], []
+    done = threading.Event()
+
+    def kill():
+        while not done.wait(0.05):
+            if results.exists() and b"\n" in results.read_bytes() and len(pids) == 2:
+                os.kill(pids[death], signal.SIGKILL)
+                return
+
+    if death is not None:
+        threading.Thread(target=kill).start()
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if found := re.search(r"process \d has pid (\d+)", line):
+            pids.append(int(found[1]))
+    watch.cancel()
+    done.set()
+    assert process.wait() == 0, lines
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(found) == len({each["line"] for each in found}) == 2 * len(PROMPTS)
+    texts = {e["line"]: [c["text"] for c in e["choices"]] for e in found}
+    return lines, texts
+
+
+@pytest.mark.parametrize("death", [0, 1])
+def test_a_batch_goes_on_after_a_process_has_died(death, tmp_path):
+    """With what was open; no line is lost, none is there twice."""
+    prompts = write_prompts(tmp_path / "prompts")
+    options = [*PAIR, "--restarts=1", "--logs", tmp_path / "logs"]
+    lines, texts = run_batch(prompts, tmp_path / "pair", *options, death=death)
+    assert "launcher: starting again, 1 of 1" in lines
+    assert texts == run_batch(prompts, tmp_path / "alone")[1]
+
+
+def find_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def wait_for(address):
+    """Wait until something answers there."""
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(address):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"nothing at {address}")
+
+
+def serve_and_ask(options):
+    """Start `serve_http.py`, ask it with OpenAI's client, end it by SIGTERM."""
+    openai = pytest.importorskip("openai")
+    port = find_port()
+    process = start(EXAMPLES / "serve_http.py", *SIZES, "--port", port, *options)
+    watch = threading.Timer(SECONDS, process.kill)
+    watch.start()
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "programs are ready" in line:
+                break
+        address = f"http://127.0.0.1:{port}"
+        wait_for(f"{address}/health")
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        (model,) = client.models.list()
+        asked = dict(model=model.id, max_tokens=16, temperature=0)
+        found = [
+            client.completions.create(prompt=each, **asked).choices[0].text
+            for each in PROMPTS
+        ]
+        stream = client.completions.create(prompt=PROMPTS[0], stream=True, **asked)
+        found.append("".join(each.choices[0].text for each in stream))
+        several = client.completions.create(
+            prompt=PROMPTS[1],
+            n=2,
+            seed=3,
+            stop=["e"],
+            **asked | {"temperature": 0.8},
+        )
+        found += [each.text for each in several.choices]
+        steered = client.completions.create(
+            prompt=PROMPTS[2],
+            extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+            **asked,
+        )
+        assert steered.choices[0].text in ("yes", "no")
+        found.append(steered.choices[0].text)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(prompt=PROMPTS[0], presence_penalty=1.0, **asked)
+        return found
+    finally:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        watch.cancel()
+        pids = re.findall(r"has pid (\d+)", "".join(lines) + output)
+        assert len(pids) == (2 if options else 0), lines
+        for pid in map(int, pids):
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+def test_the_client_sees_no_difference(tmp_path):
+    pair = serve_and_ask([*PAIR, "--logs", str(tmp_path)])
+    assert pair == serve_and_ask([])
