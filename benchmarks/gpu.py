@@ -7,7 +7,8 @@ Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far 
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
 whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
-of 32 layers with and without its bookkeeping. The floor is reading keys and values
+of 32 layers with and without its bookkeeping; the derivative (`gpu_gradients.py`; alone
+with `--gradients`). The floor is reading keys and values
 once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
@@ -55,6 +56,7 @@ from gpu_calls import (  # noqa: E402
     make_program,
     shape_operands,
 )
+from gpu_gradients import measure_gradients  # noqa: E402
 from gpu_parts import list_parts, run_parts  # noqa: E402
 from harness import Case  # noqa: E402
 
@@ -290,6 +292,11 @@ def copy_bandwidth(num_bytes: int, rounds: int) -> float:
     return 2 * num_bytes / harness.interleave([case], rounds=rounds)["copy"].median
 
 
+def _show_gradients(rows: list[dict[str, Any]]) -> str:
+    columns = {k: k for k in ("texts", "who", "median", "p10", "p90", "TFLOP/s")}
+    return harness.table(rows, columns | {"ratio": "time by jkv", "refused": "refused"})
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -297,6 +304,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all benchmarks of a card")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--gradients", action="store_true", help="nothing else")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.all:
@@ -305,6 +313,9 @@ def main() -> None:
     where = harness.machine()
     quick = options.quick or where["platform"] == "cpu"
     print(harness.header("Attention on a GPU", where), flush=True)
+    if options.gradients:
+        print(_show_gradients(measure_gradients(quick, options.rounds)))
+        return
     statistics = jax.devices()[0].memory_stats() or {}
     workloads = find_workloads(statistics.get("bytes_limit", 2**31), quick)
     with warnings.catch_warnings():
@@ -335,12 +346,17 @@ def main() -> None:
     columns |= {"ratio": "time by jkv", "setting": "setting"}
     columns |= {"refused": "refused"}
     print("\n" + harness.table(rows, columns))
+    gradients: list[dict[str, Any]] = []
+    if time.monotonic() - began < 60 * options.minutes:
+        gradients = measure_gradients(quick, options.rounds)
+        print("\n" + _show_gradients(gradients))
     run = {
         "benchmark": "gpu",
         "machine": where,
         "copy GB/s": copied / 1e9,
         "calls": rows,
         "step": step,
+        "gradients": gradients,
     }
     if quick:
         print("a tiny run: nothing is saved")

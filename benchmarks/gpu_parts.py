@@ -42,6 +42,7 @@ def list_parts() -> list[Part]:
             for name in KERNEL_TESTS
         ),
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
+        Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:

@@ -60,6 +60,13 @@ def code(elements: str, queries: str = "bfloat16", target: str = "gfx942") -> Re
     return Result("kernel_code", fields)
 
 
+def gradient(dtype: str, target: str) -> Result:
+    """A kernel of the derivative whose machine code was looked at."""
+    kernel = "jkv_query_gradients"
+    fields = {"elements": dtype, "queries": dtype, "target": target, "kernel": kernel}
+    return Result("kernel_code", fields)
+
+
 def step(name: str) -> Result:
     """A whole step that was compiled for an MI300X."""
     return Result("rocm_compile", {"step": name})
@@ -69,6 +76,7 @@ PLAIN_LOOP = "test_attention.py::test_equals_the_plain_loop"
 KERNEL_LOOP = "test_pallas.py::test_equals_the_plain_loop"
 SPILLS = "test_kernel_machine_code.py::test_nothing_spills"
 DERIVATIVE_SPILLS = "test_kernel_machine_code.py::test_no_derivative_spills"
+BIT_GRADIENTS = "test_kernel_derivative.py::test_bits_have_gradients_of_queries_alone"
 RUN = ("tested", "tested", "timed", "compiled")
 TABLES: dict[str, tuple[Row, ...]] = {
     "Attention": (
@@ -143,12 +151,24 @@ TABLES: dict[str, tuple[Row, ...]] = {
                 "test_kernel_derivative.py::test_equal_those_of_the_plain_path",
                 DERIVATIVE_SPILLS,
             ),
+            (gradient("float16", "sm_90"), gradient("float32", "gfx942")),
         ),
         Row(
             "gradients of queries and sinks, pools kept as bits (they get none)",
-            "bfloat16, int8, fp8",
-            ("tested", "plain", "plain", "plain"),
-            ("test_gradients.py::test_raw_bits_have_gradients_of_queries_and_sinks",),
+            "bfloat16",
+            ("tested", "tested", "compiled", "compiled"),
+            (
+                "test_gradients.py::test_raw_bits_have_gradients_of_queries_and_sinks",
+                BIT_GRADIENTS,
+                DERIVATIVE_SPILLS,
+            ),
+            (gradient("bfloat16", "sm_90"), gradient("bfloat16", "gfx942")),
+        ),
+        Row(
+            "the same",
+            "int8, fp8",
+            ("tested", "tested", "plain", "plain"),
+            (BIT_GRADIENTS,),
         ),
         Row(
             "the kernel by name: head dims off 16 or above 576, blocks above 256",

@@ -139,16 +139,17 @@ def find_processes():
 
 
 @pytest.fixture
-def kill_one(find_processes):
-    """Kill a replica, so that it can say nothing; return when it is gone."""
+def kill(find_processes):
+    """Kill replicas, so that they can say nothing; return when they are gone."""
 
-    def kill():
-        process = find_processes()[0]
-        os.kill(process, signal.SIGKILL)
-        while process in find_processes():
+    def kill_some(count=1):
+        killed = find_processes()[:count]
+        for process in killed:
+            os.kill(process, signal.SIGKILL)
+        while {*killed} & {*find_processes()}:
             time.sleep(0.05)
 
-    return kill
+    return kill_some
 
 
 @pytest.fixture

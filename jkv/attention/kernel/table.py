@@ -79,12 +79,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """One row of the table of derivatives: tiles for head dims up to a size."""
+    """One row of the table of derivatives: tiles for head dims up to a size.
+
+    Chosen as those of the forward kernels are, the largest that do not spill among
+    those that leave room for several programs; none was timed. The kernel of tokens
+    holds two gradients and two tiles of operands, so it is the one that spills. On
+    gfx11, which keeps operands twice, it reads its own tile again in each trip. On
+    NVIDIA's cards heads with a section of 16 take the smallest tiles, or none.
+    """
 
     max_head_dim: int
     queries: Tile  # of rows, which walk over tokens
     tokens: Tile  # of tokens of one block, at most so many, which walk over rows
     kinds: tuple[str, ...] = ("half",)
+    multiple: int = 16  # of which the head dims are; others spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +129,10 @@ def _split(
 
 # Where matrix instructions take float32, whatever the pool holds.
 _FLOAT32 = ("float32", "mixed")
+
+
+# Of derivatives on NVIDIA's cards.
+_SPLIT = _split(16, 16, 8, 1)
 
 
 # 16-bit elements on RDNA: more waves for wider heads, and one loop in prefill (two
@@ -178,7 +190,8 @@ TABLE = {
         ),
         backward=(
             Backward(64, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
-            Backward(128, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
+            Backward(96, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
+            Backward(128, Tile(16, 16, 8, 1), _reloaded(16, 16, 8), multiple=32),
         ),
         spilling={"half": (240,)},
     ),
@@ -278,10 +291,12 @@ TABLE = {
             Row(128, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("mixed",)),
         ),
         backward=(
-            Backward(128, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-            Backward(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
-            Backward(576, Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
-            Backward(128, _split(16, 16, 8, 1), _split(16, 16, 8, 1), ("float32",)),
+            Backward(128, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), multiple=32),
+            Backward(112, Tile(64, 32, 4, 2), Tile(16, 16, 8, 1)),
+            Backward(192, Tile(64, 32, 8, 2), Tile(32, 16, 4, 1), multiple=64),
+            Backward(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), multiple=64),
+            Backward(576, Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), multiple=64),
+            Backward(128, _SPLIT, _SPLIT, ("float32",), multiple=32),
         ),
         spilling={
             "half": (208, 240),
@@ -299,9 +314,10 @@ TABLE = {
             Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 1), programs=4),
         ),
         backward=(
-            Backward(128, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-            Backward(256, Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
-            Backward(128, _split(16, 16, 8, 1), _split(16, 16, 8, 1), ("float32",)),
+            Backward(128, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), multiple=32),
+            Backward(112, Tile(32, 16, 4, 1), Tile(16, 16, 8, 1)),
+            Backward(256, Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), multiple=64),
+            Backward(128, _SPLIT, _SPLIT, ("float32",), multiple=32),
         ),
     ),
 }

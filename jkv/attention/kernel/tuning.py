@@ -87,9 +87,10 @@ def find_backward(
     name = find_family(platform, target)
     if name is None or why_no_derivative(queries, pools):
         return None
-    kind, dim = find_kind(queries, pools), max(pools.keys.shape[4], pools.value_dim)
+    kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
     for row in TABLE[name].backward:
-        if kind in row.kinds and dim <= row.max_head_dim:
+        is_whole = not any(dim % row.multiple for dim in dims)
+        if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
     return None
 

@@ -1,0 +1,192 @@
+"""What `gpu.py` times of derivatives: attention forward and backward, as trainers do.
+
+Prompts of equal length, and the samples of one prompt, which share its blocks: what
+`jkv.score` makes of a group. The gradients are those of queries, keys and values; a
+call is one program. The rate counts the products of both passes: two forward, five
+backward, as if nothing were computed twice.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_calls import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from harness import Case
+
+import jkv
+
+JKV, PLAIN, TORCH = "jkv", "jkv, plain path", "torch scaled_dot_product_attention"
+PLAIN_ROWS = 4_096  # the plain path has as many at most
+CALLS = 5  # enqueued in a sample
+
+
+class Texts(NamedTuple):
+    """Texts of a prompt that they share and of tokens of their own."""
+
+    count: int
+    own: int  # tokens of each text
+    shared: int = 0  # tokens before them, a multiple of the block size; a text, too
+    dtype: str = "float16"
+    block_size: int = 16
+
+    @property
+    def label(self) -> str:
+        """Counts and lengths in words."""
+        words = [f"{self.count} x {self.own:,}"]
+        words += [f"behind {self.shared:,} shared"] if self.shared else []
+        return ", ".join([*words, self.dtype, f"blocks of {self.block_size}"])
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of a call."""
+        return self.shared + self.count * self.own
+
+    @property
+    def num_operations(self) -> int:
+        """Multiplications and additions of both passes."""
+        pairs = self.shared * (self.shared + 1) // 2
+        pairs += self.count * (self.own * self.shared + self.own * (self.own + 1) // 2)
+        return 7 * 2 * NUM_HEADS * HEAD_DIM * pairs
+
+
+def find_texts(quick: bool) -> list[Texts]:
+    """Return what is timed, the shortest first."""
+    if quick:
+        return [Texts(2, 16, dtype="float32"), Texts(3, 16, 32, dtype="float32")]
+    return [
+        Texts(1, 2_048),
+        Texts(1, 2_048, block_size=64),
+        Texts(1, 2_048, dtype="float32"),
+        Texts(64, 128, 1_024),
+        Texts(64, 128, 1_024, dtype="float32"),
+        Texts(16, 1_024),
+        Texts(1, 16_384),
+    ]
+
+
+def measure_gradients(quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Return a row per peer and shape, refused ones with their reason."""
+    rows: list[dict[str, Any]] = []
+    for texts in find_texts(quick):
+        cases = []
+        for who in (JKV, PLAIN, TORCH):
+            try:
+                run = _find_program(texts, who)
+                if run is not None:
+                    jax.block_until_ready(run())
+                    cases.append(_make_case(who, run))
+            except Exception as error:  # a peer's refusal is a result
+                reason = f"{type(error).__name__}: {error}"[:200]
+                rows.append({"texts": texts.label, "who": who, "refused": reason})
+        if not cases:
+            continue
+        samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=4)
+        for name, taken in samples.items():
+            row = {"texts": texts.label, "who": name, **taken.row()}
+            row["TFLOP/s"] = texts.num_operations / taken.median / 1e12
+            if JKV in samples:
+                row["ratio"] = taken.ratio_to(samples[JKV])
+            rows.append(row)
+        print(f"  measured the gradient of {texts.label}", flush=True)
+    return rows
+
+
+def _make_case(name: str, run: Callable[[], Any]) -> Case:
+    def run_all(_: None) -> Any:
+        for _ in range(CALLS):
+            result = run()
+        return jax.block_until_ready(result)
+
+    return Case(name=name, prepare=lambda: None, run=run_all, calls=CALLS)
+
+
+def _find_program(texts: Texts, who: str) -> Callable[[], Any] | None:
+    """Return what computes the gradients once; None where a peer is left out."""
+    if who == TORCH:
+        return _torch_program(texts)
+    if who == PLAIN and texts.num_rows > PLAIN_ROWS:
+        return None
+    tables, *lengths = _lay_out(texts)
+    num_blocks = int(tables.max()) + 1
+    draw = functools.partial(jax.random.normal, dtype=texts.dtype)
+    shape = 1, num_blocks, NUM_KV_HEADS, texts.block_size, HEAD_DIM
+    names = jax.random.split(jax.random.key(0), 4)
+    queries = draw(names[0], (texts.num_rows, NUM_HEADS, HEAD_DIM))
+    pools = draw(names[1], shape), draw(names[2], shape)
+    cotangents = draw(names[3], queries.shape)
+
+    @jax.jit
+    def differentiate(*arrays: jax.Array) -> Any:
+        *variables, cotangents, tables = arrays[:5]
+
+        def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            return jkv.paged_attention(
+                *(queries, keys, values, 0, tables, None, *arrays[5:]),
+                implementation="xla" if who == PLAIN else None,
+            )
+
+        return jax.vjp(attend, *variables)[1](cotangents)
+
+    given = map(jnp.asarray, (queries, *pools, cotangents, tables, *lengths))
+    return functools.partial(differentiate, *given)
+
+
+def _lay_out(texts: Texts) -> list[np.ndarray]:
+    """Return tables in random order, and starts, lengths and contexts of requests."""
+    shared, own = texts.shared // texts.block_size, -(-texts.own // texts.block_size)
+    order = np.random.default_rng(0).permutation(shared + texts.count * own)
+    mine = order[shared:].reshape(texts.count, own)
+    prefix = np.broadcast_to(order[:shared], (texts.count, shared))
+    tables = np.concatenate([prefix, mine], axis=1)
+    lengths = [texts.own] * texts.count
+    if texts.shared:  # the prompt is a request of its own
+        tables, lengths = np.concatenate([tables[:1], tables]), [texts.shared, *lengths]
+    rows = np.array(lengths, np.int32)
+    contexts = rows + texts.shared
+    if texts.shared:
+        contexts[0] = texts.shared
+    starts = np.cumsum(rows, dtype=np.int32) - rows
+    return [tables.astype(np.int32), starts, rows, contexts.astype(np.int32)]
+
+
+def _torch_program(texts: Texts) -> Callable[[], Any]:
+    """Return PyTorch's attention over contiguous texts, and its derivative."""
+    if importlib.util.find_spec("torch") is None:
+        raise NotImplementedError("torch is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch has no GPU here")
+    if texts.shared:
+        raise NotImplementedError("no shared prompts")
+    dtype = getattr(torch, texts.dtype)
+    make = functools.partial(torch.randn, device="cuda", dtype=dtype)
+    queries, keys, values = (
+        make(texts.count, heads, texts.own, HEAD_DIM, requires_grad=True)
+        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+    cotangents = make(texts.count, NUM_HEADS, texts.own, HEAD_DIM)
+
+    def run() -> Any:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        torch.autograd.grad(output, (queries, keys, values), cotangents)
+        return _Synchronised()
+
+    return run
+
+
+class _Synchronised:
+    """What a peer outside JAX returns."""
+
+    def block_until_ready(self) -> None:
+        """Wait for all that was started."""
+        import torch
+
+        torch.cuda.synchronize()
