@@ -1,11 +1,10 @@
 """What `gpu.py` and `tiles.py` time: attention calls, many in one program.
 
-A model's step has a call in each of its layers, so a program here has several, one
-after the other, each on a layer of its own as far as these are needed to be more than
-an H100's cache of 50 MB holds. (An MI300X's last cache has 256 MB: there 16 calls of
-1 x 2,048, 128 MB, would be read from it.) No call takes what another one gives, so the
-end of one may overlap the beginning of the next, which a model's layers do not allow.
-The host starts programs, not calls, and does not count.
+A model's step has a call in each of its layers, so a program here has several, each on
+a layer of its own as far as these are needed to be more than the last cache of any card
+holds, the 256 MB of an MI300X. The queries of a call are what the one before gave, as
+in a model, so that none begins before another ends. The host starts programs, not
+calls, and does not count.
 """
 
 import concurrent.futures
@@ -28,7 +27,7 @@ MAX_CALLS = 16  # in a program
 PROGRAM_BYTES = 8e9  # that a program reads, about
 SAMPLE_BYTES = 6e10  # that the programs of a sample read, about: some 30 ms
 SAMPLE_OPERATIONS = 1e13  # likewise of prompts
-POOL_BYTES = 2**28  # of all layers, if there are calls enough
+POOL_BYTES = 2**28  # of all layers at least; there are calls enough for it
 PATTERN = 64  # blocks of random numbers, which then come again
 
 
@@ -88,7 +87,8 @@ class Workload(NamedTuple):
             return self.calls
         if self.is_prefill:
             return 4
-        return min(MAX_CALLS, max(2, int(PROGRAM_BYTES / self.num_bytes)))
+        calls = min(MAX_CALLS, max(2, int(PROGRAM_BYTES / self.num_bytes)))
+        return max(calls, 1 + POOL_BYTES // self.num_bytes)
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +123,7 @@ class Workload(NamedTuple):
 class Operands(NamedTuple):
     """What the calls of a program take."""
 
-    queries: tuple[jax.Array, ...]  # bf16 or f32[R, H, D] for each call
+    queries: jax.Array  # bf16 or f32[R, H, D], of the first call
     storage: dict[str, jax.Array]  # of a cache; random blocks in random order
     tables: jax.Array  # i32[B, M]
     lengths: jax.Array  # i32[B]
@@ -156,16 +156,15 @@ def make_operands(
 @functools.partial(jax.jit, static_argnums=0)
 def draw_arrays(
     workload: Workload,
-) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Return the queries of each call, and pools of a few random blocks each."""
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the queries of the first call, and pools of a few random blocks each."""
     return _draw_queries(workload), _draw_pools(workload)
 
 
-def _draw_queries(workload: Workload) -> tuple[jax.Array, ...]:
+def _draw_queries(workload: Workload) -> jax.Array:
     shape = workload.num_rows, workload.num_heads, workload.dim
     dtype = jnp.float32 if workload.dtype == "float32" else jnp.bfloat16
-    keys = jax.random.split(jax.random.key(1), workload.num_calls)
-    return tuple(jax.random.normal(key, shape, dtype) for key in keys)
+    return jax.random.normal(jax.random.key(1), shape, dtype)
 
 
 def shape_operands(workload: Workload) -> Operands:
@@ -232,40 +231,44 @@ def cut_rows(workload: Workload, lengths: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.cumsum(counts, dtype=jnp.int32) - counts, counts
 
 
-def attend_by_jax(queries: jax.Array, operands: Operands, layer: int) -> jax.Array:
+def attend_by_jax(
+    tokens: int, queries: jax.Array, operands: Operands, layer: int
+) -> jax.Array:
     """Call the paged attention that comes with JAX, on keys and values as it has them.
 
-    Each layer is an array of its own, [K, N, T, D], and it wants queries scaled. So
-    that blocks of 64 fit into shared memory it takes two at a time; of smaller blocks
-    it could take more.
+    Each layer is an array of its own, [K, N, T, D], and it wants queries scaled. It
+    takes as many blocks at a time as have `tokens`.
     """
     from jax.experimental.pallas.ops.gpu import paged_attention
 
+    blocks = max(1, tokens // operands.storage["key_pool"][layer].shape[2])
     return paged_attention.paged_attention(
         queries * queries.shape[-1] ** -0.5,
         operands.storage["key_pool"][layer],
         operands.storage["value_pool"][layer],
         operands.tables,
         operands.lengths,
-        pages_per_compute_block=2,
-        k_splits=max(1, min(16, operands.tables.shape[1] // 2)),
+        pages_per_compute_block=blocks,
+        k_splits=max(1, min(16, operands.tables.shape[1] // blocks)),
     )
 
 
-def make_program(
-    workload: Workload, attend: Attend
-) -> Callable[[Operands], tuple[jax.Array, ...]]:
-    """Return a function that attends in all calls of a program.
+def make_program(workload: Workload, attend: Attend) -> Callable[[Operands], jax.Array]:
+    """Return a function that attends in all calls of a program, one behind the other.
 
-    Queries of their own and all results returned: else equal calls were made one, and
-    others left out.
+    Each takes what the one before gave as its queries; of a latent cache, whose values
+    are narrower, the rest stays the first call's.
     """
 
-    def program(operands: Operands) -> tuple[jax.Array, ...]:
-        return tuple(
-            attend(queries, operands, number % workload.num_layers)
-            for number, queries in enumerate(operands.queries)
-        )
+    def program(operands: Operands) -> jax.Array:
+        first = queries = operands.queries
+        for number in range(workload.num_calls):
+            output = attend(queries, operands, number % workload.num_layers)
+            rest = first[..., output.shape[-1] :]
+            queries = output
+            if rest.shape[-1]:
+                queries = jnp.concatenate([output, rest], axis=-1)
+        return queries
 
     return program
 
@@ -316,7 +319,7 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         prompts, batches, contexts = [64], {1: (64, 256), 4: (256,)}, (64, 256)
     else:
         prompts, contexts = [512, 2_048, 8_192, 32_768], (2_048, 8_192, 32_768)
-        batches = {1: (512, 2_048, 8_192, 32_768, 131_072), 8: (2_048, 32_768)}
+        batches = {1: (2_048, 8_192, 32_768, 131_072), 8: (2_048, 32_768)}
         batches |= {64: (512, *contexts, 131_072), 256: (512, 2_048, 8_192)}
     usual, longest = contexts[-2], contexts[-1]
     some = max(batches) if quick else 64
@@ -344,4 +347,6 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         Workload(batch, dtype="float32"),
     ]
     fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
+    if quick:  # of a pool that a card's cache may hold, in fewer calls
+        fitting = {w._replace(calls=2) for w in fitting}
     return prefill + sorted(fitting, key=lambda w: (w.num_bytes, w))

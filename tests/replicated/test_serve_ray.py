@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import operator
 import time
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_stream_that_is_cut_says_so(url, kill_one, find_processes):
     """Of streams on all replicas, those of the killed one end with an error."""
 
     async def read(client, number, has_begun):
-        body = dict(prompt=f"{number} is", max_tokens=400, stream=True, ignore_eos=True)
+        body = dict(prompt=f"{number} is", max_tokens=480, stream=True, ignore_eos=True)
         lines = []
         async with client.stream("POST", url, json=body, timeout=120) as reply:
             async for line in reply.aiter_lines():
@@ -111,21 +112,25 @@ def test_a_stream_that_is_cut_says_so(url, kill_one, find_processes):
         await asyncio.to_thread(kill_one)
 
     async def read_all():
-        has_begun = asyncio.Barrier(9)
+        has_begun = asyncio.Barrier(13)
         async with httpx.AsyncClient() as client:
-            tasks = [read(client, number, has_begun) for number in range(8)]
+            tasks = [read(client, number, has_begun) for number in range(12)]
             *lasts, _ = await asyncio.gather(*tasks, kill(has_begun))
         return lasts
 
-    lasts = asyncio.run(read_all())
-    assert {last == "data: [DONE]" or "replica_died" in last for last in lasts} == {
-        True
-    }
-    assert any("replica_died" in last for last in lasts)
-    end = time.monotonic() + 120
-    while len(find_processes()) < 3:
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    # A replica that is killed may have no stream, or end all of them just before.
+    for _ in range(5):
+        lasts = asyncio.run(read_all())
+        is_cut = ["replica_died" in last for last in lasts]
+        is_whole = [last == "data: [DONE]" for last in lasts]
+        assert all(map(operator.ne, is_cut, is_whole))
+        end = time.monotonic() + 120
+        while len(find_processes()) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        if any(is_cut):
+            return
+    raise AssertionError("no stream was cut in five tries")
 
 
 def test_weights_change_one_replica_after_the_other(

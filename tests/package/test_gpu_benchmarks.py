@@ -1,0 +1,97 @@
+"""What is to be timed on a card: parts that go on, chained calls, a whole model."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are no package
+from gpu_calls import Operands, Workload, find_workloads, make_program  # noqa: E402
+from gpu_parts import BATCHES, Part, list_parts, run_parts  # noqa: E402
+from llama import Llama, count_step_bytes  # noqa: E402
+
+pytestmark = pytest.mark.one_end
+
+
+def write(path, text):
+    return ("-c", f"open({str(path)!r}, 'a').write({text!r})")
+
+
+def test_parts_go_on_where_they_were_stopped(tmp_path):
+    notes, trace = tmp_path / "notes.json", tmp_path / "trace"
+    parts = [
+        Part("well", write(trace, "a")),
+        Part("fails", ("-c", "raise SystemExit(3)")),
+        Part("too long", ("-c", "import time; time.sleep(60)")),
+        Part("behind them", write(trace, "b")),
+    ]
+    assert run_parts(parts, notes, limit=5) == 2
+    ended = {name: one["status"] for name, one in json.loads(notes.read_text()).items()}
+    assert ended == {"well": 0, "fails": 3, "too long": -1, "behind them": 0}
+    # What failed is tried again, and may be done then; the others are not.
+    parts[1] = Part("fails", write(trace, "c"))
+    assert run_parts([*parts[:2], parts[3]], notes, limit=5) == 0
+    assert trace.read_text() == "abc"
+
+
+def test_every_part_is_there():
+    parts = list_parts()
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        files = [each for each in part.arguments if each.endswith(".py")]
+        assert all((ROOT / each).exists() for each in files) and part.arguments
+    assert sum(part.name.startswith("model, ") for part in parts) == 2 * len(BATCHES)
+
+
+@pytest.mark.parametrize("width", [4, 3])
+def test_each_call_takes_what_the_one_before_gave(width):
+    workload = Workload((8,), calls=3)
+    layers = []
+
+    def attend(queries, operands, layer):
+        del operands
+        layers.append(layer)
+        return queries[..., :width] + 10**layer
+
+    queries = jnp.zeros((1, 1, 4))
+    lengths = jnp.array([8])
+    operands = Operands(queries, {}, jnp.zeros((1, 1), jnp.int32), lengths)
+    found = make_program(workload, attend)(operands)
+    assert layers == [0, 1, 2]
+    np.testing.assert_array_equal(found[0, 0], [111] * width + [0] * (4 - width))
+
+
+def test_what_is_read_exceeds_the_largest_last_cache():
+    for workload in find_workloads(80e9):
+        if not workload.is_prefill:
+            assert workload.num_bytes * workload.num_layers > 256 * 10**6, workload
+
+
+def test_the_model_has_the_size_of_llama_3_8b():
+    model = Llama()
+    params = jax.eval_shape(model.draw_params)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 8_030_261_248
+    small = Llama(2, 4, 2, 16, 128, 256).draw_params("int8")
+    layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 128
+    # Elements of one byte, a scale of two for each column, and norms.
+    columns = 2 * (64 + 32) + 2 * 128 + 64
+    expected = 2 * (layer + 2 * columns + 4 * 64) + 64 * 256 + 2 * 256 + 2 * 64
+    assert count_step_bytes(small) == expected
+
+
+@pytest.mark.further
+def test_a_tiny_model_is_timed(tmp_path):
+    out = tmp_path / "model.json"
+    script = str(ROOT / "benchmarks" / "gpu_model.py")
+    options = "--tiny", "--weights", "int8", "--only", "4x24", "--rounds", "1"
+    command = [sys.executable, script, *options, "--json", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    (run,) = json.loads(out.read_text())["runs"]
+    rows = {row["who"]: row for row in run["rows"]}
+    assert rows["generate"]["tokens/s"] and rows["engine"]["tokens/s"]
+    assert "torch" in rows["torch, CUDA graph"].get("refused", "torch")
