@@ -50,6 +50,7 @@ def run_batch(prompts, results, *options, death=None):
         lines.append(line.rstrip())
         if found := re.search(r"process \d has pid (\d+)", line):
             pids.append(int(found[1]))
+    process.stdout.close()
     watch.cancel()
     done.set()
     assert process.wait() == 0, lines
