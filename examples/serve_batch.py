@@ -5,16 +5,14 @@
 A line of the first file is an object in the words of OpenAI's API: "prompt" or
 "messages", and if you like "max_tokens", "temperature", "top_p", "seed", "stop", "n",
 and an "id", which its result has, too. A line that cannot be answered has an "error" as
-its result; then the exit status is 1. Run it again after an interrupt: what is in the
-second file is not computed again. `--processes 2 --restarts 1` shares the model among
-processes, and goes on by itself after one has died. What happens is in
-`batching/command.py`.
+its result; then the exit status is 1. What is in the second file is not computed again:
+run it again after an interrupt. `--processes 2 --restarts 1` shares the model, and goes
+on by itself after a process has died. What happens is in `batching/command.py`.
 """
 
 from generating.arguments import Parser
 from generating.ending import ending_in_one_line
 
-# Of these options a number below 1 is none.
 COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
 
 

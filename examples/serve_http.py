@@ -1,27 +1,24 @@
 """Serve a model by the completions and chat endpoints of OpenAI's API.
 
     python examples/serve_http.py --model FOLDER --port 8000
-
     curl localhost:8000/v1/completions -d '{"prompt": "The with statement"}'
 
 With JKV_API_KEY in the environment clients need that key. `/health` says that the
-server is there, `/metrics` has numbers for Prometheus. The app: `served/api.py`.
-`--processes 2` shares the model among processes: `served/processes.py`.
+server is there, `/metrics` has numbers for Prometheus (`served/api.py`). `--processes
+2` shares the model among processes (`served/processes.py`).
 """
 
 import argparse
 import os
-import sys
 
-from generating.ending import ending_in_one_line
+from generating.ending import answering_errors, ending_in_one_line
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    from served import processes
-    from served.loading import TOOL_TAGS, add_options, load
+    from served import loading, processes
 
-    add_options(parser)
+    loading.add_options(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
     add("--port", type=int, default=8000, help="%(default)s")
@@ -29,12 +26,12 @@ def main():
     add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
     add("--rules", type=int, default=0, help="requests with biases, bans; %(default)s")
     add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
-    add("--api-key", help="that clients need; JKV_API_KEY, which `ps` does not show")
+    kept = os.environ.get("JKV_API_KEY")
+    said = "that clients need; JKV_API_KEY, which `ps` does not show"
+    add("--api-key", default=kept, help=said)
     options = parser.parse_args()
     processes.begin(parser, options)
-    kept = os.environ.get("JKV_API_KEY")
-    api_key = kept if options.api_key is None else options.api_key
-    if api_key == "":
+    if options.api_key == "":
         parser.error("the API key is empty")
 
     import uvicorn
@@ -42,20 +39,18 @@ def main():
     from served.connections import make_config
     from served.display import warm_up
 
-    try:
-        served = load(
+    with answering_errors():
+        served = loading.load(
             options,
             max_waiting=options.max_waiting,
             max_grammars=options.grammars,
             max_rules=options.rules,
-            tool_tags=tuple(options.tool_tags or TOOL_TAGS),
+            tool_tags=tuple(options.tool_tags or loading.TOOL_TAGS),
         )
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
     if processes.is_follower():
         return processes.follow(served.engine)
     print(f"{warm_up(served.engine)} programs are ready", flush=True)
-    app = make_app(served, api_key=api_key)
+    app = make_app(served, api_key=options.api_key)
     uvicorn.Server(make_config(app, host=options.host, port=options.port)).run()
 
 

@@ -15,29 +15,32 @@ import os
 import signal
 import threading
 
-from generating.ending import answering_errors, ending_in_one_line
+from generating.arguments import Parser, at_least
+from generating.ending import FAILED, ending_in_one_line, fail
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser, number, amount = Parser(__doc__), at_least(0), at_least(0, float)
     from served.loading import add_options
 
-    add_options(parser)
-    add = parser.add_argument
+    add_options(parser, may_share=False)
+    add, said = parser.add_argument, "of a replica; %(default)s"
     add("--replicas", type=read_range, default=(2, 2), help="a number, or 1-8; 2")
     add("--address", help="of a cluster of Ray, or auto; else one on this machine")
     add("--weights", help="another folder of the same model's weights")
     add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
-    add("--port", type=int, default=8000, help="%(default)s")
-    add("--max-waiting", type=int, default=256, help="of a replica; %(default)s")
-    add("--grammars", type=int, default=8, help="of a replica at once; %(default)s")
-    add("--kept-texts", type=int, default=64, help="that a pool keeps; %(default)s")
-    add("--cpus", type=float, default=1.0, help="of a replica; %(default)s")
-    add("--gpus", type=float, default=0.0, help="of a replica; %(default)s")
+    add("--port", type=number, default=8000, help="%(default)s")
+    add("--max-waiting", type=at_least(1), default=256, help=said)
+    add("--grammars", type=number, default=8, help="at one time, " + said)
+    add("--kept-texts", type=number, default=64, help="that a pool keeps; %(default)s")
+    add("--cpus", type=amount, default=1.0, help=said)
+    add("--gpus", type=amount, default=0.0, help=said)
     options = parser.parse_args()
-    with answering_errors():
+    try:
         from ray import serve
         from replicated.application import join_cluster, make_application, run
+    except ImportError as error:
+        fail(FAILED, f"{error}; pip install '.[ray]' has it")
 
     join_cluster(options.address)
     run(
@@ -62,7 +65,7 @@ def read_range(text):
     except ValueError:
         found = (0, 0)
     if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor two like 1-8")
+        raise argparse.ArgumentTypeError(f"must be 3 or 1-8, got {text!r}")
     return found
 
 

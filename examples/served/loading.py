@@ -67,8 +67,13 @@ class Served(NamedTuple):
         return self.context * self.longest_token
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what both servers take to a command line."""
+def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> None:
+    """Add what all servers take to a command line.
+
+    Args:
+        parser: of the command line.
+        may_share: whether several processes may share the model.
+    """
     add = parser.add_argument
     add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
     add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
@@ -77,7 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
-    processes.add_options(parser)
+    if may_share:
+        processes.add_options(parser)
 
 
 def load(

@@ -43,7 +43,7 @@ def begin(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def find_mesh(options: argparse.Namespace) -> jax.sharding.Mesh | None:
     """Return the mesh of all processes; None on one process alone."""
-    if options.coordinator is None:
+    if getattr(options, "coordinator", None) is None:
         return None
     return make_mesh(jax.device_count())
 

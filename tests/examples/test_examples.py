@@ -32,6 +32,7 @@ TESTED_ELSEWHERE = {
     "equinox_model.py": "test_framework_models",
     "serve_batch.py": "test_serve_batch",
     "serve_http.py": "test_serve_http",
+    "serve_ray.py": "test_serve_ray",
     "train_with_tunix.py": "test_tunix_training",
     "tree_search.py": "test_tree_search",
 }
@@ -105,6 +106,7 @@ def test_every_script_is_run_by_some_test():
         ("long_context.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
+        ("serve_ray.py", 80),
         ("multiprocess.py", 60),
         ("train_with_tunix.py", 160),
         ("tree_search.py", 150),
@@ -291,6 +293,11 @@ def test_bad_input_is_answered_in_one_sentence(complaint, tmp_path):
 
 # Of each script a value that cannot be, and words of what is said of it.
 BAD_VALUES = {
+    "serve_ray.py": [
+        ("--replicas 0", "--replicas must be 3 or 1-8, got '0'"),
+        ("--replicas 3-1", "--replicas must be 3 or 1-8, got '3-1'"),
+        ("--gpus -1", "--gpus must be at least 0"),
+    ],
     "beam_search.py": [
         ("--beams 0", "--beams must be at least 1, got 0"),
         ("--max-new-tokens x", "invalid int value: 'x'"),
@@ -396,3 +403,6 @@ def test_a_package_that_is_not_there_is_named(complaint, monkeypatch):
     monkeypatch.setitem(sys.modules, "tunix", None)
     status, said = complaint("train_with_tunix.py", "--help")
     assert status == 1 and "tunix" in said and "pip install '.[tunix]'" in said
+    monkeypatch.setitem(sys.modules, "ray", None)
+    status, said = complaint("serve_ray.py")
+    assert status == 1 and "pip install '.[ray]'" in said

@@ -22,7 +22,7 @@ def make_options():
     from served.loading import add_options
 
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, may_share=False)
     base = dict(max_waiting=64, grammars=0, kept_texts=16, cpus=0.1, gpus=0.0)
 
     def make(replicas, weights=None):
