@@ -78,7 +78,7 @@ def nothing_is_loaded(monkeypatch):
 
     monkeypatch.setattr(pretrained, "load", refuse)
     monkeypatch.setattr(jkv, "init", refuse)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
 
 
 @pytest.mark.one_end
