@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 # pytest's last line has a frame, and colours where they are forced.
@@ -66,8 +66,9 @@ def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outc
                     outcomes.append(Outcome(job.name, None, "not run", 0, 0))
                 elif len(running) < width and can_run(job, waiting, running):
                     waiting.remove(job)
-                    started = start(job, folder)
-                    running[started.process.pid] = started
+                    with deferring_interrupts():
+                        started = start(job, folder)
+                        running[started.process.pid] = started
             if running:
                 outcomes.append(await_one(running))
     except KeyboardInterrupt:
@@ -82,6 +83,26 @@ def can_run(job: Job, waiting: list[Job], running: dict[int, Running]) -> bool:
     """Whether the job before this one has ended."""
     unfinished = [*waiting, *(one.job for one in running.values())]
     return job.after not in [other.name for other in unfinished]
+
+
+@contextlib.contextmanager
+def deferring_interrupts() -> Iterator[None]:
+    """Let an interrupt wait, so that no process is started and not known."""
+    came: list[int] = []
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if callable(handler := signal.getsignal(number))
+    }
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def start(job: Job, folder: pathlib.Path) -> Running:
