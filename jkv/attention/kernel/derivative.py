@@ -104,7 +104,7 @@ def _differentiate_pools(
         jnp.zeros_like(pools.keys),
         None if pools.values is None else jnp.zeros_like(pools.values),
     )
-    tiles = max(1, pools.block_size // variant.tile.tokens)
+    tiles = -(-pools.block_size // variant.tile.tokens)
     gradients: PoolGradients = backend.launch(
         "jkv_token_gradients",
         functools.partial(differentiate_tokens, variant=variant),
