@@ -12,7 +12,7 @@ from jax import lax
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.lists import Pieces
-from jkv.attention.kernel.loads import cut
+from jkv.attention.kernel.sections import cut
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
 
 # Partial results joined at a time, by one warp and by several: contexts in so many

@@ -1,8 +1,6 @@
 """What the attention kernel reads, and how: rows of queries, tiles of tokens.
 
 Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded.
-Every tile is a power of two of at least 16, so head dims are cut into sections that
-are; where the rest is less, the last section takes columns of the one before it again.
 """
 
 from typing import Any, NamedTuple
@@ -15,32 +13,8 @@ from jax import lax
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
 from jkv.attention.kernel.lists import Work
+from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
-
-
-# The hardware multiplies no tile narrower than this.
-MIN_SIZE = 16
-
-
-class Section(NamedTuple):
-    """Consecutive columns of a head dim."""
-
-    start: int
-    size: int  # a power of two
-    num_repeated: int = 0  # the first of them, which the section before has, too
-
-    @property
-    def columns(self) -> jax.Array:
-        """Return them as indices, i32[1, size]."""
-        return (self.start + jnp.arange(self.size, dtype=jnp.int32))[None, :]
-
-    def over(self, mask: jax.Array) -> jax.Array:
-        """Repeat a mask over the columns that are its own, bool[..., size]."""
-        whole = jnp.broadcast_to(mask[:, None], (*mask.shape, self.size))
-        if not self.num_repeated:
-            return whole
-        index = jnp.arange(self.size, dtype=jnp.int32)
-        return whole & (index >= self.num_repeated)[None, :]
 
 
 class Operands(NamedTuple):
@@ -77,23 +51,6 @@ class TokenTile(NamedTuple):
     values: list[jax.Array]  # likewise of the value head dim; stored in keys: none
     key_scales: jax.Array | None  # [tokens], u16 or f32
     value_scales: jax.Array | None
-
-
-def cut(head_dim: int, start: int = 0) -> list[Section]:
-    """Cut a head dim into powers of two.
-
-    96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in queries,
-    so that no score has them twice, and not stored twice.
-    """
-    sections = []
-    while head_dim >= MIN_SIZE:
-        size = 1 << (head_dim.bit_length() - 1)
-        sections.append(Section(start, size))
-        start, head_dim = start + size, head_dim - size
-    if head_dim:
-        missing = MIN_SIZE - head_dim
-        sections.append(Section(start - missing, MIN_SIZE, missing))
-    return sections
 
 
 def cut_head_dims(

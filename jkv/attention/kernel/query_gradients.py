@@ -17,7 +17,6 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
-    Section,
     cut_head_dims,
     load_numbers,
     load_rows,
@@ -31,6 +30,7 @@ from jkv.attention.kernel.rows import (
     see,
 )
 from jkv.attention.kernel.scores import cap_in_log2, dot, dot_sections, slope_of_cap
+from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import LOG2E
 from jkv.attention.kernel.variant import Variant
 

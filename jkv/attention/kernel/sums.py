@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.kernel.loads import Section
+from jkv.attention.kernel.sections import Section
 
 # Stands for -inf in scores: exp2(HIDDEN - HIDDEN) is not NaN.
 HIDDEN = -1e30

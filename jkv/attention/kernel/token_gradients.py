@@ -18,7 +18,6 @@ from jax import lax
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
-    Section,
     clamp_index,
     cut_head_dims,
     load_numbers,
@@ -26,6 +25,7 @@ from jkv.attention.kernel.loads import (
 )
 from jkv.attention.kernel.readers import Readers
 from jkv.attention.kernel.scores import cap_in_log2, dot, dot_sections, slope_of_cap
+from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import LOG2E
 from jkv.attention.kernel.variant import Variant
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
 
@@ -68,10 +69,8 @@ def find_tuning(
     if name is None:
         return None
     family, kind = TABLE[name], find_kind(queries, pools)
-    dims = pools.keys.shape[4], pools.value_dim
-    # A dim that is no multiple of 16 takes the registers of the next one that is.
-    filled = {-(-dim // 16) * 16 for dim in dims}
-    if filled & set(family.spilling.get(kind, ())):
+    dims = _find_dims(pools)
+    if set(dims) & set(family.spilling.get(kind, ())):
         return None
     for row in family.rows:
         if kind in row.kinds and max(dims) <= row.max_head_dim:
@@ -86,12 +85,17 @@ def find_backward(
     name = find_family(platform, target)
     if name is None or why_no_derivative(queries, pools):
         return None
-    kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
+    kind, dims = find_kind(queries, pools), _find_dims(pools)
     for row in TABLE[name].backward:
         is_whole = not any(dim % row.multiple for dim in dims)
         if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
     return None
+
+
+def _find_dims(pools: Pools) -> tuple[int, int]:
+    """Return how many columns of keys and of values are multiplied."""
+    return fill_head_dim(pools.keys.shape[4]), fill_head_dim(pools.value_dim)
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
@@ -179,8 +183,7 @@ def why_no_tile(
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
     for name, dim in {"key": pools.keys.shape[4], "value": pools.value_dim}.items():
-        # The dots take no tile narrower than 16.
-        if not 16 <= dim <= 576:
+        if not MIN_SIZE <= dim <= 576:
             return f"the {name} head dim must be from 16 to 576, it is {dim}"
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
