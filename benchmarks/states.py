@@ -279,9 +279,9 @@ class Arrivals:
 def repeat_itself(params: Any) -> Any:
     """Return weights of a model whose greedy texts repeat themselves.
 
-    The newest token outweighs all layers, so that mostly it decides on the next one, and
-    256 tokens are likelier than all others: texts run into cycles of some of these. What
-    a step computes and reads is as before.
+    The newest token outweighs all layers, so that mostly it decides on the next one,
+    and 256 tokens are likelier than all others: texts run into cycles of some of these.
+    What a step computes and reads is as before.
     """
     is_frequent = jnp.arange(params["head"].shape[0]) < 256
     return params | {

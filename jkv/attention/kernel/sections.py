@@ -37,8 +37,8 @@ def cut(head_dim: int, start: int = 0) -> list[Section]:
     """Cut a head dim into powers of two.
 
     96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
-    queries, so that no score has them twice, and not stored twice. 250 is 128 and the
-    last 128.
+    queries, so that no score has them twice, and not stored twice. 120 is 64 and the
+    last 64.
     """
     end, whole = start + head_dim, fill_head_dim(head_dim)
     sizes = [size for size in (512, 256, 128, 64, 32, 16) if whole & size]

