@@ -16,6 +16,9 @@ VARIABLES = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # So with bytecode, also where the shell forbids to write it: dozens of processes
+    # import the same modules.
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 # Each suite says where its time went.
 DEAREST = ("--durations=5", "--durations-min=2")
