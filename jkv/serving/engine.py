@@ -163,6 +163,7 @@ class Engine:
             engines that differ on the processes of a mesh.
           RuntimeError: if these do not make their engines within 30 seconds.
         """
+        _refuse_pools(cache)
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
@@ -710,3 +711,14 @@ class Engine:
                 return complete_refused(n, refused.reason)
             except QueueFull:  # another thread was faster
                 continue
+
+
+def _refuse_pools(cache: Cache) -> None:
+    """Refuse a cache of which each rank has a pool: requests are of one."""
+    if cache.pools is not None:
+        raise UsageError(
+            f"an Engine serves requests from one pool, and this cache has one for each "
+            f"rank of mesh axis {cache.pools.axis!r}: make an engine for each rank, "
+            f"whose cache lies on that rank's devices (jkv.init with mesh= of these), "
+            f"and deal requests to them; jkv.generate deals prompts to ranks"
+        )
