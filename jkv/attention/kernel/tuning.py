@@ -189,7 +189,7 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
         multiple = 8 if dim < 240 else MIN_SIZE
         if not MIN_SIZE <= dim <= 576 or dim % multiple:
             return (
-                f"the {name} head dim must be a multiple of 8 from 16 to 240, or one of "
+                f"the {name} head dim must be a multiple of 8 from 16 to 240 or one of "
                 f"16 up to 576; it is {dim}"
             )
     for name, pool in {"key": pools.keys, "value": pools.values}.items():

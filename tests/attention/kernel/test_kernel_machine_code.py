@@ -61,7 +61,6 @@ SHAPES = [
     (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
     # Head dims that are no multiples of 16, and blocks that are no power of two.
     (72, 72, {"group": 4, "block_size": 24, "options": "all"}),
-    (152, 152, {"group": 1, "block_size": 48}),
     (120, 120, {"kv_dtype": "int8", "group": 8, "block_size": 24}),
     # One long context in many pieces, which are joined by several warps.
     *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
@@ -94,7 +93,7 @@ if KEEP:  # the whole table
 if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
     SHAPES += [
         (dim, dim, {**kind, **options})
-        for dim in (*range(16, 241, 8), 256)
+        for dim in range(16, 257, 16)
         for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
         for options in ({}, HARDEST)
     ]
