@@ -35,6 +35,13 @@ OF_STATES = {
     "--snapshot-every": "between copies of states, with --prefix-caching",
 }
 
+# Options for meshes: what `init` is told of an axis with so many devices.
+OF_MESHES = {
+    "--tensor-parallel": "devices that share the kv heads (heads=)",
+    "--context-parallel": "devices that share the tokens of each block (context=)",
+    "--data-parallel": "replicas, each with a pool of its own (pools=)",
+}
+
 # Less than this, written without a unit, was most likely meant in gigabytes.
 LEAST_MEMORY = 2**20
 
@@ -44,16 +51,21 @@ class Plan:
     """What one of several equal devices has room for; bytes and tokens as ints."""
 
     memory: int  # of each device
-    num_devices: int
+    num_devices: int  # of a replica of the model
+    num_parts: int  # as many of them share the tokens of each block
+    num_replicas: int
     weights: int  # of the whole model
+    weights_on_each: int  # device
     reserve: int  # kept back on each device
     budget: int  # for the cache on each device
-    bytes_per_token: int  # on all devices together
-    # Of one device's part, all layers with keys and values in one pool, if there are.
+    bytes_per_token: int  # on all devices of a replica together
+    # With the kv heads of one device, and whole blocks: all layers with keys and values
+    # in one pool, if there are.
     config: CacheConfig | None
     sequences: dict[int, int]  # by context length: most sequences of it at once
-    # With windows or states, of one device's part: the most of the longest sequences.
+    # With windows or states, likewise: the most of the longest sequences.
     groups: GroupedConfig | None
+    cache_bytes: int  # of the configuration that is shown, on each device
     bytes_needed: dict[int, int]  # of a sequence, by its length, on all devices
     windows: Windows | None  # of the model's layers
     states: StateBytes | None  # of a sequence, on all devices
@@ -63,9 +75,11 @@ class Plan:
         """Say it in human units."""
         devices = self.num_devices
         many = f"each of {devices} devices" if devices > 1 else "one device"
+        if self.num_replicas > 1:
+            many += f" of each of {self.num_replicas} replicas"
         lines = [
             f"memory      {human_bytes(self.memory)} on {many}",
-            f"            - {human_bytes(self.weights / devices)} weights, "
+            f"            - {human_bytes(self.weights_on_each)} weights, "
             f"{human_bytes(self.reserve)} reserve "
             f"= {human_bytes(self.budget)} for the cache",
             *self._described(),
@@ -78,8 +92,13 @@ class Plan:
 
     def _weighed(self) -> Iterator[str]:
         """Yield what a token takes, and the states of a sequence."""
+        if self.num_parts > 1:
+            yield (
+                f"on each     {human_bytes(self.cache_bytes)}: of each block 1/"
+                f"{self.num_parts}, the metadata whole"
+            )
         if self.config is not None:
-            each = human_bytes(self.config.bytes_per_token)
+            each = human_bytes(self.config.bytes_per_token / self.num_parts)
             here = f", {each} on each" if self.num_devices > 1 else ""
             yield f"per token   {human_bytes(self.bytes_per_token)}{here}"
         if self.states is not None:
@@ -133,7 +152,8 @@ class Plan:
         else:
             assert self.config is not None  # a plan has one of the two
             lines = describe((self.config.sizes,), self.config.prefix_caching)
-            heads = ["device" if self.num_devices > 1 else "model"]
+            many = f"{self.num_parts} devices" if self.num_parts > 1 else "device"
+            heads = [many if self.num_devices > 1 else "model"]
             numbers = ()
         names = [
             name
@@ -149,6 +169,8 @@ def make_plan(
     memory: int | str,
     *,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    data_parallel: int = 1,
     weights: int | str | None = None,
     reserve: float = 0.1,
     step_tokens: int = 512,
@@ -165,6 +187,10 @@ def make_plan(
       memory: of each device, bytes or text such as "192GiB".
       tensor_parallel: devices that share the kv heads of each layer. If there are more
         devices than heads, each head is kept by several.
+      context_parallel: devices that share the tokens of each block, as `init(context=)`
+        spreads them. Each has the weights and the tables that it would have alone.
+      data_parallel: replicas of the model, each on devices of its own, with a pool as
+        `init(pools=)` makes one for each rank. Numbers are of one replica.
       weights: of the whole model; default the size of the weight files in the folder.
       reserve: share of the memory kept for activations and the rest.
       step_tokens: the most tokens of a sequence in one step, which layers with a window
@@ -193,6 +219,8 @@ def make_plan(
     fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | overrides
     whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
     own = _share_heads(whole, tensor_parallel, notes)
+    _refuse_no_devices(data_parallel)
+    _check_parts(whole, context_parallel)
     weighed = _weights(folder, weights)
     if weights is None and not weighed:
         notes.append("no weight files found, none taken off; give --weights")
@@ -207,22 +235,29 @@ def make_plan(
             num_snapshots=num_snapshots,
             snapshot_every=snapshot_every,
         ),
+        num_parts=context_parallel,
         sizes={name: fields[name] for name in fields.keys() - TABLES},
     )
-    config = CacheConfig.for_memory(budget, **fields | own) if whole else None
+    config = layers.fit_memory(fields | own, budget) if whole else None
     lengths = _choose_lengths(fields["max_context_length"])
     fits = _fit_lengths(layers.divide(tensor_parallel, own), lengths, budget, whole)
     groups = [fit for fit in fits.values() if isinstance(fit, GroupedConfig)]
+    shown = groups[-1] if groups else config
+    assert shown is not None  # without keys and values there are groups, or an error
     return Plan(
         memory=total,
-        num_devices=tensor_parallel,
+        num_devices=tensor_parallel * context_parallel,
+        num_parts=context_parallel,
+        num_replicas=data_parallel,
         weights=weighed,
+        weights_on_each=-(-weighed // tensor_parallel),
         reserve=kept_back,
         budget=budget,
         bytes_per_token=whole.bytes_per_token if whole else 0,
         config=config,
         sequences={n: fit.max_sequences if fit else 0 for n, fit in fits.items()},
         groups=groups[-1] if groups else None,
+        cache_bytes=layers.weigh(shown),
         bytes_needed={n: layers.count_bytes(n) for n in lengths},
         windows=windows,
         states=count_state_bytes(found.layers, fields["dtype"]),
@@ -239,7 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--model", required=True, help="a checkpoint's folder, or its config.json"
     )
     parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="DEVICES")
+    for name, help_text in OF_MESHES.items():
+        parser.add_argument(name, type=int, default=1, metavar="NUMBER", help=help_text)
     parser.add_argument("--weights", help="default: the weight files in the folder")
     parser.add_argument("--reserve", type=float, default=0.1, help="share kept free")
     parser.add_argument("--step-tokens", type=int, default=512, metavar="TOKENS")
@@ -299,6 +335,22 @@ def _share_heads(
         copies = num_devices // whole.num_kv_heads
         notes.append(f"each kv head is kept by {copies} devices")
     return {"num_kv_heads": heads}
+
+
+def _check_parts(whole: CacheConfig | None, num_parts: int) -> None:
+    """Refuse blocks that devices cannot share, and devices that have none to share."""
+    _refuse_no_devices(num_parts)
+    if num_parts > 1 and whole is None:
+        raise ValueError(
+            f"no layer of this model has keys and values, and its states lie whole on "
+            f"each device of a context axis; leave out context_parallel={num_parts}"
+        )
+    if whole is not None and whole.block_size % num_parts:
+        raise ValueError(
+            f"blocks of {whole.block_size} tokens cannot be shared evenly by "
+            f"{num_parts} devices; make the block_size a multiple of {num_parts}, such "
+            f"as {16 * num_parts}"
+        )
 
 
 def _fit_lengths(

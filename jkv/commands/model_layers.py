@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
-from jkv.config.grouped_config import GroupedConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import LayerSizes, fit_context_length
 from jkv.config.layer_states import Kept
+from jkv.config.layout import lay_out_storage
+from jkv.config.sizing import fit_memory
 
 
 class StateBytes(NamedTuple):
@@ -45,6 +48,7 @@ class Layers:
     kept: what each layer of the model keeps; None: no layer has a state.
     step_tokens: the most tokens of a sequence in one step.
     of_states: fields of `StateConfig`.
+    num_parts: devices that share the tokens of each block.
     sizes: the other fields of `CacheConfig`.
     """
 
@@ -52,6 +56,7 @@ class Layers:
     kept: tuple[Kept, ...] | None
     step_tokens: int
     of_states: dict[str, Any]
+    num_parts: int
     sizes: dict[str, Any]
 
     def divide(self, num_devices: int, sizes: dict[str, Any]) -> "Layers":
@@ -62,17 +67,22 @@ class Layers:
         )
         return dataclasses.replace(self, kept=kept, sizes=self.sizes | sizes)
 
-    def fit(
-        self,
-        length: int,
-        *,
-        max_sequences: int | None = None,
-        budget: int | None = None,
-    ) -> CacheConfig | GroupedConfig:
+    def weigh(self, config: CacheConfig | GroupedConfig) -> int:
+        """Return the bytes on each device: its part of blocks, and the rest whole."""
+        sizes = as_grouped(config).sizes
+        blocks = sum(count_bytes(lay_out_storage(each).values()) for each in sizes)
+        return config.bytes - blocks + blocks // self.num_parts
+
+    def fit_memory(self, fields: dict[str, Any], budget: int) -> CacheConfig:
+        """Return what has the most blocks, of all layers that have some."""
+        return fit_memory(CacheConfig, budget, weigh=self.weigh, **fields)
+
+    def fit(self, length: int, max_sequences: int) -> CacheConfig | GroupedConfig:
         """Return the configuration for sequences of a length, with tables for them."""
-        limit = dict(max_sequences=max_sequences, budget_bytes=budget)
         if self.windows is None and self.kept is None:
-            return CacheConfig.for_context_length(length, **limit, **self.sizes)
+            return CacheConfig.for_context_length(
+                length, max_sequences=max_sequences, **self.sizes
+            )
         left_out = {"num_layers", "prefix_caching"}
         sizes = {n: value for n, value in self.sizes.items() if n not in left_out}
         num_layers = self.sizes["num_layers"]
@@ -85,15 +95,17 @@ class Layers:
             kept=self.kept,
             of_states=self.of_states,
             max_sequences=max_sequences,
-            budget_bytes=budget,
+            budget_bytes=None,
         )
 
     def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
         """Return what holds the most sequences of a length; None if none fits."""
-        if self.fit(length, max_sequences=1).bytes > budget:
+        # Bytes are linear in the number of sequences: two points give the line.
+        one, two = (self.weigh(self.fit(length, count)) for count in (1, 2))
+        if one > budget:
             return None
-        return self.fit(length, budget=budget)
+        return self.fit(length, 1 + (budget - one) // (two - one))
 
     def count_bytes(self, length: int) -> int:
         """Return the bytes of what is kept of one sequence of a length."""
-        return self.fit(length, max_sequences=1).storage_bytes
+        return self.fit(length, 1).storage_bytes

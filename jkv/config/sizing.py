@@ -7,6 +7,7 @@ Symbols: N blocks in the pool, S sequences, M blocks per sequence, T tokens per 
 """
 
 import logging
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -68,14 +69,25 @@ AnyConfig = TypeVar("AnyConfig", bound=Weighed)
 
 
 def fit_memory(
-    make: Callable[..., Config], budget_bytes: int | str, **sizes: Any
+    make: Callable[..., Config],
+    budget_bytes: int | str,
+    *,
+    weigh: Callable[[Config], int] = operator.attrgetter("bytes"),
+    **sizes: Any,
 ) -> Config:
-    """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
+    """Return the configuration with the most blocks: `CacheConfig.for_memory`.
+
+    Args:
+      make: takes the fields of a configuration, and returns it.
+      budget_bytes: bytes, or text such as "40GB".
+      weigh: what of a configuration is to fit; linear in the number of blocks.
+      **sizes: the fields, but for `num_blocks`.
+    """
     check_names("for_memory", make, sizes, "budget_bytes")
     # Bytes are linear in the number of blocks: two points give the line.
     limit = parse_bytes(budget_bytes)
-    one = make(num_blocks=1, **sizes).bytes
-    each = make(num_blocks=2, **sizes).bytes - one
+    one = weigh(make(num_blocks=1, **sizes))
+    each = weigh(make(num_blocks=2, **sizes)) - one
     if one > limit:
         raise ValueError(
             f"a cache with a single block takes {one} bytes, the budget is "

@@ -50,6 +50,24 @@ def vary_alike(arrays: Arrays, others: Any) -> Arrays:
     return jax.tree.unflatten(structure, cast)
 
 
+def vary_with(arrays: Arrays, others: Any) -> Arrays:
+    """Return a pytree of fresh arrays that vary over all axes over which others do.
+
+    Outside of `shard_map` these are the arrays. What is made inside varies over no
+    axis, and a model's `lax.scan` refuses to carry it through its writes.
+
+    Args:
+      arrays: a pytree of arrays, or dataclasses of them.
+      others: a pytree, of whose leaves only JAX's arrays count.
+    """
+    if not is_manual():
+        return arrays
+    leaves = jax.tree.leaves(others)
+    return vary_over(
+        arrays, varying_axes([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+    )
+
+
 def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
     """Return what `ShapedArray` is told for a type that varies over the same axes."""
     if not varying_axes(kind):

@@ -19,7 +19,7 @@ HEARTBEAT = 10  # seconds
 def go_on(process):
     """Continue texts, or follow."""
     mesh = jax.sharding.Mesh(
-        np.asarray(jax.devices()), ("tp",), (jax.sharding.AxisType.Auto,)
+        np.asarray(jax.devices()), ("heads",), (jax.sharding.AxisType.Auto,)
     )
     engine = make_engine(mesh, Clock(), checks=False)
     if process:

@@ -1,9 +1,11 @@
 """What each of two processes does with an engine: run by `test_engine_processes.py`.
 
-    python serving_processes.py PROCESS PORT
+    python serving_processes.py PROCESS PORT AXES
 
-Each has one device, with one of the model's two heads. The first process plays a game
-on the engine of both and on one of its own, and compares; the second follows.
+AXES are `heads`, `context` or `heads,context`: mesh axes of two devices, over which
+lies what they are named after. The first of them spans the processes. The first process
+plays a game on the engine of both and on one of its own, and compares; the second
+follows.
 """
 
 import asyncio
@@ -54,7 +56,7 @@ def make_engine(mesh, clock, **changes):
         dtype="float32",
         prefix_caching=True,
     )
-    where = {} if mesh is None else dict(mesh=mesh, heads="tp")
+    where = {} if mesh is None else dict(mesh=mesh, **{n: n for n in mesh.axis_names})
     options = dict(
         max_running=2,
         num_ahead=2,
@@ -89,6 +91,7 @@ def play(engine, clock):
             sampling=Sampling(temperature=float(number % 2), seeds=number),
             stop_tokens=range(100, 100 + STOP_TOKENS) if number else [2],
             priority=-number % 2,
+            client=number % 3,
             timeout=5.0 if number == 4 else None,
         )
         for number, prompt in enumerate(PROMPTS)
@@ -206,9 +209,10 @@ def misuse(engine, mesh, process):
     )
 
 
-def main(process):
+def main(process, axes):
     """Make the engine as the other process does, and do this one's part."""
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("tp",), (AxisType.Auto,))
+    devices = np.asarray(jax.devices()).reshape((2,) * len(axes))
+    mesh = jax.sharding.Mesh(devices, axes, (AxisType.Auto,) * len(axes))
     clock = Clock()
     engine = make_engine(mesh, clock)
     misuse(engine, mesh, process)
@@ -221,8 +225,9 @@ def main(process):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    number, port = map(int, sys.argv[1:])
+    number, port = map(int, sys.argv[1:3])
+    axes = sys.argv[3].split(",")
+    jax.config.update("jax_num_cpu_devices", len(axes))
     address = f"localhost:{port}"
     jax.distributed.initialize(
         address,
@@ -232,7 +237,7 @@ if __name__ == "__main__":
         shutdown_timeout_seconds=10,
     )
     try:
-        main(number)
+        main(number, axes)
     except BaseException:
         # At once: the end that Python makes would wait for the other process.
         traceback.print_exc()

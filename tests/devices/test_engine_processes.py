@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from support.jax_versions import further
 from support.processes import run_pair
 
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
@@ -40,9 +41,10 @@ SIZES = find_sizes(
 
 
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
-def test_an_engine_of_two_processes_gives_what_one_gives():
+@pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
+def test_an_engine_of_two_processes_gives_what_one_gives(axes):
     """What each does is in `serving_processes.py`, which has assertions of its own."""
-    run_pair(SCRIPT)
+    run_pair(SCRIPT, axes)
 
 
 class Loopback(Broadcast):
@@ -97,6 +99,7 @@ def make_change(rng, count):
             stop_strings=("a",),
             salt=lane,
             priority=-lane,
+            client=None,
             variant=-1,
             timeout=None,
         )

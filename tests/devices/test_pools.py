@@ -203,6 +203,17 @@ def test_what_takes_its_cache_later_says_so(name):
         find_functions()[name](count_on, None, init(), PROMPTS, max_new_tokens=3)
 
 
+def test_a_draft_has_one_cache_for_all_ranks():
+    draft = jkv.DraftModel(model=count_on, params=None, cache=init())
+
+    def guess(cache, params, draft):
+        options = dict(max_new_tokens=3, speculate=draft)
+        return jkv.generate(count_on, params, cache, [[1]], **options)
+
+    with pytest.raises(ValueError, match="make it without pools=, on the whole mesh"):
+        jax.eval_shape(guess, init(), place_params(), draft)
+
+
 def take_step(cache, tokens, *, params, capacity):
     """Two sequences grow by three tokens and by two."""
     cache, opened = jkv.allocate(cache, [0, 0])

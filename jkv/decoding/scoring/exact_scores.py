@@ -25,6 +25,7 @@ from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when
+from jkv.sharding.varying import vary_with
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.allocation import allocate
 from jkv.verbs.forking import fork
@@ -51,6 +52,9 @@ def score_exactly(
     assert runner.exact is not None, "calls have a shape"
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
     cache = init(_resize(config, prompts, continuations))
+    given = runner.params, prompts, continuations
+    cache = cache.with_storage(vary_with(cache.storage, given))
+    cache = cache.with_states(vary_with(cache.states, given))
     cache, opened = allocate(cache, jnp.zeros_like(lengths))
     cache, first = _score_first(runner, cache, opened.seq_ids, prompts, continuations)
     found = first

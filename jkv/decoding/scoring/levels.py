@@ -19,6 +19,7 @@ from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.layout import count_blocks
 from jkv.decoding.scoring.sizes import size_blocks, size_states
 from jkv.decoding.texts.text_tree import TextTree, is_known, measure
+from jkv.sharding.varying import vary_with
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
@@ -58,6 +59,8 @@ def run_levels(
       The logits of each level, [A, V]: of all of its rows, or one for each segment.
     """
     cache = _make_cache(config, tree)
+    cache = cache.with_storage(vary_with(cache.storage, (params, tree)))
+    cache = cache.with_states(vary_with(cache.states, (params, tree)))
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
     lengths, found = tree.lengths, []
     for level in levels:

@@ -18,6 +18,7 @@ from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.layout import Layout, count_blocks, lay_out
 from jkv.decoding.scoring.sizes import size_blocks
 from jkv.decoding.texts.text_tree import TextTree
+from jkv.sharding.varying import vary_with
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.status import Status, UsageError
@@ -46,6 +47,7 @@ def run_tree(
     """
     layout = lay_out(tree, config.block_size)
     cache = _make_pools(config, tree, layout)
+    cache = cache.with_storage(vary_with(cache.storage, (params, tree)))
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
     logits, _ = call_model(model, params, jnp.maximum(tree.tokens, 0), cache, batch)
     return logits, layout

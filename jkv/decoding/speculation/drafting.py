@@ -56,6 +56,12 @@ class Drafts(NamedTuple):
 
 def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
     """Open a row of the draft's cache for each place."""
+    if options.cache.pools is not None:
+        raise UsageError(
+            f"the cache of a DraftModel has a pool for each rank of mesh axis "
+            f"{options.cache.pools.axis!r}: make it without pools=, on the whole mesh; "
+            f"each rank drafts in a copy that is its own"
+        )
     num_places, vocabulary = state.seen.shape
     drawn = options.runner.count_vocabulary(options.cache, num_places)
     if drawn != vocabulary:
