@@ -18,6 +18,10 @@ known, so each answer is checked. Meanwhile
   weights are read anew in all; a stream may then end with an error that says so, and no
   other answer may.
 
+Clients have no retries of their own, so that what OpenAI's client would hide is seen. A
+machine that is so busy that they stand still for seconds loses connections: the server
+closes one whose head does not come within ten.
+
 Without `--ray` the engine looks at the cache's invariants after every window, and fails
 if one is broken. The run fails if an answer is wrong, missing or comes twice, if at the
 end blocks are not free or requests not ended, or if a process has grown. Figures go to
@@ -205,6 +209,7 @@ class Crowd:
         self._num_clients, self._is_ray = options.clients, options.ray
         self._expected = {}
         self.is_cut = False  # whether processes have been killed, and start again
+        self.longest_pause = 0.0  # s in which the clients themselves did not run
         self.seen = collections.Counter()
         self.ids = collections.Counter()
         self.waits = {-1: [], 0: []}  # seconds to the first token, by priority
@@ -222,6 +227,14 @@ class Crowd:
         await asyncio.gather(
             *(self._talk(number, until, bar) for number in range(self._num_clients))
         )
+
+    async def watch_itself(self):
+        """Note how late the clients are: a busy machine, not the server, is why."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.1)
+            late = time.monotonic() - began - 0.1
+            self.longest_pause = max(self.longest_pause, late)
 
     async def _talk(self, number, until, bar):
         rng = random.Random(number)
@@ -371,6 +384,7 @@ async def disturb(server, crowd, minutes):
 async def soak(server, options):
     """Run the crowd, and return what came of it."""
     crowd = Crowd(options)
+    watching = asyncio.ensure_future(crowd.watch_itself())
     await crowd.learn()
     began = time.monotonic()
     last = began
@@ -389,6 +403,7 @@ async def soak(server, options):
         crowd.run(began + 60 * options.minutes, bar),
         disturb(server, crowd, 0.9 * options.minutes),
     )
+    watching.cancel()
     return crowd, restarts, time.monotonic() - began
 
 
@@ -455,6 +470,8 @@ def run(options, folder):
         "windows since the last start": windows,
         "s until all processes were there again": restarts,
         "MiB grown": [grown / 2**20 for grown in server.grown],
+        "longest pause of the clients themselves, s": crowd.longest_pause,
+        "mistakes": len(crowd.mistakes),
         "exit status": status,
         "wrong": wrong,
     }
