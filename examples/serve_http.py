@@ -23,6 +23,8 @@ def main():
     add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
     add("--port", type=int, default=8000, help="%(default)s")
     add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
+    said = "of the fields user, such as alice=2; 1 for the others"
+    add("--shares", nargs="+", type=loading.read_share, default=[], help=said)
     add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
     add("--rules", type=int, default=0, help="requests with biases, bans; %(default)s")
     add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
@@ -43,6 +45,7 @@ def main():
         served = loading.load(
             options,
             max_waiting=options.max_waiting,
+            shares=dict(options.shares),
             max_grammars=options.grammars,
             max_rules=options.rules,
             tool_tags=tuple(options.tool_tags or loading.TOOL_TAGS),

@@ -35,8 +35,9 @@ BENCHMARKS = (
     *("trees", "windows", "plots"),
 )
 WRITTEN = (
-    *(".venv", ".venv-newest", ".venv-tunix", ".jax-cache", ".cache", "site"),
-    *("build", "dist", ".pytest_cache", ".ruff_cache", ".mypy_cache"),
+    *(".venv", ".venv-newest", ".venv-tunix", ".venv-ray"),
+    *(".jax-cache", ".cache", "site", "build", "dist"),
+    *(".pytest_cache", ".ruff_cache", ".mypy_cache"),
 )
 NO_NEWEST = (
     f"NEWEST JAX NOT TESTED: no Python {', '.join(NEWER_PYTHONS)} found beside "

@@ -16,6 +16,9 @@ VARIABLES = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # So with bytecode, also where the shell forbids to write it: dozens of processes
+    # import the same modules.
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 # Each suite says where its time went.
 DEAREST = ("--durations=5", "--durations-min=2")
@@ -110,14 +113,12 @@ def of_folder(name: str, *files: str) -> Task:
 
 # The dearest first, so that no core waits long at the end.
 SUITES = {
+    # Its environment is there first.
     "newest-tests": tests(
         NEWEST, "tests", "README.md", *but(MACHINE_CODE), flags=QUICK
     ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
-    "oldest-verbs": of_folder("verbs"),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
-    # `devices` has eight simulated ones, which a process has from its start or never.
-    "oldest-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR),
     "oldest-rest": tests(
         OLDEST,
         *but(*OF_PROGRAMS, *OF_TRANSFORMERS),
@@ -125,10 +126,13 @@ SUITES = {
         flags=WITHOUT_MLIR,
     ),
     "oldest-decoding": of_folder("decoding"),
-    "oldest-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK),
-    "oldest-attention": of_folder("attention"),
-    "newest-devices": tests(NEWEST, "tests/devices", flags=QUICK),
+    "oldest-verbs": of_folder("verbs"),
+    # `devices` has eight simulated ones, which a process has from its start or never.
+    "oldest-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR),
     "oldest-serving": of_folder("serving"),
+    "oldest-attention": of_folder("attention"),
+    "oldest-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK),
+    "newest-devices": tests(NEWEST, "tests/devices", flags=QUICK),
     "oldest-storage": of_folder("storage"),
     "tunix": tests(
         ("tunix",),

@@ -18,8 +18,8 @@ class Refusal(NamedTuple):
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
 
 
-# `user` and the two beside it name a client for the API's owner, and no reply depends
-# on them.
+# `user` and the two beside it name a client for the API's owner. No text depends on
+# them, and the first two say whose turn it is (`Engine.submit(client=)`).
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 SERVED = {

@@ -72,6 +72,7 @@ def assert_same_bits(found, known, rows=slice(None)):
 ORDER = np.array([3, 0, 5, 1, 4, 2])
 
 
+@pytest.mark.one_end
 def test_order_and_number_do_not_matter(known):
     found = run(make_prompts()[ORDER], ORDER, max_running=3)[1]
     assert_same_bits(found, known, ORDER)
@@ -134,6 +135,7 @@ def test_any_number_up_to_64(dtype):
     np.testing.assert_array_equal(found, known.logprobs)
 
 
+@pytest.mark.further  # the loops of one prompt each are above
 @pytest.mark.one_end
 def test_samples_are_those_of_prompts_of_their_own():
     prompts = make_prompts()[:3]
@@ -167,6 +169,7 @@ def test_usual_scores_have_other_bits_and_the_same_gradient(known):
     np.testing.assert_array_equal(alone[1], known.logprobs)
 
 
+@pytest.mark.further  # the engine below does windows
 @pytest.mark.one_end
 def test_windows_of_steps(known):
     prompts, params = make_prompts(), attention_params()

@@ -251,6 +251,7 @@ def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
         assert abs(counted[text] / count - chance) < error, text
 
 
+@pytest.mark.further  # the engine does both
 def test_windows_of_steps_and_prompts_that_are_added():
     """`begin`, `add_prompts` and `decode` steer as `generate` does."""
     rng = np.random.default_rng(7)

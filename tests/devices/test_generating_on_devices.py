@@ -135,6 +135,7 @@ def generate_by_table(cache, scale, speculate):
         PROMPTS,
         max_new_tokens=9,
         max_running=3,
+        row_counts=(8,),
         speculate=speculate,
     )
 

@@ -78,6 +78,7 @@ def texts_of(tokens):
     return [[token for token in row.tolist() if token >= 0] for row in tokens]
 
 
+@pytest.mark.further  # drafts over pools: test_generating
 def test_guesses_are_checked_on_a_mesh():
     cache, params = init()
 

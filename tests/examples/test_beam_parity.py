@@ -14,7 +14,7 @@ import pretrained
 import pytest
 from support import beam_fixtures as fixtures
 from support import checkpoint_fixtures as checkpoints
-from support.jax_versions import dealt
+from support.jax_versions import with_further
 
 import jkv
 
@@ -26,8 +26,11 @@ if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
 TOLERANCE = 1e-4
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
-    "search", dealt(fixtures.SEARCHES, turn=2, share=4), ids=lambda case: case.name
+    "search",
+    with_further(fixtures.SEARCHES, *fixtures.SEARCHES[2:]),
+    ids=lambda case: case.name,
 )
 def test_texts_and_scores_are_those_of_transformers(search):
     wanted = json.loads(fixtures.FIXTURE.read_text())[search.name]

@@ -248,6 +248,7 @@ def test_the_draft_says_what_the_model_says(loaded, windows, train_draft):
     assert "Python Software Foundation License" in card
 
 
+@pytest.mark.further  # the kept one is tested above
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_a_draft_learns_and_is_a_checkpoint(

@@ -24,6 +24,7 @@ NAME = "qwen3_5"
 NUM_NEW = 12
 
 
+@pytest.mark.further  # decoding/test_states.py has a small model
 @pytest.mark.slow
 def test_prompts_cold_and_warm_with_guesses():
     """In a queue, two at a time: every text is what it is alone and computed whole."""

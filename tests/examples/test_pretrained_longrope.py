@@ -23,7 +23,7 @@ PROMPT, LONG_PROMPT = 2, 1
 
 generate = jax.jit(
     jkv.generate,
-    static_argnames=("model", "max_new_tokens", "chunk_size"),
+    static_argnames=("model", "max_new_tokens", "row_counts"),
     donate_argnames="cache",
 )
 
@@ -76,7 +76,7 @@ def continue_text(model, params, text, num_tokens):
         padded,
         max_new_tokens=50,
         limits=np.asarray([num_tokens], np.int32),
-        chunk_size=4,
+        row_counts=(4,),
     )
     return np.asarray(found.tokens[0, :num_tokens])
 

@@ -20,7 +20,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.jax_versions import ALL_CASES, dealt, few, further
+from support.jax_versions import ALL_CASES, dealt, few, further, with_further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -107,7 +107,12 @@ def checkpoint(request, tmp_path_factory):
     return load_committed(request.param)
 
 
-@pytest.fixture(scope="module", params=in_suites(dealt(fixtures.CASES)))
+# Mistakes of a half of them; of four with norms, windows, experts and states at first.
+FIRST, HALF = {"llama2", "gemma2", "qwen3_moe", "qwen3_5_moe"}, dealt(fixtures.CASES)
+TINY = with_further(HALF, *({*HALF} - FIRST))
+
+
+@pytest.fixture(scope="module", params=TINY)
 def tiny_checkpoint(request):
     return load_committed(request.param)
 
@@ -238,7 +243,7 @@ def test_fifty_decode_steps(checkpoint):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize(
-    "name, groups", [("smollm3", (0, 1, 0)), ("gemma3", (1, 1, 0))]
+    "name, groups", [("smollm3", (0, 1, 0)), *further([("gemma3", (1, 1, 0))])]
 )
 def test_layers_in_groups_by_their_windows(name, groups):
     """Each kind has its pool: in a scan over periods of two layers, and without."""

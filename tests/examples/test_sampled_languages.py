@@ -111,7 +111,7 @@ def test_texts_at_a_high_temperature_are_of_their_languages(num_rounds):
             **model.cache_fields,
         )
     )
-    static = ("model", "max_new_tokens", "num_samples", "max_running")
+    static = ("model", "max_new_tokens", "max_running", "row_counts")
     generate = jax.jit(jkv.generate, static_argnames=static, donate_argnames="cache")
     ended = count = 0
     for number in range(num_rounds):
@@ -123,6 +123,7 @@ def test_texts_at_a_high_temperature_are_of_their_languages(num_rounds):
             np.tile(np.int32(prompt), (rounds_of, 1)),
             max_new_tokens=MOST,
             max_running=min(RUNNING, rounds_of),
+            row_counts=(RUNNING,),
             sampling=jkv.Sampling(temperature=1.5, seeds=1000 * number),
             steering=joined,
             variants=variants,

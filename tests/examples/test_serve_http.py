@@ -172,16 +172,23 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
     assert reply.usage.completion_tokens == 2
 
 
-def test_when_too_many_wait_the_next_is_told(post):
+def test_when_too_many_wait_the_next_is_told(post, address):
     """What never finds room is refused for good, what may later for now."""
     body = json.dumps({"prompt": ["The"] * 32, "n": 4, "max_tokens": 8}).encode()
     status, said = post(body)
     assert status == 400 and "at one time, 100" in said["error"]["message"]
     body = json.dumps({"prompt": ["The"] * 32, "n": 3, "max_tokens": 8}).encode()
-    statuses = []
+    statuses, seconds = [], []
 
     def ask():
-        statuses.append(post(body)[0])
+        request = urllib.request.Request(f"{address}/v1/completions", data=body)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                statuses.append(reply.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                statuses.append(error.code)
+                seconds.append(int(error.headers["Retry-After"]))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -189,6 +196,9 @@ def test_when_too_many_wait_the_next_is_told(post):
     for thread in threads:
         thread.join()
     assert 429 in statuses and set(statuses) <= {200, 429}
+    assert (
+        len(seconds) == statuses.count(429) and 1 <= min(seconds) <= max(seconds) <= 60
+    )
 
 
 def test_the_numbers_are_there_for_prometheus(served, address):
@@ -210,9 +220,11 @@ def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(loading, "load", load)
-    monkeypatch.setattr(sys, "argv", ["serve_http.py", "--port", "81"])
+    words = "--port 81 --shares alice=2 bob=0.5"
+    monkeypatch.setattr(sys, "argv", ["serve_http.py", *words.split()])
     runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
     expected = dict(host="127.0.0.1", port=81, max_waiting=256, max_grammars=8)
     expected |= dict(max_rules=0, tool_tags=("<tool_call>", "</tool_call>"))
+    expected |= dict(shares={"alice": 2.0, "bob": 0.5})
     assert told == expected
     assert "3 programs are ready" in capsys.readouterr().out

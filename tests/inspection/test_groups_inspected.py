@@ -281,6 +281,7 @@ class TestDebugMode:
         assert self.findings(cache) == []
         assert jkv.debug(cache, enabled=False).watcher is None
 
+    @pytest.mark.further  # a step of groups is above, a loop in test_debugging.py
     def test_a_generation(self):
         cache = jkv.debug(grouped_cache(prefix_caching=True))
         params = jnp.asarray(EMBEDDING)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.jax_versions import few
+from support.jax_versions import few, further
 from support.plain_queue import VOCABULARY
 from support.small_engines import (
     CONTEXT,
@@ -24,7 +24,7 @@ from jkv.decoding import FinishReason, Sampling, spread_seeds
 from jkv.serving import RequestRefused, RequestState
 
 
-@pytest.mark.parametrize("seed", few(range(6), 1))
+@pytest.mark.parametrize("seed", few([0, 1, 2, *further([3, 4, 5])], 1))
 def test_random_requests_get_the_texts_they_get_alone(seed):
     rng = np.random.default_rng(seed)
     free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))

@@ -140,6 +140,7 @@ def test_an_engine_begins_without_its_model(kept):
             max_new_tokens=4,
             max_prompt_tokens=2,
             num_steps=2,
+            row_counts=(3,),
             speculate=DraftModel(
                 # Another object in each run, as in each process.
                 model=lambda *args, **options: count_on(*args, **options),

@@ -82,7 +82,9 @@ def test_what_is_cached_is_found_where_the_caller_says_so():
 
 def test_samples_that_share_a_prompt_share_its_version():
     """A sample that waits forks from the old prompt, and says so."""
-    engine = make_engine(max_running=1, num_ahead=1)
+    engine = make_engine()
+    for token in range(3):  # of four places
+        engine.submit([token])
     number = engine.submit(PROMPT, n=2)
     for _ in range(3):
         engine.step()

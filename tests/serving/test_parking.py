@@ -86,7 +86,7 @@ def alone(prompt, count):
 
 def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
     """Texts of eight blocks, of which three fill the pool."""
-    engine = make_engine(max_running=3, park_seconds=1e9)
+    engine = make_engine(park_seconds=1e9)
     numbers, texts = zip(
         *(park_one(engine, [i, *PROMPT, *PROMPT]) for i in range(3)), strict=True
     )
@@ -153,10 +153,10 @@ def test_new_weights_leave_parked_texts_without_blocks():
 
 
 def test_a_refused_request_leaves_its_text_parked():
-    engine = make_engine(max_prompt_tokens=24)
+    engine = make_engine()
     number, text = park_one(engine)
-    with pytest.raises(RequestRefused, match="24"):
-        engine.resume(number, [5, 5])
+    with pytest.raises(RequestRefused, match="41 tokens, and the cache takes 40"):
+        engine.resume(number, [5] * (41 - len(text)))
     with pytest.raises(TypeError, match="salt"):
         engine.resume(number, [5], salt=3)
     assert engine.stats().parked == 1
@@ -217,13 +217,13 @@ def draft_of(kind):
     )
 
 
+ALL_FEATURES = ("keys+state", True)
+LAYERS = [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)]
+
+
 @pytest.mark.parametrize(
     "kind, is_drafted",
-    with_further(
-        [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)],
-        *((kind, False) for kind in KINDS if kind != "keys+state"),
-        *((kind, True) for kind in KINDS if kind != "keys"),
-    ),
+    with_further(LAYERS, *(case for case in LAYERS if case != ALL_FEATURES)),
 )
 def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
     """A turn from the device, one from the host, one whose blocks are nowhere."""
@@ -235,6 +235,7 @@ def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
         max_running=2,
         max_new_tokens=12,
         num_steps=3,
+        row_counts=(12,),
         clock=clock,
         park_seconds=5.0,
         speculate=draft_of(kind) if is_drafted else None,

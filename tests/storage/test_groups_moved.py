@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
+from support.jax_versions import further
 from support.small_caches import assert_unchanged, with_storage_filled
 
 import jkv
@@ -293,9 +294,11 @@ class TestNewPools:
             live = np.asarray(group.reference_counts) > 0
             assert live[: live.sum()].all()
 
-    @pytest.mark.parametrize("sizes", [(9, 20), (20, 12), (8, 12), (9, 8)])
-    def test_one_pool_of_two(self, sizes):
-        cache = busy()
+    @pytest.mark.parametrize(
+        "windowed, full", [(9, 20), (8, 12), *further([(20, 12), (9, 8)])]
+    )
+    def test_one_pool_of_two(self, windowed, full):
+        cache, sizes = busy(), (windowed, full)
         resized = jkv.resize(cache, sizes)
         jkv.check(resized)
         assert_stored(resized, TEXTS)

@@ -192,6 +192,7 @@ CASES = {
     "qwen3": Case(
         "qwen3",
         dict(num_key_value_heads=2, head_dim=16),
+        is_sibling=True,
         seed=12,
         dtype="bfloat16",
         max_shard_size="20KB",
@@ -220,6 +221,7 @@ CASES = {
                 beta_fast=4.0,
             ),
         ),
+        is_sibling=True,
         seed=6,
     ),
     "gemma2": Case(
@@ -690,6 +692,7 @@ CASES = {
     "qwen3_5": Case(
         "qwen3_5_text",
         QWEN_STATES | dict(tie_word_embeddings=True),
+        is_sibling=True,
         seed=7,
         has_states=True,
     ),

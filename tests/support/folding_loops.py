@@ -8,7 +8,7 @@ import numpy as np
 import jkv
 from support.folding_model import MODELS, continue_text
 
-NUM_NEW, CHUNK = 11, 16
+NUM_NEW, ROWS = 11, 16  # of every step: each size is a model to compile
 SHARED = [3, 1, 4, 1, 0, 2, 2, 1, 4, 3, 0, 3, 1, 1, 2, 0, 4, 2, 3]
 # Behind the shared tokens, texts that end at a multiple, one before and one after it.
 PROMPTS = [
@@ -20,7 +20,7 @@ PROMPTS = [
     [*SHARED, 1, 2, 3, 4, 2, 2, 0, 1, 0, 3, 3],
 ]
 STATIC = {
-    jkv.generate: ("max_new_tokens", "max_running", "num_samples", "chunk_size"),
+    jkv.generate: ("max_new_tokens", "max_running", "num_samples", "row_counts"),
     jkv.extend: "max_new_tokens",
     jkv.beam_search: ("max_new_tokens", "num_beams"),
 }
@@ -33,7 +33,7 @@ def _compile(loop, kind):
 
 def generate(kind, cache, prompts, **options):
     """Continue prompts; the cache is sound after it."""
-    given = dict(max_new_tokens=NUM_NEW, max_running=4, chunk_size=CHUNK) | options
+    given = dict(max_new_tokens=NUM_NEW, max_running=4, row_counts=(ROWS,)) | options
     run = _compile(jkv.generate, kind)
     cache, result = run(None, cache, padded(prompts), **given)
     for pool in pools_of(cache):

@@ -473,10 +473,10 @@ MUTATIONS = (
     ),
     Mutation(
         "gradient-of-the-log-sum-exp-lost",
-        "attention/xla",
+        "attention",
         "What depends on the log-sum-exp has no gradient.",
-        "axis=-1) - cotangents[1]",
-        "axis=-1) - 0 * cotangents[1]",
+        "delta -= d_lse",
+        "delta -= 0 * d_lse",
     ),
     # The attention kernel: lists of work, body, joining, tuning, elements.
     Mutation(
@@ -490,8 +490,8 @@ MUTATIONS = (
         "kernel-unmasked-tiles-too-many",
         "attention/kernel",
         "The tile that only some rows see as a whole goes without a mask.",
-        "seen_by_all = jnp.clip(find_last(position) + 1, 0, tokens.end)",
-        "seen_by_all = jnp.clip(find_last(position) + tile_tokens, 0, tokens.end)",
+        "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0,",
+        "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + tile_tokens, 0,",
     ),
     Mutation(
         "kernel-window-off-by-one",
@@ -683,8 +683,8 @@ MUTATIONS = (
         "state-of-a-fresh-row-not-zero",
         "verbs",
         "A sequence without tokens begins with the state that its row held before.",
-        "jnp.where(_along(base > 0, state), state, jnp.zeros_like(state))",
-        "jnp.where(_along(base >= 0, state), state, jnp.zeros_like(state))",
+        "found = read_rows(rows, layer, row, base == 0)",
+        "found = read_rows(rows, layer, row, base < 0)",
     ),
     Mutation(
         "hit-without-a-snapshot",
@@ -748,8 +748,9 @@ MUTATIONS = (
         "steering-state-not-advanced",
         "decoding",
         "What steers a text is not told the tokens of plain steps.",
-        "logprobs = mark_refused(logits, logprobs) steered = steered.advance(tokens)",
-        "logprobs = mark_refused(logits, logprobs)",
+        "logprobs = mark_refused(logits, tokens, logprobs) "
+        "steered = steered.advance(tokens)",
+        "logprobs = mark_refused(logits, tokens, logprobs)",
     ),
     Mutation(
         "steered-by-another-row",
@@ -762,7 +763,7 @@ MUTATIONS = (
         "steered-refusal-lost-among-guesses",
         "decoding",
         "A step with guesses takes a token of a text that is allowed none.",
-        "return _Chosen(tokens, mark_refused(logits, logprobs))",
+        "return _Chosen(tokens, mark_refused(logits, tokens, logprobs))",
         "return _Chosen(tokens, logprobs)",
     ),
     Mutation(
@@ -792,10 +793,10 @@ MUTATIONS = (
         "logprob-of-the-unsteered",
         "decoding",
         "A log-probability is of the model's distribution, not of the steered one.",
-        "tokens, logprobs = sample(logits, chosen, positions, seen=seen)",
+        "tokens, logprobs = choice.sample(logits, chosen, positions, seen)",
         "model = logits if steered is None else jnp.where(\n"
         "        jnp.isinf(logits), 0, logits)\n"
-        "    tokens, _ = sample(logits, chosen, positions, seen=seen)\n"
+        "    tokens, _ = choice.sample(logits, chosen, positions, seen)\n"
         "    logprobs = jnp.take_along_axis(\n"
         "        jax.nn.log_softmax(model), tokens[:, None], axis=1)[:, 0]",
     ),

@@ -19,19 +19,15 @@ ROWS = {
     # The engine's other kinds are what `tests/serving` is about.
     if row.name != "engine" or row.kind == "state"
 }
-# What `make test` plays: the verbs where layers attend beside a state and where none
-# does, and the loops that are compiled soon.
-FIRST_KINDS = {"keys+state", "state"}
-FIRST_LOOPS = {"extend_twice", "search_with_beams", "score"}
+# What `make test` plays: where layers attend beside a state, the verbs and the loops
+# that no other test has there. The random games have states alone.
+FIRST_KIND, FIRST_LOOPS = "keys+state", {"search_with_beams", "score"}
 LATER = [
     name
     for name, row in ROWS.items()
-    if row.kind not in FIRST_KINDS
+    if row.kind != FIRST_KIND
     or row.name == "debug"
-    or (
-        hasattr(state_loops, row.name)
-        and (row.name not in FIRST_LOOPS or row.kind != "state")
-    )
+    or (hasattr(state_loops, row.name) and row.name not in FIRST_LOOPS)
 ]
 
 
