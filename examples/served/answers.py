@@ -7,6 +7,7 @@ connection of a whole reply is watched meanwhile.
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -45,7 +46,7 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
     except BaseException as error:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):
-            later = {"Retry-After": "1"}
+            later = {"Retry-After": str(math.ceil(error.seconds))}
             raise Refused(f"{error}; try later", status=429, headers=later) from error
         if isinstance(error, EngineError):
             raise Refused(str(error), status=503, code="engine_failed") from error

@@ -21,7 +21,8 @@ from .values import is_tokens, read_flag, read_number
 
 MOST_SAMPLES = 16
 MOST_STOPS = 4  # as in the API
-MOST_SALT = 256  # characters
+MOST_SALT = MOST_NAME = 256  # characters
+MOST_SECONDS = 24 * 3600
 I32 = 2**31
 
 
@@ -69,7 +70,9 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         stop_strings=_read_stops(body),
         stop_tokens=_read_stop_tokens(served, body),
         priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
+        client=_read_client(body),
         salt=_read_salt(body),
+        timeout=_read_timeout(body),
     )
     return Asked(prompts, options, n, tools)
 
@@ -132,6 +135,19 @@ def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
     return [*own, *given]
 
 
+def _read_client(body: Mapping[str, Any]) -> str | None:
+    """Return who asks: the field's older name, or its newer one."""
+    names = []
+    for field in ("user", "safety_identifier"):
+        name = body.get(field)
+        if not isinstance(name, str | None) or len(name or "") > MOST_NAME:
+            raise Refused(
+                f"{field} must be a text of up to {MOST_NAME} characters", field
+            )
+        names.append(name)
+    return names[0] or names[1] or None
+
+
 def _read_salt(body: Mapping[str, Any]) -> int:
     salt = body.get("cache_salt")
     if salt is None:
@@ -141,6 +157,14 @@ def _read_salt(body: Mapping[str, Any]) -> int:
             f"cache_salt must be a text of 1 to {MOST_SALT} characters", "cache_salt"
         )
     return _number_salt(salt)
+
+
+def _read_timeout(body: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a text may take; None for as long as it wants."""
+    if body.get("timeout") is None:
+        return None
+    seconds: float = read_number(body, "timeout", 0.0, float, 0.001, MOST_SECONDS)
+    return seconds
 
 
 _numbers = itertools.count(1)

@@ -18,15 +18,15 @@ class Refusal(NamedTuple):
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
 
 
-# `user` and the two beside it name a client for the API's owner, and no reply depends
-# on them.
+# `user` and the two beside it name a client for the API's owner. No text depends on
+# them, and the first two say whose turn it is (`Engine.submit(client=)`).
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 SERVED = {
     *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "add_special_tokens"),
-    *("stream", "stream_options", *LABELS),
+    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "timeout"),
+    *("add_special_tokens", "stream", "stream_options", *LABELS),
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),
     *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"),

@@ -1,6 +1,7 @@
 """A checkpoint becomes an engine that takes and gives texts."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,22 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
     if may_share:
         processes.add_options(parser)
+
+
+def read_share(text: str) -> tuple[str, float]:
+    """Read a client's share from the command line, NAME=NUMBER.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    name, _, number = text.rpartition("=")
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
+    if not name or not 0 < share < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER, above 0")
+    return name, share
 
 
 def load(

@@ -10,7 +10,7 @@ This file is the face. Which thread does the steps is in `threads`, what a step 
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.sizes import find_sizes
 from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
 from jkv.serving.request.limits import NOT_STEERED, RequestRefused, StopSizes
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Client, Request, RequestState
 from jkv.serving.request.results import (
     Completion,
     Event,
@@ -107,6 +107,7 @@ class Engine:
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
         max_waiting: int | None = None,
+        shares: Mapping[Client, float] | None = None,
         max_results: int = 1024,
         result_seconds: float = 300.0,
         park_seconds: float = 1.0,
@@ -143,6 +144,9 @@ class Engine:
           max_waiting: most requests that wait on the host, one with more than
             `max_samples` sequences counting for several, at least 1; None is any
             number.
+          shares: how much of the engine a client gets beside the others while all of
+            them wait, a number above 0 by `client` of `submit`; 1 for those that are
+            not here.
           max_results: most requests that ended and can still be asked for.
           result_seconds: how long they can.
           park_seconds: how long the blocks of a parked text stay on the device; it is
@@ -195,6 +199,7 @@ class Engine:
         options = HostOptions(
             detokenize,
             max_waiting,
+            shares or {},
             max_results,
             result_seconds,
             ParkingOptions(park_seconds, max_parked_bytes),
@@ -217,6 +222,7 @@ class Engine:
         stop_strings: Sequence[str] | str = (),
         salt: int = 0,
         priority: int = 0,
+        client: Client = None,
         variant: int = NOT_STEERED,
         timeout: float | None = None,
     ) -> int:
@@ -234,8 +240,14 @@ class Engine:
             not in the text; the tokens that it took are in the tokens. Looked for
             between windows.
           salt: domain of the prefix cache.
-          priority: of those that have not begun, smaller ones go first; equal ones in
-            the order in which they came.
+          priority: of those that have not begun, smaller ones go first.
+          client: who asks. Of requests that wait with one priority, one of the client
+            goes next that has had the least service for its share (`shares`); those
+            of one client go in the order in which they came. Service is a request's
+            tokens as they are computed: its prompt, whether or not it is found in the
+            prefix cache, once for `max_samples` sequences, and new ones. A client that
+            has nothing here saves nothing up. None is one client: all who are not
+            named.
           variant: how its sequences are steered, one of `steering.num_variants` ways;
             -1 is not at all.
           timeout: seconds from now after which the request ends with what it has.
@@ -245,7 +257,8 @@ class Engine:
 
         Raises:
           RequestRefused: for what can never be served (a ValueError).
-          QueueFull: if `max_waiting` requests wait.
+          QueueFull: if `max_waiting` requests wait; it has the seconds after which
+            one more may.
           EngineError: if the engine has failed for good.
         """
         return self._take_in(
@@ -259,6 +272,7 @@ class Engine:
             stop_strings=stop_strings,
             salt=salt,
             priority=priority,
+            client=client,
             variant=variant,
             timeout=timeout,
         )
@@ -507,6 +521,11 @@ class Engine:
     def cache(self) -> Cache:
         """The newest value of the cache, for looking; the next step donates it."""
         return self._scheduler.loop.cache
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it cannot go on: `submit` raises EngineError from now on."""
+        return self._scheduler.has_failed
 
     @property
     def is_idle(self) -> bool:

@@ -91,6 +91,7 @@ def play(engine, clock):
             sampling=Sampling(temperature=float(number % 2), seeds=number),
             stop_tokens=range(100, 100 + STOP_TOKENS) if number else [2],
             priority=-number % 2,
+            client=number % 3,
             timeout=5.0 if number == 4 else None,
         )
         for number, prompt in enumerate(PROMPTS)

@@ -99,6 +99,7 @@ def make_change(rng, count):
             stop_strings=("a",),
             salt=lane,
             priority=-lane,
+            client=None,
             variant=-1,
             timeout=None,
         )

@@ -103,6 +103,7 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 256"),
         ({"prompt": "a", "priority": 2**31}, "priority", "from -"),
         ({"prompt": "a", "user": 0}, "user", "must be a text"),
+        ({"prompt": "a", "user": "a" * 257}, "user", "up to 256"),
         ({"prompt": "a", "stop": False}, "stop", "must be a text"),
         ({"prompt": "a", "top_k": -2}, "top_k", "from -1"),
         (
@@ -211,6 +212,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         "priority": -3,
         "stop_token_ids": [9],
         "stop": "x",
+        "timeout": 250.0,
         "user": "me",
     }
     for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
@@ -223,8 +225,10 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         stop_strings=["x"],
         stop_tokens=[0, 9],
         priority=-3,
+        client="me",
         salt=0,
         variant=-1,
+        timeout=250.0,
     )
     assert told[0][0] == [5, 6] and told[1][1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)

@@ -17,7 +17,7 @@ from jkv.decoding.sampling.options import (
 )
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.limits import NOT_STEERED, Limits, RequestRefused
-from jkv.serving.request.request import Request
+from jkv.serving.request.request import Client, Request
 
 
 def read_request(
@@ -32,6 +32,7 @@ def read_request(
     stop_strings: Sequence[str] | str = (),
     salt: int = 0,
     priority: int = 0,
+    client: Client = None,
     variant: int = NOT_STEERED,
     timeout: float | None = None,
 ) -> Request:
@@ -66,6 +67,7 @@ def read_request(
         stop_strings=tuple(stop_strings),
         salt=int(np.asarray(as_domains("salt", salt))),
         priority=priority,
+        client=_read_client(client),
         variant=int(variant),
         timeout=timeout,
     )
@@ -125,6 +127,19 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
             f"{str(tokens)[:60]}"
         )
     return ids.astype(np.int32)
+
+
+def _read_client(client: Client) -> Client:
+    """Return who asks; a number of numpy as Python's.
+
+    Raises:
+      RequestRefused: for what is no name.
+    """
+    if client is None or isinstance(client, str):
+        return client
+    if isinstance(client, int | np.integer):
+        return int(client)
+    raise RequestRefused(f"client must be a str, an int or None, got {client!r:.60}")
 
 
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:

@@ -13,6 +13,9 @@ import numpy as np
 from jkv.decoding.texts.results import FinishReason
 from jkv.serving.request.texts import Detokenize, TextStream
 
+# Who asks; None is all who are not named.
+Client = str | int | None
+
 
 class RequestState(enum.Enum):
     """Where a request is. It ends in one of the last three.
@@ -122,6 +125,7 @@ class Request:
     stop_strings: tuple[str, ...]
     salt: int
     priority: int
+    client: Client  # who asks, for the order in which requests begin
     variant: int  # how it is steered, -1 not at all
     timeout: float | None  # seconds
 

@@ -18,6 +18,9 @@ BUCKETS = (
 RATE_SECONDS = 10.0
 _READING_SECONDS = 0.1
 
+# Most that one who is refused is told to wait: clients such as OpenAI's wait no longer.
+MOST_WAIT_SECONDS = 60.0
+
 
 class Times(NamedTuple):
     """How long something took: a histogram.
@@ -109,6 +112,57 @@ class Timer:
         return Times(upto[:-1], upto[-1], self._total)
 
 
+class Rate:
+    """How many of something there are in a second, over the last ten."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int, now: float) -> None:
+        """Note so many."""
+        self._forget_old(now)
+        if self._readings and now - self._readings[-1][0] < _READING_SECONDS:
+            time, before = self._readings.pop()
+            self._readings.append((time, before + count))
+        else:
+            self._readings.append((now, count))
+
+    def read(self, now: float) -> float:
+        """Return the rate, 0 without two readings."""
+        self._forget_old(now)
+        if len(self._readings) < 2:
+            return 0.0
+        # The first one's were there before the time began.
+        number = sum(count for _, count in self._readings) - self._readings[0][1]
+        return number / max(now - self._readings[0][0], 1e-9)
+
+    def _forget_old(self, now: float) -> None:
+        while self._readings and self._readings[0][0] < now - RATE_SECONDS:
+            self._readings.popleft()
+
+
+class NextRoom:
+    """When there is room for one more that waits."""
+
+    def __init__(self) -> None:
+        self._promised = 0.0  # the time that the last one refused was told
+
+    def find_wait(self, begun: Rate, now: float) -> float:
+        """Return the seconds until a place is free that was promised to no other.
+
+        At most `MOST_WAIT_SECONDS`. Where none has begun lately, one in ten seconds is
+        taken to.
+
+        Args:
+          begun: of requests that leave the queue.
+          now: the time.
+        """
+        rate = max(begun.read(now), 1 / RATE_SECONDS)
+        latest = now + MOST_WAIT_SECONDS
+        self._promised = min(max(self._promised, now) + 1 / rate, latest)
+        return self._promised - now
+
+
 class Measures:
     """The running counts of an engine."""
 
@@ -118,7 +172,8 @@ class Measures:
         self.peak_blocks = self.empty_slots = 0
         self.first_token, self.next_token = Timer(), Timer()
         self._counts = dict.fromkeys(Statistics._fields, 0)
-        self._readings: deque[tuple[float, int]] = deque()
+        self.generated = Rate()  # tokens given to requests
+        self.begun = Rate()  # prompts that left the queue
 
     def add_window(self, counts: Statistics, num_tokens: int, now: float) -> None:
         """Note a window: what the device counted in it, and the tokens it brought."""
@@ -129,12 +184,7 @@ class Measures:
             self.empty_slots = int(counts.empty_slots)
         self.num_windows += 1
         self.generated_tokens += num_tokens
-        self._forget_readings(now)
-        if self._readings and now - self._readings[-1][0] < _READING_SECONDS:
-            time, count = self._readings.pop()
-            self._readings.append((time, count + num_tokens))
-        else:
-            self._readings.append((now, num_tokens))
+        self.generated.add(num_tokens, now)
 
     def add_times(
         self, request: Request, sample: Sample, count: int, now: float
@@ -177,20 +227,8 @@ class Measures:
             free_blocks=self.free_blocks,
             peak_blocks=self.peak_blocks,
             empty_slots=self.empty_slots,
-            tokens_per_second=self._rate(now),
+            tokens_per_second=self.generated.read(now),
             time_to_first_token=self.first_token.read(),
             time_between_tokens=self.next_token.read(),
             **present,
         )
-
-    def _forget_readings(self, now: float) -> None:
-        while self._readings and self._readings[0][0] < now - RATE_SECONDS:
-            self._readings.popleft()
-
-    def _rate(self, now: float) -> float:
-        self._forget_readings(now)
-        if len(self._readings) < 2:
-            return 0.0
-        # The first one's tokens were made before the time began.
-        tokens = sum(count for _, count in self._readings) - self._readings[0][1]
-        return tokens / max(now - self._readings[0][0], 1e-9)

@@ -8,14 +8,15 @@ is free for another request once all of its sequences have ended.
 Symbols: Q prompts and N sequences of the generation.
 """
 
-import heapq
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.serving.request.request import Client, Request, RequestState, Sample
+from jkv.serving.scheduler.waiting import Waiting
 
 
 class Queue:
@@ -23,19 +24,27 @@ class Queue:
 
     Attributes:
       requests: all of them by number, those that wait here and those on the device.
-      num_waiting: prompts that wait here.
     """
 
-    def __init__(self, num_prompts: int, num_samples: int):
+    def __init__(
+        self,
+        num_prompts: int,
+        num_samples: int,
+        shares: Mapping[Client, float] | None = None,
+    ):
         self.requests: dict[int, Request] = {}
-        self.num_waiting = 0
         self._num_samples = num_samples
-        # Priority, request and the first of its samples: the order of the queue.
-        self._waiting: list[tuple[int, int, int]] = []
+        # Each is a request's number and the first of the samples that share it.
+        self._waiting = Waiting(shares or {})
         self._free = deque(range(num_prompts))  # prompts of the generation
         # What each sequence of the generation computes, until that has ended.
         self._computed: list[Sample | None] = [None] * (num_prompts * num_samples)
         self._cancelled = np.zeros(num_prompts * num_samples, bool)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait here."""
+        return self._waiting.num_waiting
 
     @property
     def has_changes(self) -> bool:
@@ -48,11 +57,11 @@ class Queue:
         return len(self._free) * self._num_samples < len(self._computed)
 
     def add(self, request: Request) -> None:
-        """Let a request wait: by priority, then first come first served."""
+        """Let a request wait: by priority, then by its client's share."""
         self.requests[request.request_id] = request
         for first in range(0, request.n, self._num_samples):
-            heapq.heappush(self._waiting, (request.priority, request.request_id, first))
-            self.num_waiting += 1
+            prompt = request.request_id, first
+            self._waiting.add(request.priority, request.client, prompt)
 
     def dispatch(self, most: int) -> list[tuple[Request, int]]:
         """Give free prompts of the generation to the first that wait.
@@ -65,12 +74,13 @@ class Queue:
           knows its sequence now.
         """
         dispatched: list[tuple[Request, int]] = []
-        while self._waiting and self._free and len(dispatched) < most:
-            _, request_id, first = heapq.heappop(self._waiting)
-            request = self.requests.get(request_id)
-            if request is None:  # it has ended
-                continue
-            self.num_waiting -= 1
+        while self._free and len(dispatched) < most:
+            prompt = self._waiting.pop()
+            if prompt is None:
+                break
+            request_id, first = prompt
+            request = self.requests[request_id]
+            self.charge(request, len(request.tokens))
             sequence = self._free.popleft() * self._num_samples
             for sample in self._find_sharing(request, first):
                 self._computed[sequence] = sample
@@ -78,6 +88,10 @@ class Queue:
                 sequence += 1
             dispatched.append((request, first))
         return dispatched
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Note tokens that are computed for a request, as service of its client."""
+        self._waiting.charge(request.priority, request.client, num_tokens)
 
     def take_cancelled(self) -> np.ndarray[Any, Any]:
         """Return which sequences of the generation to end, bool[N], once."""
@@ -116,15 +130,19 @@ class Queue:
         """
         request = self.requests[sample.request_id]
         sample.reason = reason
+        first = sample.index - sample.index % self._num_samples
+        sharing = self._find_sharing(request, first)
+        is_last_of_prompt = all(each.has_ended for each in sharing)
+        if is_last_of_prompt:
+            prompt = request.request_id, first
+            self._waiting.end(request.priority, request.client, prompt)
         if sample.sequence >= 0:
             self._cancelled[sample.sequence] |= is_computed
             self._computed[sample.sequence] = None
-            self._free_prompt(sample.sequence // self._num_samples)
-        elif self._is_last_of_prompt(request, sample):
-            self.num_waiting -= 1
+            if is_last_of_prompt:
+                self._free.append(sample.sequence // self._num_samples)
         if request.has_ended:
             del self.requests[request.request_id]
-            self._forget_ended()
         return request.has_ended
 
     def count_states(self) -> dict[RequestState, int]:
@@ -137,25 +155,3 @@ class Queue:
     def _find_sharing(self, request: Request, first: int) -> list[Sample]:
         """Return the samples that share a prompt of the generation."""
         return request.samples[first : first + self._num_samples]
-
-    def _free_prompt(self, prompt: int) -> None:
-        """Let a prompt of the generation be free if all of its sequences have ended."""
-        start = prompt * self._num_samples
-        sharing = self._computed[start : start + self._num_samples]
-        if all(each is None for each in sharing):
-            self._free.append(prompt)
-
-    def _is_last_of_prompt(self, request: Request, sample: Sample) -> bool:
-        """Whether all samples that share a prompt with this one have ended."""
-        first = sample.index - sample.index % self._num_samples
-        return all(each.has_ended for each in self._find_sharing(request, first))
-
-    def _forget_ended(self) -> None:
-        """Drop entries of requests that ended while they waited.
-
-        They are left in the heap until they are the larger part. Samples that wait end
-        with their whole request, so a request that is known has no such entry.
-        """
-        if len(self._waiting) > 2 * self.num_waiting + 64:
-            self._waiting = [e for e in self._waiting if e[1] in self.requests]
-            heapq.heapify(self._waiting)

@@ -7,7 +7,7 @@ through `_end`.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
 from jkv.serving.request.request import (
+    Client,
     EngineError,
     Extension,
     Request,
@@ -29,7 +30,7 @@ from jkv.serving.request.request import (
 from jkv.serving.request.results import Event, News, wake
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
-from jkv.serving.scheduler.measures import EngineStats, Measures
+from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
 from jkv.serving.scheduler.queue import Queue
 from jkv.serving.scheduler.versions import Update, Versions, has_begun
@@ -39,7 +40,16 @@ logger = logging.getLogger("jkv.serving")
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; submit again later."""
+    """As many requests wait as may; submit again later.
+
+    Attributes:
+      seconds: after which there is room, by how fast requests begin now. Each one that
+        is refused counts on a place of its own.
+    """
+
+    def __init__(self, text: str, seconds: float = 1.0):
+        super().__init__(text)
+        self.seconds = seconds
 
 
 class HostOptions(NamedTuple):
@@ -47,6 +57,7 @@ class HostOptions(NamedTuple):
 
     detokenize: Detokenize | None
     max_waiting: int | None
+    shares: Mapping[Client, float]
     max_results: int
     result_seconds: float
     parking: ParkingOptions
@@ -80,7 +91,7 @@ class Scheduler:
         lock: AbstractContextManager[Any],
     ):
         self.loop, self.measures = loop, Measures()
-        self.queue = Queue(sizes.num_prompts, sizes.num_samples)
+        self.queue = Queue(sizes.num_prompts, sizes.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         self.parking = Parking(loop, sizes, options.parking, options.clock)
         self._versions = Versions()
@@ -94,6 +105,7 @@ class Scheduler:
         self._unread: _Window | None = None
         self._news = News()
         self._next_id = 0
+        self._room = NextRoom()
         self._failure: BaseException | None = None
 
     @property
@@ -104,6 +116,11 @@ class Scheduler:
         if self.queue.requests or self.queue.has_changes:
             return False
         return not self.parking.has_changes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no request can be computed any more."""
+        return self._failure is not None
 
     @property
     def has_room(self) -> bool:
@@ -128,7 +145,10 @@ class Scheduler:
             if self._failure is not None:
                 raise EngineError("the engine has failed") from self._failure
             if not self.has_room:
-                raise QueueFull(f"{self.queue.num_waiting} requests wait already")
+                raise QueueFull(
+                    f"{self.queue.num_waiting} requests wait already",
+                    self._room.find_wait(self.measures.begun, self._options.clock()),
+                )
             now = self._options.clock()
             request.begin(self._next_id, now, stream)
             self._next_id += 1
@@ -301,6 +321,7 @@ class Scheduler:
             while self.queue.has_changes:
                 dispatched = self.queue.dispatch(self._sizes.num_lanes)
                 changes.append((dispatched, self.queue.take_cancelled()))
+                self.measures.begun.add(len(dispatched), self._options.clock())
                 for request, first in dispatched:
                     sharing = request.samples[first : first + self._sizes.num_samples]
                     self._versions.begin(sharing)
@@ -348,6 +369,7 @@ class Scheduler:
                 if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
                 request = self.queue.requests[sample.request_id]
+                self.queue.charge(request, len(part.tokens))
                 num_tokens += self._extend(
                     request, sample, part, brought, window.version
                 )

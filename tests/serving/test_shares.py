@@ -1,0 +1,303 @@
+"""Whose request goes next: against plain sums, and in an engine that one floods."""
+
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from support.small_engines import (
+    AHEAD,
+    RUNNING,
+    assert_given_back,
+    make_engine,
+    run_all,
+)
+
+from jkv.serving import QueueFull, RequestRefused
+from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, NextRoom, Rate
+from jkv.serving.scheduler.waiting import Waiting
+
+pytestmark = pytest.mark.one_end
+
+# Powers of two: sums of tokens over them are exact.
+SHARES = {"b": 2.0, 3: 0.5}
+CLIENTS = ["a", "b", 3, None]
+
+
+class PlainWaiting:
+    """The same order by looking at everything; nothing is ever forgotten by itself."""
+
+    def __init__(self, shares):
+        self.shares, self.levels = shares, {}
+
+    def add(self, priority, client, prompt):
+        level = self.levels.setdefault(
+            priority, dict(waiting=[], open=[], service={}, newest=None, floor=0.0)
+        )
+        if client not in [who for who, _ in level["waiting"]]:
+            service = level["service"]
+            others = [service[who] for who, _ in level["waiting"]]
+            base = min(others, default=service.get(level["newest"], 0.0))
+            level["floor"] = max(level["floor"], base)
+            service[client] = max(service.get(client, 0.0), level["floor"])
+        level["waiting"].append((client, prompt))
+        level["open"].append(prompt)
+
+    def pop(self):
+        level = min((p for p, e in self.levels.items() if e["waiting"]), default=None)
+        if level is None:
+            return None
+        level = self.levels[level]
+        # The first of equals, and the first of each client, came first.
+        taken = min(level["waiting"], key=lambda each: level["service"][each[0]])
+        level["waiting"].remove(taken)
+        level["newest"] = taken[0]
+        level["floor"] = max(level["floor"], level["service"][taken[0]])
+        return taken[1]
+
+    def charge(self, priority, client, num_tokens):
+        self.levels[priority]["service"][client] += num_tokens / self.shares.get(
+            client, 1.0
+        )
+
+    def end(self, priority, client, prompt):
+        level = self.levels[priority]
+        level["open"].remove(prompt)
+        if (client, prompt) in level["waiting"]:
+            level["waiting"].remove((client, prompt))
+        if not level["open"]:
+            del self.levels[priority]
+
+    @property
+    def num_waiting(self):
+        return sum(len(level["waiting"]) for level in self.levels.values())
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "pop", "pop", "charge", "end"]),
+        st.integers(0, 10**6),
+        st.sampled_from(CLIENTS),
+        st.sampled_from([0, 0, 1]),
+        st.integers(1, 50),
+    ),
+    min_size=60,  # hypothesis would mostly draw a few steps
+    max_size=120,
+)
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@hypothesis.given(STEPS)
+def test_the_order_is_that_of_plain_sums(steps):
+    waiting, plain = Waiting(SHARES), PlainWaiting(SHARES)
+    asked, popped = {}, []
+    for number, (verb, which, client, priority, tokens) in enumerate(steps):
+        prompt = number, 0
+        if verb == "add":
+            asked[prompt] = priority, client
+            waiting.add(priority, client, prompt)
+            plain.add(priority, client, prompt)
+        elif verb == "pop":
+            taken = waiting.pop()
+            assert taken == plain.pop()
+            if taken is not None:
+                popped.append(taken)
+                waiting.charge(*asked[taken], tokens)
+                plain.charge(*asked[taken], tokens)
+        elif verb == "charge" and popped:
+            owner = asked[popped[which % len(popped)]]
+            waiting.charge(*owner, tokens)
+            plain.charge(*owner, tokens)
+        elif verb == "end" and asked:
+            prompt = list(asked)[which % len(asked)]
+            owner = asked.pop(prompt)
+            waiting.end(*owner, prompt)
+            plain.end(*owner, prompt)
+            if prompt in popped:
+                popped.remove(prompt)
+        assert waiting.num_waiting == plain.num_waiting
+
+
+def serve(waiting, asked, cost, count):
+    """Take prompts and end them; return the tokens that each client got."""
+    served = dict.fromkeys(cost, 0)
+    for _ in range(count):
+        prompt = waiting.pop()
+        client = asked[prompt]
+        waiting.charge(0, client, cost[client])
+        served[client] += cost[client]
+        waiting.end(0, client, prompt)
+    return served
+
+
+def flood(waiting, asked, client, count):
+    for _ in range(count):
+        prompt = len(asked), 0
+        asked[prompt] = client
+        waiting.add(0, client, prompt)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@hypothesis.given(
+    st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    st.lists(st.integers(1, 100), min_size=4, max_size=4),
+)
+def test_who_waits_all_the_time_gets_its_share(shares, costs):
+    """No two are ever further apart than one prompt of each, over their shares."""
+    shares, costs = (dict(zip(CLIENTS, each, strict=True)) for each in (shares, costs))
+    waiting, asked = Waiting(shares), {}
+    for client in CLIENTS:
+        flood(waiting, asked, client, 200)
+    served = dict.fromkeys(CLIENTS, 0)
+    for _ in range(20):
+        for client, tokens in serve(waiting, asked, costs, 10).items():
+            served[client] += tokens
+        had = [served[client] / shares[client] for client in CLIENTS]
+        one = [costs[client] / shares[client] for client in CLIENTS]
+        assert max(had) - min(had) <= max(one) * (1 + 1e-9)
+
+
+def test_an_idle_client_saves_nothing_up():
+    waiting, asked, cost = Waiting({}), {}, dict.fromkeys(CLIENTS, 10)
+    flood(waiting, asked, "a", 300)
+    assert serve(waiting, asked, cost, 100)["a"] == 1000
+    flood(waiting, asked, "b", 100)
+    served = serve(waiting, asked, cost, 20)
+    assert served["a"] == served["b"] == 100
+    # Nor is what one had too much of forgotten, should it leave for a moment.
+    waiting, asked = Waiting({}), {}
+    flood(waiting, asked, "a", 1)
+    flood(waiting, asked, "b", 5)
+    serve(waiting, asked, cost | {"a": 35}, 1)
+    flood(waiting, asked, "a", 1)
+    assert asked[waiting.pop()] == "b"
+    served = serve(waiting, asked, cost, 4)
+    assert served["b"] == 40 and served["a"] == 0
+    # Nor if the rest of it is cancelled.
+    waiting, asked = Waiting({}), {}
+    flood(waiting, asked, "a", 2)
+    flood(waiting, asked, "b", 3)
+    assert waiting.pop() == (0, 0)
+    waiting.charge(0, "a", 35)
+    waiting.end(0, "a", (1, 0))
+    waiting.end(0, "a", (0, 0))
+    flood(waiting, asked, "c", 1)
+    flood(waiting, asked, "a", 1)
+    assert serve(waiting, asked, dict(a=10, b=10, c=10), 4) == dict(a=0, b=30, c=10)
+
+
+def test_those_who_left_take_no_room():
+    """Lines of many clients that come once each, and priorities likewise."""
+    waiting, asked = Waiting({}), {}
+    flood(waiting, asked, "a", 3)
+    for number in range(1000):
+        prompt = 10_000 + number, 0
+        waiting.add(0, number, prompt)
+        waiting.add(-number, "c", (20_000 + number, 0))
+        if number % 2:
+            waiting.end(0, number, prompt)
+            continue
+        while (taken := waiting.pop()) != prompt:
+            owner = (0, asked[taken]) if taken in asked else (20_000 - taken[0], "c")
+            waiting.charge(*owner, 1)
+            waiting.end(*owner, taken)
+            if taken in asked:
+                flood(waiting, asked, "a", 1)
+        waiting.charge(0, number, 1)
+        waiting.end(0, number, prompt)
+    level = waiting._levels[0]
+    assert len(level._lines) < 10 and len(level._order) < 10
+    assert len(waiting._order) == len(waiting._ordered) < 10
+    assert len(waiting._levels) <= 1 + 500
+
+
+@pytest.mark.parametrize("share", [0, -1.0, math.inf, math.nan])
+def test_a_share_is_a_number_above_0(share):
+    with pytest.raises(ValueError, match=f"above 0, got {share!r} of 'a'"):
+        make_engine(shares={"a": share})
+
+
+def test_a_flood_of_one_client_holds_no_other_up():
+    """Counted in windows: what is ahead of the queue is waited for, and no more."""
+    asked = dict(tokens=[5, 6], max_new_tokens=3)  # a window each
+    turns = {}
+    for name in ("few", "many"):  # the second is what came first, comes first
+        engine = make_engine()
+        for _ in range(60):
+            engine.submit(**asked, client="many")
+        engine.step()
+        few = [engine.submit(**asked, client=name) for _ in range(RUNNING)]
+        turns[name] = 0
+        while any(engine.state(number).value != "finished" for number in few):
+            engine.step()
+            turns[name] += 1
+        run_all(engine)
+        assert_given_back(engine)
+    ahead = math.ceil((RUNNING + AHEAD) / RUNNING)
+    assert turns["few"] <= 2 * ahead + 2
+    assert turns["many"] >= 60 / RUNNING > 2 * turns["few"]
+
+
+def test_tokens_are_shared_out_as_the_shares_say():
+    """Of two floods, one with long prompts and texts, the other with short ones."""
+    engine = make_engine(shares={"long": 3.0})
+    clients = {}
+    for number in range(120):
+        client = "short" if number < 80 else "long"
+        size = dict(short=(1, 2), long=(8, 10))[client]
+        tokens, most = list(range(size[0])), size[1]
+        request = engine.submit(tokens, max_new_tokens=most, client=client)
+        clients[request] = client, sum(size)
+    had = dict.fromkeys(["short", "long"], 0)
+    while engine.stats().finished < 40:
+        engine.step()
+    for request, (client, size) in clients.items():
+        if engine.state(request).value == "finished":
+            had[client] += size
+    # What is under way, or ahead of the queue, is counted on neither side.
+    beside = 18 * (RUNNING + AHEAD)
+    assert abs(had["long"] / 3 - had["short"]) < beside / 3 + 18
+    assert had["long"] > 2 * had["short"] > 0
+    engine.close()
+
+
+def test_names_of_clients_are_texts_numbers_or_none():
+    engine = make_engine()
+    with pytest.raises(RequestRefused, match="client must be a str, an int or None"):
+        engine.submit([1], client=("a", 1))
+    for client in ("a", 7, None):
+        engine.submit([1], client=client, max_new_tokens=1)
+    run_all(engine)
+    assert engine.stats().finished == 3
+
+
+def test_each_who_is_refused_is_told_a_time_of_its_own():
+    now = [100.0]
+    engine = make_engine(max_waiting=8, clock=lambda: now[0])
+    refused = []
+
+    def submit(count):
+        for _ in range(count):
+            try:
+                engine.submit([1, 2], max_new_tokens=6)
+            except QueueFull as full:
+                refused.append(full.seconds)
+
+    submit(10)
+    # None has begun yet: one in ten seconds is as good a guess as any.
+    assert refused == pytest.approx([10, 20])
+    submit(10)
+    assert refused[-1] == MOST_WAIT_SECONDS
+    run_all(engine)
+    assert engine.stats().finished == 8
+
+
+def test_waits_follow_how_fast_requests_begin():
+    begun, room = Rate(), NextRoom()
+    for now in range(6):
+        begun.add(4, float(now))
+    assert [room.find_wait(begun, 5.0) for _ in range(3)] == [0.25, 0.5, 0.75]
+    # What was promised has gone by, and the rate is of the last ten seconds.
+    assert room.find_wait(begun, 10.0) == pytest.approx(10 / 20)
+    assert room.find_wait(begun, 30.0) == 10.0
+    assert begun.read(30.0) == 0.0
