@@ -8,7 +8,7 @@ name.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -28,9 +28,12 @@ from jkv.attention.kernel.platforms import (
     find_kernel,
     interpret_derivative,
     interpret_kernel,
+    why_differentiated_plainly,
     why_not_derived,
+    why_plain,
     why_refused,
 )
+from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
@@ -71,6 +74,31 @@ def choose(implementation: str | None, *, by_position: bool) -> Attend:
             f"depends on the step; leave it out where bits shall not"
         )
     return _BY_POSITION[implementation]
+
+
+class PlainReasons(NamedTuple):
+    """Why the plain path serves a call on a card; None where a kernel does."""
+
+    forward: str | None
+    derivative: str | None
+
+
+def explain_choice(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> PlainReasons:
+    """Say which way a call goes on a card, by position or not, and its derivative.
+
+    Args:
+      queries: [R, H, D]; only shape and dtype matter.
+      pools: likewise.
+      platform: as JAX names what it lowers for: "rocm", "cuda", "cpu".
+      target: the card, such as "gfx942" or "sm_90"; None for one that is not known.
+    """
+    if platform not in _KERNELS:
+        reason = f"there are kernels for {' and '.join(_KERNELS)}, not for {platform}"
+        return PlainReasons(reason, reason)
+    given = queries, pools, platform, target
+    return PlainReasons(why_plain(*given), why_differentiated_plainly(*given))
 
 
 def attend_anywhere(

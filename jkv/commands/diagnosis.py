@@ -10,6 +10,9 @@ checks what can be checked there and says what could not be.
 `--quick` compares a few features in one dtype and measures nothing: it takes less than
 half a minute on two cores. Ctrl-C ends the examination with a report of what was found.
 
+`--model FOLDER` checks nothing: it says which calls of the model's attention a kernel
+serves on the card, which the plain path, and why (`jkv.commands.paths`).
+
 The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C, and 2
 if the command line is wrong.
 """
@@ -26,6 +29,7 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import check_implementation, note_missing_kernel
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
+from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 
 
@@ -38,7 +42,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a few features, no measurements"
     )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="only say which path its attention takes; or num_kv_heads=8,head_dim=128",
+    )
+    parser.add_argument(
+        "--card", metavar="NAME", help="with --model: such as gfx942, instead of this"
+    )
+    parser.add_argument(
+        "--block-size", type=int, metavar="TOKENS", help="with --model; default 16"
+    )
     options = parser.parse_args(arguments)
+    if options.model is None and (options.card or options.block_size):
+        parser.error("--card and --block-size go with --model")
+    if options.model is not None and (options.report or options.quick):
+        parser.error("--model checks nothing; leave --report and --quick out")
+    if options.model is not None:
+        try:
+            block_size = 16 if options.block_size is None else options.block_size
+            print_paths(options.model, options.card, block_size=block_size)
+        except (ValueError, TypeError, OSError) as error:
+            parser.error(f"--model: {error}")
+        return 0
     if options.report and not options.report.parent.is_dir():
         parser.error(f"--report: there is no folder {options.report.parent}")
     if options.report and options.report.is_dir():

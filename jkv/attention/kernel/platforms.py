@@ -24,6 +24,7 @@ from jkv.attention.kernel.tuning import (
     why_no_tile,
     why_not,
 )
+from jkv.attention.pools import Pools
 
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 _INTERPRETED = Tuning(
@@ -56,11 +57,10 @@ def find_kernel(
       None where the plain path must serve.
     """
     target = find_target(platform)
-    if not _has_backend(target) or why_never(call.queries, call.pools):
+    if why_plain(call.queries, call.pools, platform, target):
         return None
     tuning = find_tuning(call.queries, call.pools, platform, target)
-    if tuning is None:
-        return None
+    assert tuning is not None  # or there was a reason
     attend = attend_kernel_by_position if by_position else attend_kernel
     return functools.partial(attend, tuning=tuning, interpret=False)
 
@@ -68,17 +68,39 @@ def find_kernel(
 def find_derivative(call: Call, platform: str) -> Differentiate | None:
     """Return the derivative's kernels, as `find_kernel` does the result's."""
     target = find_target(platform)
-    if not _has_backend(target):
+    if why_differentiated_plainly(call.queries, call.pools, platform, target):
         return None
     tuning = find_backward(call.queries, call.pools, platform, target)
-    if tuning is None:
-        return None
+    assert tuning is not None  # or there was a reason
     return functools.partial(differentiate_kernel, tuning=tuning, interpret=False)
 
 
-def _has_backend(target: str | None) -> bool:
+def why_plain(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> str | None:
+    """Say why the plain path serves a call on a card, None if the kernel does.
+
+    Args:
+      queries: [R, H, D]; only shape and dtype matter.
+      pools: likewise.
+      platform: "rocm" or "cuda".
+      target: as `find_target` names it, None for a card that is not known.
+    """
+    return _why_no_backend(target) or why_not(queries, pools, platform, target)
+
+
+def why_differentiated_plainly(
+    queries: jax.Array, pools: Pools, platform: str, target: str | None
+) -> str | None:
+    """Say the same of its derivative."""
+    return _why_no_backend(target) or why_no_tile(queries, pools, platform, target)
+
+
+def _why_no_backend(target: str | None) -> str | None:
+    if target is not None:
+        return backend.why_missing()
     # Without a card the kernel may be lowered elsewhere or, as mostly, never.
-    return backend.is_installed() if target is None else not backend.why_missing()
+    return None if backend.is_installed() else "this JAX has no Pallas for GPUs"
 
 
 def interpret_kernel(

@@ -1,0 +1,220 @@
+"""Which path the attention of a model takes on a card, and why: `doctor --model`.
+
+Nothing is allocated and nothing runs: the library's own choice is asked, with the
+shapes that a cache of the model has.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.choice import PlainReasons, explain_choice
+from jkv.attention.elements import STORED_AS
+from jkv.attention.kernel.table import TABLE
+from jkv.attention.kernel.tuning import find_target
+from jkv.attention.pools import Pools
+from jkv.config.cache_config import CacheConfig
+from jkv.config.dtypes import needs_scales
+from jkv.config.huggingface import read_sizes
+from jkv.verbs.initialization import init
+
+# Fields of `CacheConfig` that the choice depends on.
+OF_HEADS = ("num_kv_heads", "head_dim", "value_head_dim", "values_in_keys")
+
+# Sizes that a model may be given by, instead of a folder.
+FIELDS = ("num_layers", *OF_HEADS[:3], "dtype")
+
+# Of a prompt or the engine, and of what keeps float32 for the sake of its gradient.
+GENERATING, SCORING = "generate, Engine", "score"
+
+
+class Layers(NamedTuple):
+    """Layers of a model whose attention goes one way."""
+
+    number: int
+    heads: dict[str, Any]  # fields of `CacheConfig`
+    dtype: Any  # of the model
+
+
+class Model(NamedTuple):
+    """What the attention of a model depends on."""
+
+    layers: list[Layers]
+    num_states: int  # layers that keep a state instead
+    notes: list[str]
+
+
+class Way(NamedTuple):
+    """How a kind of call goes."""
+
+    calls: str  # who makes it
+    stored: list[str]  # dtypes of keys and values, each of which goes so
+    reasons: PlainReasons
+
+
+def print_paths(model: str, card: str | None, *, block_size: int) -> None:
+    """Say for each kind of call whether a kernel serves it, and else why not.
+
+    Args:
+      model: a checkpoint's folder, its config.json, or sizes such as
+        "num_kv_heads=8,head_dim=128,dtype=bfloat16".
+      card: such as "gfx942" or "sm_90"; None for the one at hand or, without one, for
+        all that the kernels were compiled for.
+      block_size: tokens of a block.
+
+    Raises:
+      ValueError: for a model or a card that cannot be read.
+      OSError: without a config.json.
+    """
+    found = read_model(model)
+    for note in found.notes:
+        print(f"note: {note}")
+    cards = find_cards(card)
+    if card is None and len(cards) > 1:
+        print("no GPU is at hand: XLA serves all here; of cards the kernels know")
+    for platform, target in cards:
+        print(f"{target}:")
+        for layers in found.layers:
+            print(f"  {describe(layers, block_size)}")
+            for line in report(list_ways(layers, block_size, platform, target)):
+                print(f"    {line}")
+        if found.num_states:
+            print(
+                f"  {found.num_states} layers with a state: no kernel, XLA folds them"
+            )
+
+
+def read_model(model: str) -> Model:
+    """Read a model's layers from its config.json, or from sizes in a text.
+
+    Raises:
+      ValueError: for sizes that cannot be.
+      OSError: without a config.json.
+    """
+    is_text = re.fullmatch(r"\w+=[^,/]+(,\w+=[^,/]+)*", model)
+    if is_text and not Path(model).exists():
+        return Model([_read_text(model)], 0, [])
+    sizes = read_sizes(model, {}, with_states=True)
+    number, dtype = sizes.fields["num_layers"], sizes.fields["dtype"]
+    num_states = sum(layer.state is not None for layer in sizes.layers or ())
+    if not number:
+        return Model([], num_states, sizes.notes)
+    if sizes.layer_heads is None:
+        heads = {name: sizes.fields[name] for name in OF_HEADS if name in sizes.fields}
+        return Model([Layers(number, heads, dtype)], num_states, sizes.notes)
+    layers = [
+        Layers(sizes.layer_heads.count(each), each.as_fields(), dtype)
+        for each in dict.fromkeys(sizes.layer_heads)
+    ]
+    return Model(layers, num_states, sizes.notes)
+
+
+def find_cards(card: str | None) -> list[tuple[str, str]]:
+    """Return the platform and the name of each card to ask for.
+
+    Raises:
+      ValueError: for a name that is none.
+    """
+    known = sorted({name for family in TABLE.values() for name in family.targets})
+    if card is not None:
+        if not re.fullmatch(r"gfx[0-9a-f]+|sm_\d+", card):
+            raise ValueError(
+                f"{card!r} is no card; give one such as {', '.join(known)}"
+            )
+        known = [card]
+    else:
+        for platform in ("rocm", "cuda"):
+            target = find_target(platform)
+            if target is not None:
+                return [(platform, target)]
+    return [("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
+
+
+def list_ways(
+    layers: Layers, block_size: int, platform: str, target: str
+) -> Iterator[Way]:
+    """Yield how calls of each kind go, by what keys and values are stored as."""
+    quantized = [dtype for dtype in STORED_AS if needs_scales(dtype)]
+    alike: dict[PlainReasons, list[str]] = {}
+    for stored in dict.fromkeys([jnp.dtype(layers.dtype), *quantized]):
+        reasons = ask(layers, stored, block_size, platform, target)
+        # Nothing differentiates what is generated.
+        alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
+    for reasons, names in alike.items():
+        yield Way(GENERATING, names, reasons)
+    float32 = jnp.dtype(jnp.float32)
+    reasons = ask(layers, float32, block_size, platform, target)
+    yield Way(SCORING, [float32.name], reasons)
+
+
+def ask(
+    layers: Layers, stored: Any, block_size: int, platform: str, target: str
+) -> PlainReasons:
+    """Ask the library how attention to a cache of these layers goes."""
+    queries: Any = jax.ShapeDtypeStruct(
+        (1, layers.heads["num_kv_heads"], layers.heads["head_dim"]),
+        jnp.dtype(layers.dtype),
+    )
+    config = CacheConfig(
+        num_layers=layers.number,
+        num_blocks=1,
+        block_size=block_size,
+        max_sequences=1,
+        max_context_length=block_size,
+        dtype=stored,
+        **layers.heads,
+    )
+    (storage,) = jax.eval_shape(functools.partial(init, config)).storage
+    pools = Pools(
+        keys=storage.key_pool,
+        values=storage.value_pool,
+        key_scales=storage.key_scales,
+        value_scales=storage.value_scales,
+        value_dim=storage.value_head_dim,
+        kv_dtype=storage.dtype,
+    )
+    return explain_choice(queries, pools, platform, target)
+
+
+def describe(layers: Layers, block_size: int) -> str:
+    """Say what the layers are."""
+    number, heads, dtype = layers
+    dims = str(heads["head_dim"])
+    if heads.get("value_head_dim") not in (None, heads["head_dim"]):
+        dims += f" for keys and {heads['value_head_dim']} for values"
+    return (
+        f"{number} layers, {heads['num_kv_heads']} kv heads of {dims}, "
+        f"{jnp.dtype(dtype).name}, blocks of {block_size}"
+    )
+
+
+def report(ways: Iterator[Way]) -> Iterator[str]:
+    """Yield a line for each way, and the reasons that it has."""
+    for calls, stored, (forward, derivative) in ways:
+        how = "the kernel, with exact= too" if forward is None else "the plain path"
+        line = f"{calls}, kept in {', '.join(stored)}: {how}"
+        if calls == SCORING:
+            back = "a kernel" if derivative is None else "the plain path"
+            line += f"; its gradient: {back}"
+        yield line
+        for reason in dict.fromkeys((forward, derivative)):
+            if reason is not None:
+                yield f"  because {reason}"
+
+
+def _read_text(text: str) -> Layers:
+    fields: dict[str, Any] = {"num_layers": 1, "dtype": "bfloat16"}
+    for name, value in (part.split("=", 1) for part in text.split(",")):
+        if name not in FIELDS:
+            raise ValueError(f"{name!r} is no size of a model: {', '.join(FIELDS)}")
+        fields[name] = value if name == "dtype" else int(value)
+    missing = {"num_kv_heads", "head_dim"} - fields.keys()
+    if missing:
+        raise ValueError(f"{text!r} has no {' and no '.join(sorted(missing))}")
+    heads = {name: fields[name] for name in OF_HEADS if name in fields}
+    return Layers(fields["num_layers"], heads, fields["dtype"])

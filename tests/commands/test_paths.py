@@ -1,0 +1,145 @@
+"""python -m jkv.doctor --model: what it says, and what a program for the card has."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.kernel_lowering import find_kernels, lower, make_shapes
+from support.paths import ROOT
+
+from jkv.attention import paged_attention
+from jkv.attention.choice import explain_choice
+from jkv.attention.kernel import planning, platforms
+from jkv.commands import paths
+from jkv.commands.diagnosis import main
+
+CHECKPOINTS = ROOT / "tests" / "fixtures" / "checkpoints"
+
+pytestmark = pytest.mark.one_end
+
+
+def find_names(queries, pools, platform, *, by_position, has_gradient):
+    """The kernels of a call, or of its gradient, lowered for a platform."""
+
+    def attend(queries, keys, values):
+        output = paged_attention(
+            queries,
+            keys,
+            values,
+            0,
+            jnp.zeros((4, 16), jnp.int32),
+            None,
+            *(jnp.zeros((4,), jnp.int32) for _ in range(3)),
+            by_position=by_position,
+        )
+        return jnp.sum(output.astype(jnp.float32))
+
+    function = jax.grad(attend, argnums=(0, 1, 2)) if has_gradient else attend
+    lowered = lower(function, (queries, pools.keys, pools.values), platform)
+    return {kernel.name for kernel in find_kernels(lowered)}
+
+
+@pytest.mark.parametrize(
+    "target, options, forward, derivative",
+    [
+        ("gfx942", dict(head_dim=64, dtype="float32"), True, True),
+        ("gfx1201", dict(head_dim=128, dtype="float32"), False, False),
+        ("gfx1100", dict(head_dim=64, dtype="float16"), True, True),
+        ("gfx1100", dict(head_dim=112, dtype="float16"), True, False),
+        ("sm_90", dict(head_dim=64, dtype="float16", block_size=24), False, False),
+        ("sm_100", dict(head_dim=64, dtype="float32"), False, True),
+    ],
+)
+def test_a_program_has_the_kernels_that_are_told_of(
+    monkeypatch, target, options, forward, derivative
+):
+    platform = "rocm" if target.startswith("gfx") else "cuda"
+    cards = {platform: target}
+    monkeypatch.setattr(platforms, "find_target", cards.get)
+    monkeypatch.setattr(planning, "find_target", cards.get)
+    queries, pools = make_shapes(group=2, kv_heads=1, has_bits=False, **options)
+    reasons = explain_choice(queries, pools, platform, target)
+    assert (reasons.forward is None, reasons.derivative is None) == (
+        forward,
+        derivative,
+    )
+    for by_position in (False, True):
+        names = find_names(
+            queries, pools, platform, by_position=by_position, has_gradient=False
+        )
+        assert bool(names) == forward, names
+    names = find_names(queries, pools, platform, by_position=False, has_gradient=True)
+    gradients = {"jkv_query_gradients", "jkv_token_gradients"}
+    assert (gradients <= names) == derivative and bool(gradients & names) == derivative
+
+
+def test_other_platforms_have_no_kernel():
+    forward, derivative = explain_choice(*make_shapes(), "cpu", None)
+    assert forward == derivative == "there are kernels for rocm and cuda, not for cpu"
+
+
+def said(capsys, *arguments):
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_shape_on_a_card(capsys):
+    text = said(
+        capsys, "--model", "num_kv_heads=8,head_dim=128", "--card", "gfx1201"
+    ).splitlines()
+    assert text[:2] == [
+        "gfx1201:",
+        "  1 layers, 8 kv heads of 128, bfloat16, blocks of 16",
+    ]
+    assert text[2].startswith(
+        "    generate, Engine, kept in bfloat16, int8, float8_e4m3fn"
+    )
+    assert text[2].endswith(": the kernel, with exact= too")
+    assert text[3:] == [
+        "    score, kept in float32: the plain path; its gradient: the plain path",
+        "      because there is no tile for head dim 128 with bfloat16 and float32 on "
+        "gfx1201",
+    ]
+
+
+def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
+    text = said(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--card", "gfx942")
+    assert text.count(" kv heads of ") == 2
+    text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--card", "sm_90")
+    assert "for keys and" in text
+    text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--card", "sm_90")
+    assert "layers with a state: no kernel, XLA folds them" in text
+    text = said(
+        capsys,
+        *("--model", "num_kv_heads=8,head_dim=128", "--block-size", "24"),
+        *("--card", "sm_90"),
+    )
+    assert text.count("because the block size must be a power of two") == 2
+
+
+def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
+    text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
+    cards = [line for line in text.splitlines() if line.endswith(":")]
+    assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
+    assert text.startswith("no GPU is at hand")
+    monkeypatch.setattr(paths, "find_target", {"rocm": "gfx950"}.get)
+    text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
+    assert text.startswith("gfx950:\n") and text.count("layers,") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "nowhere"], "config.json is missing"),
+        (["--model", "head_dim=64"], "has no num_kv_heads"),
+        (["--model", "heads=4"], "'heads' is no size of a model"),
+        (["--model", "num_kv_heads=a,head_dim=64"], "invalid literal"),
+        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "is no card"),
+        (["--card", "sm_90"], "go with --model"),
+        (["--model", "a", "--quick"], "leave --report and --quick out"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and words in text and text.count("\n") == 1
