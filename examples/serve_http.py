@@ -5,7 +5,8 @@
 
 With JKV_API_KEY in the environment clients need that key. `/health` says that the
 server is there, `/metrics` has numbers for Prometheus (`served/api.py`). `--processes
-2` shares the model among processes (`served/processes.py`).
+2` shares the model among processes (`served/processes.py`). SIGUSR1 reads the weights
+of the folder anew (`served/renewing.py`).
 """
 
 import argparse
@@ -16,7 +17,7 @@ from generating.ending import answering_errors, ending_in_one_line
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    from served import loading, processes
+    from served import loading, processes, renewing, running
 
     loading.add_options(parser)
     add = parser.add_argument
@@ -31,14 +32,13 @@ def main():
     kept = os.environ.get("JKV_API_KEY")
     said = "that clients need; JKV_API_KEY, which `ps` does not show"
     add("--api-key", default=kept, help=said)
+    add("--checks", action="store_true", help="of the cache after each window; slow")
+    add("--listener", type=int, help=argparse.SUPPRESS)  # given by the launcher
     options = parser.parse_args()
-    processes.begin(parser, options)
     if options.api_key == "":
         parser.error("the API key is empty")
+    processes.begin(parser, options, lambda: running.listen(options.host, options.port))
 
-    import uvicorn
-    from served.api import make_app
-    from served.connections import make_config
     from served.display import warm_up
 
     with answering_errors():
@@ -49,12 +49,13 @@ def main():
             max_grammars=options.grammars,
             max_rules=options.rules,
             tool_tags=tuple(options.tool_tags or loading.TOOL_TAGS),
+            checks=options.checks,
         )
     if processes.is_follower():
-        return processes.follow(served.engine)
+        return processes.follow(served.engine, lambda: renewing.read_weights(options))
     print(f"{warm_up(served.engine)} programs are ready", flush=True)
-    app = make_app(served, api_key=options.api_key)
-    uvicorn.Server(make_config(app, host=options.host, port=options.port)).run()
+    renewing.renew_when_asked(served, options)
+    running.run(served, options)
 
 
 if __name__ == "__main__":

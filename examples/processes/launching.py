@@ -26,8 +26,13 @@ class Child(NamedTuple):
     )  # of process 0's standard output, which goes to ours
 
 
-def launch(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace, listener: socket.socket | None = None) -> int:
     """Start processes until they are done, or have failed once too often.
+
+    Args:
+        options: of the command line.
+        listener: where clients ask the first process, which gets it as `--listener`.
+            What asks while processes start again waits there, and is answered then.
 
     Returns:
         The exit status, 0 when all is done.
@@ -42,7 +47,7 @@ def launch(options: argparse.Namespace) -> int:
             say(f"starting again, {attempt} of {options.restarts}")
         children: list[Child] = []
         try:
-            start(options, children)
+            start(options, children, listener)
             if watch(children, options.heartbeat + SECONDS_TO_END, asked):
                 return 0
         finally:
@@ -51,7 +56,11 @@ def launch(options: argparse.Namespace) -> int:
     return 1
 
 
-def start(options: argparse.Namespace, children: list[Child]) -> None:
+def start(
+    options: argparse.Namespace,
+    children: list[Child],
+    listener: socket.socket | None = None,
+) -> None:
     """Start all processes; the first is the one that the others report to.
 
     Each is on the list as soon as it runs, so that it is ended whatever comes next.
@@ -61,11 +70,16 @@ def start(options: argparse.Namespace, children: list[Child]) -> None:
     for number in range(options.num_processes):
         log = pathlib.Path(options.state, f"process-{number}.log")
         membership = ["--coordinator", coordinator, "--process", str(number)]
-        with log.open("wb") as file:
+        inherited = []
+        if listener is not None and number == 0:
+            inherited = [listener.fileno()]
+            membership += ["--listener", str(inherited[0])]
+        with log.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *sys.argv, *membership],
                 stdout=subprocess.PIPE if number == 0 else file,
                 stderr=file,
+                pass_fds=inherited,
             )
         reader = None
         if process.stdout:

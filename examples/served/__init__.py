@@ -9,5 +9,5 @@ prompts, which `examples/batching` answers).
 The endpoints of OpenAI's API: ``api.py``, then a request's way through ``gate.py`` (the
 key, the body), ``showing.py`` and ``fields.py`` (each field is served, or refused by
 name), ``answers.py`` (the engine) and ``replies.py``; ``connections.py`` are uvicorn's,
-with limits.
+with limits; ``running.py`` is the server's end, ``renewing.py`` its new weights.
 """

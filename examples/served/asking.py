@@ -22,6 +22,7 @@ from .values import is_tokens, read_flag, read_number
 MOST_SAMPLES = 16
 MOST_STOPS = 4  # as in the API
 MOST_SALT = MOST_NAME = 256  # characters
+MOST_SECONDS = 24 * 3600
 I32 = 2**31
 
 
@@ -71,6 +72,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
         client=_read_client(body),
         salt=_read_salt(body),
+        timeout=_read_timeout(body),
     )
     return Asked(prompts, options, n, tools)
 
@@ -155,6 +157,14 @@ def _read_salt(body: Mapping[str, Any]) -> int:
             f"cache_salt must be a text of 1 to {MOST_SALT} characters", "cache_salt"
         )
     return _number_salt(salt)
+
+
+def _read_timeout(body: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a text may take; None for as long as it wants."""
+    if body.get("timeout") is None:
+        return None
+    seconds: float = read_number(body, "timeout", 0.0, float, 0.001, MOST_SECONDS)
+    return seconds
 
 
 _numbers = itertools.count(1)

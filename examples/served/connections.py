@@ -22,6 +22,9 @@ class Bounds(NamedTuple):
     body_seconds: float = 30.0
     body_bytes: int = 2**20
     reading_seconds: float = 30.0  # in which a client reads nothing of its reply
+    # Between requests. Clients must be the first to close a connection, or their next
+    # request may be lost with it; httpx keeps one for 5 seconds.
+    idle_seconds: int = 75
     closing_seconds: int = 5  # for replies under way when the server ends
     connections: int = 512  # at one time; more are told to come later
 
@@ -42,6 +45,7 @@ def make_config(
         ws="none",
         h11_max_incomplete_event_size=bounds.head_bytes,
         limit_concurrency=bounds.connections,
+        timeout_keep_alive=bounds.idle_seconds,
         timeout_graceful_shutdown=bounds.closing_seconds,
         server_header=False,
     )

@@ -25,8 +25,8 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 SERVED = {
     *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "add_special_tokens"),
-    *("stream", "stream_options", *LABELS),
+    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "timeout"),
+    *("add_special_tokens", "stream", "stream_options", *LABELS),
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),
     *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"),

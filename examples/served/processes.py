@@ -9,10 +9,13 @@ process on each host (`examples/multiprocess.py` says more).
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from socket import socket
+from typing import Any
 
 import jax
-from generating.ending import FAILED, fail
+from generating.ending import FAILED, answering_errors, end_now
 from processes.joining import join, make_mesh
 from processes.launching import launch
 from processes.options import add_membership, find_wrong_membership
@@ -30,15 +33,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_membership(parser, devices=0)
 
 
-def begin(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Join the other processes; or start them, and end with them."""
+def begin(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    listen: Callable[[], socket] | None = None,
+) -> None:
+    """Join the other processes; or start them, and end with them.
+
+    Args:
+        parser: of the command line.
+        options: of it.
+        listen: opens what clients of the first process connect to. It stays open while
+            processes start again, so that clients wait instead of being refused.
+    """
     if problem := find_wrong_membership(options):
         parser.error(problem)
     if options.coordinator is not None:
         join(options)
     elif options.num_processes > 1:
         options.state = options.state or Path(tempfile.mkdtemp(prefix="jkv-"))
-        sys.exit(launch(options))
+        with answering_errors():
+            listener = None if listen is None else listen()
+        sys.exit(launch(options, listener))
 
 
 def find_mesh(options: argparse.Namespace) -> jax.sharding.Mesh | None:
@@ -53,9 +69,16 @@ def is_follower() -> bool:
     return jax.process_index() > 0
 
 
-def follow(engine: Engine) -> None:
-    """Compute along until the first process ends."""
+def follow(engine: Engine, read_weights: Callable[[], Any] | None = None) -> None:
+    """Compute along until the first process ends.
+
+    Args:
+        engine: of this process.
+        read_weights: reads this process's part of weights that are new.
+    """
+    find = None if read_weights is None else lambda: (read_weights(), None)
     try:
-        engine.follow()
+        engine.follow(find_params=find)
     except EngineError as error:
-        fail(FAILED, error)
+        # At once: what ends a process of several would wait for the others.
+        end_now(FAILED, f"error: {error}")

@@ -205,6 +205,14 @@ def check_reason(reason: FinishReason) -> None:
         )
     if reason == FinishReason.CANCELLED:
         raise Refused("the server is going down", status=503)
+    if reason == FinishReason.DEADLINE:
+        raise Refused(
+            "the text was not done within its timeout",
+            status=504,
+            code="deadline",
+            # Else OpenAI's client would ask again.
+            headers={"x-should-retry": "false"},
+        )
     if reason == FinishReason.NOTHING_ALLOWED:
         raise Refused(
             "what the request asks for left its text no token: a language, min_tokens, "

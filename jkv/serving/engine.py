@@ -523,6 +523,11 @@ class Engine:
         return self._scheduler.loop.cache
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it cannot go on: `submit` raises EngineError from now on."""
+        return self._scheduler.has_failed
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing goes on, and everything was told: a step would do nothing."""
         with self._turns.lock:

@@ -20,6 +20,7 @@ SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
 SIZES = [*SIZES.split(), "--scan-layers"]
 PAIR = ["--processes", "2", "--devices", "1", "--heartbeat", "10"]
 PROMPTS = ["The with statement", "Every class", "For a list", "import os"]
+STREAM = dict(stream=True)
 
 
 def write_prompts(path):
@@ -145,3 +146,69 @@ def serve_and_ask(options):
 def test_the_client_sees_no_difference(tmp_path):
     pair = serve_and_ask([*PAIR, "--logs", str(tmp_path)])
     assert pair == serve_and_ask([])
+
+
+@pytest.mark.parametrize("death", [0, 1])
+def test_a_client_is_answered_after_a_process_has_died(death, tmp_path):
+    """By its own retries; a stream ends with an error, and nobody is refused."""
+    openai = pytest.importorskip("openai")
+    port = find_port()
+    options = [*PAIR, "--restarts=1", "--logs", tmp_path, "--port", port]
+    process = start(EXAMPLES / "serve_http.py", *SIZES, *options)
+    watch = threading.Timer(SECONDS, process.kill)
+    watch.start()
+    lines, pids, found = [], [], {}
+
+    def read():
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if started := re.search(r"process \d has pid (\d+)", line):
+                pids.append(int(started[1]))
+
+    def ask(name, **changes):
+        asked = dict(model="pydoc", max_tokens=20, temperature=0) | changes
+        try:
+            reply = client.completions.create(prompt=PROMPTS[0], **asked)
+            pieces = reply if "stream" in changes else [reply]
+            found[name] = "".join(each.choices[0].text for each in pieces)
+        except Exception as error:
+            found[name] = error
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    address = f"http://127.0.0.1:{port}"
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    try:
+        wait_for(f"{address}/health")
+        ask("before")
+        # Texts that go on until the death, and a client that comes after it.
+        long = dict(n=2, extra_body={"ignore_eos": True})
+        asking = [
+            threading.Thread(target=ask, args=[f"whole {i}"], kwargs=long)
+            for i in range(12)
+        ]
+        asking.append(threading.Thread(target=ask, args=["stream"], kwargs=STREAM))
+        for each in asking:
+            each.start()
+        time.sleep(0.2)
+        os.kill(pids[death], signal.SIGKILL)
+        ask("after")
+        for each in asking:
+            each.join()
+        assert "launcher: starting again, 1 of 1" in lines
+        wholes = {found[f"whole {i}"] for i in range(12)}
+        assert len(wholes) == 1 and isinstance(found["after"], str), found
+        assert found["after"] == found["before"]
+        assert found["stream"] == found["before"] or not isinstance(
+            found["stream"], str
+        )
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        reader.join()
+        process.stdout.close()
+        watch.cancel()
+    assert len(pids) == 4
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,18 +1,22 @@
 """`serve_http.py` with the real client: many at once, some leave, and some err."""
 
+import argparse
 import asyncio
 import json
+import os
 import runpy
+import signal
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
 import openai
 import pytest
 import uvicorn
-from served import loading
+from served import loading, renewing
 from support.paths import EXAMPLES
 
 pytestmark = [
@@ -220,11 +224,51 @@ def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(renewing, "renew_when_asked", lambda *_: None)
     words = "--port 81 --shares alice=2 bob=0.5"
     monkeypatch.setattr(sys, "argv", ["serve_http.py", *words.split()])
     runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
     expected = dict(host="127.0.0.1", port=81, max_waiting=256, max_grammars=8)
     expected |= dict(max_rules=0, tool_tags=("<tool_call>", "</tool_call>"))
-    expected |= dict(shares={"alice": 2.0, "bob": 0.5})
+    expected |= dict(shares={"alice": 2.0, "bob": 0.5}, checks=False)
     assert told == expected
     assert "3 programs are ready" in capsys.readouterr().out
+
+
+def test_a_signal_reads_the_weights_anew(served, client, capsys):
+    """The folder's, with what runs; a folder that is none changes nothing."""
+    before = signal.getsignal(signal.SIGUSR1)
+    options = argparse.Namespace(model=served.folder, scan_layers=True)
+    version = served.engine.stats().version
+    asked = dict(model="pydoc", prompt="The with", max_tokens=8, temperature=0)
+    text = client.completions.create(**asked).choices[0].text
+    try:
+        renewing.renew_when_asked(served, options)
+        for folder, says in [
+            (served.folder, f"the weights are of version {version + 1}"),
+            (served.folder / "nowhere", "the weights are what they were"),
+        ]:
+            options.model, said = folder, ""
+            os.kill(os.getpid(), signal.SIGUSR1)
+            end = time.monotonic() + 60
+            while says not in said:
+                assert time.monotonic() < end, said
+                time.sleep(0.01)
+                said += "".join(capsys.readouterr())
+        assert served.engine.stats().version == version + 1
+        assert client.completions.create(**asked).choices[0].text == text
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_text_that_takes_too_long_is_cut(client):
+    asked = dict(model="pydoc", prompt="The with", max_tokens=60)
+    asked["extra_body"] = {"ignore_eos": True, "timeout": 0.001}
+    tries = openai.OpenAI(base_url=client.base_url, api_key="none")
+    with pytest.raises(openai.InternalServerError, match="timeout") as caught:
+        tries.completions.create(**asked)
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline")
+    with pytest.raises(openai.APIError, match="timeout"):
+        list(client.completions.create(stream=True, **asked))
+    asked["extra_body"] = {"timeout": 60.0}
+    assert client.completions.create(**asked).choices[0].finish_reason

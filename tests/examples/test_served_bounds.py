@@ -8,12 +8,13 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import openai
 import pytest
-from served import prompts
+from served import prompts, running
 from served.api import make_app
-from served.connections import Bounds
+from served.connections import Bounds, make_config
 from support.http_server import start_server
 
 from jkv.serving import EngineError
@@ -222,3 +223,12 @@ def test_a_server_whose_engine_failed_says_so(served, serving, monkeypatch):
     assert (caught.value.status_code, caught.value.code) == (503, "engine_failed")
     with pytest.raises(openai.InternalServerError, match="has failed"):
         client.get("/../health", cast_to=object)
+
+
+def test_a_server_whose_engine_failed_ends(served):
+    """Nobody is refused for ever; what watches it can start another one."""
+    engine = SimpleNamespace(has_failed=False)
+    server = running.Server(make_config(make_app(served)), engine)
+    assert not asyncio.run(server.on_tick(1))
+    engine.has_failed = True
+    assert asyncio.run(server.on_tick(2))

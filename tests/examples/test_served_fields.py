@@ -212,6 +212,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         "priority": -3,
         "stop_token_ids": [9],
         "stop": "x",
+        "timeout": 250.0,
         "user": "me",
     }
     for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
@@ -227,6 +228,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         client="me",
         salt=0,
         variant=-1,
+        timeout=250.0,
     )
     assert told[0][0] == [5, 6] and told[1][1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)

@@ -112,8 +112,10 @@ def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
     engine = make_engine()
     loop = engine._scheduler.loop
     monkeypatch.setattr(loop, "run", failing_once(loop.run, after=0))
+    assert not engine.has_failed
     with pytest.raises(EngineError, match="failed"):
         list(engine.stream(engine.submit([1, 2])))
+    assert engine.has_failed
     with pytest.raises(EngineError, match="the engine has failed") as caught:
         engine.submit([1])
     causes = caught.value.__cause__, caught.value.__cause__.__cause__

@@ -141,8 +141,10 @@ class SharedLoop(Loop):
           EngineError: always.
         """
         if self.is_followed:
-            self._tell(Order.FAIL)
-            self.is_followed = False
+            try:
+                self._tell(Order.FAIL)
+            finally:
+                self.is_followed = False
         raise EngineError(
             "a step failed on one of several processes, which cannot begin anew alone: "
             "end all of them, and start them again"

@@ -118,6 +118,11 @@ class Scheduler:
         return not self.parking.has_changes
 
     @property
+    def has_failed(self) -> bool:
+        """Whether no request can be computed any more."""
+        return self._failure is not None
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request may wait."""
         most = self._options.max_waiting

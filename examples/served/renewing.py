@@ -1,0 +1,52 @@
+"""A server reads its weights anew while it serves, when it gets the signal SIGUSR1."""
+
+import argparse
+import signal
+import sys
+import threading
+from typing import Any
+
+import pretrained
+
+from jkv.serving import EngineError
+
+from . import processes
+from .loading import Served
+
+
+def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
+    """Let SIGUSR1 read the weights of `--model` anew, in a thread of its own.
+
+    Requests that run go on with the new weights. Weights of another model are refused,
+    and the old ones stay.
+    """
+    one_at_a_time = threading.Lock()
+
+    def renew() -> None:
+        try:
+            with one_at_a_time:
+                version = served.engine.update_params(read_weights(options))
+        except (OSError, ValueError, EngineError) as error:
+            said = f"error: {error}; the weights are what they were"
+            print(said, file=sys.stderr, flush=True)
+        else:
+            print(f"the weights are of version {version}", flush=True)
+
+    def begin(*_: object) -> None:
+        threading.Thread(target=renew, daemon=True).start()
+
+    signal.signal(signal.SIGUSR1, begin)
+
+
+def read_weights(options: argparse.Namespace) -> Any:
+    """Read the weights that are in the folder now; each process has its own part.
+
+    Raises:
+        OSError: when a file cannot be read.
+        ValueError: when it is no checkpoint.
+    """
+    mesh = processes.find_mesh(options)
+    _, params = pretrained.load(
+        options.model, mesh=mesh, scan_layers=options.scan_layers
+    )
+    return params

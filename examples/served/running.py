@@ -1,0 +1,57 @@
+"""A server runs until it is asked to end, or until its engine cannot go on."""
+
+import argparse
+import socket
+
+import uvicorn
+from generating.ending import FAILED, end_now
+
+from jkv.serving import Engine
+
+from .api import make_app
+from .connections import make_config
+from .loading import Served
+
+BACKLOG = 2048  # connections that wait to be accepted; the system may allow fewer
+
+
+class Server(uvicorn.Server):
+    """Ends, too, when its engine cannot go on: clients would be refused for ever."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine):
+        super().__init__(config)
+        self._engine = engine
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether it is over; asked ten times a second."""
+        return await super().on_tick(counter) or self._engine.has_failed
+
+
+def run(served: Served, options: argparse.Namespace) -> None:
+    """Answer clients.
+
+    Args:
+        served: the model.
+        options: of the command line: `host`, `port`, `api_key`, and `listener`, the
+            file descriptor of a socket that a launcher listens on.
+    """
+    app = make_app(served, api_key=options.api_key)
+    config = make_config(app, host=options.host, port=options.port)
+    server = Server(config, served.engine)
+    if options.listener is None:
+        server.run()
+    else:
+        server.run([socket.socket(fileno=options.listener)])
+    if served.engine.has_failed:
+        # At once: what ends a process of several would wait for the others.
+        end_now(FAILED, "error: the engine cannot go on")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens for clients.
+
+    Raises:
+        OSError: where that cannot be.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
