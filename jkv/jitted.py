@@ -41,7 +41,7 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 STATIC = frozenset(
     {
         *("model", "config", "max_new_tokens", "num_samples", "max_running"),
-        *("chunk_size", "row_counts", "exact"),
+        *("chunk_size", "row_counts", "exact", "mesh", "heads"),
         *("num_beams", "num_return", "early_stopping"),
     }
 )

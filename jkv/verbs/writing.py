@@ -14,7 +14,7 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS
-from jkv.state import Batch, BlockStorage, Cache, Slots
+from jkv.state import Batch, Cache, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.storage import quantization
@@ -83,8 +83,11 @@ def write(
         check_rows(storage, batch, name, array)
         rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
     if batch.slot_rows is not None:
-        storage = _gather_rows(storage, batch.slot_rows, rows)
-        return cache.with_group_storage(found.group, storage)
+        for name, array in rows.items():
+            rows[name] = array.astype(storage.arrays[name].dtype)
+        gather = over_devices(storage.sharding, _gather, _Gathered, POOL)
+        arrays = gather(_Gathered(rows=rows, slot_rows=batch.slot_rows))
+        return cache.with_group_storage(found.group, storage.with_arrays(arrays))
     context = None if storage.sharding is None else storage.sharding.context
     store = over_devices(
         storage.sharding,
@@ -105,23 +108,28 @@ def write(
     return cache.with_group_storage(found.group, storage.with_arrays(arrays))
 
 
-def _gather_rows(
-    storage: BlockStorage, slot_rows: jax.Array, rows: dict[str, jax.Array]
-) -> BlockStorage:
-    """Fill a pool of one layer with the rows that its slots hold, i32[N, T].
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Gathered:
+    """The arrays of a pool that is gathered, and how devices divide them."""
+
+    # What the slots hold, by the names of the group's arrays, [R, K, D].
+    rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
+    slot_rows: jax.Array  # i32[N, T], the row in each slot
+
+
+def _gather(operands: _Gathered) -> dict[str, jax.Array]:
+    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D].
 
     Every slot is named, so nothing of what the pool held is kept: derivatives flow from
     the pool to the rows alone.
     """
 
-    def gather(name: str, given: jax.Array) -> jax.Array:
-        given = given.astype(storage.arrays[name].dtype)
-        slots = jnp.take(given, slot_rows, axis=0, mode="fill", fill_value=0)
+    def gather(given: jax.Array) -> jax.Array:
+        slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)
         return jnp.moveaxis(slots, 2, 1)[None]
 
-    return storage.with_arrays(
-        {name: gather(name, each) for name, each in rows.items()}
-    )
+    return {name: gather(each) for name, each in operands.rows.items()}
 
 
 @jax.tree_util.register_dataclass

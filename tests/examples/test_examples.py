@@ -198,6 +198,7 @@ def test_prompts_come_from_arguments_and_from_stdin(run_here):
 
 @pytest.mark.slow
 @pytest.mark.one_end
+@pytest.mark.usefixtures("one_size")
 def test_generate_ends_a_text_before_a_stop(streamed, run_here):
     whole = streamed.stdout
     stop = whole[len("The with statement is used to") :][20:24]

@@ -56,19 +56,20 @@ COLUMNS = {
 }
 
 
-def score(caches, prompts, params, continuations=CONTINUATIONS):
+def score(params, prompts, continuations=CONTINUATIONS, **where):
     """Log-probabilities; no cache is given."""
-    found = jkv.score(attention_model, params, prompts, continuations, config=CONFIG)
-    return caches, found
+    return jkv.score(
+        attention_model, params, prompts, continuations, config=CONFIG, **where
+    )
 
 
-def differentiate(caches, prompts, params):
+def differentiate(params, prompts, **where):
     """The derivative of scores by all weights."""
 
     def loss(params):
-        return jnp.sum(jnp.sin(score(caches, prompts, params)[1]))
+        return jnp.sum(jnp.sin(score(params, prompts, **where)))
 
-    return caches, jax.grad(loss)(params)
+    return jax.grad(loss)(params)
 
 
 def extend(cache, prompts, params):
@@ -250,12 +251,14 @@ class Place(NamedTuple):
     def _play_without_cache(self, function, params):
         """Scores; with ranks each has the texts of its own."""
         if "pools" not in self.where:
-            return jax.jit(function)(None, PROMPTS, params)[1]
+            heads = self.where.get("heads")
+            where = {} if heads is None else dict(mesh=self.mesh, heads=heads)
+            return jax.jit(functools.partial(function, **where))(params, PROMPTS)
         ranks, whole = PartitionSpec(self.where["pools"]), PartitionSpec()
 
         def on_ranks(params):
             return jax.shard_map(
-                lambda params, *texts: score(None, texts[0], params, texts[1])[1],
+                score,
                 mesh=self.mesh,
                 in_specs=(whole, ranks, ranks),
                 out_specs=ranks,

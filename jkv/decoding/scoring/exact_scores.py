@@ -22,14 +22,13 @@ from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import pick_logprobs
+from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when
-from jkv.sharding.varying import vary_with
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.allocation import allocate
 from jkv.verbs.forking import fork
-from jkv.verbs.initialization import init
 
 
 def score_exactly(
@@ -37,6 +36,7 @@ def score_exactly(
     config: GroupedConfig,
     prompts: jax.Array,
     continuations: jax.Array,
+    devices: Devices,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations.
 
@@ -45,16 +45,15 @@ def score_exactly(
       config: the model's sizes; its windows and dtypes hold, its counts do not.
       prompts: i32[Q, P], -1 after each one's end.
       continuations: i32[N, C] likewise, N a multiple of Q.
+      devices: where the cache lies.
 
     Returns:
       f32[N, C], 0 past each continuation's end; as `score`.
     """
     assert runner.exact is not None, "calls have a shape"
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
-    cache = init(_resize(config, prompts, continuations))
     given = runner.params, prompts, continuations
-    cache = cache.with_storage(vary_with(cache.storage, given))
-    cache = cache.with_states(vary_with(cache.states, given))
+    cache = devices.init(_resize(config, prompts, continuations), given)
     cache, opened = allocate(cache, jnp.zeros_like(lengths))
     cache, first = _score_first(runner, cache, opened.seq_ids, prompts, continuations)
     found = first

@@ -16,16 +16,14 @@ import numpy as np
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.protocol import Model, call_model
+from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.layout import count_blocks
 from jkv.decoding.scoring.sizes import size_blocks, size_states
 from jkv.decoding.texts.text_tree import TextTree, is_known, measure
-from jkv.sharding.varying import vary_with
-from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.forking import fork
-from jkv.verbs.initialization import init
 
 
 class Level(NamedTuple):
@@ -45,6 +43,7 @@ def run_levels(
     config: GroupedConfig,
     tree: TextTree,
     levels: list[Level],
+    devices: Devices,
 ) -> list[jax.Array]:
     """Compute every row of a tree once, level by level.
 
@@ -54,13 +53,12 @@ def run_levels(
       config: of the model.
       tree: R rows.
       levels: all of its segments.
+      devices: where the cache lies.
 
     Returns:
       The logits of each level, [A, V]: of all of its rows, or one for each segment.
     """
-    cache = _make_cache(config, tree)
-    cache = cache.with_storage(vary_with(cache.storage, (params, tree)))
-    cache = cache.with_states(vary_with(cache.states, (params, tree)))
+    cache = devices.init(_resize(config, tree), (params, tree))
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
     lengths, found = tree.lengths, []
     for level in levels:
@@ -122,8 +120,8 @@ def list_levels(tree: TextTree) -> list[Level]:
     return levels
 
 
-def _make_cache(config: GroupedConfig, tree: TextTree) -> Cache:
-    """Return a cache that holds the whole tree."""
+def _resize(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
+    """Return sizes that hold the whole tree."""
     num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
     of_blocks, of_states = size_blocks(tree, num_blocks), size_states(tree)
     groups = tuple(
@@ -132,4 +130,4 @@ def _make_cache(config: GroupedConfig, tree: TextTree) -> Cache:
         )
         for group in config.groups
     )
-    return init(dataclasses.replace(config, groups=groups, prefix_caching=False))
+    return dataclasses.replace(config, groups=groups, prefix_caching=False)

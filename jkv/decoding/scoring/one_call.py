@@ -15,15 +15,14 @@ import jax.numpy as jnp
 
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
+from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.layout import Layout, count_blocks, lay_out
 from jkv.decoding.scoring.sizes import size_blocks
 from jkv.decoding.texts.text_tree import TextTree
-from jkv.sharding.varying import vary_with
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
-from jkv.verbs.initialization import init
 
 
 def run_tree(
@@ -32,6 +31,7 @@ def run_tree(
     config: GroupedConfig,
     tree: TextTree,
     asked_rows: jax.Array,  # i32[A]
+    devices: Devices,
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once.
 
@@ -41,31 +41,35 @@ def run_tree(
       config: of the model, whose layers all keep keys and values.
       tree: R rows.
       asked_rows: i32[A], the rows whose logits are asked for; R for none.
+      devices: where keys and values lie.
 
     Returns:
       The logits, [A, V], and where the segments stand.
     """
     layout = lay_out(tree, config.block_size)
-    cache = _make_pools(config, tree, layout)
-    cache = cache.with_storage(vary_with(cache.storage, (params, tree)))
+    cache = _make_pools(config, tree, layout, devices, params)
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
     logits, _ = call_model(model, params, jnp.maximum(tree.tokens, 0), cache, batch)
     return logits, layout
 
 
-def _make_pools(config: GroupedConfig, tree: TextTree, layout: Layout) -> Cache:
+def _make_pools(
+    config: GroupedConfig, tree: TextTree, layout: Layout, devices: Devices, params: Any
+) -> Cache:
     """Return a cache with the tables of a tree, and a layer's pool in each group."""
     num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
     sizes = size_blocks(tree, num_blocks)
     groups = tuple(dataclasses.replace(g, **sizes) for g in config.block_groups)
     whole = dataclasses.replace(config, groups=groups, prefix_caching=False)
-    cache = init(whole, storage=False)
+    given = params, tree
+    cache = devices.init(whole, given, storage=False)
     tables = layout.block_tables
     metadata = cache.metadata
     for number, group in enumerate(metadata.groups):
         group = dataclasses.replace(group, block_tables=tables)
         metadata = metadata.with_group(number, group)
-    pools = [init(dataclasses.replace(group, num_layers=1)) for group in groups]
+    one_layer = [dataclasses.replace(group, num_layers=1) for group in groups]
+    pools = [devices.init(group, given) for group in one_layer]
     return dataclasses.replace(
         cache,
         metadata=metadata,

@@ -19,6 +19,7 @@ from jkv.config.state_config import StateConfig
 from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
 from jkv.decoding.scoring.levels import list_levels, run_levels
@@ -33,7 +34,13 @@ Config = CacheConfig | StateConfig | GroupedConfig
 
 @overload
 def score(
-    model: Model, params: Any, prompts: TextTree, *, config: Config
+    model: Model,
+    params: Any,
+    prompts: TextTree,
+    *,
+    config: Config,
+    mesh: jax.sharding.Mesh | None = ...,
+    heads: str | None = ...,
 ) -> jax.Array: ...
 
 
@@ -46,6 +53,8 @@ def score(
     *,
     config: Config,
     exact: ExactShape = ...,
+    mesh: jax.sharding.Mesh | None = ...,
+    heads: str | None = ...,
 ) -> jax.Array: ...
 
 
@@ -57,6 +66,8 @@ def score(
     *,
     config: Config,
     exact: ExactShape = False,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
 ) -> jax.Array:
     """Return the log-probability of each token of continuations, or of a whole tree.
 
@@ -91,6 +102,9 @@ def score(
         values come from calls of that shape, through a cache with the windows and the
         dtype of `config`. The derivative is that of a score without `exact`. Of prompts
         and continuations only.
+      mesh: static; where the weights lie, if their heads are spread over it.
+      heads: static; the mesh axis over which they are, as for `jkv.init`: each device
+        then attends with the heads that it has, and nothing crosses for that.
 
     Returns:
       f32[N, C], 0 past each continuation's end. Of a tree f32[R]: the log-probability
@@ -105,7 +119,8 @@ def score(
 
     Raises:
       ValueError: for texts of a wrong shape or type, or a model whose logits are not
-        [B, V], when it is traced; outside jit for a token outside the vocabulary, and
+        [B, V], when it is traced, or kv heads that the devices of an axis cannot share
+        evenly; outside jit for a token outside the vocabulary, and
         for a tree that breaks an invariant.
 
     Example:
@@ -124,7 +139,8 @@ def score(
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
       [nan, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
     """
-    grouped, shape = as_grouped(config), Exact.of(exact)
+    grouped, shape, devices = as_grouped(config), Exact.of(exact), Devices(mesh, heads)
+    devices.check()
     if isinstance(prompts, TextTree):
         if shape is not None:
             raise UsageError("exact takes prompts and continuations, and no tree yet")
@@ -132,17 +148,18 @@ def score(
             raise UsageError(
                 "a tree has its continuations: score(model, params, tree, config=...)"
             )
-        return _score_tree(model, params, grouped, prompts)
+        return _score_tree(model, params, grouped, prompts, devices)
     if continuations is None:
         raise UsageError("prompts need continuations; only a jkv.TextTree has none")
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     check_counts(asked, given)
-    usual = score_two_levels(model, params, grouped, asked, given)
+    usual = score_two_levels(model, params, grouped, asked, given, devices)
     if shape is None:
         return usual
     runner = Runner(model, jax.lax.stop_gradient(params), shape)
-    return _with_derivative_of(score_exactly(runner, grouped, asked, given), usual)
+    values = score_exactly(runner, grouped, asked, given, devices)
+    return _with_derivative_of(values, usual)
 
 
 @jax.custom_vjp
@@ -159,7 +176,7 @@ _with_derivative_of.defvjp(
 
 
 def _score_tree(
-    model: Model, params: Any, config: GroupedConfig, tree: TextTree
+    model: Model, params: Any, config: GroupedConfig, tree: TextTree, devices: Devices
 ) -> jax.Array:
     """Return the log-probability of each row's token, f32[R]."""
     check_tree(tree)
@@ -167,14 +184,14 @@ def _score_tree(
         raise UsageError("a tree without a row has nothing to score")
     if config.state_groups:
         levels = list_levels(tree)
-        found = run_levels(model, params, config, tree, levels)
+        found = run_levels(model, params, config, tree, levels, devices)
         order = np.concatenate([level.rows for level in levels])
         empty = jnp.zeros((tree.num_rows, found[0].shape[1]), found[0].dtype)
         logits = empty.at[order].set(jnp.concatenate(found))
         places = find_places(tree)
     else:
         every_row = jnp.arange(tree.num_rows, dtype=jnp.int32)
-        logits, layout = run_tree(model, params, config, tree, every_row)
+        logits, layout = run_tree(model, params, config, tree, every_row, devices)
         places = layout.places
     _refuse_unknown_rows(tree, logits.shape[-1])
     return _score_rows(logits.astype(jnp.float32), places, tree)

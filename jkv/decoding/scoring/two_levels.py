@@ -11,6 +11,7 @@ import numpy as np
 
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.levels import Level, run_levels
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
@@ -35,14 +36,15 @@ def score_two_levels(
     config: GroupedConfig,
     prompts: jax.Array,
     continuations: jax.Array,
+    devices: Devices,
 ) -> jax.Array:
     """Score continuations, i32[N, C], of prompts, i32[Q, P]."""
     if config.state_groups:
-        logits = _run_two_levels(model, params, config, prompts, continuations)
+        logits = _run_two_levels(model, params, config, prompts, continuations, devices)
     else:
         tree = _join(prompts, continuations)
         rows = _list_asked_rows(prompts, tree.num_rows)
-        logits, _ = run_tree(model, params, config, tree, rows)
+        logits, _ = run_tree(model, params, config, tree, rows, devices)
     for name, texts in (("prompt", prompts), ("continuation", continuations)):
         refuse_unknown(name, texts, logits.shape[-1])
     lengths = count_tokens(prompts)
@@ -92,6 +94,7 @@ def _run_two_levels(
     config: GroupedConfig,
     prompts: jax.Array,
     continuations: jax.Array,
+    devices: Devices,
 ) -> jax.Array:
     """Compute prompts, then forks of them that go on, for logits as of one step."""
     tree, (num_prompts, width) = _join(prompts, continuations), prompts.shape
@@ -104,7 +107,7 @@ def _run_two_levels(
         parents = (children - num_prompts) // (len(children) // num_prompts)
         fed = continuations.shape[1] - 1
         levels.append(Level(children, parents, rows[first:], fed, asks_all=True))
-    return jnp.concatenate(run_levels(model, params, config, tree, levels))
+    return jnp.concatenate(run_levels(model, params, config, tree, levels, devices))
 
 
 def _score_tokens(
