@@ -1,12 +1,14 @@
 """Whether attention on this device is what the reference says, feature by feature."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import paged_attention
+from jkv.attention.elements import STORED_AS
 from jkv.commands.cases import CASES, Case, make_operands
 from jkv.commands.report import Report
 
@@ -21,6 +23,9 @@ TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 QUICK_DTYPE = "float32"
 
 QUICK_CASES = ("mixed, with padding", "int8")
+
+# Of what the derivative is compared, too.
+DERIVED_CASES = ("mixed, with padding", "sinks")
 
 # Interpreted, the kernel takes as long for one case as the others for several.
 QUICK_INTERPRETED = ("mixed, with padding",)
@@ -78,6 +83,67 @@ def find_error(case: Case, dtype: str, implementation: str) -> float:
     difference = found.astype(jnp.float32) - wanted.astype(jnp.float32)
     # numpy, since XLA on CPU may leave a NaN out of a maximum.
     return float(np.max(np.abs(np.asarray(difference))))
+
+
+def check_derivative(report: Report, *, implementation: str) -> None:
+    """Compare the gradients of one implementation with those of the reference.
+
+    Of dtypes whose pools are floats: raw bits have no gradient.
+    """
+    agreed = []
+    for case in (each for each in CASES if each.name in DERIVED_CASES):
+        for dtype in (name for name in TOLERANCES if _is_kept_as_it_is(name)):
+            what = f"{dtype}, {case.name}"
+            try:
+                error = find_gradient_error(case, dtype, implementation)
+            except NotImplementedError as reason:
+                what = f"gradient of {implementation}, {what}"
+                report.add("not checked", what, str(reason))
+                continue
+            if error <= TOLERANCES[dtype]:
+                agreed.append(error)
+            else:  # NaN too
+                what = f"gradient of {implementation}, {what}"
+                report.add("FAILED", what, f"error {error:.2g}")
+    if agreed:
+        is_interpreted = implementation == "pallas" and on_cpu()
+        how = " (interpreted)" if is_interpreted else ""
+        what = f"gradient of {implementation}{how}: {len(agreed)} cases"
+        report.add("ok", what, f"{max(agreed):.1e}")
+
+
+def _is_kept_as_it_is(dtype: str) -> bool:
+    return STORED_AS[jnp.dtype(dtype)] == jnp.dtype(dtype)
+
+
+def find_gradient_error(case: Case, dtype: str, implementation: str) -> float:
+    """Return the largest difference of a gradient, over the largest number in it."""
+    (*arrays, layer, tables, ids, starts, lengths, contexts), options = make_operands(
+        case, dtype
+    )
+    # A gradient of what is not there is 0, and 0 * NaN is NaN.
+    arrays = [jnp.nan_to_num(array) for array in arrays]
+    rest = layer, tables, ids, starts, lengths, contexts
+
+    def differentiate(implementation: str) -> Any:
+        attend = functools.partial(
+            paged_attention, implementation=implementation, **options
+        )
+
+        def weigh(*arrays: jax.Array) -> jax.Array:
+            output = attend(*arrays, *rest)
+            weights = jnp.cos(jnp.arange(output.size, dtype=jnp.float32))
+            return jnp.sum(output.astype(jnp.float32).reshape(-1) * weights)
+
+        return jax.jit(jax.grad(weigh, argnums=(0, 1, 2)))(*arrays)
+
+    errors = []
+    for found, wanted in zip(
+        differentiate(implementation), differentiate("reference"), strict=True
+    ):
+        found, wanted = (np.asarray(each, np.float32) for each in (found, wanted))
+        errors.append(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+    return float(np.max(errors))
 
 
 @functools.cache

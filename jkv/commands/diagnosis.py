@@ -24,9 +24,14 @@ import pathlib
 from jkv.commands import correctness
 from jkv.commands.bandwidth import measure_bandwidth
 from jkv.commands.bookkeeping import check_cycles, check_in_place
+from jkv.commands.claims import judge_claims
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.commands.correctness import check_implementation, note_missing_kernel
+from jkv.commands.correctness import (
+    check_derivative,
+    check_implementation,
+    note_missing_kernel,
+)
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.paths import print_paths
@@ -99,11 +104,16 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
             check_implementation, implementation=name, dtype=dtype, cases=cases
         )
         steps.append(Step(f"attention: {name}, {dtype}", 5 * len(cases), check))
+    if not is_quick:
+        for name in correctness.IMPLEMENTATIONS:
+            check = functools.partial(check_derivative, implementation=name)
+            steps.append(Step(f"derivative: {name}", 40, check))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     if is_quick:
         steps.append(Step("bandwidth", 0, skip_bandwidth))
     else:
         steps.append(Step("bandwidth", 20, measure_bandwidth))
+    steps.append(Step("what docs/rocm.md says of cards", 0, judge_claims))
     return steps
 
 

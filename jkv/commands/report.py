@@ -67,6 +67,7 @@ def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> 
             left = f", about {say_duration(seconds)} left"
         title = f"{step.title} ({number} of {len(steps)}{left})"
         print(title, file=out or sys.stdout, flush=True)
+        before = len(report.findings)
         try:
             step.run(report)
         except KeyboardInterrupt:
@@ -74,6 +75,9 @@ def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> 
             for missed in steps[number - 1 :]:
                 report.add("not checked", missed.title, "interrupted")
             return
+        finally:
+            for finding in report.findings[before:]:
+                finding["step"] = step.title
         done += step.cost
 
 

@@ -290,7 +290,7 @@ class _Extension(NamedTuple):
         sequences = jnp.arange(num_sequences, dtype=jnp.int32)
         seen = _find_seen(progress, logits.shape[1], self.choice.sampling)
         sequences = jnp.where(is_ready, sequences, num_sequences)
-        result, _ = choose_next(progress, logits, sequences, seen, self.choice)
+        result, *_ = choose_next(progress, logits, sequences, seen, self.choice)
         return progress._replace(result=result)
 
 

@@ -13,15 +13,17 @@ import jkv
 from jkv.commands import (
     bandwidth,
     bookkeeping,
+    claims,
     collectives,
     correctness,
     diagnosis,
 )
 from jkv.commands.cases import CASES
+from jkv.commands.claims import CLAIMS
 from jkv.commands.diagnosis import main
 from jkv.commands.ending import run_process
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import Report, say_duration
+from jkv.commands.report import Report, Step, run_checks, say_duration
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
     monkeypatch.setattr(correctness, "QUICK_CASES", wanted)
+    monkeypatch.setattr(correctness, "DERIVED_CASES", ("sinks",))
     monkeypatch.setattr(bandwidth, "ON_CPU", bandwidth.Load(2**20, 8, 64))
     monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
 
@@ -49,18 +52,20 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert findings(path, "FAILED") == []
     what = [each["what"] for each in findings(path, "ok")]
     assert any(name.startswith("500 cycles") for name in what)
-    assert "xla, float32: 2 cases" in what
+    assert {"xla, float32: 2 cases", "gradient of xla: 1 cases"} <= {*what}
     assert any(name.startswith("decode, 8 contexts") for name in what)
     unchecked = [each["what"] for each in findings(path, "not checked")]
     assert {"the compiled kernel", "collectives"} <= {*unchecked}
+    # What a card would be asked.
+    assert {claim.what for claim in CLAIMS} <= {*unchecked}
     facts = json.loads(path.read_text())["facts"]
     assert facts["versions"]["jax"] and facts["devices"]
     assert facts["versions"]["jkv"] == jkv.__version__
     said = capsys.readouterr().out
     assert "nothing failed" in said
-    titles = re.findall(r"^(\w.*) \((\d) of 8.*\)$", said, re.MULTILINE)
-    assert [int(number) for _, number in titles] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert re.search(r"^bandwidth \(8 of 8, about \d+ (s|min) left\)$", said, re.M)
+    titles = re.findall(r"^(\w.*) \((\d+) of 10.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [*range(1, 11)]
+    assert re.search(r"^bandwidth \(9 of 10, about \d+ (s|min) left\)$", said, re.M)
 
 
 @pytest.mark.one_end
@@ -82,6 +87,57 @@ def test_wrong_attention_is_reported(tmp_path, monkeypatch, spoil):
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert len(findings(path, "FAILED")) == 3  # each case, and all of them
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("few_cases")
+def test_a_wrong_gradient_is_reported(monkeypatch):
+    right = correctness.paged_attention
+
+    def wrong(*arguments, implementation, **options):
+        found = right(*arguments, implementation="reference", **options)
+        return found * (1.01 if implementation == "xla" else 1)
+
+    monkeypatch.setattr(correctness, "paged_attention", wrong)
+    report = Report()
+    correctness.check_derivative(report, implementation="xla")
+    (finding,) = report.findings
+    assert finding["verdict"] == "FAILED" and "xla, float32, sinks" in finding["what"]
+
+
+@pytest.mark.one_end
+def test_claims_follow_from_what_was_found_on_the_card(monkeypatch):
+    """Each by its own steps: one that fails, one in part, one not at all."""
+    monkeypatch.setattr(claims, "on_cpu", lambda: False)
+    report = Report()
+
+    def add(*verdicts):
+        return lambda report: [report.add(each, "a part") for each in verdicts]
+
+    steps = {
+        "bookkeeping on the device": ("ok", "ok"),
+        "attention: pallas, float32": ("ok", "FAILED"),
+        "derivative: pallas": ("not checked",),
+        "attention: xla, float32": ("ok",),
+        "derivative: xla": ("not checked",),
+        "bandwidth": ("FAILED",),  # of no claim
+    }
+    run_checks(report, [Step(title, 1, add(*each)) for title, each in steps.items()])
+    count = len(report.findings)
+    claims.judge_claims(report)
+    found = [(each["verdict"], each["detail"]) for each in report.findings[count:]]
+    assert [verdict for verdict, _ in found] == [
+        *("ok", "FAILED", "not checked", "ok"),
+        *("not checked", "not checked"),
+    ]
+    assert found[0][1] == "on this card" and "but for 1 of it" in found[3][1]
+
+
+@pytest.mark.one_end
+def test_each_claim_is_of_steps_that_there_are():
+    titles = [step.title for step in diagnosis.plan_steps(is_quick=False)]
+    for claim in CLAIMS:
+        assert any(title.startswith(claim.steps) for title in titles), claim
 
 
 @pytest.mark.one_end
@@ -142,7 +198,8 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys)
     assert found["was_interrupted"] and found["facts"]["versions"]
     assert "the first half" in [each["what"] for each in findings(path, "ok")]
     missed = [each["what"] for each in findings(path, "not checked")]
-    assert missed[0] == "bookkeeping on the device" and missed[-1] == "bandwidth"
+    assert missed[0] == "bookkeeping on the device"
+    assert missed[-2:] == ["bandwidth", "what docs/rocm.md says of cards"]
     said = capsys.readouterr().out
     last = said.splitlines()[-1]
     assert last == "INTERRUPTED: not all was checked; nothing had failed until then"

@@ -482,6 +482,35 @@ def test_the_loop_of_a_grammar_asks_the_host_nothing():
     assert host_operations(lower(AsksHost()).as_text())
 
 
+def test_steered_logits_take_no_memory_of_their_own():
+    """They are written where the model's are."""
+    num_tokens, num_texts = 2**12, 8
+    words = [b"%d" % i for i in range(num_tokens - 1)]
+    grammar = from_regex("[0-4]+", Vocabulary([*words, None], [num_tokens - 1]))
+
+    def model(params, tokens, cache, batch):
+        del params
+        return jax.nn.one_hot(tokens + 1, num_tokens)[batch.last_rows], cache
+
+    def measure(steering):
+        def run(cache, steering):
+            return jkv.generate(
+                model,
+                None,
+                cache,
+                np.full((num_texts, 2), 3, np.int32),
+                max_new_tokens=4,
+                row_counts=(2 * num_texts,),
+                steering=steering,
+            )
+
+        compiled = jax.jit(run).lower(fresh_cache(16, num_texts), steering).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    more, logits = measure(grammar) - measure(None), 4 * num_texts * num_tokens
+    assert more < logits / 2
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Wrong(jkv.Steering):

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jkv.sharding.varying import (
     vary_over,
     varying_axes,
 )
+
+Results = TypeVar("Results")
 
 
 @functools.cache
@@ -157,12 +159,12 @@ def launch(
 
 
 def defer(
-    function: Callable[..., tuple[jax.Array, ...]],
+    function: Callable[..., Results],
     operands: tuple[Any, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: Any,  # its results' shapes and dtypes
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> Results:
     """Return `function(*operands)`, traced only where it is lowered for a GPU.
 
     A Pallas call cannot be lowered for CPU, not even where a program for several
@@ -172,17 +174,23 @@ def defer(
     meant, nothing of it is ever traced.
 
     Inside `shard_map`, where Pallas takes nothing that varies over a mesh, the function
-    is traced for one device alone. What is interpreted there is lowered everywhere.
+    is traced for one device alone. What is interpreted there is lowered everywhere;
+    elsewhere it is traced at once.
     """
     if is_manual():
         operands = vary_over(operands, varying_axes(operands))
+    elif interpret:
+        return function(*operands)
     leaves, structure = jax.tree.flatten(operands)
+    shapes, result_structure = jax.tree.flatten(results)
 
     def call(*leaves: jax.Array) -> list[jax.Array]:
-        return list(function(*jax.tree.unflatten(structure, leaves)))
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 
     primitive = _interpreted if interpret else _deferred
-    return tuple(primitive.bind(*leaves, call=call, results=results))
+    found = primitive.bind(*leaves, call=call, results=tuple(shapes))
+    deferred: Results = jax.tree.unflatten(result_structure, found)
+    return deferred
 
 
 def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

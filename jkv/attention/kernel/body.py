@@ -26,11 +26,9 @@ from jkv.attention.kernel.loads import (
     Range,
     TokenTile,
     clamp_index,
-    columns_of,
     cut_head_dims,
     load_rows,
     load_tokens,
-    over_section,
     to_operands,
 )
 from jkv.attention.kernel.rows import (
@@ -185,10 +183,10 @@ def attend_range(
     if variant.num_pieces:
         row = row * variant.num_pieces + rows.piece
     row = jnp.broadcast_to(entry, head.shape) if variant.is_decode else row
-    for (start, size), value in zip(value_sections, sums.values, strict=True):
-        where = (row[:, None], head[:, None], columns_of(start, size))
+    for section, value in zip(value_sections, sums.values, strict=True):
+        where = (row[:, None], head[:, None], section.columns)
         value = (value / total[:, None]).astype(output_ref.dtype)
-        backend.store_masked(output_ref, where, value, over_section(valid, size))
+        backend.store_masked(output_ref, where, value, section.over(valid))
     lse = sums.maximum + jnp.log2(total)
     lse = lse if variant.is_partial else lse * LN2
     backend.store_masked(lse_ref, (row, head), lse, valid)

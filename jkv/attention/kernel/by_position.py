@@ -29,7 +29,6 @@ from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import Variant, cut_rows, position_variant
 from jkv.attention.kernel.work import list_position_work, size_position_work
-from jkv.sharding.varying import is_manual
 
 
 def attend_kernel_by_position(
@@ -38,10 +37,7 @@ def attend_kernel_by_position(
     """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
     launch = functools.partial(_launch_both, tuning=tuning, interpret=interpret)
-    if interpret and not is_manual():
-        return launch(call)
-    output, lse = backend.defer(launch, (call,), call.results, interpret=interpret)
-    return output, lse
+    return backend.defer(launch, (call,), call.results, interpret=interpret)
 
 
 def _launch_both(

@@ -25,7 +25,6 @@ from jkv.attention.kernel.token_gradients import (
 )
 from jkv.attention.kernel.variant import Variant, query_variant, token_variant
 from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
-from jkv.sharding.varying import is_manual
 
 
 def differentiate_kernel(
@@ -34,17 +33,8 @@ def differentiate_kernel(
     """Return the cotangents of the queries and, for float pools, of the pools."""
     check_call(call)
     launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
-    if interpret and not is_manual():
-        return launch(call, cotangents)
-    shapes, structure = jax.tree.flatten(shape_gradients(call))
-
-    def launch_flat(call: Call, cotangents: Cotangents) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(launch(call, cotangents)))
-
-    given = call, cotangents
-    found = backend.defer(launch_flat, given, tuple(shapes), interpret=interpret)
-    grads: Gradients = jax.tree.unflatten(structure, found)
-    return grads
+    given, shapes = (call, cotangents), shape_gradients(call)
+    return backend.defer(launch, given, shapes, interpret=interpret)
 
 
 def _launch_all(
@@ -104,7 +94,7 @@ def _differentiate_pools(
         jnp.zeros_like(pools.keys),
         None if pools.values is None else jnp.zeros_like(pools.values),
     )
-    tiles = max(1, pools.block_size // variant.tile.tokens)
+    tiles = -(-pools.block_size // variant.tile.tokens)
     gradients: PoolGradients = backend.launch(
         "jkv_token_gradients",
         functools.partial(differentiate_tokens, variant=variant),

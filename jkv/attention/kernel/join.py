@@ -12,7 +12,7 @@ from jax import lax
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.lists import Pieces
-from jkv.attention.kernel.loads import columns_of, cut
+from jkv.attention.kernel.sections import cut
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
 
 # Partial results joined at a time, by one warp and by several: contexts in so many
@@ -85,8 +85,8 @@ def _join_kernel(
         weights = jnp.exp2(lse - maximum)
         shrink = jnp.exp2(sums.maximum - maximum)
         summed = []
-        for (start, size), old in zip(value_sections, sums.values, strict=True):
-            part = partial_ref[piece[:, None], head, columns_of(start, size)]
+        for section, old in zip(value_sections, sums.values, strict=True):
+            part = partial_ref[piece[:, None], head, section.columns]
             summed.append(old * shrink + jnp.sum(weights[:, None] * part, axis=0))
         total = sums.total * shrink + jnp.sum(weights)
         return highest, TileSums(maximum, total, tuple(summed))
@@ -99,9 +99,9 @@ def _join_kernel(
     highest, sums = lax.fori_loop(jnp.int32(0), trips, join, carry)
     has_any = highest > HIDDEN
     total = jnp.where(has_any, sums.total, 1.0)
-    for (start, size), value in zip(value_sections, sums.values, strict=True):
+    for section, value in zip(value_sections, sums.values, strict=True):
         value = jnp.where(has_any, value / total, 0.0)
-        columns = start + jnp.arange(size, dtype=jnp.int32)
-        output_ref[row, head, columns] = value.astype(output_ref.dtype)
+        # What two sections have is the same in both.
+        output_ref[row, head, section.columns[0]] = value.astype(output_ref.dtype)
     lse = (sums.maximum + jnp.log2(total)) * LN2
     lse_ref[row, head] = jnp.where(has_any, lse, -jnp.inf)

@@ -26,7 +26,6 @@ from jkv.attention.kernel.work import (
     size_decode_work,
     size_prefill_work,
 )
-from jkv.sharding.varying import is_manual
 
 
 def attend_kernel(
@@ -35,10 +34,7 @@ def attend_kernel(
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
     launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
-    if interpret and not is_manual():
-        return launch(call)
-    output, lse = backend.defer(launch, (call,), call.results, interpret=interpret)
-    return output, lse
+    return backend.defer(launch, (call,), call.results, interpret=interpret)
 
 
 def _launch_all(

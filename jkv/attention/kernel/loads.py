@@ -1,7 +1,6 @@
 """What the attention kernel reads, and how: rows of queries, tiles of tokens.
 
 Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded.
-Every tile is a power of two, so head dims are cut into sections that are.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from jax import lax
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
 from jkv.attention.kernel.lists import Work
+from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
 
 
@@ -53,21 +53,11 @@ class TokenTile(NamedTuple):
     value_scales: jax.Array | None
 
 
-def cut(head_dim: int, start: int = 0) -> list[tuple[int, int]]:
-    """Cut a head dim into powers of two, (start, size): 96 is 64 and 32."""
-    sections = []
-    while head_dim:
-        size = 1 << (head_dim.bit_length() - 1)
-        sections.append((start, size))
-        start, head_dim = start + size, head_dim - size
-    return sections
-
-
 def cut_head_dims(
     queries: jax.Array,  # [R, H, D]
     values: jax.Array | None,
     variant: Variant,
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+) -> tuple[list[Section], list[Section]]:
     """Return the sections of keys and of values; values in the keys are their first."""
     head_dim = queries.shape[2]
     value_sections = cut(variant.value_dim)
@@ -82,14 +72,14 @@ def load_rows(
     row: jax.Array,  # i32[rows]
     head: jax.Array,  # i32[rows]
     valid: jax.Array,  # bool[rows]
-    section: tuple[int, int],
+    section: Section,
     dtype: np.dtype[Any],
 ) -> jax.Array:
-    """Load one section of the head dim of rows, zeros where not valid."""
+    """Load one section of the head dim of rows, zeros where not valid or repeated."""
     num_rows, num_heads, _ = rows.shape
     row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
-    where = (row[:, None], head[:, None], columns_of(*section))
-    tile = backend.load_masked(rows, where, over_section(valid, section[1]))
+    where = (row[:, None], head[:, None], section.columns)
+    tile = backend.load_masked(rows, where, section.over(valid))
     return tile.astype(dtype)
 
 
@@ -109,8 +99,8 @@ def load_tokens(
     o: Operands,
     tokens: Range,
     start: jax.Array,  # i32[], a multiple of the tile
-    key_sections: list[tuple[int, int]],
-    value_sections: list[tuple[int, int]],
+    key_sections: list[Section],
+    value_sections: list[Section],
     variant: Variant,
     *,
     is_whole: bool = False,
@@ -123,34 +113,34 @@ def load_tokens(
     registers; else each part becomes an operand as soon as it is there.
     """
     num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
-    block_shift, tile_tokens = block_size.bit_length() - 1, variant.tile.tokens
+    tile_tokens = variant.tile.tokens
+    is_in_one_block = block_size % tile_tokens == 0
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
     last = jnp.maximum(tokens.end - 1, 0)
-    if is_whole and block_size >= tile_tokens:
+    if is_in_one_block and is_whole:
         column = lax.div(start, jnp.int32(block_size))
         slot = start - column * block_size + offsets
+    elif is_in_one_block:
+        # A scalar id, and offsets that differ in the edge tiles only.
+        column, slot = split_token(start, block_size)
+        slot += jnp.clip(offsets, tokens.first - start, last - start)
     elif is_whole:
         token = start + offsets
         column = lax.div(token, jnp.int32(block_size))
         slot = lax.rem(token, jnp.int32(block_size))
-    elif block_size >= tile_tokens:
-        # One block: a scalar id, and offsets that differ in the edge tiles only.
-        column = start >> block_shift
-        slot = start & (block_size - 1)
-        slot += jnp.clip(offsets, tokens.first - start, last - start)
     else:
         token = jnp.clip(start + offsets, tokens.first, last)
-        column, slot = token >> block_shift, token & (block_size - 1)
+        column, slot = split_token(token, block_size)
     # A wrong table may give wrong numbers, never a fault.
     block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
-    row = block if block_size >= tile_tokens else block[:, None]
+    row = block if is_in_one_block else block[:, None]
     is_stored = variant.tile.is_carried
 
     def load(
-        pool: jax.Array, sections: list[tuple[int, int]], dtype: np.dtype[Any]
+        pool: jax.Array, sections: list[Section], dtype: np.dtype[Any]
     ) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
-        stored = [pool[*where, columns_of(*section)] for section in sections]
+        stored = [pool[*where, section.columns] for section in sections]
         return stored if is_stored else _convert(stored, dtype, variant)
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
@@ -207,16 +197,14 @@ def _convert_scales(scales: jax.Array | None, variant: Variant) -> jax.Array | N
     return to_operand(scales, BFLOAT16, FLOAT32, interpret=variant.interpret)
 
 
+def split_token(token: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return which of its table's blocks a token is in, and where in the block."""
+    if block_size & (block_size - 1) == 0:
+        return token >> (block_size.bit_length() - 1), token & (block_size - 1)
+    # Of a number that the compiler knows: a product and a shift.
+    return lax.div(token, jnp.int32(block_size)), lax.rem(token, jnp.int32(block_size))
+
+
 def clamp_index(index: jax.Array, size: int) -> jax.Array:
     """Bring an index of a masked load into the array, which interpreting asks for."""
     return jnp.minimum(index, size - 1)
-
-
-def columns_of(start: int, size: int) -> jax.Array:
-    """Return a section of a head dim as indices, i32[1, size]."""
-    return (start + jnp.arange(size, dtype=jnp.int32))[None, :]
-
-
-def over_section(mask: jax.Array, size: int) -> jax.Array:
-    """Repeat a mask over a section of the head dim, bool[..., size]."""
-    return jnp.broadcast_to(mask[:, None], (*mask.shape, size))

@@ -17,12 +17,10 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
-    columns_of,
     cut_head_dims,
     load_numbers,
     load_rows,
     load_tokens,
-    over_section,
 )
 from jkv.attention.kernel.rows import (
     find_range,
@@ -32,6 +30,7 @@ from jkv.attention.kernel.rows import (
     see,
 )
 from jkv.attention.kernel.scores import cap_in_log2, dot, dot_sections, slope_of_cap
+from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import LOG2E
 from jkv.attention.kernel.variant import Variant
 
@@ -58,7 +57,7 @@ def differentiate_queries(
     row, head, valid = rows.row, rows.head, seen.valid
 
     def load(
-        array: jax.Array, sections: list[tuple[int, int]], dtype: np.dtype[Any]
+        array: jax.Array, sections: list[Section], dtype: np.dtype[Any]
     ) -> list[jax.Array]:
         return [load_rows(array, row, head, valid, each, dtype) for each in sections]
 
@@ -101,11 +100,11 @@ def differentiate_queries(
             for old, key in zip(sums, tile.keys, strict=True)
         )
 
-    sums = tuple(jnp.zeros((*row.shape, size), jnp.float32) for _, size in key_sections)
+    sums = tuple(jnp.zeros((*row.shape, s.size), jnp.float32) for s in key_sections)
     num_tiles = lax.div(end - walk_start + (tile_tokens - 1), jnp.int32(tile_tokens))
     sums = lax.fori_loop(jnp.int32(0), num_tiles, add_tile, sums)
 
     # Stores are never clamped: two of them would share an address.
-    for (begin, size), value in zip(key_sections, sums, strict=True):
-        where = (row[:, None], head[:, None], columns_of(begin, size))
-        backend.store_masked(d_queries_ref, where, value, over_section(valid, size))
+    for section, value in zip(key_sections, sums, strict=True):
+        where = (row[:, None], head[:, None], section.columns)
+        backend.store_masked(d_queries_ref, where, value, section.over(valid))

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.kernel.sections import Section
+
 # Stands for -inf in scores: exp2(HIDDEN - HIDDEN) is not NaN.
 HIDDEN = -1e30
 
@@ -25,10 +27,10 @@ class TileSums(NamedTuple):
 
 
 def start_sums(
-    shape: tuple[int, ...], sections: list[tuple[int, int]], sink: jax.Array | None
+    shape: tuple[int, ...], sections: list[Section], sink: jax.Array | None
 ) -> TileSums:
     """Return the sums over no token yet; a sink is a token with the value zero."""
-    values = tuple(jnp.zeros((*shape, size), jnp.float32) for _, size in sections)
+    values = tuple(jnp.zeros((*shape, each.size), jnp.float32) for each in sections)
     if sink is not None:
         return TileSums(sink * LOG2E, jnp.ones(shape, jnp.float32), values)
     maximum = jnp.full(shape, HIDDEN, jnp.float32)

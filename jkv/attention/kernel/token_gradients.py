@@ -19,14 +19,13 @@ from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     clamp_index,
-    columns_of,
     cut_head_dims,
     load_numbers,
     load_rows,
-    over_section,
 )
 from jkv.attention.kernel.readers import Readers
 from jkv.attention.kernel.scores import cap_in_log2, dot, dot_sections, slope_of_cap
+from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import LOG2E
 from jkv.attention.kernel.variant import Variant
 
@@ -93,21 +92,21 @@ def differentiate_tokens(
     key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
 
     program, kv_head = backend.program_id(0), backend.program_id(1)
-    tiles = jnp.int32(max(1, block_size // tile_tokens))
+    tiles = jnp.int32(-(-block_size // tile_tokens))
     entry = lax.div(program, tiles)
     first_slot = lax.rem(program, tiles) * tile_tokens
     slot = first_slot + jnp.arange(tile_tokens, dtype=jnp.int32)
-    is_slot = slot < block_size  # a block may be smaller than a tile
+    is_slot = slot < block_size  # the last tile of a block may be larger than the rest
     layer = jnp.clip(o.layer[0], 0, num_layers - 1)
     block = readers.block[entry]
 
     def load_tokens(shift: jax.Array | int) -> _Tokens:
         clamped = clamp_index(slot, block_size) + shift
 
-        def load(pool: jax.Array, sections: list[tuple[int, int]]) -> list[jax.Array]:
+        def load(pool: jax.Array, sections: list[Section]) -> list[jax.Array]:
             where = layer, block, kv_head, clamped[:, None]
             dtype = variant.operand_dtype
-            return [pool[*where, columns_of(*each)].astype(dtype) for each in sections]
+            return [pool[*where, each.columns].astype(dtype) for each in sections]
 
         keys = load(o.keys, key_sections)
         if o.values is None:
@@ -127,7 +126,7 @@ def differentiate_tokens(
         """Add what some rows bring to the tokens at positions i32[tokens]."""
         where = rows.row, rows.head, rows.valid
 
-        def load(array: jax.Array, sections: list[tuple[int, int]]) -> list[jax.Array]:
+        def load(array: jax.Array, sections: list[Section]) -> list[jax.Array]:
             dtype = variant.operand_dtype
             return [load_rows(array, *where, each, dtype) for each in sections]
 
@@ -200,10 +199,8 @@ def differentiate_tokens(
         trips = lax.div(num_pairs + (rows - 1), jnp.int32(rows))
         return lax.fori_loop(jnp.int32(0), trips, add, sums)
 
-    def zeros(sections: list[tuple[int, int]]) -> tuple[jax.Array, ...]:
-        return tuple(
-            jnp.zeros((tile_tokens, size), jnp.float32) for _, size in sections
-        )
+    def zeros(sections: list[Section]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros((tile_tokens, s.size), jnp.float32) for s in sections)
 
     sums = zeros(key_sections), zeros(value_sections)
     first, end = readers.first[entry], readers.end[entry]
@@ -215,13 +212,13 @@ def differentiate_tokens(
         of_keys = tuple(one + other for one, other in shared) + of_keys[num_shared:]
 
     def store(
-        ref: jax.Array, sections: list[tuple[int, int]], sums: tuple[jax.Array, ...]
+        ref: jax.Array, sections: list[Section], sums: tuple[jax.Array, ...]
     ) -> None:
         valid = is_slot & (first < end)
-        for (begin, size), value in zip(sections, sums, strict=True):
-            where = layer, block, kv_head, slot[:, None], columns_of(begin, size)
+        for section, value in zip(sections, sums, strict=True):
+            where = layer, block, kv_head, slot[:, None], section.columns
             value = value.astype(ref.dtype)
-            backend.store_masked(ref, where, value, over_section(valid, size))
+            backend.store_masked(ref, where, value, section.over(valid))
 
     store(d_keys_ref, key_sections, of_keys)
     if d_values_ref is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
 
@@ -16,9 +17,6 @@ _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 # With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
 _RDNA = ("gfx110", "gfx115", "gfx125")
 _RDNA4 = ("gfx120",)
-
-
-_MAX_BLOCK_SIZE = 256
 
 
 _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
@@ -71,7 +69,7 @@ def find_tuning(
     if name is None:
         return None
     family, kind = TABLE[name], find_kind(queries, pools)
-    dims = pools.keys.shape[4], pools.value_dim
+    dims = _find_dims(pools)
     if set(dims) & set(family.spilling.get(kind, ())):
         return None
     for row in family.rows:
@@ -89,10 +87,16 @@ def find_backward(
         return None
     kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
     for row in TABLE[name].backward:
-        is_whole = not any(dim % row.multiple for dim in dims)
+        # What is filled up to a sixteen does as well; filled up further it may spill.
+        is_whole = row.multiple == MIN_SIZE or not any(d % row.multiple for d in dims)
         if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
     return None
+
+
+def _find_dims(pools: Pools) -> tuple[int, int]:
+    """Return how many columns of keys and of values are multiplied."""
+    return fill_head_dim(pools.keys.shape[4]), fill_head_dim(pools.value_dim)
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
@@ -179,13 +183,15 @@ def why_no_tile(
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
-    block_size = pools.block_size
-    if block_size & (block_size - 1) or block_size > _MAX_BLOCK_SIZE:
-        return f"the block size must be a power of two up to 256, it is {block_size}"
     for name, dim in {"key": pools.keys.shape[4], "value": pools.value_dim}.items():
-        # The dots take no tile narrower than 16.
-        if dim % 16 or dim > 576:
-            return f"the {name} head dim must be a multiple of 16 up to 576, not {dim}"
+        # Rows of other dims are no whole words of 16 bytes, and what is filled up to
+        # 256 comes in halves: both took too many registers on Hopper.
+        multiple = 8 if dim < 240 else MIN_SIZE
+        if not MIN_SIZE <= dim <= 576 or dim % multiple:
+            return (
+                f"the {name} head dim must be a multiple of 8 from 16 to 240 or one of "
+                f"16 up to 576; it is {dim}"
+            )
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
         if pool is None or pool.size <= 2**31:

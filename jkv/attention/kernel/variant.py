@@ -73,11 +73,11 @@ def query_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
 def token_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
     """Return the variant for the keys' and values' derivative.
 
-    A tile of tokens lies in one block, or is one and slots that are not there. Its rows
+    A tile of tokens lies in one block; of the last one slots may not be there. Its rows
     are taken by number, not by heads and tokens.
     """
     tile = tuning.tokens
-    tokens = min(max(call.pools.block_size, _MIN_ROWS), tile.tokens)
+    tokens = min(max(_pad(call.pools.block_size), _MIN_ROWS), tile.tokens)
     tile = dataclasses.replace(tile, tokens=tokens)
     return _make_variant(call, tile, tile.rows, 1, False, interpret)
 
@@ -104,9 +104,9 @@ def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> in
     return num_kv_heads * -(-heads_per_kv // row_heads)
 
 
-def _pad(heads_per_kv: int) -> int:
-    """Return G, rounded up to a power of two."""
-    return 1 << (heads_per_kv - 1).bit_length()
+def _pad(number: int) -> int:
+    """Return a number, rounded up to a power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 def _make_variant(

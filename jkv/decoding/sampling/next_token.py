@@ -42,7 +42,7 @@ def choose_next(
     sequences: jax.Array,
     seen: jax.Array | None,
     choice: Choice,
-) -> tuple[Generation, jax.Array]:
+) -> tuple[Generation, jax.Array, jax.Array]:
     """Choose a token for sequences, and see whether they end.
 
     Args:
@@ -53,7 +53,9 @@ def choose_next(
       choice: of N sequences.
 
     Returns:
-      What there is then, and i32[K], the tokens.
+      What there is then, i32[K], the tokens, and f32[K, V], the logits that they were
+      chosen from: a loop that keeps memory for logits keeps these, so that what steers
+      them writes where they are.
     """
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
@@ -69,7 +71,8 @@ def choose_next(
     new = _New(sequences, positions, tokens, logprobs, steered)
     written = new.put(result.tokens)
     reasons = _judge(progress, new, written)
-    return _put(result, new, written, reasons, new.find_served(num_sequences)), tokens
+    result = _put(result, new, written, reasons, new.find_served(num_sequences))
+    return result, tokens, logits
 
 
 def take_several(

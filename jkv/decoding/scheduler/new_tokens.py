@@ -23,7 +23,7 @@ def choose_tokens(
     logits: jax.Array,
     is_ready: jax.Array,
     choice: Choice,
-) -> GenerationState:
+) -> tuple[GenerationState, jax.Array]:
     """Choose the next token of each text that is in the cache whole.
 
     Args:
@@ -32,16 +32,21 @@ def choose_tokens(
       logits: f32[W, V], after the last token of each place's text.
       is_ready: bool[W], whether they are.
       choice: of N sequences.
+
+    Returns:
+      The state, and f32[W, V] as those of `choose_next`.
     """
     places, result = state.places, state.result
     counts = result.lengths[places.sequences]
     sequences = jnp.where(is_ready, places.sequences, result.lengths.shape[0])
-    state, tokens = _choose(state, bounds, logits, sequences, state.seen, choice)
+    state, tokens, steered = _choose(
+        state, bounds, logits, sequences, state.seen, choice
+    )
     if state.num_samples > 1:
         state = _choose_for_samples(
             state, bounds, logits, is_ready & (counts == 0), choice
         )
-    return _note_seen(state, is_ready, tokens)
+    return _note_seen(state, is_ready, tokens), steered
 
 
 def take_tokens(
@@ -107,7 +112,7 @@ def _choose_for_samples(
         def spread(row: jax.Array) -> jax.Array:
             return jnp.broadcast_to(row[None], (num_samples, row.shape[0]))
 
-        state, _ = _choose(
+        state, *_ = _choose(
             state,
             bounds,
             spread(logits[place]),
@@ -128,11 +133,11 @@ def _choose(
     sequences: jax.Array,
     seen: jax.Array,
     choice: Choice,
-) -> tuple[GenerationState, jax.Array]:
+) -> tuple[GenerationState, jax.Array, jax.Array]:
     """Choose a token for sequences of a generation, as `choose_next`."""
     progress = _find_progress(state, bounds)
-    result, tokens = choose_next(progress, logits, sequences, seen, choice)
-    return dataclasses.replace(state, result=result), tokens
+    result, tokens, steered = choose_next(progress, logits, sequences, seen, choice)
+    return dataclasses.replace(state, result=result), tokens, steered
 
 
 def _find_progress(state: GenerationState, bounds: Bounds) -> Progress:

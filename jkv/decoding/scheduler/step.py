@@ -69,7 +69,7 @@ def run_step(
       logits: f32[W, V], the last step's, whose memory is used again.
 
     Returns:
-      The cache, the state, and the new logits, f32[W, V].
+      The cache, the state, and logits f32[W, V], whose memory the next step takes.
     """
     cache, state, logits = advance(runner, cache, state, choice, logits)
     cache, state = schedule(cache, state)
@@ -99,14 +99,14 @@ def advance(
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
-    state = choose_tokens(
+    state, logits = choose_tokens(
         state,
         state.bounds(cache),
         computed.logits,
         (computed.num_rows > 0) & is_whole,
         choice,
     )
-    return cache, state, computed.logits
+    return cache, state, logits
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:

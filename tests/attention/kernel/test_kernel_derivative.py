@@ -128,8 +128,10 @@ def call_or_skip(gradient, *arguments):
 EVERYTHING = {"window": 6, "soft_cap": 2.0, "has_sinks": True}
 CASES = {
     "blocks smaller than a tile, everything": case(options=EVERYTHING),
-    "latent, blocks of two tiles": case(
-        kv_heads=1, group=5, block_size=64, is_latent=True, options={"soft_cap": 2.0}
+    "latent, dims in eights, blocks of one tile and a half": case(
+        **{"kv_heads": 1, "group": 5, "head_dim": 56, "value_dim": 40},
+        **{"block_size": 48, "is_latent": True},
+        options={"soft_cap": 2.0},
     ),
     "blocks of 16, more heads than a tile": case(
         kv_heads=1, group=40, block_size=16, head_dim=16, value_dim=16
@@ -139,7 +141,10 @@ CASES = {
         options={"window": 3},
     ),
     "bfloat16 queries": case(queries="bfloat16", head_dim=64, value_dim=16),
-    "a part of each block": case(options={"block_part": (np.int32(1), 2), "window": 9}),
+    "a part of each block of 6, dims in eights": case(
+        **{"head_dim": 40, "value_dim": 24, "block_size": 3},
+        options={"block_part": (np.int32(1), 2), "window": 9},
+    ),
 }
 # One is compared with the specification, too, differentiated by JAX.
 REFERRED, SECOND, *FURTHER = CASES

@@ -1,0 +1,57 @@
+"""Sections of head dims: every tile is a power of two, and none is narrower than 16.
+
+Where less is left, the last section takes columns of the one before it again.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# The hardware multiplies no tile narrower than this.
+MIN_SIZE = 16
+
+
+class Section(NamedTuple):
+    """Consecutive columns of a head dim."""
+
+    start: int
+    size: int  # a power of two
+    num_repeated: int = 0  # the first of them, which the section before has, too
+
+    @property
+    def columns(self) -> jax.Array:
+        """Return them as indices, i32[1, size]."""
+        return (self.start + jnp.arange(self.size, dtype=jnp.int32))[None, :]
+
+    def over(self, mask: jax.Array) -> jax.Array:
+        """Repeat a mask over the columns that are its own, bool[..., size]."""
+        whole = jnp.broadcast_to(mask[:, None], (*mask.shape, self.size))
+        if not self.num_repeated:
+            return whole
+        index = jnp.arange(self.size, dtype=jnp.int32)
+        return whole & (index >= self.num_repeated)[None, :]
+
+
+def cut(head_dim: int, start: int = 0) -> list[Section]:
+    """Cut a head dim into powers of two.
+
+    96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
+    queries, so that no score has them twice, and not stored twice. 120 is 64 and the
+    last 64.
+    """
+    end, whole = start + head_dim, fill_head_dim(head_dim)
+    sizes = [size for size in (512, 256, 128, 64, 32, 16) if whole & size]
+    if end < sizes[-1]:  # one section, with more columns than there are
+        sizes = [whole // 2, whole // 2]
+    sections = []
+    for size in sizes:
+        num_repeated = max(0, start + size - end)
+        sections.append(Section(start - num_repeated, size, num_repeated))
+        start += size
+    return sections
+
+
+def fill_head_dim(head_dim: int) -> int:
+    """Return the columns that are multiplied, a multiple of the narrowest tile."""
+    return -(-head_dim // MIN_SIZE) * MIN_SIZE
