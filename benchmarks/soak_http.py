@@ -47,6 +47,10 @@ import harness
 import openai
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.replicas import find_replicas  # noqa: E402 (the path is set above)
+
 EXAMPLES = ROOT / "examples"
 RESULTS = ROOT / "benchmarks" / "results" / "soak_http.json"
 SIZES = "--context 256 --max-running 16 --max-new-tokens 48 --max-waiting 96"
@@ -186,18 +190,6 @@ class Server:
         if time.monotonic() - began > MOST_SECONDS:
             raise TimeoutError(f"the server did not {what} in {MOST_SECONDS} s")
         time.sleep(1)
-
-
-def find_replicas():
-    """Return the process ids of Ray's replicas on this machine."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(b"ray::ServeReplica:jkv:Replica"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has ended
-    return found
 
 
 class Crowd:

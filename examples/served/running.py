@@ -44,7 +44,7 @@ def run(served: Served, options: argparse.Namespace) -> None:
         server.run([socket.socket(fileno=options.listener)])
     if served.engine.has_failed:
         # At once: what ends a process of several would wait for the others.
-        end_now(FAILED, "error: the engine cannot go on")
+        end_now(FAILED, "error: the engine cannot go on; above is why")
 
 
 def listen(host: str, port: int) -> socket.socket:

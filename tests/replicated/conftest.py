@@ -4,13 +4,13 @@ import argparse
 import asyncio
 import json
 import os
-import pathlib
 import shutil
 import signal
 import time
 
 import pytest
 from support.paths import EXAMPLES
+from support.replicas import find_replicas
 
 SIZES = "--context 512 --max-running 4 --max-new-tokens 480 --rows 16 --scan-layers"
 PORT = 8765
@@ -122,20 +122,8 @@ def ask(url):
 
 @pytest.fixture
 def find_processes():
-    """Return the process ids of the replicas."""
-
-    def find():
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                command = path.read_bytes()
-            except OSError:
-                continue
-            if command.startswith(b"ray::ServeReplica:jkv:Replica"):
-                found.append(int(path.parent.name))
-        return found
-
-    return find
+    """Return what returns the process ids of the replicas."""
+    return find_replicas
 
 
 @pytest.fixture
