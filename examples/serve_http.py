@@ -10,7 +10,6 @@ of the folder anew (`served/renewing.py`).
 """
 
 import argparse
-import os
 
 from generating.ending import answering_errors, ending_in_one_line
 
@@ -20,20 +19,15 @@ def main():
     from served import loading, processes, renewing, running
 
     loading.add_options(parser)
+    running.add_options(parser)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
-    add("--port", type=int, default=8000, help="%(default)s")
     add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
     said = "of the fields user, such as alice=2; 1 for the others"
     add("--shares", nargs="+", type=loading.read_share, default=[], help=said)
     add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
     add("--rules", type=int, default=0, help="requests with biases, bans; %(default)s")
     add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
-    kept = os.environ.get("JKV_API_KEY")
-    said = "that clients need; JKV_API_KEY, which `ps` does not show"
-    add("--api-key", default=kept, help=said)
     add("--checks", action="store_true", help="of the cache after each window; slow")
-    add("--listener", type=int, help=argparse.SUPPRESS)  # given by the launcher
     options = parser.parse_args()
     if options.api_key == "":
         parser.error("the API key is empty")

@@ -171,7 +171,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (BIT_GRADIENTS,),
         ),
         Row(
-            "the kernel by name: head dims off 16 or above 576, blocks above 256",
+            "the kernel by name: head dims off 8, off 16 above 240, or above 576",
             "all",
             ("-", "refused", "refused", "refused"),
             ("test_pallas.py::test_refusals_say_why",),

@@ -1,6 +1,7 @@
 """A server runs until it is asked to end, or until its engine cannot go on."""
 
 import argparse
+import os
 import socket
 
 import uvicorn
@@ -25,6 +26,17 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether it is over; asked ten times a second."""
         return await super().on_tick(counter) or self._engine.has_failed
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add where a server listens, and the key that clients need."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
+    add("--port", type=int, default=8000, help="%(default)s")
+    kept = os.environ.get("JKV_API_KEY")
+    said = "that clients need; JKV_API_KEY, which `ps` does not show"
+    add("--api-key", default=kept, help=said)
+    add("--listener", type=int, help=argparse.SUPPRESS)  # given by the launcher
 
 
 def run(served: Served, options: argparse.Namespace) -> None:

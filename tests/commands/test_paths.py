@@ -45,7 +45,8 @@ def find_names(queries, pools, platform, *, by_position, has_gradient):
         ("gfx1201", dict(head_dim=128, dtype="float32"), False, False),
         ("gfx1100", dict(head_dim=64, dtype="float16"), True, True),
         ("gfx1100", dict(head_dim=112, dtype="float16"), True, False),
-        ("sm_90", dict(head_dim=64, dtype="float16", block_size=24), False, False),
+        ("sm_90", dict(head_dim=72, dtype="float16", block_size=24), True, True),
+        ("sm_90", dict(head_dim=20, dtype="float16"), False, False),
         ("sm_100", dict(head_dim=64, dtype="float32"), False, True),
     ],
 )
@@ -110,10 +111,10 @@ def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
     assert "layers with a state: no kernel, XLA folds them" in text
     text = said(
         capsys,
-        *("--model", "num_kv_heads=8,head_dim=128", "--block-size", "24"),
+        *("--model", "num_kv_heads=8,head_dim=20", "--block-size", "24"),
         *("--card", "sm_90"),
     )
-    assert text.count("because the block size must be a power of two") == 2
+    assert text.count("because the key head dim must be a multiple of 8") == 2
 
 
 def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
