@@ -8,9 +8,10 @@ pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
 whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
 of 32 layers, its writes and its bookkeeping alone, rows stored by the kernel and by
-scatters; the derivative (`gpu_gradients.py`; alone
-with `--gradients`). The floor is reading keys and values
-once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
+scatters; the derivative (`gpu_gradients.py`; alone with `--gradients`); with
+`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is
+reading keys and values once: fractions are of the bandwidth that a copy of 2 GiB
+reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
 keeps partial results in the queries' dtype; it is timed with blocks of 32, 64, 128 and
@@ -60,6 +61,7 @@ from gpu_calls import (  # noqa: E402
 )
 from gpu_gradients import measure_gradients  # noqa: E402
 from gpu_parts import list_parts, run_parts  # noqa: E402
+from gpu_prompts import measure_prompts  # noqa: E402
 from harness import Case  # noqa: E402
 
 import jkv  # noqa: E402
@@ -315,6 +317,12 @@ def _show_gradients(rows: list[dict[str, Any]]) -> str:
     return harness.table(rows, columns | {"ratio": "time by jkv", "refused": "refused"})
 
 
+def _show_prompts(rows: list[dict[str, Any]]) -> str:
+    columns = {k: k for k in ("step", "who", "median", "p10", "p90", "TFLOP/s")}
+    columns |= {"by jkv": "time by jkv", "by torch": "time by torch"}
+    return harness.table(rows, columns | {"refused": "refused"})
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -323,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--gradients", action="store_true", help="nothing else")
+    parser.add_argument("--prompts", action="store_true", help="nothing else")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.all:
@@ -333,6 +342,9 @@ def main() -> None:
     print(harness.header("Attention on a GPU", where), flush=True)
     if options.gradients:
         print(_show_gradients(measure_gradients(quick, options.rounds)))
+        return
+    if options.prompts:
+        print(_show_prompts(measure_prompts(quick, options.rounds)))
         return
     statistics = jax.devices()[0].memory_stats() or {}
     workloads = find_workloads(statistics.get("bytes_limit", 2**31), quick)

@@ -44,6 +44,7 @@ def list_parts() -> list[Part]:
         ),
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
+        Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:
