@@ -7,9 +7,11 @@ Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far 
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
 whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
-of 32 layers with and without its bookkeeping; the derivative (`gpu_gradients.py`; alone
-with `--gradients`). The floor is reading keys and values
-once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
+of 32 layers, its writes and its bookkeeping alone, rows stored by the kernel and by
+scatters; the derivative (`gpu_gradients.py`; alone with `--gradients`); with
+`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is
+reading keys and values once: fractions are of the bandwidth that a copy of 2 GiB
+reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
 keeps partial results in the queries' dtype; it is timed with blocks of 32, 64, 128 and
@@ -29,6 +31,7 @@ import os
 import pathlib
 import sys
 import time
+import unittest.mock
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,9 +61,11 @@ from gpu_calls import (  # noqa: E402
 )
 from gpu_gradients import measure_gradients  # noqa: E402
 from gpu_parts import list_parts, run_parts  # noqa: E402
+from gpu_prompts import measure_prompts  # noqa: E402
 from harness import Case  # noqa: E402
 
 import jkv  # noqa: E402
+from jkv.verbs.writing import WRITE_SWITCH  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
 NUM_LAYERS = 32
@@ -212,7 +217,7 @@ def measure(
 
 
 def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a decode step of all layers, and its bookkeeping alone."""
+    """Return a decode step of all layers, its writes and its bookkeeping alone."""
     config = jkv.CacheConfig.for_context_length(
         context + 64,
         max_sequences=batch,
@@ -228,23 +233,39 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         cache, batch = jkv.append(cache, seq_ids)
         return jkv.commit(cache, batch), batch
 
-    def step(cache: jkv.Cache) -> tuple[jkv.Cache, jax.Array]:
+    def step(cache: jkv.Cache, attends: bool = True) -> tuple[jkv.Cache, jax.Array]:
         cache, batch = jkv.append(cache, seq_ids)
         hidden = jnp.ones((len(seq_ids), NUM_HEADS, HEAD_DIM), jnp.bfloat16)
 
-        def layer(carry: Any, number: jax.Array) -> Any:
+        def layer(
+            number: jax.Array, carry: tuple[jkv.Cache, jax.Array]
+        ) -> tuple[jkv.Cache, jax.Array]:
             cache, hidden = carry
             rows = hidden[:, :NUM_KV_HEADS]
             cache = jkv.write(cache, number, batch, rows, rows)
-            return (cache, jkv.attend(cache, number, batch, hidden)), None
+            if attends:
+                hidden = jkv.attend(cache, number, batch, hidden)
+            return cache, hidden
 
-        layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
-        (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), layers)
+        cache, hidden = jax.lax.fori_loop(0, NUM_LAYERS, layer, (cache, hidden))
         return jkv.commit(cache, batch), hidden
+
+    def by_scatters(cache: jkv.Cache, attends: bool) -> tuple[jkv.Cache, jax.Array]:
+        # The switch is read while this is traced.
+        with unittest.mock.patch.dict(os.environ, {WRITE_SWITCH: "0"}):
+            return step(cache, attends)
 
     held: list[Any] = []
     cases = []
-    for name, function in (("step", step), ("bookkeeping", bookkeeping)):
+    # The writes of all layers alone, and by the kernel where there is one.
+    functions: dict[str, Any] = {
+        "step": step,
+        "step, rows by scatters": functools.partial(by_scatters, attends=True),
+        "writes": functools.partial(step, attends=False),
+        "writes by scatters": functools.partial(by_scatters, attends=False),
+        "bookkeeping": bookkeeping,
+    }
+    for name, function in functions.items():
         jitted = jax.jit(function, donate_argnums=0)
 
         def run(_: None, jitted: Any = jitted) -> None:
@@ -265,14 +286,13 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
     )
     held.append(grow(cache, seq_ids, context)[0])
     samples = harness.interleave(cases, rounds=rounds, warmup=1)
-    share = samples["bookkeeping"].ratio_to(samples["step"])
     label = {"batch": batch, "context": context, "layers": NUM_LAYERS}
     return [
         {
             **label,
             "what": name,
             **taken.row(),
-            "share": share if name != "step" else 1.0,
+            "share": 1.0 if name == "step" else taken.ratio_to(samples["step"]),
         }
         for name, taken in samples.items()
     ]
@@ -297,6 +317,12 @@ def _show_gradients(rows: list[dict[str, Any]]) -> str:
     return harness.table(rows, columns | {"ratio": "time by jkv", "refused": "refused"})
 
 
+def _show_prompts(rows: list[dict[str, Any]]) -> str:
+    columns = {k: k for k in ("step", "who", "median", "p10", "p90", "TFLOP/s")}
+    columns |= {"by jkv": "time by jkv", "by torch": "time by torch"}
+    return harness.table(rows, columns | {"refused": "refused"})
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -305,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--gradients", action="store_true", help="nothing else")
+    parser.add_argument("--prompts", action="store_true", help="nothing else")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.all:
@@ -315,6 +342,9 @@ def main() -> None:
     print(harness.header("Attention on a GPU", where), flush=True)
     if options.gradients:
         print(_show_gradients(measure_gradients(quick, options.rounds)))
+        return
+    if options.prompts:
+        print(_show_prompts(measure_prompts(quick, options.rounds)))
         return
     statistics = jax.devices()[0].memory_stats() or {}
     workloads = find_workloads(statistics.get("bytes_limit", 2**31), quick)

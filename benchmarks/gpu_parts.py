@@ -21,6 +21,7 @@ KERNEL_TESTS = (
     "test_pallas.py",
     "test_kernel_derivative.py",
     "test_kernel_by_position.py",
+    "test_kernel_slots.py",
 )
 
 
@@ -43,6 +44,7 @@ def list_parts() -> list[Part]:
         ),
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
+        Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:

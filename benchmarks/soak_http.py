@@ -258,7 +258,7 @@ class Crowd:
             if self._is_ray and is_rest and is_begun:
                 self.seen["cut by a death"] += 1
                 return True
-            self._note(f"{kind}: {error!r} from {error.__cause__!r}")
+            self._note(f"{kind}: {describe(error)}")
         return True
 
     @property
@@ -337,7 +337,16 @@ class Crowd:
 
     def _note(self, mistake):
         self.mistakes.append(mistake)
-        harness.progress(mistake)
+        harness.progress(f"{time.strftime('%H:%M:%S')} {mistake}")
+
+
+def describe(error):
+    """Return an error and what it came from, down to the first cause."""
+    chain = []
+    while error is not None:
+        chain.append(repr(error))
+        error = error.__cause__ or error.__context__
+    return " from ".join(chain)
 
 
 async def disturb(server, crowd, minutes):

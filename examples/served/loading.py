@@ -3,7 +3,7 @@
 import argparse
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pretrained
 from tokenizers import Tokenizer
@@ -103,6 +103,23 @@ def read_share(text: str) -> tuple[str, float]:
     return name, share
 
 
+def read_model(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Read the model that the command line names.
+
+    Returns:
+        The model, its weights, and the mesh on which they lie, None without one.
+
+    Raises:
+        OSError: when a file cannot be read.
+        ValueError: when it is no checkpoint.
+    """
+    mesh = processes.find_mesh(options)
+    model, params = pretrained.load(
+        options.model, mesh=mesh, scan_layers=options.scan_layers
+    )
+    return model, params, mesh
+
+
 def load(
     options: argparse.Namespace,
     *,
@@ -126,10 +143,7 @@ def load(
         OSError: when a file cannot be read.
         ValueError: when a size cannot be.
     """
-    mesh = processes.find_mesh(options)
-    model, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
-    )
+    model, params, mesh = read_model(options)
     tokenizer = pretrained.load_tokenizer(options.model)
     context = min(options.context, model.config.max_context_length)
     config = model.cache_config(

@@ -6,12 +6,9 @@ import sys
 import threading
 from typing import Any
 
-import pretrained
-
 from jkv.serving import EngineError
 
-from . import processes
-from .loading import Served
+from .loading import Served, read_model
 
 
 def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
@@ -45,8 +42,4 @@ def read_weights(options: argparse.Namespace) -> Any:
         OSError: when a file cannot be read.
         ValueError: when it is no checkpoint.
     """
-    mesh = processes.find_mesh(options)
-    _, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
-    )
-    return params
+    return read_model(options)[1]

@@ -10,8 +10,8 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jkv.attention import choice
 from jkv.attention.call import Call, Requests, empty_results, make_requests
-from jkv.attention.choice import choose
 from jkv.attention.elements import Integer
 from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.pools import make_pools
@@ -190,7 +190,9 @@ def paged_attention(
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
-        "reference" force one.
+        "reference" force one. "cudnn", on CUDA alone, is the kernel with cuDNN for a
+        prompt without a past that has most rows of a step of 4,096 or more; nothing
+        that is differentiated goes there.
 
     Returns:
       [R, H, Dv] in the queries' dtype, f32 with `block_part`. With `return_lse` also
@@ -214,7 +216,9 @@ def paged_attention(
       ... )
       Array([[[6.]]], dtype=float32)
     """
-    attend = choose(implementation, by_position=by_position)
+    attend = choice.choose(
+        implementation, by_position=by_position, return_lse=return_lse
+    )
     pools = make_pools(
         key_pool,
         value_pool,
@@ -232,6 +236,10 @@ def paged_attention(
     require_options(window, soft_cap, max_query_length)
     part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
+    # Others compute with any scale: a new one shall not make a new program for them.
+    fixed_scale = None
+    if implementation in choice.CONTIGUOUS and isinstance(scale, int | float):
+        fixed_scale = float(scale)
     call = Call(
         queries=queries,
         pools=pools,
@@ -250,6 +258,7 @@ def paged_attention(
         num_parts=num_parts,
         soft_cap=soft_cap,
         max_query_length=max_query_length,
+        fixed_scale=fixed_scale,
     )
     is_empty = call.num_rows == 0 or call.num_requests == 0
     output, lse = empty_results(call) if is_empty else attend(call)

@@ -14,6 +14,9 @@ import jax
 from jax import lax
 
 from jkv.attention.call import Attend, Call
+from jkv.attention.contiguous.cudnn import attend_by_cudnn
+from jkv.attention.contiguous.cudnn import why_refused as why_not_by_cudnn
+from jkv.attention.contiguous.prompts import attend_prompts
 from jkv.attention.derivative import (
     Cotangents,
     Differentiate,
@@ -24,8 +27,10 @@ from jkv.attention.derivative import (
 )
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.platforms import (
+    Store,
     find_derivative,
     find_kernel,
+    find_store,
     interpret_derivative,
     interpret_kernel,
     why_differentiated_plainly,
@@ -35,13 +40,13 @@ from jkv.attention.kernel.platforms import (
 )
 from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
+from jkv.attention.slots import SlotWrite, scatter
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 Results = TypeVar("Results")
-
 
 # Platforms with kernels, as JAX names what it lowers for, and what finds the one for a
 # call, and for its derivative: None where the kernel does not take it.
@@ -55,16 +60,25 @@ _DERIVATIVES: dict[str, Callable[..., Differentiate | None]] = {
 }
 
 
-def choose(implementation: str | None, *, by_position: bool) -> Attend:
+def choose(
+    implementation: str | None, *, by_position: bool, return_lse: bool
+) -> Attend:
     """Return the implementation of that name; None is the one that always works.
 
     Raises:
       ValueError: for an unknown name, or one whose bits depend on more than positions.
+      NotImplementedError: for one that has no log-sum-exp to return.
     """
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(repr(name) for name in _IMPLEMENTATIONS if name)
         raise ValueError(
             f"implementation must be None or one of {names}, got {implementation!r}"
+        )
+    if return_lse and implementation in CONTIGUOUS:
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no float32 log-sum-exp of a "
+            f"prompt, which return_lse asks for, and so does a cache whose blocks are "
+            f"spread over devices: leave implementation out"
         )
     if not by_position:
         return _IMPLEMENTATIONS[implementation]
@@ -121,6 +135,23 @@ def differentiate_anywhere(call: Call, cotangents: Cotangents) -> Gradients:
     return _choose_platform(call, cotangents, default=default, **kernels)
 
 
+def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
+    """Return what stores rows on the platform of the card at hand, if a kernel does.
+
+    Args:
+      arrays: as `SlotWrite` has them; only shapes and dtypes matter.
+    """
+    found = {platform: find_store(arrays, platform) for platform in _KERNELS}
+    return {platform: store for platform, store in found.items() if store}
+
+
+def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
+    """Store rows by these kernels on their platforms, by scatters everywhere else."""
+    if not stores:
+        return scatter(write)
+    return _choose_platform(write, default=scatter, **stores)
+
+
 def attend_pallas(
     call: Call, *, by_position: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -129,8 +160,8 @@ def attend_pallas(
     Raises:
       NotImplementedError: for shapes it does not take, saying why.
     """
-    _raise_refusal(why_refused(call, tuple(_KERNELS)))
-    refuse = functools.partial(_refuse_platform, call.results)
+    _raise_refusal("pallas", why_refused(call, tuple(_KERNELS)))
+    refuse = functools.partial(_refuse_platform, _NO_TILE, call.results)
     kernels = _find(_KERNELS, call, by_position=by_position)
     interpret = functools.partial(interpret_kernel, by_position=by_position)
     return _choose_platform(call, cpu=interpret, default=refuse, **kernels)
@@ -142,19 +173,44 @@ def differentiate_pallas(call: Call, cotangents: Cotangents) -> Gradients:
     Raises:
       NotImplementedError: for shapes they do not take, saying why.
     """
-    _raise_refusal(why_not_derived(call, tuple(_DERIVATIVES)))
-    refuse = functools.partial(_refuse_platform, shape_gradients(call))
+    _raise_refusal("pallas", why_not_derived(call, tuple(_DERIVATIVES)))
+    refuse = functools.partial(_refuse_platform, _NO_TILE, shape_gradients(call))
     kernels = _find(_DERIVATIVES, call)
     interpret = interpret_derivative
     return _choose_platform(call, cotangents, cpu=interpret, default=refuse, **kernels)
 
 
-def _raise_refusal(reason: str | None) -> None:
+def attend_cudnn(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Use cuDNN for a long prompt without a past, the kernel for all other rows.
+
+    Raises:
+      NotImplementedError: for what cuDNN does not take, saying why.
+    """
+    _raise_refusal("cudnn", why_not_by_cudnn(call))
+    serve = functools.partial(
+        attend_prompts, attend=attend_anywhere, attend_contiguous=attend_by_cudnn
+    )
+    refuse = functools.partial(_refuse_platform, _NO_CUDA, call.results)
+    return _choose_platform(call, cuda=serve, default=refuse)
+
+
+def _raise_refusal(implementation: str, reason: str | None) -> None:
     if reason is not None:
         raise NotImplementedError(
-            f"implementation='pallas' does not apply: {reason}; leave implementation "
-            "out to have the plain path in such a case"
+            f"implementation={implementation!r} does not apply: {reason}; leave "
+            f"implementation out to have what applies in such a case"
         )
+
+
+# Why a program cannot be lowered for some platform.
+_NO_TILE = (
+    "implementation='pallas' has no tile for these shapes and dtypes on every card of "
+    "the platform that this program is lowered for"
+)
+_NO_CUDA = (
+    "implementation='cudnn' is for CUDA alone: leave implementation out of programs "
+    "for other platforms"
+)
 
 
 def _choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results:
@@ -188,20 +244,18 @@ def _find(
     return {platform: kernel for platform, kernel in found.items() if kernel}
 
 
-def _refuse_platform(shapes: Any, *given: Any) -> Any:
+def _refuse_platform(reason: str, shapes: Any, *given: Any) -> Any:
     """Raise NotImplementedError when a program comes to be lowered for this."""
     del given
     leaves, structure = jax.tree.flatten(shapes)
-    refused = backend.refuse(
-        "implementation='pallas' has no tile for these shapes and dtypes on every "
-        "card of the platform that this program is lowered for",
-        *leaves,
-    )
+    refused = backend.refuse(reason, *leaves)
     return jax.tree.unflatten(structure, refused)
 
 
-def _with_derivative(attend: Attend, differentiate: Differentiate) -> Attend:
-    implementation = Implementation(attend, differentiate)
+def _with_derivative(
+    attend: Attend, differentiate: Differentiate, attend_only: Attend | None = None
+) -> Attend:
+    implementation = Implementation(attend, differentiate, attend_only)
     return functools.partial(attend_differentiably, implementation)
 
 
@@ -211,7 +265,11 @@ _IMPLEMENTATIONS: dict[str | None, Attend] = {
     # Differentiable as it stands, so that it can judge the others' derivative.
     "reference": attend_reference,
     "pallas": _with_derivative(attend_pallas, differentiate_pallas),
+    "cudnn": _with_derivative(attend_anywhere, differentiate_anywhere, attend_cudnn),
 }
+# Those that take prompts side by side, with a scale that is compiled in, and give no
+# log-sum-exp.
+CONTIGUOUS = frozenset({"cudnn"})
 # Those whose bits depend on a row's position alone.
 _BY_POSITION: dict[str | None, Attend] = {
     None: _with_derivative(

@@ -45,12 +45,14 @@ class Implementation(NamedTuple):
 
     attend: Attend
     differentiate: Differentiate
+    # Where nothing is differentiated, what goes another way and has no log-sum-exp.
+    attend_only: Attend | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(implementation: Implementation, call: Call) -> tuple[jax.Array, jax.Array]:
     """Call an implementation, which need not be differentiable itself."""
-    return implementation.attend(call)
+    return (implementation.attend_only or implementation.attend)(call)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -30,12 +30,14 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import (
     check_derivative,
     check_implementation,
+    check_prompts,
     note_missing_kernel,
 )
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
+from jkv.commands.stores import check_stores
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,6 +94,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("known combinations", 0, check_combinations),
         Step("bookkeeping on the device", 8, check_cycles),
         Step("memory of a donated write", 4, check_in_place),
+        Step("rows stored by the kernel", 2, check_stores),
         Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(
@@ -108,6 +111,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         for name in correctness.IMPLEMENTATIONS:
             check = functools.partial(check_derivative, implementation=name)
             steps.append(Step(f"derivative: {name}", 40, check))
+        steps.append(Step("prompts by cuDNN", 2, check_prompts))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     if is_quick:
         steps.append(Step("bandwidth", 0, skip_bandwidth))

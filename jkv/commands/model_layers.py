@@ -12,7 +12,7 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import LayerSizes, fit_context_length
 from jkv.config.layer_states import Kept
 from jkv.config.layout import lay_out_storage
-from jkv.config.sizing import fit_memory
+from jkv.config.sizing import find_most, fit_memory
 
 
 class StateBytes(NamedTuple):
@@ -100,11 +100,8 @@ class Layers:
 
     def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
         """Return what holds the most sequences of a length; None if none fits."""
-        # Bytes are linear in the number of sequences: two points give the line.
-        one, two = (self.weigh(self.fit(length, count)) for count in (1, 2))
-        if one > budget:
-            return None
-        return self.fit(length, 1 + (budget - one) // (two - one))
+        most = find_most(lambda count: self.weigh(self.fit(length, count)), budget)
+        return self.fit(length, most) if most else None
 
     def count_bytes(self, length: int) -> int:
         """Return the bytes of what is kept of one sequence of a length."""

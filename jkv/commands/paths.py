@@ -17,10 +17,10 @@ from jkv.attention.choice import PlainReasons, explain_choice
 from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_target
-from jkv.attention.pools import Pools
 from jkv.config.cache_config import CacheConfig
 from jkv.config.dtypes import needs_scales
 from jkv.config.huggingface import read_sizes
+from jkv.verbs.attention_plan import pools_of
 from jkv.verbs.initialization import init
 
 # Fields of `CacheConfig` that the choice depends on.
@@ -170,15 +170,7 @@ def ask(
         **layers.heads,
     )
     (storage,) = jax.eval_shape(functools.partial(init, config)).storage
-    pools = Pools(
-        keys=storage.key_pool,
-        values=storage.value_pool,
-        key_scales=storage.key_scales,
-        value_scales=storage.value_scales,
-        value_dim=storage.value_head_dim,
-        kv_dtype=storage.dtype,
-    )
-    return explain_choice(queries, pools, platform, target)
+    return explain_choice(queries, pools_of(storage), platform, target)
 
 
 def describe(layers: Layers, block_size: int) -> str:

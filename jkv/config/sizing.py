@@ -84,17 +84,19 @@ def fit_memory(
       **sizes: the fields, but for `num_blocks`.
     """
     check_names("for_memory", make, sizes, "budget_bytes")
-    # Bytes are linear in the number of blocks: two points give the line.
     limit = parse_bytes(budget_bytes)
-    one = weigh(make(num_blocks=1, **sizes))
-    each = weigh(make(num_blocks=2, **sizes)) - one
-    if one > limit:
+
+    def count_bytes(num_blocks: int) -> int:
+        return weigh(make(num_blocks=num_blocks, **sizes))
+
+    most = find_most(count_bytes, limit)
+    if not most:
         raise ValueError(
-            f"a cache with a single block takes {one} bytes, the budget is "
+            f"a cache with a single block takes {count_bytes(1)} bytes, the budget is "
             f"{limit}; raise the budget, or lower max_sequences, "
             f"max_context_length or block_size"
         )
-    return make(num_blocks=1 + (limit - one) // each, **sizes)
+    return make(num_blocks=most, **sizes)
 
 
 def fit_context_length(
@@ -137,15 +139,30 @@ def fit_either(
     if budget_bytes is None:
         assert max_sequences is not None
         return fit_sequences(max_sequences)
-    # Bytes are linear in the number of sequences, too: two points give the line.
     limit = parse_bytes(budget_bytes)
-    one, two = (fit_sequences(count).bytes for count in (1, 2))
-    if one > limit:
+
+    def count_bytes(num_sequences: int) -> int:
+        return fit_sequences(num_sequences).bytes
+
+    most = find_most(count_bytes, limit)
+    if not most:
         raise ValueError(
-            f"one sequence of {max_context_length} tokens takes {one} bytes, the "
-            f"budget is {limit}; raise the budget, or lower max_context_length"
+            f"one sequence of {max_context_length} tokens takes {count_bytes(1)} "
+            f"bytes, the budget is {limit}; raise the budget, or lower "
+            f"max_context_length"
         )
-    return fit_sequences(1 + (limit - one) // (two - one))
+    return fit_sequences(most)
+
+
+def find_most(count_bytes: Callable[[int], int], limit: int) -> int:
+    """Return the largest number whose bytes are within a limit; 0 if one takes more.
+
+    Args:
+      count_bytes: of a number of blocks or sequences, in which bytes are linear.
+      limit: in bytes.
+    """
+    one, two = count_bytes(1), count_bytes(2)  # two points give the line
+    return 0 if one > limit else 1 + (limit - one) // (two - one)
 
 
 def fit_preset(make: Callable[..., Config], preset: Preset, **sizes: Any) -> Config:

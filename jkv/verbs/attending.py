@@ -107,6 +107,7 @@ def attend(
       sinks: f32[H], a logit per head that takes part in the softmax with no value.
       return_lse: also return the log of the sum of exponentials, f32[R, H].
       implementation: `None` picks; a name forces one and fails if it does not apply.
+        "cudnn" has cuDNN take long prompts without a past on a CUDA card.
 
     Returns:
       [R, H, Dv] in the queries' dtype; rows that no request owns are zero.

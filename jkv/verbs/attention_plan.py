@@ -26,16 +26,8 @@ def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> objec
     """Return what attention to one group's layers shares."""
     sharding = storage.sharding
     num_parts = 1 if sharding is None else sharding.num_parts
-    pools = Pools(
-        keys=storage.key_pool,
-        values=storage.value_pool,
-        key_scales=storage.key_scales,
-        value_scales=storage.value_scales,
-        value_dim=storage.value_head_dim,
-        kv_dtype=storage.dtype,
-    )
     return plan_work(
-        pools,
+        pools_of(storage),
         requests_of(group, batch),
         num_rows=batch.num_rows,
         is_decoding=batch.is_decoding,
@@ -46,6 +38,18 @@ def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> objec
             num_parts=num_parts,
             window=group.window.length,
         ),
+    )
+
+
+def pools_of(storage: BlockStorage) -> Pools:
+    """Return the pools of one group's layers as attention takes them."""
+    return Pools(
+        keys=storage.key_pool,
+        values=storage.value_pool,
+        key_scales=storage.key_scales,
+        value_scales=storage.value_scales,
+        value_dim=storage.value_head_dim,
+        kv_dtype=storage.dtype,
     )
 
 

@@ -1,5 +1,7 @@
 """python -m jkv.doctor: a report of what was found, and an exit status."""
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -10,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
+from jkv.attention import choice
+from jkv.attention.kernel.slots import store_rows
 from jkv.commands import (
     bandwidth,
     bookkeeping,
@@ -17,6 +21,7 @@ from jkv.commands import (
     collectives,
     correctness,
     diagnosis,
+    stores,
 )
 from jkv.commands.cases import CASES
 from jkv.commands.claims import CLAIMS
@@ -55,7 +60,7 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert {"xla, float32: 2 cases", "gradient of xla: 1 cases"} <= {*what}
     assert any(name.startswith("decode, 8 contexts") for name in what)
     unchecked = [each["what"] for each in findings(path, "not checked")]
-    assert {"the compiled kernel", "collectives"} <= {*unchecked}
+    assert {"the compiled kernel", "collectives", "prompts by cuDNN"} <= {*unchecked}
     # What a card would be asked.
     assert {claim.what for claim in CLAIMS} <= {*unchecked}
     facts = json.loads(path.read_text())["facts"]
@@ -63,9 +68,9 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert facts["versions"]["jkv"] == jkv.__version__
     said = capsys.readouterr().out
     assert "nothing failed" in said
-    titles = re.findall(r"^(\w.*) \((\d+) of 10.*\)$", said, re.MULTILINE)
-    assert [int(number) for _, number in titles] == [*range(1, 11)]
-    assert re.search(r"^bandwidth \(9 of 10, about \d+ (s|min) left\)$", said, re.M)
+    titles = re.findall(r"^(\w.*) \((\d+) of 12.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [*range(1, 13)]
+    assert re.search(r"^bandwidth \(11 of 12, about \d+ (s|min) left\)$", said, re.M)
 
 
 @pytest.mark.one_end
@@ -128,7 +133,7 @@ def test_claims_follow_from_what_was_found_on_the_card(monkeypatch):
     found = [(each["verdict"], each["detail"]) for each in report.findings[count:]]
     assert [verdict for verdict, _ in found] == [
         *("ok", "FAILED", "not checked", "ok"),
-        *("not checked", "not checked"),
+        *("not checked", "not checked", "not checked"),
     ]
     assert found[0][1] == "on this card" and "but for 1 of it" in found[3][1]
 
@@ -151,6 +156,24 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     assert "lost" in findings(path, "FAILED")[0]["detail"]
 
 
+@pytest.mark.one_end
+def test_what_the_store_gets_wrong_is_reported():
+    """With what differs, and how to do without the kernel."""
+    case = stores.Case("bytes", (16, 16), block_size=2, has_scales=True)
+    kernel = functools.partial(store_rows, interpret=True)
+
+    def wrong(write):
+        return kernel(write) | {"value_scales": write.arrays["value_scales"]}
+
+    for store, verdict in ((kernel, "ok"), (wrong, "FAILED")):
+        report = Report()
+        stores.check_stores(report, store=store, cases=(case,))
+        (finding,) = report.findings
+        assert finding["verdict"] == verdict
+    assert finding["detail"].startswith("value_scales differ")
+    assert "JKV_WRITE_KERNEL=0" in finding["detail"]
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -170,6 +193,30 @@ def test_known_bad_combinations(changes, words):
     assert not list(list_known_faults(facts))
     (warning,) = list_known_faults(facts | changes)
     assert words in warning
+
+
+@pytest.mark.one_end
+def test_prompts_by_cudnn_are_compared_where_it_is(monkeypatch):
+    """With what is right in its place, and what is wrong."""
+    case = dataclasses.replace(
+        correctness.PROMPTS[0], query_lengths=(5,), context_lengths=(5,), head_dim=16
+    )
+    monkeypatch.setattr(correctness, "PROMPTS", (case,))
+    implementations = choice._IMPLEMENTATIONS
+    reference = implementations["reference"]
+    for attend, verdict in ((reference, "ok"), (negate(reference), "FAILED")):
+        monkeypatch.setitem(implementations, "cudnn", attend)
+        report = Report()
+        correctness.check_prompts(report)
+        assert [each["verdict"] for each in report.findings] == [verdict]
+
+
+def negate(attend):
+    def attend_wrongly(call):
+        output, lse = attend(call)
+        return -output, lse
+
+    return attend_wrongly
 
 
 @pytest.mark.one_end

@@ -186,6 +186,14 @@ def test_an_idle_client_saves_nothing_up():
     assert serve(waiting, asked, dict(a=10, b=10, c=10), 4) == dict(a=0, b=30, c=10)
 
 
+def test_of_equals_the_one_goes_next_whose_first_came_first():
+    waiting, asked = Waiting({}), {}
+    for client in ("a", "b", "a"):
+        flood(waiting, asked, client, 1)
+    waiting.end(0, "a", (0, 0))
+    assert [asked[waiting.pop()] for _ in range(2)] == ["b", "a"]
+
+
 def test_those_who_left_take_no_room():
     """Lines of many clients that come once each, and priorities likewise."""
     waiting, asked = Waiting({}), {}

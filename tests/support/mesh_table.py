@@ -104,10 +104,10 @@ def beam_search(cache, prompts, params):
     return cache, (result.tokens, result.scores)
 
 
-def generate(cache, prompts, params, **options):
+def generate(cache, prompts, params, *, model=attention_model, **options):
     """Continue both prompts at one time."""
     cache, result = jkv.generate(
-        attention_model,
+        model,
         params,
         cache,
         prompts,
@@ -117,8 +117,10 @@ def generate(cache, prompts, params, **options):
         **options,
     )
     found = [result.tokens, result.logprobs]
-    if options:
+    if "speculate" in options:
         found.append(result.statistics.accepted_tokens > 0)
+    if model is windowed_model:
+        found.append(result.statistics.cached_tokens)
     return cache, found
 
 
@@ -139,16 +141,7 @@ def look_up(cache, prompts, params):
 
 def generate_again(cache, prompts, params):
     """Behind a window that gives back; played twice, so that blocks are found."""
-    cache, result = jkv.generate(
-        windowed_model,
-        params,
-        cache,
-        prompts,
-        max_new_tokens=NEW_TOKENS,
-        max_running=2,
-        row_counts=(8,),
-    )
-    return cache, (result.tokens, result.logprobs, result.statistics.cached_tokens)
+    return generate(cache, prompts, params, model=windowed_model)
 
 
 def serve(cache, prompts, params):

@@ -67,7 +67,9 @@ class SharedLoop(Loop):
             draft_params = self._spread(speculate.params)
             speculate = dataclasses.replace(speculate, params=draft_params)
         super().__init__(model, params, cache, sizes, None, speculate, steering)
-        self._report: WindowReport | None = None  # of the newest window
+        # Of what was started last, arrays that are there when all is; None: unknown.
+        self._newest: Any = None
+        self._is_report_whole: bool | None = None  # on each process, as it is computed
         broadcast = self._broadcast = Broadcast(mesh)
         _check_alike(
             broadcast,
@@ -214,14 +216,25 @@ class SharedLoop(Loop):
         What a model divides, such as the vocabulary, may divide what follows from it.
         """
         report = super().start_window(changes, num_steps)
-        if report is not None:
-            report = self._report = jax.tree.map(replicate, report)
+        if report is None:
+            self._newest = self.num_free_blocks
+            return None
+        if self._is_report_whole is None:
+            leaves = jax.tree.leaves(report)
+            self._is_report_whole = all(leaf.is_fully_replicated for leaf in leaves)
+        # What one program returns is there at one time.
+        self._newest = report.counts
+        if not self._is_report_whole:
+            self._newest = report = jax.tree.map(replicate, report)
         return report
 
     def _settle(self) -> None:
         """Let no order cross what the mesh computes, where they share devices."""
-        if not self._broadcast.is_apart:
-            jax.block_until_ready((self.cache, self._generation, self._report))
+        newest, self._newest = self._newest, None
+        if self._broadcast.is_apart:
+            return
+        everything = self.cache, self._generation
+        jax.block_until_ready(everything if newest is None else newest)
 
     def _tell(self, order: Order, words: np.ndarray | None = None) -> None:
         self.is_followed = True

@@ -27,15 +27,12 @@ class Queue:
     """
 
     def __init__(
-        self,
-        num_prompts: int,
-        num_samples: int,
-        shares: Mapping[Client, float] | None = None,
+        self, num_prompts: int, num_samples: int, shares: Mapping[Client, float]
     ):
         self.requests: dict[int, Request] = {}
         self._num_samples = num_samples
         # Each is a request's number and the first of the samples that share it.
-        self._waiting = Waiting(shares or {})
+        self._waiting = Waiting(shares)
         self._free = deque(range(num_prompts))  # prompts of the generation
         # What each sequence of the generation computes, until that has ended.
         self._computed: list[Sample | None] = [None] * (num_prompts * num_samples)

@@ -112,7 +112,6 @@ class FairQueue:
         # entry that is out of date stands too early, and is set right when it comes up.
         self._order: list[tuple[float, int, Client]] = []
         self._newest: _Line | None = None  # the last one that a prompt was taken of
-        self._floor = 0.0  # the virtual time, which never goes back
         self._next_number = 0
 
     def add(self, client: Client, prompt: Prompt) -> None:
@@ -135,7 +134,6 @@ class FairQueue:
         """Take the prompt that goes next; at least one waits."""
         line = self._find_first()
         assert line is not None
-        self._floor = max(self._floor, line.service)
         self._take_entry()
         prompt = next(iter(line.waiting))
         del line.waiting[prompt]
@@ -176,11 +174,13 @@ class FairQueue:
         return None
 
     def _find_floor(self) -> float:
-        """Return the service from which a client starts that begins to wait."""
+        """Return the service from which a client starts that begins to wait.
+
+        It is the virtual time, and never goes back: all who wait have had as much as
+        the line that a prompt was taken of last had then.
+        """
         line = self._find_first() or self._newest
-        if line is not None:
-            self._floor = max(self._floor, line.service)
-        return self._floor
+        return 0.0 if line is None else line.service
 
     def _put(self, line: _Line) -> None:
         heapq.heappush(self._order, (*line.find_place(), line.client))

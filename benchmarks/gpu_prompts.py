@@ -1,0 +1,207 @@
+"""What `gpu.py` times of prompts: with cuDNN for those without a past, and without.
+
+A prompt alone; one beside sequences that decode; a chunk with a past, which cuDNN does
+not take, so that its time is what asking costs. Shapes of Llama 3 8B in bfloat16. Calls
+are chained as in `gpu_calls.py`, and the lists of the kernel are made in each of them.
+Before they are timed the two are compared.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_calls import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from harness import Case
+
+import jkv
+from jkv.attention.elements import STORED_AS
+
+KERNEL, CUDNN = "jkv", "jkv, prompts by cuDNN"
+TORCH = "torch scaled_dot_product_attention"
+CALLS = 4  # in a program
+SAMPLE_OPERATIONS = 1e13  # that the programs of a sample do, about
+CLOSE = 3e-2  # of numbers around 1, in bfloat16
+
+
+class Step(NamedTuple):
+    """Rows of a prompt, or of its chunk, and sequences that decode beside it."""
+
+    rows: int
+    past: int = 0
+    decoding: int = 0
+    context: int = 0  # tokens of each sequence that decodes
+
+    @property
+    def label(self) -> str:
+        """What there is, in words."""
+        words = [f"1 x {self.rows:,}"]
+        words += [f"behind {self.past:,}"] if self.past else []
+        words += [f"beside {self.decoding} x {self.context:,}"] if self.decoding else []
+        return " ".join(words)
+
+    @property
+    def requests(self) -> list[tuple[int, int]]:
+        """Rows and context of each request; the prompt is the last one."""
+        prompt = self.rows, self.past + self.rows
+        return [(1, self.context)] * self.decoding + [prompt]
+
+    @property
+    def num_operations(self) -> int:
+        """Multiplications and additions of a call."""
+        pairs = self.rows * self.past + self.rows * (self.rows + 1) // 2
+        pairs += self.decoding * self.context
+        return 2 * NUM_HEADS * 2 * HEAD_DIM * pairs
+
+
+def find_steps(quick: bool) -> list[Step]:
+    """Return what is timed."""
+    if quick:
+        return [Step(64), Step(60, decoding=4, context=32)]
+    return [
+        Step(4_096),
+        Step(8_192),
+        Step(32_768),
+        Step(8_128, decoding=64, context=2_048),
+        Step(8_192, past=8_192),
+    ]
+
+
+def measure_prompts(quick: bool, rounds: int) -> list[dict[str, Any]]:
+    """Return a row per peer and step, refused ones with their reason."""
+    rows: list[dict[str, Any]] = []
+    for step in find_steps(quick):
+        cases, given = [], make_operands(step)
+        for who in (KERNEL, CUDNN, TORCH):
+            labels = {"step": step.label, "who": who}
+            try:
+                if who == TORCH:
+                    run = torch_program(step)
+                else:
+                    chosen = "cudnn" if who == CUDNN else None
+                    if chosen:
+                        compare(given)
+                    run = functools.partial(make_program(chosen), *given)
+                jax.block_until_ready(run())
+                cases.append(_make_case(who, step, run))
+            except Exception as error:  # a peer's refusal is a result
+                reason = f"{type(error).__name__}: {error}"[:200]
+                rows.append({**labels, "refused": reason})
+        if not cases:
+            continue
+        samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=4)
+        for name, taken in samples.items():
+            row = {"step": step.label, "who": name, **taken.row()}
+            row["TFLOP/s"] = step.num_operations / taken.median / 1e12
+            row |= {
+                f"by {peer}": taken.ratio_to(samples[who])
+                for peer, who in (("jkv", KERNEL), ("torch", TORCH))
+                if who in samples
+            }
+            rows.append(row)
+        print(f"  measured prompts of {step.label}", flush=True)
+    return rows
+
+
+def make_operands(step: Step) -> list[jax.Array]:
+    """Return queries, pools, tables in random order, and lengths of requests."""
+    rows, contexts = np.array(step.requests, np.int32).T
+    blocks = -(-contexts // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(blocks.sum())
+    tables = np.zeros((len(rows), blocks.max()), np.int32)
+    ends = np.cumsum(blocks)
+    for row, (end, count) in enumerate(zip(ends, blocks, strict=True)):
+        tables[row, :count] = order[end - count : end]
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    names = jax.random.split(jax.random.key(0), 3)
+    shape = 1, int(blocks.sum()), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    stored = STORED_AS[jnp.dtype(jnp.bfloat16)]
+    pools = (
+        jax.lax.bitcast_convert_type(draw(name, shape), stored) for name in names[:2]
+    )
+    queries = draw(names[2], (int(rows.sum()), NUM_HEADS, HEAD_DIM))
+    starts = np.cumsum(rows, dtype=np.int32) - rows
+    return [queries, *pools, *map(jnp.asarray, (tables, starts, rows, contexts))]
+
+
+def make_program(
+    implementation: str | None, calls: int = CALLS
+) -> Callable[..., jax.Array]:
+    """Return a program of calls, each of which takes what the one before gave."""
+
+    @jax.jit
+    def program(queries: jax.Array, *rest: jax.Array) -> jax.Array:
+        keys, values, tables, *lengths = rest
+        for _ in range(calls):
+            queries = jkv.paged_attention(
+                *(queries, keys, values, 0, tables, None, *lengths),
+                kv_dtype=jnp.bfloat16,
+                implementation=implementation,
+            )
+        return queries
+
+    return program
+
+
+def compare(given: list[jax.Array]) -> None:
+    """Refuse to time cuDNN's results where they are not the kernel's."""
+    found, wanted = (
+        make_program(name, calls=1)(*given).astype(jnp.float32)
+        for name in ("cudnn", None)
+    )
+    error = float(jnp.max(jnp.abs(found - wanted)))
+    if not error <= CLOSE:  # NaN too
+        raise ValueError(f"cuDNN's results differ from the kernel's by {error:.2g}")
+
+
+def torch_program(step: Step) -> Callable[[], Any]:
+    """Return PyTorch's attention over contiguous keys and values."""
+    if importlib.util.find_spec("torch") is None:
+        raise NotImplementedError("torch is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch has no GPU here")
+    if step.past or step.decoding:
+        raise NotImplementedError("a prompt alone")
+    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    first, keys, values = (
+        make(1, heads, step.rows, HEAD_DIM)
+        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+
+    def run() -> Any:
+        queries = first
+        for _ in range(CALLS):
+            queries = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
+        return _Synchronised()
+
+    return run
+
+
+class _Synchronised:
+    """What a peer outside JAX returns."""
+
+    def block_until_ready(self) -> None:
+        """Wait for all that was started."""
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _make_case(name: str, step: Step, run: Callable[[], Any]) -> Case:
+    times = int(SAMPLE_OPERATIONS / (step.num_operations * CALLS))
+    times = max(1, min(50, times))
+
+    def run_all(_: None) -> Any:
+        for _ in range(times):
+            result = run()
+        return jax.block_until_ready(result)
+
+    return Case(name=name, prepare=lambda: None, run=run_all, calls=times * CALLS)

@@ -1,0 +1,1 @@
+"""Attention over contiguous keys and values, for prompts that have no past."""

@@ -1,0 +1,449 @@
+"""Prompts without a past by an attention over contiguous keys and values.
+
+The way there, what is read back, and which rows go it are compared with the reference,
+with `jax.nn.dot_product_attention(implementation="xla")` in cuDNN's place. Of cuDNN
+itself, which no machine here has, the calls are lowered for CUDA: JAX's question for
+its version is answered by the test.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from support.attention_workloads import Workload, make_operands
+from support.jax_versions import few, further
+from support.kernel_lowering import (
+    find_kernels,
+    lower,
+    make_shapes,
+    mesh_of_cards,
+    shape,
+)
+from support.tolerances import TOLERANCE, assert_close, is_close
+
+import jkv
+from jkv.attention import choice, paged_attention
+from jkv.attention.contiguous.prompts import (
+    attend_prompts,
+    find_prompt,
+    list_sizes,
+    without_prompt,
+)
+from jkv.attention.kernel.lists import WorkLists
+from jkv.attention.kernel.platforms import interpret_kernel
+from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
+from jkv.attention.xla.gradients import differentiate_plainly
+from jkv.attention.xla.plain_path import attend_xla
+from jkv.storage import quantization
+
+NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
+LAYER = 1
+
+# (query length, context length) of each request, and which one goes the way of prompts.
+BATCHES = {
+    "a prompt alone": ([(32, 32), (0, 9), (0, 0), (0, 3)], 0),
+    "one that does not fill the step": ([(29, 29), (0, 9), (0, 0), (0, 3)], 0),
+    "the shortest": ([(29, 29), (0, 4), (1, 1), (2, 9)], 0),
+    "one behind others": ([(1, 20), (0, 4), (30, 30), (1, 1)], 2),
+    "one before others": ([(30, 30), (1, 25), (0, 6), (1, 16)], 0),
+    "a chunk with a past": ([(30, 31), (1, 25), (0, 6), (1, 16)], None),
+    "one that is too short": ([(28, 28), (1, 25), (1, 6), (1, 16)], None),
+    "several": ([(16, 16), (8, 8), (7, 7), (1, 1)], None),
+    "idle": ([(0, 4), (0, 0), (0, 9), (1, 2)], None),
+}
+
+
+def by_xla(queries, keys, values, scale):
+    """Causal attention of JAX's, in float32."""
+    queries, keys, values = (
+        each[None].astype(jnp.float32) for each in (queries, keys, values)
+    )
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        output = attend(queries, keys, values, scale=scale, is_causal=True)
+    return output[0]
+
+
+def in_sevens(queries, *_):
+    """What no attention gives: it shows which rows come from here."""
+    return jnp.full_like(queries, 7.0)
+
+
+def by_prompts(attend_contiguous):
+    """An implementation as "cudnn" is one, with the plain path around it."""
+
+    def attend_in_dtype(queries, keys, values, scale):
+        assert queries.dtype == keys.dtype == values.dtype
+        output = attend_contiguous(queries, keys, values, scale)
+        return output.astype(queries.dtype)
+
+    attend_only = functools.partial(
+        attend_prompts,
+        attend=attend_xla,
+        attend_contiguous=attend_in_dtype,
+        min_rows=MIN_ROWS,
+    )
+    return choice._with_derivative(attend_xla, differentiate_plainly, attend_only)
+
+
+IMPLEMENTATIONS = {"prompts": by_prompts(by_xla), "sevens": by_prompts(in_sevens)}
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    """`implementation="prompts"`, and "sevens", which is wrong for prompts."""
+    monkeypatch.setattr(choice, "CONTIGUOUS", choice.CONTIGUOUS | set(IMPLEMENTATIONS))
+    for name, attend in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(choice._IMPLEMENTATIONS, name, attend)
+
+
+def operands_of(batch, seed=0, dtype="float32", kv_dtype=None, group=2):
+    """The arguments of `paged_attention` by position and by name."""
+    query_lengths, context_lengths = zip(*BATCHES[batch][0], strict=True)
+    workload = Workload(
+        name=batch,
+        query_lengths=query_lengths,
+        context_lengths=context_lengths,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=16,
+        value_head_dim=16,
+        block_size=4,
+        num_layers=2,
+    )
+    made = make_operands(workload, seed, num_blocks=NUM_BLOCKS, max_blocks=MAX_BLOCKS)
+    queries = np.full((NUM_ROWS, *made.queries.shape[2:]), 3.0, np.float32)
+    queries[: workload.num_rows] = made.queries[LAYER]
+    kv_dtype = jnp.dtype(kv_dtype or dtype)
+    options = {"kv_dtype": kv_dtype}
+    pools = []
+    for name, pool in (("key", made.key_pool), ("value", made.value_pool)):
+        elements, scales = quantization.quantize(jnp.asarray(pool), kv_dtype)
+        pools.append(elements)
+        options[f"{name}_scales"] = scales
+    seq_ids = np.arange(len(query_lengths), dtype=np.int32)
+    rest = np.int32(LAYER), made.block_tables, seq_ids, *made[4:7]
+    return (jnp.asarray(queries, dtype), *pools, *rest), options
+
+
+@functools.cache
+def jitted(implementation):
+    attend = functools.partial(paged_attention, implementation=implementation)
+    return jax.jit(attend, static_argnames="kv_dtype")
+
+
+def rows_of(batch):
+    """Which rows are of the request that goes the way of prompts."""
+    requests, number = BATCHES[batch]
+    rows = np.zeros(NUM_ROWS, bool)
+    if number is not None:
+        start = sum(length for length, _ in requests[:number])
+        rows[start : start + requests[number][0]] = True
+    return rows
+
+
+# One that hides nothing, so that calls with any window are the same programs.
+WIDE = 2**30
+
+
+@pytest.mark.parametrize(
+    "batch, window, goes",
+    few(
+        [
+            *(
+                (name, WIDE, number is not None)
+                for name, (_, number) in BATCHES.items()
+            ),
+            ("one behind others", 30, True),
+            ("one behind others", 29, False),
+        ],
+        ("one behind others", WIDE, True),
+    ),
+)
+def test_prompts_are_what_the_reference_says(batch, window, goes):
+    given, options = operands_of(batch)
+    options["window"] = np.int32(window)
+    wanted = jitted("reference")(*given, **options)
+    found = jitted("prompts")(*given, **options)
+    assert_close(found, wanted)
+    # Wrong numbers come from where they should, and from nowhere else.
+    rows = rows_of(batch) if goes else np.zeros(NUM_ROWS, bool)
+    wrong = jitted("sevens")(*given, **options)
+    assert np.all(np.asarray(wrong[rows]) == 7.0)
+    assert_close(wrong[~rows], wanted[~rows])
+    assert is_close(wrong, wanted) == (not goes)
+
+
+STORED = [("bfloat16", "bfloat16")]
+OTHERS = [
+    ("float16", "int8"),
+    ("float16", "float16"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize("dtype, kv_dtype", [*STORED, *further(OTHERS)])
+def test_what_is_read_back_is_what_is_stored(dtype, kv_dtype):
+    given, options = operands_of("one behind others", dtype=dtype, kv_dtype=kv_dtype)
+    wanted = jitted("reference")(*given, **options)
+    found = jitted("prompts")(*given, **options)
+    assert found.dtype == wanted.dtype
+    # Keys and values are rounded to the queries' dtype, which the reference does not.
+    error = np.abs(np.asarray(found, np.float64) - np.asarray(wanted, np.float64))
+    assert np.max(error) <= 2 * TOLERANCE[dtype]
+    assert np.max(np.abs(np.asarray(wanted, np.float64))) > 1.0
+
+
+@pytest.mark.one_end
+def test_gradients_are_those_of_the_paged_attention():
+    given, options = operands_of("one before others")
+    # What is not there is NaN, and 0 * NaN is NaN.
+    arrays = [jnp.nan_to_num(each) for each in given[:3]]
+
+    def differentiate(implementation):
+        def weigh(*arrays):
+            output = paged_attention(
+                *arrays, *given[3:], implementation=implementation, **options
+            )
+            return jnp.sum(jnp.sin(output))
+
+        return jax.jit(jax.grad(weigh, argnums=(0, 1, 2)))(*arrays)
+
+    pairs = zip(differentiate("sevens"), differentiate("xla"), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_array_equal(found, wanted)
+
+
+def list_prompt():
+    """A call with lists that its step has made, and without its prompt."""
+    call = make_call("one behind others")
+    sizes = size_prefill_work(NUM_ROWS, call.num_requests, 32 // 2)
+    prefill = (list_prefill_work(call.requests, sizes),)
+    call = dataclasses.replace(call, work_lists=WorkLists(decode=(), prefill=prefill))
+    rest = without_prompt(call, find_prompt(call, MIN_ROWS))
+    return rest, *(one.work_lists.find_prefill(sizes).work for one in (call, rest))
+
+
+@pytest.mark.one_end
+def test_listed_tiles_of_a_prompt_have_nothing_to_do():
+    rest, before, after = list_prompt()
+    assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
+    assert np.sum(before.num_rows) == 30 and np.sum(before.end) > 30
+    assert np.sum(after.num_rows) == np.sum(after.end) == 0
+
+
+@pytest.mark.further
+def test_kernel_leaves_the_rows_of_a_prompt_out():
+    """Interpreted, by the lists; the rows decoded beside it are computed as ever."""
+    rest, _, _ = list_prompt()
+    output, lse = jax.jit(interpret_kernel)(rest)
+    rows = rows_of("one behind others")
+    assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
+    given, options = operands_of("one behind others")
+    wanted = jitted("reference")(*given, **options)
+    assert_close(output[~rows], wanted[~rows])
+
+
+def make_call(batch):
+    """The call that `paged_attention` makes of a batch."""
+    made = []
+
+    def keep(call):
+        made.append(call)
+        return attend_xla(call)
+
+    given, options = operands_of(batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(choice._IMPLEMENTATIONS, "prompts", keep)
+        paged_attention(*given, implementation="prompts", **options)
+    return made[0]
+
+
+@pytest.mark.one_end
+def test_sizes_are_sixteenths_of_the_rows():
+    assert list_sizes(4_095) == () and list_sizes(4_096) == (4_096,)
+    assert list_sizes(8_192) == tuple(range(4_608, 8_193, 512))
+    assert list_sizes(NUM_ROWS, MIN_ROWS) == (30, 32)
+
+
+# Of cuDNN.
+
+ROWS = 4_096
+
+
+@pytest.fixture
+def has_cudnn(monkeypatch):
+    """A version of cuDNN, of which JAX only asks whether there is one."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
+
+
+def lower_cudnn(rows=ROWS, platform="cuda", *, wrap=None, options=None, **shapes):
+    """Lower a call for shapes of Llama 3 8B."""
+    queries, pools = make_shapes(rows=rows, **shapes)
+    arrays = queries, pools.keys, pools.values, shape(4, 512)
+    options = {"kv_dtype": pools.kv_dtype, "implementation": "cudnn"} | (options or {})
+
+    def attend(queries, keys, values, tables, *lengths):
+        return paged_attention(
+            queries, keys, values, 1, tables, None, *lengths, **options
+        )
+
+    attend = attend if wrap is None else wrap(attend)
+    return lower(attend, (*arrays, *(shape(4) for _ in range(3))), platform)
+
+
+def find_cudnn(lowered):
+    """The configurations of cuDNN's calls."""
+    calls = re.findall(r"@__cudnn\$fmhaSoftmax\(.*", lowered.as_text())
+    return [call.replace("\\22", '"') for call in calls]
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_takes_a_prompt_alone_or_beside_others():
+    lowered = lower_cudnn()
+    calls = find_cudnn(lowered)
+    assert len(calls) == 2
+    for call in calls:
+        assert '"mask_type": "CAUSAL"' in call
+        assert '"dimensions": ["1", "32", "4096", "4096"]' in call
+        assert f'"fmha_scale": {1 / math.sqrt(128)}' in call
+        assert "tensor<1x4096x8x128xbf16>" in call  # kv heads as they are
+    # With nothing for cuDNN, and beside it.
+    names = [kernel.name for kernel in find_kernels(lowered)]
+    assert names == 2 * ["jkv_decode", "jkv_join", "jkv_prefill"]
+    # The pool is read by kernels and gathers alone.
+    for line in lowered.as_text().splitlines():
+        if "tensor<2x64x8x16x128xui16>" in line and "stablehlo" in line:
+            assert "custom_call" in line or "gather" in line or "case" in line, line
+
+
+@pytest.mark.one_end
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_has_a_call_for_each_size():
+    calls = find_cudnn(lower_cudnn(rows=2 * ROWS))
+    sizes = [
+        re.search(r'"dimensions": \["1", "32", "(\d+)"', each)[1] for each in calls
+    ]
+    assert sorted(map(int, sizes)) == sorted(2 * list_sizes(2 * ROWS))
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_in_a_step_of_all_layers():
+    """Append, and a scan over layers that write and attend."""
+    config = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=128,
+        num_blocks=512,
+        max_sequences=4,
+        max_context_length=2 * ROWS,
+    )
+
+    def step(cache, lengths, hidden):
+        cache, batch = jkv.append(cache, jnp.arange(4), lengths, capacity=ROWS)
+
+        def layer(carry, number):
+            cache, hidden = carry
+            rows = hidden[:, :2]
+            cache = jkv.write(cache, number, batch, rows, rows)
+            found = jkv.attend(cache, number, batch, hidden, implementation="cudnn")
+            return (cache, found), None
+
+        (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), jnp.arange(2))
+        return jkv.commit(cache, batch), hidden
+
+    given = jax.eval_shape(lambda: jkv.init(config)), shape(4)
+    lowered = lower(step, (*given, shape(ROWS, 8, 128, dtype=jnp.bfloat16)), "cuda")
+    assert len(find_cudnn(lowered)) == 2
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_takes_no_small_step():
+    assert not find_cudnn(lower_cudnn(rows=ROWS - 1))
+    decoding = {"max_query_length": 1}
+    assert not find_cudnn(lower_cudnn(options=decoding))
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_on_a_mesh_has_the_heads_that_are_there():
+    mesh = mesh_of_cards("cuda", {"heads": 4}, AxisType.Auto)
+    pool = P(None, None, "heads")
+
+    def divide(attend):
+        return jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(P(None, "heads"), pool, pool, *(P() for _ in range(4))),
+            out_specs=P(None, "heads"),
+        )
+
+    calls = find_cudnn(lower_cudnn(wrap=divide))
+    assert len(calls) == 2
+    assert all('"dimensions": ["1", "8", "4096", "4096"]' in call for call in calls)
+
+
+@pytest.mark.usefixtures("has_cudnn")
+@pytest.mark.parametrize("mapped", few([(0, None), (0, 0)], (0, None)))
+def test_cudnn_under_vmap_is_one_call_after_the_other(mapped):
+    queries, rest = mapped
+
+    def map_texts(attend):
+        axes = (queries, None, None, rest, None, None, None)
+        return lambda given, *others: jax.vmap(attend, axes)(
+            jnp.stack([given, given]),
+            *others[:2],
+            *(jnp.stack([each] * 2) if rest == 0 else each for each in others[2:3]),
+            *others[3:],
+        )
+
+    calls = find_cudnn(lower_cudnn(wrap=map_texts))
+    assert len(calls) == 2
+    assert all('"dimensions": ["1", "32", "4096", "4096"]' in call for call in calls)
+
+
+REFUSED = {
+    "float32 queries": ({"dtype": "float32"}, {}, "bfloat16 and float16"),
+    "latent": ({"head_dim": 576}, {"value_head_dim": 512}, "apart"),
+    "value dim": ({"value_dim": 64}, {}, "one head dim"),
+    "head dim": ({"head_dim": 100}, {}, "multiple of 8"),
+    "soft cap": ({}, {"soft_cap": 30.0}, "no soft cap"),
+    "sinks": ({}, {"sinks": np.zeros(32, np.float32)}, "no sinks"),
+    "traced scale": ({}, {"scale": np.float32(0.1)}, "one scale"),
+    "log-sum-exp": ({}, {"return_lse": True}, "no float32 log-sum-exp"),
+}
+
+
+@pytest.mark.usefixtures("has_cudnn")
+@pytest.mark.parametrize("name", few(REFUSED, "head dim"))
+def test_cudnn_refuses_what_it_does_not_have(name):
+    shapes, options, reason = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=reason):
+        lower_cudnn(options=options, **shapes)
+
+
+@pytest.mark.usefixtures("has_cudnn")
+@pytest.mark.one_end
+def test_cudnn_refuses_bits_that_shall_not_depend_on_the_step():
+    with pytest.raises(ValueError, match="leave it out where bits shall not"):
+        lower_cudnn(options={"by_position": True})
+
+
+def test_cudnn_says_where_it_is_not_there():
+    with pytest.raises(NotImplementedError, match="cuDNN is not detected"):
+        lower_cudnn(rows=64)
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_says_what_it_is_for():
+    with pytest.raises(NotImplementedError, match="for CUDA alone"):
+        lower_cudnn(platform="rocm")
