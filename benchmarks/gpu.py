@@ -7,10 +7,11 @@ Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far 
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
 whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
-of 32 layers with and without its bookkeeping; the derivative (`gpu_gradients.py`; alone
-with `--gradients`); with `--prompts` alone, prompts with and without cuDNN
-(`gpu_prompts.py`). The floor is reading keys and values
-once: fractions are of the bandwidth that a copy of 2 GiB reaches in the same run.
+of 32 layers, its writes and its bookkeeping alone, rows stored by the kernel and by
+scatters; the derivative (`gpu_gradients.py`; alone with `--gradients`); with
+`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is
+reading keys and values once: fractions are of the bandwidth that a copy of 2 GiB
+reaches in the same run.
 
 Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
 keeps partial results in the queries' dtype; it is timed with blocks of 32, 64, 128 and
@@ -30,6 +31,7 @@ import os
 import pathlib
 import sys
 import time
+import unittest.mock
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +65,7 @@ from gpu_prompts import measure_prompts  # noqa: E402
 from harness import Case  # noqa: E402
 
 import jkv  # noqa: E402
+from jkv.verbs.writing import WRITE_SWITCH  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
 NUM_LAYERS = 32
@@ -214,7 +217,7 @@ def measure(
 
 
 def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a decode step of all layers, and its bookkeeping alone."""
+    """Return a decode step of all layers, its writes and its bookkeeping alone."""
     config = jkv.CacheConfig.for_context_length(
         context + 64,
         max_sequences=batch,
@@ -230,23 +233,39 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         cache, batch = jkv.append(cache, seq_ids)
         return jkv.commit(cache, batch), batch
 
-    def step(cache: jkv.Cache) -> tuple[jkv.Cache, jax.Array]:
+    def step(cache: jkv.Cache, attends: bool = True) -> tuple[jkv.Cache, jax.Array]:
         cache, batch = jkv.append(cache, seq_ids)
         hidden = jnp.ones((len(seq_ids), NUM_HEADS, HEAD_DIM), jnp.bfloat16)
 
-        def layer(carry: Any, number: jax.Array) -> Any:
+        def layer(
+            number: jax.Array, carry: tuple[jkv.Cache, jax.Array]
+        ) -> tuple[jkv.Cache, jax.Array]:
             cache, hidden = carry
             rows = hidden[:, :NUM_KV_HEADS]
             cache = jkv.write(cache, number, batch, rows, rows)
-            return (cache, jkv.attend(cache, number, batch, hidden)), None
+            if attends:
+                hidden = jkv.attend(cache, number, batch, hidden)
+            return cache, hidden
 
-        layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
-        (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), layers)
+        cache, hidden = jax.lax.fori_loop(0, NUM_LAYERS, layer, (cache, hidden))
         return jkv.commit(cache, batch), hidden
+
+    def by_scatters(cache: jkv.Cache, attends: bool) -> tuple[jkv.Cache, jax.Array]:
+        # The switch is read while this is traced.
+        with unittest.mock.patch.dict(os.environ, {WRITE_SWITCH: "0"}):
+            return step(cache, attends)
 
     held: list[Any] = []
     cases = []
-    for name, function in (("step", step), ("bookkeeping", bookkeeping)):
+    # The writes of all layers alone, and by the kernel where there is one.
+    functions: dict[str, Any] = {
+        "step": step,
+        "step, rows by scatters": functools.partial(by_scatters, attends=True),
+        "writes": functools.partial(step, attends=False),
+        "writes by scatters": functools.partial(by_scatters, attends=False),
+        "bookkeeping": bookkeeping,
+    }
+    for name, function in functions.items():
         jitted = jax.jit(function, donate_argnums=0)
 
         def run(_: None, jitted: Any = jitted) -> None:
@@ -267,14 +286,13 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
     )
     held.append(grow(cache, seq_ids, context)[0])
     samples = harness.interleave(cases, rounds=rounds, warmup=1)
-    share = samples["bookkeeping"].ratio_to(samples["step"])
     label = {"batch": batch, "context": context, "layers": NUM_LAYERS}
     return [
         {
             **label,
             "what": name,
             **taken.row(),
-            "share": share if name != "step" else 1.0,
+            "share": 1.0 if name == "step" else taken.ratio_to(samples["step"]),
         }
         for name, taken in samples.items()
     ]

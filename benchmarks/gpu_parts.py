@@ -21,6 +21,7 @@ KERNEL_TESTS = (
     "test_pallas.py",
     "test_kernel_derivative.py",
     "test_kernel_by_position.py",
+    "test_kernel_slots.py",
 )
 
 

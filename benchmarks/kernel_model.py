@@ -1,11 +1,11 @@
-"""What share of an MI300X's bandwidth decoding reaches, by a model of machine code.
+"""What share of an MI300X's speed the kernels reach, by a model of machine code.
 
     python benchmarks/kernel_model.py
 
-No card is needed, and none was asked: the decode kernel is compiled for gfx942, a walk
-over its loop (`tests/support/amd_instruction_walk.py`) gives the cycles of a step, and
-the lists of work are those that the kernel would be given. Three bounds are taken, and
-the largest is the estimate:
+No card is needed, and none was asked: the kernels are compiled for gfx942, a walk over
+the loop of each (`tests/support/amd_instruction_walk.py`) gives the cycles of a step,
+and the lists of work are those that the kernel would be given. Bounds are taken, and
+the largest is the estimate. Of decoding, which should reach the bandwidth:
 
 * memory: the bytes of the contexts over the card's bandwidth;
 * latency: the steps that one program does after another, each as long as the walk says,
@@ -15,10 +15,20 @@ the largest is the estimate:
 Beside them, what it would take to write the partial results and to read them again, if
 they left the card's caches, which they need not.
 
+Of prefill, which should reach the speed of matrix instructions, all spread evenly over
+the card, as waves of several programs take turns:
+
+* matrix: the cycles of the matrix units;
+* vector: the cycles in which a SIMD takes vector and matrix instructions;
+* shared: the cycles in which shared memory moves what waves ask for, 128 bytes in each,
+  without what bank conflicts cost;
+* latency: the walk's cycles of a step over the programs for which registers and shared
+  memory leave room.
+
 Needs what `make machine-code` installs. The model knows nothing of caches (but that
 the head tiles of a kv head read its tokens once), of the join, of a launch's own time,
-or of programs that disturb each other: it is for comparing a change with what was there
-before, until a card is timed.
+of the steps with a mask (they count as those without), or of programs that disturb each
+other: it is for comparing a change with what was there before, until a card is timed.
 """
 
 import argparse
@@ -37,16 +47,19 @@ from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # 
 from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import Requests, make_requests  # noqa: E402
-from jkv.attention.kernel.table import Tuning  # noqa: E402
+from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
 from jkv.attention.kernel.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.variant import (  # noqa: E402
     count_decode_heads,
     count_head_tiles,
+    cut_prefill_rows,
 )
 from jkv.attention.kernel.work import (  # noqa: E402
     count_pieces,
     list_decode_work,
+    list_prefill_work,
     size_decode_work,
+    size_prefill_work,
 )
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "kernel_model.json"
@@ -59,6 +72,15 @@ BLOCK_SIZE = 16
 # Sequences and tokens of each, as `benchmarks/gpu.py` times them.
 CALLS = ((1, 2_048), (1, 8_192), (1, 131_072), (8, 1_024), (64, 1_024), (64, 8_192))
 ELEMENTS = ("bfloat16", "int8", "float8_e4m3fn")
+# Of prefill: operations a second of 16-bit numbers, and bytes of shared memory.
+PEAK, SHARED = 1307e12, 65_536
+PROMPTS = ((1, 8_192), (8, 1_024))
+PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz")
+# Programs of a prompt read what others have read: from the cache on the package, or
+# under load as from memory.
+PROMPT_LATENCIES = (300, 500, 900)
+# What stood in the table before this model was asked.
+BEFORE = Tile(64, 32, 4, 1, has_full_loop=True)
 
 
 class Model(NamedTuple):
@@ -101,7 +123,7 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     kv_dtype = None if elements == "bfloat16" else elements
     queries, pools = make_shapes(
         model.head_dim,
-        heads_per_kv=model.heads_per_kv,
+        group=model.heads_per_kv,
         kv_heads=model.kv_heads,
         block_size=BLOCK_SIZE,
         kv_dtype=kv_dtype,
@@ -192,13 +214,136 @@ def describe(
     return row
 
 
+class Prefill(NamedTuple):
+    """The prefill kernel, compiled."""
+
+    tile: Tile
+    row_tokens: int  # tokens whose query rows share a tile
+    loop: list[str]
+    registers: int
+    shared_bytes: int
+
+    @property
+    def programs(self) -> int:
+        """Programs that find room on a unit."""
+        waves = SIMDS * (REGISTERS // (-(-self.registers // 8) * 8))
+        return min(waves // self.tile.num_warps, SHARED // self.shared_bytes)
+
+
+def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
+    """Compile the kernel for a pool of these elements, with another tile perhaps."""
+    kv_dtype = None if elements == "bfloat16" else elements
+    queries, pools = make_shapes(
+        LLAMA.head_dim,
+        group=LLAMA.heads_per_kv,
+        kv_heads=LLAMA.kv_heads,
+        block_size=BLOCK_SIZE,
+        kv_dtype=kv_dtype,
+    )
+    tuning = find_tuning(queries, pools, "rocm", TARGET)
+    assert tuning is not None
+    tuning = dataclasses.replace(tuning, prefill=tile or tuning.prefill)
+    lowered = lower_kernels(queries, pools, tuning, "rocm")
+    (kernel,) = (k for k in find_kernels(lowered) if k.name == "jkv_prefill")
+    code = compile_kernel(kernel, TARGET)
+    return Prefill(
+        tile=tuning.prefill,
+        row_tokens=cut_prefill_rows(LLAMA.heads_per_kv, tuning)[1],
+        loop=attention_loop(kernel, TARGET),
+        registers=code.registers,
+        shared_bytes=code.shared_bytes,
+    )
+
+
+def count_prefill_steps(compiled: Prefill, batch: int, length: int) -> np.ndarray:
+    """Return the steps of each tile of rows of prompts, i32[...]."""
+    requests = make_requests(
+        Requests(
+            block_tables=jnp.zeros((batch, -(-length // BLOCK_SIZE)), jnp.int32),
+            seq_ids=jnp.arange(batch, dtype=jnp.int32),
+            query_starts=jnp.arange(batch, dtype=jnp.int32) * length,
+            query_lengths=jnp.full(batch, length, jnp.int32),
+            context_lengths=jnp.full(batch, length, jnp.int32),
+        ),
+        num_rows=batch * length,
+        block_size=BLOCK_SIZE,
+        max_query_length=length,
+    )
+    sizes = size_prefill_work(batch * length, batch, compiled.row_tokens)
+    ends = np.asarray(list_prefill_work(requests, sizes).work.end)
+    return -(-ends[ends > 0] // compiled.tile.tokens)
+
+
+def estimate_prefill(
+    compiled: Prefill, batch: int, length: int, latency: int
+) -> dict[str, float]:
+    """Return the bounds in microseconds."""
+    steps = count_prefill_steps(compiled, batch, length)
+    step = walk(compiled.loop, round(latency * CLOCK / 1e9))
+    num_steps = int(steps.sum()) * LLAMA.kv_heads
+    num_waves = num_steps * compiled.tile.num_warps
+    resident = UNITS * compiled.programs
+    cycles = {
+        "matrix": num_waves * step.matrix_cycles / (UNITS * SIMDS),
+        "vector": num_waves * step.vector_cycles / (UNITS * SIMDS),
+        "shared": num_waves * step.shared_cycles / UNITS,
+        "latency": max(num_steps / resident, int(steps.max())) * step.cycles,
+    }
+    return {name: value * 1e6 / CLOCK for name, value in cycles.items()}
+
+
+def describe_prefill(
+    compiled: Prefill, elements: str, batch: int, length: int
+) -> dict[str, Any]:
+    """Return a row of the table: prompts at all latencies."""
+    tile = compiled.tile
+    pairs = batch * length * (length + 1) // 2  # of rows and tokens
+    heads = LLAMA.kv_heads * LLAMA.heads_per_kv
+    least = 4 * LLAMA.head_dim * pairs * heads / PEAK * 1e6
+    step = walk(compiled.loop, 0)
+    row: dict[str, Any] = {
+        "elements": elements,
+        "prompts": f"{batch} x {length}",
+        "rows x tokens, warps, stages": f"{tile.rows} x {tile.tokens}, "
+        f"{tile.num_warps}, {tile.num_stages}",
+        "next tile carried": tile.is_carried,
+        "weights in pairs": tile.has_exp2_in_pairs,
+        "registers": compiled.registers,
+        "waves": compiled.programs * tile.num_warps,
+        "cycles of a step: matrix": step.matrix_cycles,
+        "of vectors": step.vector_cycles,
+        "of shared memory": step.shared_cycles,
+        "without latency": step.cycles,
+        "least": round(least),
+    }
+    for latency in PROMPT_LATENCIES:
+        bounds = estimate_prefill(compiled, batch, length, latency)
+        longest = max(bounds, key=lambda name: bounds[name])
+        row |= {name: round(bounds[name]) for name in ("matrix", "vector", "shared")}
+        row[f"latency, {latency} ns"] = round(bounds["latency"])
+        row[f"limit, {latency} ns"] = longest
+        row[f"share, {latency} ns"] = round(least / bounds[longest], 3)
+    return row
+
+
+def list_prefill(is_quick: bool) -> list[dict[str, Any]]:
+    """Return the rows of prefill: the tile before this model was asked, and now."""
+    rows = []
+    for elements in PROMPT_ELEMENTS[:1] if is_quick else PROMPT_ELEMENTS:
+        for tile in (BEFORE, None):
+            compiled = compile_prefill(elements, tile)
+            for batch, length in PROMPTS[:1] if is_quick else PROMPTS:
+                rows.append(describe_prefill(compiled, elements, batch, length))
+    return rows
+
+
 def main() -> None:
     """Print the estimates, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one call, nothing kept")
     options = parser.parse_args()
     where = harness.machine() | {"target": TARGET}
-    print(harness.header("jkv: the decode kernel on MI300X, a model", where))
+    print(harness.header("jkv: the kernels on MI300X, a model", where))
     rows = []
     kinds = [(LLAMA, each, carried) for each in ELEMENTS for carried in (False, True)]
     kinds += [(DEEPSEEK, ELEMENTS[0], True)]
@@ -207,9 +352,11 @@ def main() -> None:
         for batch, context in CALLS[:1] if options.quick else CALLS:
             rows.append(describe(compiled, elements, batch, context))
     print(harness.table(rows, {key: key for key in rows[0]}))
+    prompts = list_prefill(options.quick)
+    print(harness.table(prompts, {key: key for key in prompts[0]}))
     if not options.quick:
         run = {"benchmark": "kernel_model", "machine": where, "unit": "us"}
-        harness.save(RESULTS, run | {"rows": rows})
+        harness.save(RESULTS, run | {"rows": rows, "prompts": prompts})
         print(f"\nwritten to {RESULTS.name}")
 
 

@@ -188,20 +188,22 @@ def _run_alone(config, run, index, run_layer, carry, weights):
 def _scan_layers(config, run, run_layer, carry, weights):
     """Run layers one by one; windows and turns are scanned over where they differ."""
 
-    def step(carry, layer):
-        index, weights, window, kind = layer
+    def step(counted, layer):
+        (index, carry), (weights, window, kind) = counted, layer
         window = config.windows[run.start] if window is None else window
         kind = config.turn_kinds[run.start] if kind is None else kind
-        return run_layer(carry, index, index + run.start, weights, window, kind), None
+        carry = run_layer(carry, index, index + run.start, weights, window, kind)
+        return (index + 1, carry), None
 
     windows = [NO_WINDOW if window is None else window for window in config.windows]
     layers = (
-        jnp.arange(run.stop - run.start, dtype=jnp.int32),
         weights,
         _differing(windows[run.start : run.stop]),
         _differing(config.turn_kinds[run.start : run.stop]),
     )
-    return jax.lax.scan(step, carry, layers)[0]
+    # Counted in the carry: a number out of an array is one launch more on a GPU.
+    (_, carry), _ = jax.lax.scan(step, (jnp.int32(0), carry), layers)
+    return carry
 
 
 def _scan_periods(config, run, run_layer, carry, weights):

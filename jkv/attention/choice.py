@@ -27,8 +27,10 @@ from jkv.attention.derivative import (
 )
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.platforms import (
+    Store,
     find_derivative,
     find_kernel,
+    find_store,
     interpret_derivative,
     interpret_kernel,
     why_differentiated_plainly,
@@ -38,13 +40,13 @@ from jkv.attention.kernel.platforms import (
 )
 from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
+from jkv.attention.slots import SlotWrite, scatter
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 Results = TypeVar("Results")
-
 
 # Platforms with kernels, as JAX names what it lowers for, and what finds the one for a
 # call, and for its derivative: None where the kernel does not take it.
@@ -131,6 +133,23 @@ def differentiate_anywhere(call: Call, cotangents: Cotangents) -> Gradients:
     kernels = _find(_DERIVATIVES, call)
     default = differentiate_plainly
     return _choose_platform(call, cotangents, default=default, **kernels)
+
+
+def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
+    """Return what stores rows on the platform of the card at hand, if a kernel does.
+
+    Args:
+      arrays: as `SlotWrite` has them; only shapes and dtypes matter.
+    """
+    found = {platform: find_store(arrays, platform) for platform in _KERNELS}
+    return {platform: store for platform, store in found.items() if store}
+
+
+def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
+    """Store rows by these kernels on their platforms, by scatters everywhere else."""
+    if not stores:
+        return scatter(write)
+    return _choose_platform(write, default=scatter, **stores)
 
 
 def attend_pallas(

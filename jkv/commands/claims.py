@@ -22,6 +22,7 @@ CLAIMS = (
     Claim("the attention kernel is equal to the reference", ("attention: pallas",)),
     Claim("so is its derivative", ("derivative: pallas",)),
     Claim("so is attention through XLA", ("attention: xla", "derivative: xla")),
+    Claim("rows are stored to the bit as scatters do", ("rows stored",)),
     Claim("a donated write copies no pool", ("memory of a donated write",)),
     Claim("collectives between devices are right", ("collectives",)),
 )

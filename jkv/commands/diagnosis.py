@@ -37,6 +37,7 @@ from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
+from jkv.commands.stores import check_stores
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,6 +94,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("known combinations", 0, check_combinations),
         Step("bookkeeping on the device", 8, check_cycles),
         Step("memory of a donated write", 4, check_in_place),
+        Step("rows stored by the kernel", 2, check_stores),
         Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(

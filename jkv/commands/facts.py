@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "chex", "triton")
 
 PLUGIN_PREFIXES = ("jax-rocm", "jax-cuda", "jax_rocm", "jax_cuda", "libtpu")
 
-ENVIRONMENT = ("JAX_", "XLA_", "HIP_", "ROCR_", "HSA_", "CUDA_VISIBLE")
+ENVIRONMENT = ("JKV_", "JAX_", "XLA_", "HIP_", "ROCR_", "HSA_", "CUDA_VISIBLE")
 
 # What to ask of drivers, where the program is there.
 DRIVER_COMMANDS = (

@@ -43,11 +43,22 @@ def quantize(
       The elements' bits, [..., D], and the bits of the scales, u16[...], None for a
       dtype that needs none. A row with NaN or infinity in it reads as NaN.
     """
+    numbers, scales = round_rows(rows, dtype)
+    return _as_stored(numbers), None if scales is None else _as_stored(scales)
+
+
+def round_rows(
+    rows: jax.Array, dtype: np.dtype[Any]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the numbers whose bits `quantize` returns, in the cache's dtype.
+
+    Scales are bfloat16[...], None for a dtype that needs none.
+    """
     chex.assert_type(rows, float)
     if dtype not in (jnp.float32, jnp.float16):
         rows = _without_derivative(rows, np.dtype(dtype).name)
     if not needs_scales(dtype):
-        return _as_stored(rows.astype(dtype)), None
+        return rows.astype(dtype), None
     rows = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(rows), axis=-1)
     scales = round_up(jnp.maximum(largest / largest_number(dtype), _SMALLEST_SCALE))
@@ -57,7 +68,7 @@ def quantize(
     rows = jnp.where(jnp.isnan(rows), 0.0, rows)
     if dtype == jnp.int8:
         rows = jnp.round(rows)
-    return _as_stored(rows.astype(dtype)), _as_stored(scales)
+    return rows.astype(dtype), scales
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

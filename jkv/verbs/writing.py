@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention import lazy_chex as chex
-from jkv.config.dtypes import SCALE_NAMES
+from jkv.attention.choice import find_stores, store
+from jkv.attention.slots import SlotWrite
+from jkv.config.dtypes import SCALE_NAMES, needs_scales
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
-from jkv.sharding.storage_sharding import POOL, POOL_TOKENS, ROW_HEADS, ROWS
+from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS
 from jkv.state import Batch, Cache, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -25,6 +27,10 @@ from jkv.verbs.arguments import (
     check_rows,
     locate_layer,
 )
+
+# An environment variable: "0" has scatters store rows on every card, not the kernel.
+# It is read when a program is traced.
+WRITE_SWITCH = "JKV_WRITE_KERNEL"
 
 
 @takes_cache(role=Role.WRITES)
@@ -89,13 +95,14 @@ def write(
         arrays = gather(_Gathered(rows=rows, slot_rows=batch.slot_rows))
         return cache.with_group_storage(found.group, storage.with_arrays(arrays))
     context = None if storage.sharding is None else storage.sharding.context
-    store = over_devices(
+    write_rows = over_devices(
         storage.sharding,
         _write,
         _Operands,
         POOL,
         dtype=storage.dtype,
         context=context,
+        may_use_kernel=may_use_kernel(),
     )
     operands = _Operands(
         arrays=storage.arrays,
@@ -104,8 +111,13 @@ def write(
         slots=batch.slots_in(found.group),
         valid=batch.valid,
     )
-    arrays = store(operands)
+    arrays = write_rows(operands)
     return cache.with_group_storage(found.group, storage.with_arrays(arrays))
+
+
+def may_use_kernel() -> bool:
+    """Return whether the environment lets a kernel store rows."""
+    return os.environ.get(WRITE_SWITCH) != "0"
 
 
 @jax.tree_util.register_dataclass
@@ -147,34 +159,38 @@ class _Operands:
     valid: jax.Array  # bool[R]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "context"))
+@functools.partial(jax.jit, static_argnames=("dtype", "context", "may_use_kernel"))
 def _write(
-    operands: _Operands, *, dtype: np.dtype[Any], context: str | None
+    operands: _Operands,
+    *,
+    dtype: np.dtype[Any],
+    context: str | None,
+    may_use_kernel: bool,
 ) -> dict[str, jax.Array]:
     """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
 
     Of those whose tokens lie here, where `context` is the mesh axis over which the
-    tokens of a block are spread.
+    tokens of a block are spread. By the kernel, where there is one and it may be used.
     """
-    arrays, slots, valid = operands.arrays, operands.slots, operands.valid
-    chex.assert_equal_shape([slots.block_ids, slots.offsets, valid])
-    stored: dict[str, jax.Array | None] = {}
-    for name, given in operands.rows.items():
-        stored[name], stored[SCALE_NAMES[name]] = quantization.quantize(given, dtype)
-    # Rows without a slot get indices past the end, all different: the scatter is then
-    # free of duplicates, which accelerators need to run it in parallel.
-    num_blocks, num_rows = arrays["key_pool"].shape[1], valid.shape[0]
-    offsets = slots.offsets
-    if context is not None:
-        size = arrays["key_pool"].shape[POOL_TOKENS]
-        offsets = offsets - jax.lax.axis_index(context) * size
-        valid = valid & (offsets >= 0) & (offsets < size)
-        offsets = jnp.where(valid, offsets, 0)
-    past_end = num_blocks + jnp.arange(num_rows, dtype=jnp.int32)
-    block_ids = jnp.where(valid & (operands.layer >= 0), slots.block_ids, past_end)
-    return {
-        name: pool.at[operands.layer, block_ids, :, offsets].set(
-            stored[name], mode="drop", unique_indices=True
-        )
-        for name, pool in arrays.items()
-    }
+    arrays, slots = operands.arrays, operands.slots
+    stores = find_stores(arrays) if may_use_kernel else {}
+    given = operands.rows
+    if needs_scales(dtype) and stores:  # in one launch each, what the kernel asks for
+        given = {"key_pool": jnp.stack([given["key_pool"], given["value_pool"]])}
+    else:
+        given = {name: each[None] for name, each in given.items()}
+    rows: dict[str, jax.Array] = {}
+    for name, each in given.items():
+        rows[name], scales = quantization.round_rows(each, dtype)
+        if scales is not None:
+            rows[SCALE_NAMES[name]] = scales
+    slot_write = SlotWrite(
+        arrays=arrays,
+        rows=rows,
+        layer=operands.layer,
+        block_ids=slots.block_ids,
+        offsets=slots.offsets,
+        valid=operands.valid,
+        part=None if context is None else jax.lax.axis_index(context),
+    )
+    return store(slot_write, stores)

@@ -1,6 +1,7 @@
-"""The kernel where heads are spread: interpreted on a CPU, lowered for ROCm cards."""
+"""The kernels where heads are spread: interpreted on a CPU, lowered for ROCm cards."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
 from support.compiled_hlo import ALL_PASSES
-from support.jax_versions import dealt
+from support.jax_versions import IS_NEWEST, dealt
 from support.kernel_lowering import find_kernels, mesh_of_cards, shape
 from support.sharded_model import AUTO, REPEATED, collectives
 from support.tolerances import assert_close, is_close
 
 import jkv
+from jkv.attention.kernel.slots import store_rows
 from jkv.sharding.storage_sharding import StorageSharding
+from jkv.verbs import writing
 
 
 def attend_step(cache, rows, queries, implementation=None):
@@ -55,6 +58,40 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
     assert not is_close(jnp.zeros_like(found), wanted)
 
 
+@pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8"]))
+def test_each_device_stores_what_it_has(dtype, monkeypatch):
+    """Two kv heads of four, and half of the tokens of each block, by the kernel."""
+    config = dataclasses.replace(
+        AUTO.config, num_kv_heads=4, num_blocks=4, dtype=dtype, value_head_dim=None
+    )
+    mesh = jax.make_mesh((2, 2), ("tp", "cp"), (AxisType.Auto,) * 2)
+    random = np.random.default_rng(0)
+    rows = jnp.asarray(random.standard_normal((6, 4, 16)), jnp.bfloat16)
+    launched = []
+
+    def find_stores(arrays):
+        launched.append(arrays["key_pool"].shape)
+        return {"cpu": functools.partial(store_rows, interpret=True)}
+
+    def store(cache):
+        cache, _ = jkv.allocate(cache, [0, 0])
+        cache, batch = jkv.append(cache, [0, 1], [4, 1], capacity=6)
+        return jkv.write(cache, 1, batch, rows, -rows).storage[0].arrays
+
+    monkeypatch.setattr(writing, "find_stores", find_stores)
+    cache = jkv.init(config, mesh=mesh, heads="tp", context="cp")
+    found = jax.jit(store)(cache)
+    assert set(launched) == {(2, 4, 2, 2, 16)}
+    wanted = jax.jit(store)(jkv.init(config))
+    monkeypatch.setenv(writing.WRITE_SWITCH, "0")
+    scattered = jax.jit(lambda cache: store(cache))(jkv.init(config))
+    assert len(launched) == 2  # of the mesh, and of a device alone
+    for name, array in scattered.items():
+        assert np.asarray(array).any()
+        for other in (found, wanted):
+            np.testing.assert_array_equal(np.asarray(other[name]), np.asarray(array))
+
+
 MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 
 
@@ -79,9 +116,13 @@ def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
     with use_abstract_mesh(mesh):
         traced = jax.jit(attend_step).trace(cache, rows, queries)
         lowered = traced.lower(lowering_platforms=("rocm",))
-    decode, join, prefill = find_kernels(lowered)
+    *stores, decode, join, prefill = find_kernels(lowered)
     names = [kernel.name for kernel in (decode, join, prefill)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill"]
+    # Rows are stored by a kernel where the card is known, as it is from JAX 0.11 on.
+    assert [store.name for store in stores] == ["jkv_store"] * IS_NEWEST
+    for store in stores:
+        assert store.grid == (6, context, 1)  # rows, kv heads of a card
     # One kv head, and its four query heads, or two.
     assert join.grid[1] == 4 * context
     assert lowered.as_text().count("stablehlo.all_reduce") == (2 if context > 1 else 0)

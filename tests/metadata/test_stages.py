@@ -10,7 +10,7 @@ import pytest
 from support.compiled_hlo import ALL_PASSES
 
 import jkv
-from jkv.metadata.xla_cpu import stage
+from jkv.metadata.xla_cpu import stage, unknown
 
 # What XLA on CPU runs in order, without another thread.
 MOST_OPERATIONS = 8
@@ -111,3 +111,16 @@ def test_append_keeps_to_one_thread():
                     f"only the tables and the counts are that large: {line}"
                 )
     assert seen == stages, "each was found and counted"
+
+
+@pytest.mark.parametrize("platform, is_computed", [("cpu", True), ("rocm", False)])
+def test_a_number_is_hidden_from_one_compiler(platform: str, is_computed: bool) -> None:
+    """Elsewhere it stays a constant: to compute it would be a launch."""
+
+    def find(lengths: jax.Array) -> jax.Array:
+        return unknown(jnp.int32(3), lengths)
+
+    traced = jax.jit(find).trace(jnp.ones(2, jnp.int32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.add" in text) == is_computed
+    assert int(jax.jit(find)(jnp.zeros(2, jnp.int32))) == 3

@@ -10,8 +10,13 @@ those of gfx9.
 import re
 from typing import NamedTuple
 
-# Cycles until an answer, and until the matrix unit takes the next 16 x 16 x 16.
-SHARED_LATENCY, SCALAR_LATENCY, MATRIX_CYCLES = 100, 200, 16
+# Cycles until an answer.
+SHARED_LATENCY, SCALAR_LATENCY = 100, 200
+# What a unit's shared memory moves in a cycle (CDNA 3 white paper), in banks.
+SHARED_BYTES, BANK_BYTES, LANES = 128, 4, 64
+# Products that the matrix unit of a SIMD of gfx942 adds in a cycle: a unit's 2,048
+# operations of 16-bit numbers and 256 of float32 (CDNA 3 white paper) for each of four.
+MATRIX_RATE = {"f32": 32, "other": 256}
 # gfx12 waits for loads, shared memory and scalars apart; the walk has one queue for the
 # last two.
 _GFX12_WAITS = (
@@ -26,6 +31,9 @@ class Step(NamedTuple):
 
     cycles: int  # from one to the next, waits included
     issue_cycles: int  # in which instructions are issued, waits left out
+    matrix_cycles: int  # of the matrix unit
+    vector_cycles: int  # in which the SIMD takes vector and matrix instructions
+    shared_cycles: int  # in which the unit's shared memory moves what the wave asks
 
 
 def walk(loop: list[str], memory_latency: int) -> Step:
@@ -43,9 +51,10 @@ def walk(loop: list[str], memory_latency: int) -> Step:
     now, matrix_free, before = 0, 0, 0
     vector: list[int] = []  # when loads answer, in order
     local: list[int] = []
-    issue = 0
+    issue = matrix = issued = shared = 0
     for _ in range(_STEPS):
-        before, issue = now, 0
+        before = now
+        issue = matrix = issued = shared = 0
         for name, *rest in instructions:
             operands = rest[0] if rest else ""
             if name == "s_waitcnt":
@@ -63,13 +72,18 @@ def walk(loop: list[str], memory_latency: int) -> Step:
                 local.append(now + SCALAR_LATENCY)
             elif name.startswith("ds_"):
                 local.append(now + SHARED_LATENCY)
+                shared += _shared_cycles(name)
             elif name.startswith("v_mfma"):
                 now = max(now, matrix_free)
-                matrix_free = now + MATRIX_CYCLES
+                matrix_free = now + _matrix_cycles(name)
+                matrix += _matrix_cycles(name)
             now += cycles
+            if name.startswith("v_"):
+                issued += cycles
             if name != "s_nop":
-                issue += MATRIX_CYCLES if name.startswith("v_mfma") else cycles
-    return Step(now - before, issue)
+                is_matrix = name.startswith("v_mfma")
+                issue += _matrix_cycles(name) if is_matrix else cycles
+    return Step(now - before, issue, matrix, issued, shared)
 
 
 def count_round_trips(loop: list[str]) -> float:
@@ -97,6 +111,23 @@ def _wait(operands: str, counter: str, answers: list[int], now: int) -> int:
     while allowed and len(answers) > int(allowed.group(1)):
         now = max(now, answers.pop(0))
     return now
+
+
+def _matrix_cycles(name: str) -> int:
+    """Return the cycles until the matrix unit takes the next instruction."""
+    shape = re.match(r"v_mfma_\w+?_(\d+)x(\d+)x(\d+)_?(\w+)", name)
+    assert shape is not None, name
+    rows, columns, depth = map(int, shape.groups()[:3])
+    rate = MATRIX_RATE.get(shape.group(4), MATRIX_RATE["other"])
+    return rows * columns * depth // rate
+
+
+def _shared_cycles(name: str) -> int:
+    """Return the cycles in which shared memory moves what a wave asks for."""
+    width = re.search(r"_[bui](\d+)", name)
+    num_bytes = int(width.group(1)) // 8 if width else BANK_BYTES
+    num_bytes *= 2 if "read2" in name or "write2" in name else 1
+    return LANES * max(num_bytes, BANK_BYTES) // SHARED_BYTES
 
 
 def _cycles(name: str, operands: str) -> int:

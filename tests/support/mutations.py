@@ -280,10 +280,10 @@ MUTATIONS = (
     ),
     Mutation(
         "write-to-a-negative-layer",
-        "verbs",
+        "attention",
         "A traced layer of -1 is written to, as the last one.",
-        "jnp.where(valid & (operands.layer >= 0), slots.block_ids, past_end)",
-        "jnp.where(valid, slots.block_ids, past_end)",
+        "jnp.where(valid & (write.layer >= 0), write.block_ids, past_end)",
+        "jnp.where(valid, write.block_ids, past_end)",
     ),
     Mutation(
         "age-without-the-opening",
@@ -492,6 +492,27 @@ MUTATIONS = (
         "The tile that only some rows see as a whole goes without a mask.",
         "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0,",
         "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + tile_tokens, 0,",
+    ),
+    Mutation(
+        "kernel-stores-rows-of-nobody",
+        "attention/kernel",
+        "Rows of padding are stored where their slots seem to be.",
+        "is_stored = o.valid[row] != 0",
+        "is_stored = o.valid[row] >= 0",
+    ),
+    Mutation(
+        "kernel-stores-in-another-part",
+        "attention/kernel",
+        "Each part of a block stores as if it were the first.",
+        "offset -= o.part[0] * block_size",
+        "offset -= 0 * o.part[0]",
+    ),
+    Mutation(
+        "kernel-stores-keys-as-values",
+        "attention",
+        "Values that lie behind the keys are stored as the keys are.",
+        "else Source(_PARTNERS[name], 1)",
+        "else Source(_PARTNERS[name], 0)",
     ),
     Mutation(
         "kernel-window-off-by-one",

@@ -15,12 +15,14 @@ and only scores need a mask. Scores carry a factor log2(e): the hardware has exp
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
+from jkv.attention.kernel.conversion import round_by_bits
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
@@ -39,7 +41,7 @@ from jkv.attention.kernel.rows import (
     read_window,
     see,
 )
-from jkv.attention.kernel.scores import cap_in_log2, dot
+from jkv.attention.kernel.scores import cap_in_log2, dot, exp2_in_pairs
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
 
@@ -109,6 +111,9 @@ def attend_range(
         return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
     multiply = functools.partial(dot, variant)
+    exp2 = jnp.exp2
+    if variant.tile.has_exp2_in_pairs:
+        exp2 = functools.partial(exp2_in_pairs, interpret=variant.interpret)
 
     def attend_tile(
         trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
@@ -124,7 +129,7 @@ def attend_range(
         if masked:
             scores = jnp.where(visible, scores, HIDDEN)
         maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - maximum[:, None])
+        weights = exp2(scores - maximum[:, None])
         may_see_nothing = window is not None or variant.num_pieces
         if masked and not variant.is_decode and may_see_nothing:
             # A row may see nothing of a tile, and its maximum may still be HIDDEN.
@@ -133,12 +138,39 @@ def attend_range(
         total = sums.total * shrink + jnp.sum(weights, axis=1)
         if tile.value_scales is not None:
             weights *= tile.value_scales[None, :]
+        if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
+            weights = round_by_bits(weights)
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
             old * shrink[:, None] + multiply(weights, value)
             for old, value in zip(sums.values, values, strict=True)
         )
         return TileSums(maximum, total, summed)
+
+    def attend_tiles(
+        start: jax.Array,
+        stop: jax.Array,
+        sums: TileSums,
+        load_next: Callable[[jax.Array], TokenTile],
+        *,
+        masked: bool,
+    ) -> TileSums:
+        def attend_loaded(trip: jax.Array, sums: TileSums) -> TileSums:
+            return attend_tile(trip, load_next(trip), sums, masked=masked)
+
+        # The next tile is on its way while this one is used: one wait a trip.
+        def attend_carried(
+            trip: jax.Array, carry: tuple[TileSums, TokenTile]
+        ) -> tuple[TileSums, TokenTile]:
+            sums, stored = carry
+            following = load_next(jnp.minimum(trip + 1, stop - 1))
+            tile = to_operands(stored, len(value_sections), variant)
+            return attend_tile(trip, tile, sums, masked=masked), following
+
+        if not variant.tile.is_carried:
+            return lax.fori_loop(start, stop, attend_loaded, sums)
+        # Of no tiles the first one lies in the range only where it is clamped.
+        return lax.fori_loop(start, stop, attend_carried, (sums, load(start)))[0]
 
     sink = None
     if o.sinks is not None:
@@ -152,31 +184,8 @@ def attend_range(
         # Tiles that every row sees as a whole come first and need no mask.
         seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0, tokens.end)
         num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
-        sums = lax.fori_loop(
-            jnp.int32(0),
-            num_full,
-            lambda trip, sums: attend_tile(trip, load_whole(trip), sums, masked=False),
-            sums,
-        )
-    if variant.tile.is_carried:
-        # The next tile is on its way while this one is used: one wait a trip.
-        def attend_carried(
-            trip: jax.Array, carry: tuple[TileSums, TokenTile]
-        ) -> tuple[TileSums, TokenTile]:
-            sums, stored = carry
-            following = load(jnp.minimum(trip + 1, num_tiles - 1))
-            tile = to_operands(stored, len(value_sections), variant)
-            return attend_tile(trip, tile, sums, masked=True), following
-
-        carry = (sums, load(num_full))
-        sums, _ = lax.fori_loop(num_full, num_tiles, attend_carried, carry)
-    else:
-        sums = lax.fori_loop(
-            num_full,
-            num_tiles,
-            lambda trip, sums: attend_tile(trip, load(trip), sums, masked=True),
-            sums,
-        )
+        sums = attend_tiles(jnp.int32(0), num_full, sums, load_whole, masked=False)
+    sums = attend_tiles(num_full, num_tiles, sums, load, masked=True)
 
     # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored

@@ -5,6 +5,7 @@ platform, or the reason why there is none; and the same for its derivative.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -14,9 +15,11 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
+from jkv.attention.kernel.slots import store_rows, why_scattered
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import (
     find_backward,
+    find_family,
     find_target,
     find_tuning,
     why_never,
@@ -25,6 +28,9 @@ from jkv.attention.kernel.tuning import (
     why_not,
 )
 from jkv.attention.pools import Pools
+from jkv.attention.slots import SlotWrite
+
+Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 _INTERPRETED = Tuning(
@@ -73,6 +79,29 @@ def find_derivative(call: Call, platform: str) -> Differentiate | None:
     tuning = find_backward(call.queries, call.pools, platform, target)
     assert tuning is not None  # or there was a reason
     return functools.partial(differentiate_kernel, tuning=tuning, interpret=False)
+
+
+def find_store(arrays: dict[str, jax.Array], platform: str) -> Store | None:
+    """Return the kernel that stores rows, for the card at hand.
+
+    Args:
+      arrays: as `SlotWrite` has them; only shapes and dtypes matter.
+      platform: "rocm" or "cuda".
+
+    Returns:
+      None where scatters must serve, and where no card of the platform is at hand.
+    """
+    target = find_target(platform)
+    if target is None or why_scatter(arrays, platform, target):
+        return None
+    return functools.partial(store_rows, interpret=False)
+
+
+def why_scatter(arrays: dict[str, jax.Array], platform: str, target: str) -> str | None:
+    """Say why scatters store rows on a card, None if the kernel does."""
+    if find_family(platform, target) is None:
+        return f"there are no kernels for {target}"
+    return backend.why_missing() or why_scattered(arrays)
 
 
 def why_plain(

@@ -9,6 +9,7 @@ Hopper's were timed, too; no row was timed on an AMD card yet.
 """
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Tile:
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
     is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
     is_split: bool = False  # a product of float32 is three of tf32, good to 22 bits
+    # Of prefill: 2^x as a polynomial, two at a time; weights rounded by adding to bits.
+    has_exp2_in_pairs: bool = False
+    is_rounded_by_bits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,33 +151,76 @@ _RDNA_HALVES = (
 )
 
 
+def _short(
+    rows: int,
+    tokens: int,
+    num_stages: int,
+    *,
+    is_carried: bool = False,
+    is_rounded_by_bits: bool,
+) -> Tile:
+    """Return a tile of prefill that takes few vector instructions for its weights."""
+    return Tile(
+        rows,
+        tokens,
+        4,
+        num_stages,
+        has_full_loop=True,
+        is_carried=is_carried,
+        has_exp2_in_pairs=True,
+        is_rounded_by_bits=is_rounded_by_bits,
+    )
+
+
+def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
+    short = functools.partial(_short, is_rounded_by_bits=is_rounded_by_bits)
+    carried = functools.partial(short, is_carried=True)
+    return (
+        Row(128, _carried(16, 16, 1), short(128, 32, 2), ("half",)),
+        Row(128, _carried(16, 16, 1), carried(128, 16, 1), ("byte",)),
+        Row(256, _carried(16, 16, 2), short(64, 16, 2), ("half",), programs=4),
+        Row(256, _carried(16, 16, 2), carried(64, 16, 1), ("byte",), programs=4),
+        Row(576, _carried(32, 16, 4), carried(32, 16, 1), programs=4),
+        Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
+        Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
+        Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),
+    )
+
+
+_CDNA_BACKWARD = (
+    Backward(128, Tile(64, 16, 4, 1), Tile(32, 16, 4, 1)),
+    Backward(256, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1)),
+    Backward(576, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+    Backward(128, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
+    Backward(256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
+)
+
+
 TABLE = {
     # One wave and 16 tokens a step: 120 to 130 registers at head dim 128, so four waves
     # per SIMD hide the latency of each other's loads without a barrier; 32 tokens on
     # two waves take twice the vector instructions and leave fewer programs. From 192 on
-    # a second wave halves what each holds of the values. With 64 rows of prefill 64
-    # tokens need over 240 registers, 32 need 190. Float32 has matrix instructions here,
-    # and half as many elements in a register. As many programs as registers leave room
-    # for, 170 to 250 of 512 for two waves on each of four SIMDs; twice as many for
-    # latent caches, so that one short context is cut small enough.
+    # a second wave halves what each holds of the values. Float32 has matrix
+    # instructions here, and half as many elements in a register. As many programs as
+    # registers leave room for, 170 to 250 of 512 for two waves on each of four SIMDs;
+    # twice as many for latent caches, so that one short context is cut small enough.
+    #
+    # Prefill by `benchmarks/kernel_model.py`: 32 rows for each wave, so that none
+    # computes scores which another has, too; and no more than 256 registers, for two
+    # waves a SIMD. Bytes are carried: what comes from the trip before is converted
+    # before it goes to shared memory, by one wave for all.
     "cdna": Family(
-        targets=("gfx90a", "gfx942", "gfx950"),
+        targets=("gfx90a", "gfx942"),
         units=304,
-        rows=(
-            Row(128, _carried(16, 16, 1), _full(64, 32, 4, 1)),
-            Row(256, _carried(16, 16, 2), _full(64, 32, 4, 1), programs=4),
-            Row(576, _carried(32, 16, 4), _full(32, 16, 4, 1), programs=4),
-            Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
-            Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
-            Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),
-        ),
-        backward=(
-            Backward(128, Tile(64, 16, 4, 1), Tile(32, 16, 4, 1)),
-            Backward(256, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1)),
-            Backward(576, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
-            Backward(128, Tile(64, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
-            Backward(256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), _FLOAT32),
-        ),
+        rows=_cdna_rows(is_rounded_by_bits=True),
+        backward=_CDNA_BACKWARD,
+    ),
+    # With an instruction that rounds two numbers to bfloat16.
+    "cdna4": Family(
+        targets=("gfx950",),
+        units=304,
+        rows=_cdna_rows(is_rounded_by_bits=False),
+        backward=_CDNA_BACKWARD,
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers. Bytes
     # need more registers on their way to operands: twice the waves in prefill, four to

@@ -11,7 +11,8 @@ from jkv.attention.kernel.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
 
-_CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
+_CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942")
+_CDNA4 = ("gfx950",)
 
 
 # With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
@@ -55,6 +56,8 @@ def find_family(platform: str, target: str | None) -> str | None:
             return "rdna"
         if target[:-1] in _RDNA4:
             return "rdna4"
+        if target in _CDNA4:
+            return "cdna4"
         return "cdna" if target in _CDNA else None
     if target is not None and int(target.removeprefix("sm_")) < 80:
         return None

@@ -28,6 +28,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jkv
 from jkv.commands.compiled_programs import remove_oldest
 from jkv.storage.files import replacing
+from jkv.verbs.writing import WRITE_SWITCH
 
 logger = logging.getLogger("jkv.serving")
 
@@ -160,6 +161,7 @@ def _describe_surroundings() -> list[str]:
         platform.node(),
         f"{jax.process_index()} of {jax.process_count()}",
         os.environ.get("XLA_FLAGS", ""),
+        os.environ.get(WRITE_SWITCH, ""),
         str(sorted(settings.items())),
     ]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel.conversion import to_operand
+from jkv.attention.kernel.conversion import round_by_bits, to_operand
+from jkv.attention.kernel.scores import exp2_in_pairs
 
 pytestmark = pytest.mark.one_end
 
@@ -71,3 +72,30 @@ def test_attention_reads_every_code(implementation):
             implementation=implementation,
         )
         np.testing.assert_array_equal(found[:, 0].astype(jnp.float32), finite)
+
+
+@pytest.mark.parametrize("interpret", (False, True))
+def test_powers_of_two_in_pairs(interpret):
+    """As on a card (one operation after the other: XLA leaves one out) and here."""
+
+    def power_of(x):
+        return np.asarray(exp2_in_pairs(jnp.float32(x), interpret=interpret))
+
+    x = np.linspace(-126.0, 0.0, 10_001, dtype=np.float32)
+    error = power_of(x) / np.exp2(x.astype(np.float64)) - 1.0
+    assert 1e-7 < np.max(np.abs(error)) < 3e-6
+    assert power_of(0.0) == 1.0 and power_of(-126.0) == 2.0**-126
+    assert not np.any(power_of([-127.0, -150.0, -5e6, -1e30]))
+    with np.errstate(invalid="ignore"):
+        assert np.all(np.isnan(power_of([np.nan, -np.nan, -np.inf])))
+
+
+def test_rounding_by_bits():
+    """The nearest bfloat16, of two that are equally near the larger; NaN stays NaN."""
+    exact = np.arange(0x3F000000, 0x3F100000, 1 << 12, np.uint32).view(np.float32)
+    rounded = np.asarray(round_by_bits(jnp.asarray(exact)), np.float32)
+    nearest = np.asarray(jnp.asarray(exact).astype(jnp.bfloat16), np.float32)
+    is_halfway = exact.view(np.uint32) & 0xFFFF == 0x8000
+    assert np.array_equal(rounded[~is_halfway], nearest[~is_halfway])
+    assert np.all(rounded[is_halfway] > exact[is_halfway]) and np.any(is_halfway)
+    assert np.isnan(np.float32(round_by_bits(jnp.float32(np.nan))))

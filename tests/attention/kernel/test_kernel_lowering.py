@@ -141,7 +141,7 @@ def test_cards_and_families():
     expected = {
         ("rocm", "gfx90a"): "cdna",
         ("rocm", "gfx942"): "cdna",
-        ("rocm", "gfx950"): "cdna",
+        ("rocm", "gfx950"): "cdna4",
         ("rocm", "gfx1100"): "rdna",
         ("rocm", "gfx1151"): "rdna",
         ("rocm", "gfx1201"): "rdna4",

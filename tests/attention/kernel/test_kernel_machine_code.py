@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import pytest
 from support.kernel_lowering import (
     find_kernels,
+    lower,
     lower_derivative,
     lower_kernels,
     make_shapes,
     shape,
 )
 from support.paths import ROOT
+from support.slot_writes import Sizes, shape_write
 
+from jkv.attention.kernel.slots import store_rows
 from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_backward, find_tuning
 
@@ -123,6 +126,12 @@ if os.environ.get("JKV_ALL_SHAPES"):
         for dtype in ("float16", "float32")
         for dim in range(16, 257, 16)
     ]
+# Of the kernel that stores rows: plain, latent in parts of blocks, scaled and narrow.
+STORED = [
+    Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=2**17),
+    Sizes(head_dims=(576,), heads=1, block_size=24, part=1),
+    Sizes(dtype="int8", head_dims=(72, 72), heads=8, block_size=16),
+]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
@@ -138,6 +147,7 @@ TARGETS = [
 ]
 # Of a carried step of bytes in one block, where it waits for memory more than once.
 MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
+store = functools.partial(store_rows, interpret=False)
 table: list[dict[str, object]] = []
 
 
@@ -166,9 +176,13 @@ def _with_the_others():
 
 
 def _find_part(entry):
-    """The card, and whether it is a derivative."""
-    is_derivative = entry["kernel"] in ("jkv_query_gradients", "jkv_token_gradients")
-    return entry["target"], entry["card"], is_derivative
+    """The card, and which of the tests here compiled it."""
+    tests = {
+        "jkv_query_gradients": "derivative",
+        "jkv_token_gradients": "derivative",
+        "jkv_store": "store",
+    }
+    return entry["target"], entry["card"], tests.get(entry["kernel"], "attention")
 
 
 @functools.cache
@@ -284,6 +298,33 @@ def test_no_derivative_spills(platform, target, known, shapes):
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
             assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
     assert served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "platform, target, known",
+    [card for *card, _ in TARGETS if card[2] is not None],  # stored alike on all
+    ids=[target for _, target, known, _ in TARGETS if known is not None],
+)
+def test_no_store_spills(platform, target, known):
+    """Likewise of the kernel that stores rows: one load and one store of each part."""
+    for sizes in STORED:
+        lowered = lower(store, (shape_write(sizes),), platform)
+        (kernel,) = find_kernels(lowered)
+        code = compile_kernel(kernel, target)
+        entry = {
+            "target": target,
+            "card": known,
+            "head dims": "/".join(map(str, sizes.head_dims)),
+            "group": 1,
+            "block size": sizes.block_size,
+            "queries": "none",
+            "elements": sizes.dtype,
+            "options": "none" if sizes.part is None else "part",
+        }
+        table.append(entry | {"kernel": kernel.name} | code._asdict())
+        assert code.spills == code.scalar_spills == code.shared_bytes == 0, table[-1]
+        assert code.registers <= 64, table[-1]
 
 
 def test_every_row_is_compiled():

@@ -20,7 +20,7 @@ from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel import body, loads, platforms
+from jkv.attention.kernel import body, conversion, loads, platforms, scores
 from jkv.attention.kernel.tuning import find_family, find_target, why_not
 from jkv.attention.pools import make_pools
 from jkv.storage import quantization
@@ -28,7 +28,7 @@ from jkv.storage import quantization
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
 # Where the table has float32; elsewhere it is the plain path's.
 FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFORM))
-DTYPE = "float32" if FAMILY in (None, "cdna", "hopper") else "float16"
+DTYPE = "float32" if FAMILY in (None, "cdna", "cdna4", "hopper") else "float16"
 
 quantize = jax.jit(quantization.quantize, static_argnums=1)
 
@@ -339,17 +339,28 @@ def test_pieces_by_position_equal_the_plain_loop(name):
 
 
 @pytest.mark.one_end
-def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch):
-    """As the rows of CDNA decode; blocks smaller than a tile, and a window."""
-    carried = []
+@pytest.mark.parametrize("kernel", ("decode", "prefill"))
+def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
+    """As CDNA's rows are, and its weights; blocks smaller than a tile, and a window."""
+    called = []
 
-    def to_operands(*arguments):
-        carried.append(1)
-        return loads.to_operands(*arguments)
+    def count(name, function):
+        def counted(*arguments, **options):
+            called.append(name)
+            return function(*arguments, **options)
 
-    monkeypatch.setattr(body, "to_operands", to_operands)
-    decode = dataclasses.replace(platforms._INTERPRETED.decode, is_carried=True)
-    tuning = dataclasses.replace(platforms._INTERPRETED, decode=decode)
+        monkeypatch.setattr(body, name, counted)
+
+    for function in (loads.to_operands, scores.exp2_in_pairs, conversion.round_by_bits):
+        count(function.__name__, function)
+    is_prefill = kernel == "prefill"
+    tile = dataclasses.replace(
+        getattr(platforms._INTERPRETED, kernel),
+        is_carried=True,
+        has_exp2_in_pairs=is_prefill,
+        is_rounded_by_bits=is_prefill,
+    )
+    tuning = dataclasses.replace(platforms._INTERPRETED, **{kernel: tile})
     monkeypatch.setattr(platforms, "_INTERPRETED", tuning)
     # Shapes that no other test has, whose traces would be taken.
     this = case(
@@ -358,15 +369,18 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch):
         value_dim=32,
         block_size=8,
         storage="int8",
-        queries="float32",
-        options={"window": 41},
+        queries="bfloat16" if is_prefill else "float32",
+        options={} if is_prefill else {"window": 41},
     )
     attend, reference = (jax.jit(this.attend(n)) for n in ("pallas", "reference"))
     for batch in BATCHES:
         arguments = this.arguments(this.operands(batch))
         for one, other in zip(attend(*arguments), reference(*arguments), strict=True):
             assert_close(one, other)
-    assert carried or PLATFORM != "cpu"
+    expected = {"to_operands"}
+    if is_prefill:
+        expected |= {"exp2_in_pairs", "round_by_bits"}
+    assert set(called) == expected or PLATFORM != "cpu"
 
 
 @pytest.mark.one_end

@@ -1,0 +1,149 @@
+"""The kernel that stores the keys and values of a step: one launch for all arrays.
+
+XLA makes a scatter of each array: two launches in each layer, and four where there are
+scales. Here a program has one row of one kv head and copies what each array gets of it.
+Nothing is computed, so what is stored is what the scatters store, to the bit: scales
+are XLA's, as Triton's division need not round as XLA's does.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.sections import MIN_SIZE, cut
+from jkv.attention.slots import SlotWrite, Source
+
+# A row of a head is a few hundred bytes: one load and one store for a warp.
+_NUM_WARPS = 1
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads. Refs inside it, arrays outside."""
+
+    layer: jax.Array  # i32[1]
+    part: jax.Array | None  # i32[1], of each block, where the arrays have only one
+    block_ids: jax.Array  # i32[R]
+    offsets: jax.Array  # i32[R]
+    valid: jax.Array  # i8[R]
+    rows: dict[str, jax.Array]  # [P, R, K, ...], the bits that the arrays keep
+
+
+def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
+    """Say why scatters store what these arrays get, on any card; None: the kernel does.
+
+    Args:
+      arrays: of a group of layers by name, [L, N, K, T, ...]; only shapes and dtypes
+        matter.
+    """
+    for name, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            return f"derivatives go through scatters, and {name} has {array.dtype}"
+        # Offsets are 32 bits wide, counted in elements, up to this many bytes.
+        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+            return f"{name} has {array.size} elements in at most 2**32 bytes"
+        if array.ndim == 5 and (array.shape[4] < MIN_SIZE or array.shape[4] % 8):
+            return (
+                f"rows of {name} have {array.shape[4]} elements, which is no multiple "
+                f"of 8 from {MIN_SIZE} on"
+            )
+    keys, values = arrays["key_pool"], arrays.get("value_pool")
+    if values is None:
+        return "one array is one launch either way"
+    if "key_scales" in arrays and keys.shape != values.shape:
+        # A scatter rounds its rows itself; for the kernel that is a launch more, but
+        # one for both where they can be stacked.
+        return "keys and values of two head dims are not rounded together"
+    return None
+
+
+def store_rows(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
+    """Return the arrays with the rows in their slots; they are changed in place."""
+    launch = functools.partial(_launch, interpret=interpret)
+    results = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for name, array in write.arrays.items()
+    }
+    return backend.defer(launch, (write,), results, interpret=interpret)
+
+
+def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
+    num_rows, num_kv_heads = write.num_rows, write.pool.shape[2]
+    if not num_rows:
+        return write.arrays
+    # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
+    if interpret:
+        rows, valid = write.rows_as_bits(), write.valid.astype(jnp.int8)
+    else:
+        rows = {
+            name: backend.view_as(each, write.arrays[name].dtype)
+            for name, each in write.rows.items()
+        }
+        valid = backend.view_as(write.valid, jnp.int8)
+    operands = _Operands(
+        layer=write.layer[None],
+        part=None if write.part is None else write.part[None],
+        block_ids=write.block_ids,
+        offsets=write.offsets,
+        valid=valid,
+        rows=rows,
+    )
+    sources = {name: write.find_source(name) for name in write.arrays}
+    (arrays,) = backend.launch(
+        "jkv_store",
+        functools.partial(_store_row, sources=sources),
+        (operands, write.arrays),
+        (
+            {
+                name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+                for name, array in write.arrays.items()
+            },
+        ),
+        grid=(num_rows, num_kv_heads),
+        compilation=backend.Compilation(_NUM_WARPS, 1, interpret),
+        in_place=True,
+    )
+    stored: dict[str, jax.Array] = arrays
+    return stored
+
+
+def _store_row(
+    operands: _Operands,
+    before: Any,
+    arrays: dict[str, jax.Array],
+    *,
+    sources: dict[str, Source],
+) -> None:
+    """Copy one row of one kv head to its slot in each array.
+
+    The arrays before are the same memory: what is not stored stays as it is.
+    """
+    del before
+    o = operands
+    row, head = backend.program_id(0), backend.program_id(1)
+    num_layers, num_blocks, _, block_size = arrays["key_pool"].shape[:4]
+    layer, block, offset = o.layer[0], o.block_ids[row], o.offsets[row]
+    if o.part is not None:
+        offset -= o.part[0] * block_size
+    is_stored = o.valid[row] != 0
+    for index, size in ((layer, num_layers), (block, num_blocks), (offset, block_size)):
+        is_stored &= (index >= 0) & (index < size)
+
+    # Nothing is stored outside of an array, and interpreting asks for indices in it.
+    layer = jnp.clip(layer, 0, num_layers - 1)
+    block = jnp.clip(block, 0, num_blocks - 1)
+    offset = jnp.clip(offset, 0, block_size - 1)
+    slot = layer, block, head, offset
+    for name, array in arrays.items():
+        source = sources[name]
+        rows, place = o.rows[source.name], (source.place, row, head)
+        if rows.ndim == 3:  # a scale for each row
+            backend.store_masked(array, slot, rows[place], is_stored)
+            continue
+        for section in cut(rows.shape[3]):
+            columns = section.columns[0]
+            mask = section.over(is_stored[None])[0]
+            bits = rows[*place, columns]
+            backend.store_masked(array, (*slot, columns), bits, mask)

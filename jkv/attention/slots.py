@@ -1,0 +1,90 @@
+"""Where the keys and values of a step go: rows of them, and the slot of each row.
+
+Letters as in `jkv.attention.call`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.attention import lazy_chex as chex
+
+# Whose rows those of values may be stacked on.
+_PARTNERS = {"value_pool": "key_pool", "value_scales": "key_scales"}
+
+
+class Source(NamedTuple):
+    """Where the rows of an array are found: `rows[name][place]`."""
+
+    name: str
+    place: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SlotWrite:
+    """The rows of one layer, the arrays that take them in, and where.
+
+    A row goes to `arrays[name][layer, block_ids[row], :, offsets[row]]`. It is stored
+    if it is valid and all of these are in range, and if the slot is in this part of the
+    block, where the arrays have only one.
+    """
+
+    arrays: dict[str, jax.Array]  # [L, N, K, T, ...]
+    # [P, R, K, ...], numbers whose bits are what the arrays keep: by the same names,
+    # or those of values behind those of keys, under the keys' names.
+    rows: dict[str, jax.Array]
+    layer: jax.Array  # i32[], negative for none
+    block_ids: jax.Array  # i32[R], N for none
+    offsets: jax.Array  # i32[R], in the whole block
+    valid: jax.Array  # bool[R]
+    # i32[], which part of each block the arrays have; None: the whole.
+    part: jax.Array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.valid.shape[0]
+
+    @property
+    def pool(self) -> jax.Array:
+        """The keys' array, which has the sizes that all share, [L, N, K, T, D]."""
+        return self.arrays["key_pool"]
+
+    def find_source(self, name: str) -> Source:
+        """Return where the rows of the array of that name are."""
+        is_own = name in self.rows
+        return Source(name, 0) if is_own else Source(_PARTNERS[name], 1)
+
+    def rows_as_bits(self) -> dict[str, jax.Array]:
+        """Return the rows as the arrays keep them, which have the same names."""
+        return {
+            name: rows
+            if rows.dtype == self.arrays[name].dtype
+            else jax.lax.bitcast_convert_type(rows, self.arrays[name].dtype)
+            for name, rows in self.rows.items()
+        }
+
+
+def scatter(write: SlotWrite) -> dict[str, jax.Array]:
+    """Return the arrays with the rows in their slots, by a scatter for each array."""
+    chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
+    # Rows without a slot get indices past the end, all different: the scatter is then
+    # free of duplicates, which accelerators need to run it in parallel.
+    num_blocks, size = write.pool.shape[1], write.pool.shape[3]
+    offsets, valid = write.offsets, write.valid
+    if write.part is not None:
+        offsets = offsets - write.part * size
+        valid = valid & (offsets >= 0) & (offsets < size)
+        offsets = jnp.where(valid, offsets, 0)
+    past_end = num_blocks + jnp.arange(write.num_rows, dtype=jnp.int32)
+    block_ids = jnp.where(valid & (write.layer >= 0), write.block_ids, past_end)
+    bits, stored = write.rows_as_bits(), {}
+    for name, array in write.arrays.items():
+        source = write.find_source(name)
+        rows = bits[source.name][source.place]
+        slots = array.at[write.layer, block_ids, :, offsets]
+        stored[name] = slots.set(rows, mode="drop", unique_indices=True)
+    return stored

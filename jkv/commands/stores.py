@@ -1,0 +1,144 @@
+"""Whether the kernel that stores rows does on this card what scatters do, to the bit.
+
+What it stored wrongly would spoil every answer, so a finding says how to do without it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.attention.choice import find_stores
+from jkv.attention.slots import SlotWrite, scatter
+from jkv.commands.correctness import on_cpu
+from jkv.commands.report import Report
+from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
+
+NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
+
+Store = Callable[[SlotWrite], dict[str, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is stored: bits of these head dims, of keys and of values."""
+
+    name: str
+    head_dims: tuple[int, int]
+    block_size: int = 16
+    has_scales: bool = False  # one-byte elements
+    has_parts: bool = False  # the second half of each block is here
+
+
+CASES = (
+    Case("bfloat16", (128, 128)),
+    Case("values of another head dim", (96, 72), block_size=24),
+    Case("one byte with scales", (128, 128), has_scales=True),
+    Case("parts of blocks", (64, 64), has_parts=True),
+)
+
+
+def check_stores(
+    report: Report, *, store: Store | None = None, cases: tuple[Case, ...] = CASES
+) -> None:
+    """Store the same rows by the kernel and by scatters, and compare all bits.
+
+    Args:
+      report: gets a finding for all that agree, and one for each that does not.
+      store: in place of the kernel for the card at hand.
+      cases: what is stored.
+    """
+    agreed, scattered = 0, []
+    for case in cases:
+        write = draw_write(case)
+        stores = [*find_stores(write.arrays).values()] if store is None else [store]
+        if not stores:
+            scattered.append(case.name)
+            continue
+        wanted, found = play(write, scatter), play(write, stores[0])
+        wrong = [
+            name
+            for name, array in wanted.items()
+            if not np.array_equal(np.asarray(found[name]), np.asarray(array))
+        ]
+        agreed += not wrong
+        if wrong:
+            detail = (
+                f"{' and '.join(wrong)} differ from what scatters store; set "
+                f"{WRITE_SWITCH}=0 in the environment to have those instead"
+            )
+            report.add("FAILED", f"rows stored by the kernel: {case.name}", detail)
+    if scattered:
+        why = "there is no GPU here" if on_cpu() else "scatters store them on this card"
+        what = f"rows stored by the kernel: {', '.join(scattered)}"
+        report.add("not checked", what, why)
+    if agreed:
+        what = f"rows stored by the kernel: {agreed} cases"
+        used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
+        report.add("ok", what, f"the bits of scatters{used}")
+
+
+def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
+    """Return the arrays after some steps over all layers, changed in place."""
+
+    def step(arrays: dict[str, jax.Array], write: SlotWrite) -> dict[str, jax.Array]:
+        def store_layer(
+            index: jax.Array, arrays: dict[str, jax.Array]
+        ) -> dict[str, jax.Array]:
+            number = index // NUM_LAYERS
+            moved = {
+                name: jnp.roll(rows, number, axis=1)
+                for name, rows in write.rows.items()
+            }
+            return store(
+                dataclasses.replace(
+                    write,
+                    arrays=arrays,
+                    rows=moved,
+                    layer=index % NUM_LAYERS,
+                    block_ids=(write.block_ids + number) % (NUM_BLOCKS + 1),
+                )
+            )
+
+        return jax.lax.fori_loop(0, NUM_LAYERS * NUM_STEPS, store_layer, arrays)
+
+    own = {name: jnp.array(array) for name, array in write.arrays.items()}
+    return jax.jit(functools.partial(step), donate_argnums=0)(own, write)
+
+
+def draw_write(case: Case) -> SlotWrite:
+    """Return rows of random bits, some of them without a slot, and arrays of others."""
+    random = np.random.default_rng(0)
+    kind = np.uint8 if case.has_scales else np.uint16
+    common = NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, case.block_size
+
+    def draw(shape: tuple[int, ...], dtype: type[np.unsignedinteger]) -> jax.Array:
+        numbers = random.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+        return jnp.asarray(numbers)
+
+    # Values are rounded with keys, and lie behind them, where there are scales.
+    num_stacked = 2 if case.has_scales else 1
+    arrays, rows = {}, {}
+    for name, head_dim in zip(("key", "value"), case.head_dims, strict=True):
+        arrays[f"{name}_pool"] = draw((*common, head_dim), kind)
+        shape = (num_stacked, NUM_ROWS, NUM_KV_HEADS)
+        if case.has_scales:
+            arrays[f"{name}_scales"] = draw(common, np.uint16)
+        if case.has_scales and name == "key":
+            rows["key_scales"] = draw(shape, np.uint16)
+        if not case.has_scales or name == "key":
+            rows[f"{name}_pool"] = draw((*shape, head_dim), kind)
+    num_tokens = case.block_size * (2 if case.has_parts else 1)
+    slots = random.permutation(NUM_BLOCKS * num_tokens)[:NUM_ROWS]
+    return SlotWrite(
+        arrays=arrays,
+        rows=rows,
+        layer=jnp.int32(0),
+        block_ids=jnp.asarray(slots // num_tokens, jnp.int32),
+        offsets=jnp.asarray(slots % num_tokens, jnp.int32),
+        valid=jnp.asarray(np.arange(NUM_ROWS) % 5 != 1),
+        part=jnp.int32(1) if case.has_parts else None,
+    )

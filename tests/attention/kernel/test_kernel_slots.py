@@ -1,0 +1,263 @@
+"""The kernel that stores rows in their slots: the bits of the scatter, in place."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.jax_versions import few
+from support.kernel_lowering import find_kernels, lower, shape
+from support.slot_writes import Sizes, make_write, shape_write
+
+import jkv
+from jkv.attention import choice
+from jkv.attention.kernel import platforms
+from jkv.attention.kernel.slots import store_rows, why_scattered
+from jkv.attention.slots import SlotWrite, scatter
+from jkv.verbs import writing
+
+# Interpreted on a CPU, compiled where there is a GPU.
+here = functools.partial(store_rows, interpret=jax.default_backend() == "cpu")
+compiled = functools.partial(store_rows, interpret=False)
+
+
+def draw_write(sizes, seed=0):
+    """Any bits at all, NaN among them; each slot once, and rows that have none."""
+    random = np.random.default_rng(seed)
+
+    def draw(dims, dtype):
+        width = jnp.dtype(dtype).itemsize
+        drawn = random.integers(0, 256, (*dims, width), dtype=np.uint8)
+        return jnp.asarray(np.ascontiguousarray(drawn).view(dtype).reshape(dims))
+
+    write = shape_write(sizes)
+    arrays, rows = (
+        {name: draw(each.shape, each.dtype) for name, each in group.items()}
+        for group in (write.arrays, write.rows)
+    )
+    num_parts = 1 if sizes.part is None else 2
+    tokens = sizes.block_size * num_parts
+    slots = random.permutation(sizes.blocks * tokens)[: sizes.rows]
+    valid = np.arange(sizes.rows) % 3 != 1
+    return SlotWrite(
+        arrays=arrays,
+        rows=rows,
+        layer=jnp.int32(1),
+        # Of rows without a slot, block N, or one that another row may be given.
+        block_ids=jnp.asarray(
+            np.where(valid | (slots % 2 == 0), slots // tokens, sizes.blocks), jnp.int32
+        ),
+        offsets=jnp.asarray(slots % tokens, jnp.int32),
+        valid=jnp.asarray(valid),
+        part=None if sizes.part is None else jnp.int32(sizes.part),
+    )
+
+
+def assert_same_bits(found, wanted):
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(array))
+
+
+CASES = [
+    Sizes(),
+    Sizes(head_dims=(72, 24), block_size=3, heads=1),  # repeated columns
+    Sizes(head_dims=(576,), heads=1, blocks=9, block_size=1),  # latent
+    Sizes(dtype="float8_e4m3fn", head_dims=(16, 16)),  # stacked
+    Sizes(dtype="float8_e5m2", head_dims=(32, 16), part=1),
+    Sizes(part=0, block_size=5),
+    Sizes(rows=1, blocks=1, layers=2),
+]
+
+
+@pytest.mark.parametrize("sizes", few(CASES, CASES[0], CASES[4]), ids=str)
+def test_it_stores_what_the_scatter_stores(sizes):
+    write = draw_write(sizes)
+    found, wanted = jax.jit(here)(write), jax.jit(scatter)(write)
+    assert_same_bits(found, wanted)
+    # Of each array some of this layer was stored, and nothing of the other one.
+    for name, array in write.arrays.items():
+        assert (np.asarray(wanted[name][1]) != np.asarray(array[1])).any()
+        np.testing.assert_array_equal(np.asarray(found[name][0]), np.asarray(array[0]))
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("layer", [-1, 2, 0])
+def test_rows_of_no_layer_are_dropped(layer):
+    write = dataclasses.replace(draw_write(Sizes()), layer=jnp.int32(layer))
+    found = jax.jit(here)(write)
+    assert_same_bits(found, jax.jit(scatter)(write))
+    is_kept = all((found[name] == write.arrays[name]).all() for name in found)
+    assert is_kept == (layer != 0)
+
+
+@pytest.mark.one_end
+def test_no_rows():
+    write = make_write(Sizes(rows=0), jnp.zeros)
+    assert_same_bits(here(write), write.arrays)
+
+
+LOWERED = [
+    ("rocm", Sizes(head_dims=(128, 128), heads=8)),
+    ("cuda", Sizes(dtype="int8", head_dims=(64, 64))),
+    ("cuda", Sizes(head_dims=(576,), heads=1, part=1)),
+    ("rocm", Sizes(dtype="float8_e4m3fn", head_dims=(72, 72))),
+]
+
+
+@pytest.mark.parametrize("platform, sizes", few(LOWERED, LOWERED[0]), ids=str)
+def test_one_launch_that_changes_the_arrays(platform, sizes):
+    write = shape_write(sizes)
+    lowered = lower(compiled, (write,), platform)
+    (kernel,) = find_kernels(lowered)
+    assert kernel.name == "jkv_store"
+    assert kernel.grid == (sizes.rows, sizes.heads, 1) and kernel.num_warps == 1
+    text = lowered.as_text()
+    assert text.count("output_operand_alias<") == len(write.arrays)
+    # Numbers are taken for bits without an operation.
+    assert "bitcast_convert" not in text and "stablehlo.convert" not in text
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("blocks, bits", [(2**16, 32), (2**16 + 1, 64)])
+def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
+    """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
+    sizes = Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=blocks)
+    write = shape_write(sizes)
+    assert why_scattered(write.arrays) is None
+    (kernel,) = find_kernels(lower(compiled, (write,), "rocm"))
+    stores = [line for line in kernel.text.splitlines() if '"tt.store"' in line]
+    assert len(stores) == 2
+    offsets = re.findall(
+        r"addptr.*: \(tensor<[^<]*!tt.ptr<i16>>, \S+x(i\d+)>", kernel.text
+    )
+    assert offsets.count(f"i{bits}") >= 2 and set(offsets) == {"i32", f"i{bits}"}
+
+
+@pytest.mark.one_end
+def test_what_scatters_store():
+    def ask(**changes):
+        dtype = changes.pop("stored", None)
+        write = shape_write(Sizes(**changes))
+        arrays = write.arrays
+        if dtype is not None:
+            arrays = {n: shape(*a.shape, dtype=dtype) for n, a in arrays.items()}
+        return why_scattered(arrays) or ""
+
+    assert ask() == ask(dtype="int8") == ask(head_dims=(72, 48)) == ""
+    assert "derivatives" in ask(stored=jnp.float16)
+    assert "multiple" in ask(head_dims=(32, 12)) and "multiple" in ask(head_dims=(8, 8))
+    assert "together" in ask(dtype="int8", head_dims=(32, 16))
+    assert "one launch" in ask(head_dims=(576,))
+    # 2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap.
+    large = dict(dtype="int8", head_dims=(128, 128), heads=8, block_size=16)
+    for blocks, is_scattered in ((2**16, False), (2**16 + 1, True), (2**17 + 1, False)):
+        assert ("2**32" in ask(**large, blocks=blocks)) == is_scattered
+
+
+@pytest.mark.one_end
+def test_which_cards_have_it(monkeypatch):
+    arrays = make_write(Sizes(), jnp.zeros).arrays
+    monkeypatch.setattr(platforms, "find_target", lambda _: None)
+    assert choice.find_stores(arrays) == {}
+
+    def pretend(card):
+        cards = {"rocm": card if card.startswith("gfx") else None}
+        cards["cuda"] = None if card.startswith("gfx") else card
+        monkeypatch.setattr(platforms, "find_target", cards.__getitem__)
+
+    for card, found in (
+        ("gfx942", ["rocm"]),
+        ("gfx1201", ["rocm"]),
+        ("sm_90", ["cuda"]),
+        ("gfx906", []),  # no kernel at all
+        ("sm_70", []),
+    ):
+        pretend(card)
+        assert list(choice.find_stores(arrays)) == found, card
+    pretend("gfx942")
+    floats = make_write(Sizes(head_dims=(8, 8)), jnp.zeros).arrays
+    assert choice.find_stores(floats) == {}
+
+
+CONFIG = jkv.CacheConfig(
+    num_layers=3,
+    num_kv_heads=2,
+    head_dim=16,
+    num_blocks=7,
+    block_size=3,
+    max_sequences=3,
+    max_context_length=12,
+)
+
+
+def play(config, queries, keys, values):
+    """Two steps of several sequences and padding, over layers in a loop."""
+    cache, opened = jkv.allocate(jkv.init(config), [4, 0, 2])
+    for counts in ([2, 0, 3], [1, 1, 1]):
+        cache, batch = jkv.append(cache, opened.seq_ids, jnp.array(counts), capacity=8)
+
+        def layer(number, carry, batch=batch):
+            cache, rows = carry
+            new = values + jax.lax.stop_gradient(rows)
+            cache = jkv.write(cache, number, batch, keys * (1 + number), new)
+            rows = jkv.attend(cache, number, batch, jnp.tile(queries, (1, 2, 1)))
+            return cache, rows[:, ::2]
+
+        carry = cache, jnp.zeros_like(values)
+        cache, rows = jax.lax.fori_loop(0, config.num_layers, layer, carry)
+    return cache, rows
+
+
+@pytest.mark.parametrize("dtype", few(["bfloat16", "int8"], "bfloat16"))
+def test_a_loop_over_layers_stores_the_same(dtype, monkeypatch):
+    """The verb with the kernel, interpreted, and without it by its switch."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    random = np.random.default_rng(3)
+    rows = [
+        jnp.asarray(random.standard_normal((8, 2, 16)), jnp.bfloat16) for _ in range(3)
+    ]
+    launched = []
+
+    def find_stores(arrays):
+        assert why_scattered(arrays) is None
+        launched.append(1)
+        return dict.fromkeys(("cpu", "rocm", "cuda"), here)
+
+    monkeypatch.setattr(writing, "find_stores", find_stores)
+    step = functools.partial(play, config)
+    by_kernel, output = jax.jit(step)(*rows)
+    assert launched
+    launched.clear()
+    monkeypatch.setenv(writing.WRITE_SWITCH, "0")
+    wanted, wanted_output = jax.jit(functools.partial(step))(*rows)
+    assert not launched
+    jkv.check(by_kernel)
+    assert_same_bits(by_kernel.storage[0].arrays, wanted.storage[0].arrays)
+    np.testing.assert_array_equal(np.asarray(output), np.asarray(wanted_output))
+    assert np.asarray(output).any()
+
+
+@pytest.mark.one_end
+def test_gradients_pass_by_it(monkeypatch):
+    """Of queries, through a loop over layers that writes bits by the kernel."""
+    monkeypatch.setattr(writing, "find_stores", lambda _: {"rocm": compiled})
+    config = dataclasses.replace(CONFIG, num_layers=2, block_size=4)
+    random = np.random.default_rng(4)
+    rows = [
+        jnp.asarray(random.standard_normal((8, 2, 16)), jnp.bfloat16) for _ in range(3)
+    ]
+
+    def weigh(queries, keys, values):
+        return jnp.sum(play(config, queries, keys, values)[1].astype(jnp.float32) ** 2)
+
+    def stop(queries):
+        keys, values = jax.lax.stop_gradient(tuple(rows[1:]))
+        return weigh(queries, keys, values)
+
+    found = jax.jit(jax.grad(stop))(rows[0])
+    assert np.isfinite(np.asarray(found, np.float32)).all() and np.asarray(found).any()

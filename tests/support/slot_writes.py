@@ -1,0 +1,60 @@
+"""Writes into slots for the kernel that stores them: of any sizes, and as shapes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jkv.attention.slots import SlotWrite
+from jkv.config.dtypes import needs_scales
+from support.kernel_lowering import shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of one write: what the arrays are and what goes there."""
+
+    dtype: str = "bfloat16"
+    head_dims: tuple[int, ...] = (
+        32,
+        32,
+    )  # of keys, and of values unless they lie there
+    layers: int = 2
+    blocks: int = 5
+    heads: int = 3
+    block_size: int = 4
+    rows: int = 7
+    part: int | None = None
+
+
+def make_write(sizes, draw):
+    """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
+    dtype, head_dims = jnp.dtype(sizes.dtype), sizes.head_dims
+    bits = {1: jnp.uint8, 2: jnp.uint16}[dtype.itemsize]
+    common = sizes.layers, sizes.blocks, sizes.heads, sizes.block_size
+    arrays, rows = {}, {}
+    for name, head_dim in zip(("key", "value"), head_dims, strict=False):
+        arrays[f"{name}_pool"] = draw((*common, head_dim), bits)
+        rows[f"{name}_pool"] = draw((1, sizes.rows, sizes.heads, head_dim), dtype)
+        if needs_scales(dtype):
+            arrays[f"{name}_scales"] = draw(common, jnp.uint16)
+            given = (1, sizes.rows, sizes.heads)
+            rows[f"{name}_scales"] = draw(given, jnp.bfloat16)
+    if needs_scales(dtype) and len(set(head_dims)) < len(head_dims):  # as `write` does
+        for name in ("pool", "scales"):
+            of_values = rows.pop(f"value_{name}")
+            given = (2, *of_values.shape[1:])
+            rows[f"key_{name}"] = draw(given, of_values.dtype)
+    return SlotWrite(
+        arrays=arrays,
+        rows=rows,
+        layer=draw((), jnp.int32),
+        block_ids=draw((sizes.rows,), jnp.int32),
+        offsets=draw((sizes.rows,), jnp.int32),
+        valid=draw((sizes.rows,), jnp.bool_),
+        part=None if sizes.part is None else draw((), jnp.int32),
+    )
+
+
+def shape_write(sizes):
+    """The same as shapes."""
+    return make_write(sizes, lambda dims, dtype: shape(*dims, dtype=dtype))
