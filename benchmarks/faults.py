@@ -1,6 +1,6 @@
 """Processes of a server are killed and stopped while they compute, round after round.
 
-    python benchmarks/faults.py [--rounds 10] [--processes 2 4]
+    python benchmarks/faults.py [--rounds 10] [--processes 2 4] [--go-on]
 
 Each round starts `examples/serve_http.py` on so many processes of a small model, with
 restarts, and does four things to it: SIGKILL and SIGSTOP of a follower and of the first
@@ -11,7 +11,8 @@ twice more by itself, and has to be the one that it was before; the stream must 
 as if it were whole. At the end of a round nothing runs any more. Ports that processes
 listen on have to be bound to the address given.
 
-The seconds are in results/faults.json, a row for each kind of fault.
+The seconds are in results/faults.json, a row for each kind of fault. They are written
+after each round, and `--go-on` plays only those rounds that are not there.
 """
 
 import argparse
@@ -313,29 +314,37 @@ def summarize(rows):
     return found
 
 
+def read_rounds(path):
+    """Return the rows of the rounds that were played last, and what was wrong."""
+    newest = json.loads(path.read_text())["runs"][-1]
+    return newest["each"], newest["wrong"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="of all faults; %(default)s")
     add("--processes", type=int, nargs="+", default=[2, 4], help="2 and 4")
     add("--output", type=pathlib.Path, default=RESULTS)
+    add("--go-on", action="store_true", help="keep the rounds of the output")
     options = parser.parse_args()
-    machine, rng = harness.machine(), random.Random(0)
-    rows, wrong = [], []
+    machine = harness.machine()
+    rows, wrong = read_rounds(options.output) if options.go_on else ([], [])
+    done = len(rows) // (len(FAULTS) * len(options.processes))
+    rng = random.Random(done)
     with tempfile.TemporaryDirectory() as name:
         model = pathlib.Path(name, "small")
         make_model(model)
-        for number in range(options.rounds):
+        for number in range(done, options.rounds):
             for num_processes in options.processes:
                 some, found = play(model, num_processes, rng)
                 rows += some
                 wrong += found
             harness.progress(f"round {number + 1} of {options.rounds}: {wrong}")
-            table = summarize(rows)
-            run = {"benchmark": "faults", "machine": machine, "rows": table}
-            harness.save(options.output, run | {"wrong": wrong})
+            run = {"benchmark": "faults", "machine": machine, "rows": summarize(rows)}
+            harness.save(options.output, run | {"wrong": wrong, "each": rows})
     print(harness.header("Faults of processes that serve", machine))
-    print(harness.table(table, COLUMNS))
+    print(harness.table(summarize(rows), COLUMNS))
     print(*wrong, sep="\n")
     sys.exit(bool(wrong))
 
