@@ -4,7 +4,6 @@ What it stored wrongly would spoil every answer, so a finding says how to do wit
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -106,7 +105,7 @@ def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
         return jax.lax.fori_loop(0, NUM_LAYERS * NUM_STEPS, store_layer, arrays)
 
     own = {name: jnp.array(array) for name, array in write.arrays.items()}
-    return jax.jit(functools.partial(step), donate_argnums=0)(own, write)
+    return jax.jit(step, donate_argnums=0)(own, write)
 
 
 def draw_write(case: Case) -> SlotWrite:

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from jkv.sharding.varying import vary_over, varying_axes
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -128,7 +130,8 @@ def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
     """
     if lengths.shape[0] == 0:
         return number
-    number, nothing = jnp.asarray(number), lengths[0]
+    nothing = lengths[0]
+    number = vary_over(jnp.asarray(number), varying_axes(nothing))
     return jax.lax.platform_dependent(  # type: ignore[no-any-return]
         number, nothing, cpu=_add_nothing, default=lambda number, _: number
     )
