@@ -10,6 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+# Bytes of an order, at most. A program that copies one is called in a sixth of the time
+# that `device_put` takes, which copies nothing.
+_SMALL = 2**16
+
 
 def is_shared(sharding: Any) -> bool:
     """Return whether other processes have devices of a sharding, or of what is none."""
@@ -89,11 +93,10 @@ class Broadcast:
         self.num_processes = len(processes)
         self.is_apart = not set(devices) & set(mesh.devices.flat)
         self._under_way: jax.Array | None = None
-        own = devices[processes.index(jax.process_index())]
-        # A program of one operation is called in a sixth of `device_put`'s time.
-        self._put = jax.jit(
+        self._device = devices[processes.index(jax.process_index())]
+        self._put_small = jax.jit(
             lambda array: array[None],
-            out_shardings=jax.sharding.SingleDeviceSharding(own),
+            out_shardings=jax.sharding.SingleDeviceSharding(self._device),
         )
         line = jax.sharding.Mesh(
             np.asarray(devices), ("process",), (jax.sharding.AxisType.Auto,)
@@ -130,7 +133,10 @@ class Broadcast:
     def _spread(self, array: np.ndarray) -> jax.Array:
         """Return an array whose rows are what each process has."""
         shape = self.num_processes, *array.shape
-        part = self._put(array)
+        if array.nbytes <= _SMALL:
+            part = self._put_small(array)
+        else:
+            part = jax.device_put(array[None], self._device)
         return jax.make_array_from_single_device_arrays(shape, self._parts, [part])
 
 
