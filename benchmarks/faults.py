@@ -95,8 +95,7 @@ class Job:
     """The processes of a server, and their launcher."""
 
     def __init__(self, model, folder, num_processes):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = harness.find_port()
         self._num_processes, self._logs = num_processes, folder / "logs"
         self._said = folder / "said"
         command = [sys.executable, str(EXAMPLES / "serve_http.py"), *SIZES.split()]

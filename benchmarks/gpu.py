@@ -26,7 +26,6 @@ kernel's tests, compiled for the card, are
 import argparse
 import functools
 import gc
-import importlib.util
 import os
 import pathlib
 import sys
@@ -62,6 +61,7 @@ from gpu_calls import (  # noqa: E402
 from gpu_gradients import measure_gradients  # noqa: E402
 from gpu_parts import list_parts, run_parts  # noqa: E402
 from gpu_prompts import measure_prompts  # noqa: E402
+from gpu_torch import TORCH, Synchronised, import_torch  # noqa: E402
 from harness import Case  # noqa: E402
 
 import jkv  # noqa: E402
@@ -74,7 +74,7 @@ PLAIN_BATCH = 64
 JKV, PLAIN = "jkv", "jkv, plain path"
 JAX_TOKENS = 32, 64, 128, 256  # that JAX's kernel takes at a time
 DRAW, TURN = "operands", "operands for JAX"
-JAX, TORCH = "jax.experimental paged_attention", "torch scaled_dot_product_attention"
+JAX = "jax.experimental paged_attention"
 
 
 def find_programs(workloads: Sequence[Workload]) -> dict[Any, Any]:
@@ -115,12 +115,7 @@ def _for_jax(operands: Operands) -> Operands:
 
 def torch_program(workload: Workload) -> Callable[[], Any]:
     """Return a captured graph of calls of PyTorch's attention, contiguous and equal."""
-    if importlib.util.find_spec("torch") is None:
-        raise NotImplementedError("torch is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotImplementedError("torch has no GPU here")
+    torch = import_torch()
     if len(set(workload.lengths)) > 1 or workload.is_latent:
         raise NotImplementedError("only equal lengths, keys and values apart")
     if workload.dtype != "bfloat16" or workload.num_bytes > SLOW_BYTES:
@@ -153,19 +148,9 @@ def torch_program(workload: Workload) -> Callable[[], Any]:
 
     def replay() -> Any:
         graph.replay()
-        return _Synchronised()
+        return Synchronised()
 
     return replay
-
-
-class _Synchronised:
-    """What a peer outside JAX returns."""
-
-    def block_until_ready(self) -> None:
-        """Wait for all that was started."""
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def measure(

@@ -7,7 +7,6 @@ backward, as if nothing were computed twice.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_calls import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from gpu_torch import TORCH, Synchronised, import_torch
 from harness import Case
 
 import jkv
 
-JKV, PLAIN, TORCH = "jkv", "jkv, plain path", "torch scaled_dot_product_attention"
+JKV, PLAIN = "jkv", "jkv, plain path"
 PLAIN_ROWS = 4_096  # the plain path has as many at most
 CALLS = 5  # enqueued in a sample
 
@@ -156,12 +156,7 @@ def _lay_out(texts: Texts) -> list[np.ndarray]:
 
 def _torch_program(texts: Texts) -> Callable[[], Any]:
     """Return PyTorch's attention over contiguous texts, and its derivative."""
-    if importlib.util.find_spec("torch") is None:
-        raise NotImplementedError("torch is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotImplementedError("torch has no GPU here")
+    torch = import_torch()
     if texts.shared:
         raise NotImplementedError("no shared prompts")
     dtype = getattr(torch, texts.dtype)
@@ -177,16 +172,6 @@ def _torch_program(texts: Texts) -> Callable[[], Any]:
             queries, keys, values, is_causal=True, enable_gqa=True
         )
         torch.autograd.grad(output, (queries, keys, values), cotangents)
-        return _Synchronised()
+        return Synchronised()
 
     return run
-
-
-class _Synchronised:
-    """What a peer outside JAX returns."""
-
-    def block_until_ready(self) -> None:
-        """Wait for all that was started."""
-        import torch
-
-        torch.cuda.synchronize()

@@ -7,7 +7,6 @@ Before they are timed the two are compared.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_calls import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from gpu_torch import TORCH, Synchronised, import_torch
 from harness import Case
 
 import jkv
 from jkv.attention.elements import STORED_AS
 
 KERNEL, CUDNN = "jkv", "jkv, prompts by cuDNN"
-TORCH = "torch scaled_dot_product_attention"
 CALLS = 4  # in a program
 SAMPLE_OPERATIONS = 1e13  # that the programs of a sample do, about
 CLOSE = 3e-2  # of numbers around 1, in bfloat16
@@ -160,12 +159,7 @@ def compare(given: list[jax.Array]) -> None:
 
 def torch_program(step: Step) -> Callable[[], Any]:
     """Return PyTorch's attention over contiguous keys and values."""
-    if importlib.util.find_spec("torch") is None:
-        raise NotImplementedError("torch is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotImplementedError("torch has no GPU here")
+    torch = import_torch()
     if step.past or step.decoding:
         raise NotImplementedError("a prompt alone")
     make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -180,19 +174,9 @@ def torch_program(step: Step) -> Callable[[], Any]:
             queries = torch.nn.functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=True
             )
-        return _Synchronised()
+        return Synchronised()
 
     return run
-
-
-class _Synchronised:
-    """What a peer outside JAX returns."""
-
-    def block_until_ready(self) -> None:
-        """Wait for all that was started."""
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def _make_case(name: str, step: Step, run: Callable[[], Any]) -> Case:

@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import random
+import socket
 import statistics
 import sys
 import time
@@ -215,6 +216,13 @@ def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
     kept = [old for old in runs if likeness(old) != likeness(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+
+
+def find_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def progress(text: str) -> None:

@@ -118,18 +118,28 @@ class Compiled(NamedTuple):
         )
 
 
-def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
-    """Compile the kernel for a pool of these elements, the tile changed perhaps."""
-    kv_dtype = None if elements == "bfloat16" else elements
+def find_shapes(elements: str, model: Model) -> tuple[Any, Any, Tuning]:
+    """Return queries, pools of these elements, and what the table has for them."""
     queries, pools = make_shapes(
         model.head_dim,
         group=model.heads_per_kv,
         kv_heads=model.kv_heads,
         block_size=BLOCK_SIZE,
-        kv_dtype=kv_dtype,
+        kv_dtype=None if elements == "bfloat16" else elements,
     )
-    found = find_tuning(queries, pools, "rocm", TARGET)
-    assert found is not None
+    tuning = find_tuning(queries, pools, "rocm", TARGET)
+    assert tuning is not None
+    return queries, pools, tuning
+
+
+def count_waves(registers: int) -> int:
+    """Return the waves that find room on a SIMD."""
+    return REGISTERS // (-(-registers // 8) * 8)
+
+
+def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
+    """Compile the kernel for a pool of these elements, the tile changed perhaps."""
+    queries, pools, found = find_shapes(elements, model)
     decode = dataclasses.replace(found.decode, **changes)
     tuning = dataclasses.replace(found, decode=decode)
     lowered = lower_kernels(queries, pools, tuning, "rocm", max_query_length=1)
@@ -147,24 +157,28 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     )
 
 
+def lay_out(batch: int, rows: int, context: int) -> Requests:
+    """Return requests of so many rows and tokens each."""
+    number = jnp.arange(batch, dtype=jnp.int32)
+    return make_requests(
+        Requests(
+            block_tables=jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
+            seq_ids=number,
+            query_starts=number * rows,
+            query_lengths=jnp.full(batch, rows, jnp.int32),
+            context_lengths=jnp.full(batch, context, jnp.int32),
+        ),
+        num_rows=batch * rows,
+        block_size=BLOCK_SIZE,
+        max_query_length=rows,
+    )
+
+
 def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
     wanted = count_pieces(compiled.tuning.programs, compiled.head_tiles)
     sizes = size_decode_work(batch, batch, context, wanted)
-    row = jnp.arange(batch, dtype=jnp.int32)
-    requests = make_requests(
-        Requests(
-            block_tables=jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
-            seq_ids=row,
-            query_starts=row,
-            query_lengths=jnp.ones(batch, jnp.int32),
-            context_lengths=jnp.full(batch, context, jnp.int32),
-        ),
-        num_rows=batch,
-        block_size=BLOCK_SIZE,
-        max_query_length=1,
-    )
-    work = list_decode_work(requests, None, sizes).work
+    work = list_decode_work(lay_out(batch, 1, context), None, sizes).work
     tokens = np.asarray(work.end - work.first)
     return -(-tokens[tokens > 0] // compiled.tuning.decode.tokens)
 
@@ -176,8 +190,7 @@ def estimate(
     steps = count_steps(compiled, batch, context)
     warps = compiled.tuning.decode.num_warps
     step = walk(compiled.loop, round(latency * CLOCK / 1e9))
-    rounded = -(-compiled.registers // 8) * 8
-    resident = UNITS * SIMDS * (REGISTERS // rounded) // warps
+    resident = UNITS * SIMDS * count_waves(compiled.registers) // warps
     turns = -(-len(steps) * compiled.head_tiles // resident)
     num_steps = int(steps.sum()) * compiled.head_tiles
     seconds = {
@@ -226,23 +239,14 @@ class Prefill(NamedTuple):
     @property
     def programs(self) -> int:
         """Programs that find room on a unit."""
-        waves = SIMDS * (REGISTERS // (-(-self.registers // 8) * 8))
+        waves = SIMDS * count_waves(self.registers)
         return min(waves // self.tile.num_warps, SHARED // self.shared_bytes)
 
 
 def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
     """Compile the kernel for a pool of these elements, with another tile perhaps."""
-    kv_dtype = None if elements == "bfloat16" else elements
-    queries, pools = make_shapes(
-        LLAMA.head_dim,
-        group=LLAMA.heads_per_kv,
-        kv_heads=LLAMA.kv_heads,
-        block_size=BLOCK_SIZE,
-        kv_dtype=kv_dtype,
-    )
-    tuning = find_tuning(queries, pools, "rocm", TARGET)
-    assert tuning is not None
-    tuning = dataclasses.replace(tuning, prefill=tile or tuning.prefill)
+    queries, pools, found = find_shapes(elements, LLAMA)
+    tuning = dataclasses.replace(found, prefill=tile or found.prefill)
     lowered = lower_kernels(queries, pools, tuning, "rocm")
     (kernel,) = (k for k in find_kernels(lowered) if k.name == "jkv_prefill")
     code = compile_kernel(kernel, TARGET)
@@ -257,18 +261,7 @@ def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
 
 def count_prefill_steps(compiled: Prefill, batch: int, length: int) -> np.ndarray:
     """Return the steps of each tile of rows of prompts, i32[...]."""
-    requests = make_requests(
-        Requests(
-            block_tables=jnp.zeros((batch, -(-length // BLOCK_SIZE)), jnp.int32),
-            seq_ids=jnp.arange(batch, dtype=jnp.int32),
-            query_starts=jnp.arange(batch, dtype=jnp.int32) * length,
-            query_lengths=jnp.full(batch, length, jnp.int32),
-            context_lengths=jnp.full(batch, length, jnp.int32),
-        ),
-        num_rows=batch * length,
-        block_size=BLOCK_SIZE,
-        max_query_length=length,
-    )
+    requests = lay_out(batch, length, length)
     sizes = size_prefill_work(batch * length, batch, compiled.row_tokens)
     ends = np.asarray(list_prefill_work(requests, sizes).work.end)
     return -(-ends[ends > 0] // compiled.tile.tokens)

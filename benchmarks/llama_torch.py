@@ -5,10 +5,10 @@ step captured as a CUDA graph, so that the host starts one thing a step. All tex
 equally long. Weights are bfloat16 whatever the other side has.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from gpu_torch import import_torch
 from llama import Llama
 
 REPLAYS = 10  # in a sample
@@ -20,12 +20,7 @@ def make_torch_step(model: Llama, batch: int, context: int) -> Callable[[], None
     Raises:
       NotImplementedError: torch is not installed, or has no GPU here.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise NotImplementedError("torch is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotImplementedError("torch has no GPU here")
+    torch = import_torch()
     step = make_step(model, batch, context, "cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.inference_mode():

@@ -14,7 +14,6 @@ import argparse
 import os
 import pathlib
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -81,18 +80,21 @@ def measure(engine, num_windows, num_running):
     return samples
 
 
-def run_as(process, port, options):
-    """Measure as one of two processes; without a port each has its own engine."""
+def run_beside(process, options):
+    """Measure as one of two processes with an engine each."""
     jax.config.update("jax_platforms", "cpu")
-    if port == 0:
-        engine = make_engine(None, options.running)
-        engine.warm_up()
-        while process:  # until it is killed
-            measure(engine, options.windows, options.running)
-        time.sleep(3)  # the other one is ready then
-        samples = measure(engine, options.windows, options.running)
-        print("found", statistics.median(samples), 0, 0, flush=True)
-        return
+    engine = make_engine(None, options.running)
+    engine.warm_up()
+    while process:  # until it is killed
+        measure(engine, options.windows, options.running)
+    time.sleep(3)  # the other one is ready then
+    samples = measure(engine, options.windows, options.running)
+    print("found", statistics.median(samples), 0, 0, flush=True)
+
+
+def run_shared(process, port, options):
+    """Measure as one of two processes that share an engine."""
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     sent = []
@@ -118,16 +120,15 @@ def run_as(process, port, options):
     print("found", median, len(sent) / windows, sum(sent) / windows, flush=True)
 
 
-def find_port():
-    """Return a port that is free."""
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
-
-
 def run_pair(options, port):
-    """Start both processes; return the microseconds, orders and bytes of a window."""
+    """Start both processes; return the microseconds, orders and bytes of a window.
+
+    Without a port each has its own engine.
+    """
     command = [sys.executable, __file__, f"--windows={options.windows}"]
-    command += [f"--running={options.running}", f"--port={port}"]
+    command.append(f"--running={options.running}")
+    if port is not None:
+        command.append(f"--port={port}")
     pair = [
         subprocess.Popen(
             [*command, f"--process={i}"], stdout=subprocess.PIPE, text=True
@@ -154,7 +155,10 @@ def main():
     add("--process", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process is not None:
-        run_as(options.process, options.port, options)
+        if options.port is None:
+            run_beside(options.process, options)
+        else:
+            run_shared(options.process, options.port, options)
         sys.stdout.flush()
         os._exit(0)  # both have what they wanted; no barrier is needed
     rows = []
@@ -162,8 +166,8 @@ def main():
         engine = make_engine(None, options.running)
         engine.warm_up()
         alone = statistics.median(measure(engine, options.windows, options.running))
-        beside, _, _ = run_pair(options, 0)
-        shared, sent, nbytes = run_pair(options, find_port())
+        beside, _, _ = run_pair(options, None)
+        shared, sent, nbytes = run_pair(options, harness.find_port())
         rows.append(
             {
                 "alone, us": round(alone, 1),

@@ -49,7 +49,8 @@ from jkv.sharding.varying import is_manual, vary_over, varying_axes
 Results = TypeVar("Results")
 
 # Platforms with kernels, as JAX names what it lowers for, and what finds the one for a
-# call, and for its derivative: None where the kernel does not take it.
+# call, for its derivative, and for rows to store: None where the kernel does not take
+# it.
 _KERNELS: dict[str, Callable[..., Attend | None]] = {
     "rocm": find_kernel,
     "cuda": find_kernel,
@@ -57,6 +58,10 @@ _KERNELS: dict[str, Callable[..., Attend | None]] = {
 _DERIVATIVES: dict[str, Callable[..., Differentiate | None]] = {
     "rocm": find_derivative,
     "cuda": find_derivative,
+}
+_STORES: dict[str, Callable[..., Store | None]] = {
+    "rocm": find_store,
+    "cuda": find_store,
 }
 
 
@@ -141,8 +146,7 @@ def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
     Args:
       arrays: as `SlotWrite` has them; only shapes and dtypes matter.
     """
-    found = {platform: find_store(arrays, platform) for platform in _KERNELS}
-    return {platform: store for platform, store in found.items() if store}
+    return _find(_STORES, arrays)
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
@@ -234,12 +238,12 @@ def _call_varying(function: Callable[..., Results], *given: Any) -> Results:
 
 def _find(
     finders: Mapping[str, Callable[..., Callable[..., Results] | None]],
-    call: Call,
+    given: Call | dict[str, jax.Array],
     **options: bool,
 ) -> dict[str, Callable[..., Results]]:
-    """Return the kernel for each platform where there is one for this call."""
+    """Return the kernel for each platform where there is one for what is given."""
     found = {
-        platform: find(call, platform, **options) for platform, find in finders.items()
+        platform: find(given, platform, **options) for platform, find in finders.items()
     }
     return {platform: kernel for platform, kernel in found.items() if kernel}
 

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 import urllib.request
 
 import pytest
 from support.paths import EXAMPLES
-from support.processes import SECONDS, start
+from support.processes import SECONDS, find_port, start
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.further
@@ -72,11 +71,6 @@ def test_a_batch_goes_on_after_a_process_has_died(death, tmp_path):
     lines, texts = run_batch(prompts, tmp_path / "pair", *options, death=death)
     assert "launcher: starting again, 1 of 1" in lines
     assert texts == run_batch(prompts, tmp_path / "alone")[1]
-
-
-def find_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_for(address):

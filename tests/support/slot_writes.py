@@ -14,10 +14,8 @@ class Sizes:
     """Of one write: what the arrays are and what goes there."""
 
     dtype: str = "bfloat16"
-    head_dims: tuple[int, ...] = (
-        32,
-        32,
-    )  # of keys, and of values unless they lie there
+    # Of keys, and of values unless these lie in the keys.
+    head_dims: tuple[int, ...] = (32, 32)
     layers: int = 2
     blocks: int = 5
     heads: int = 3
