@@ -45,6 +45,7 @@ def list_parts() -> list[Part]:
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
         Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
+        Part("launches", (str(HERE / "gpu.py"), "--launches")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:

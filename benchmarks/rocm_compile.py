@@ -32,6 +32,7 @@ import numpy as np
 import rocm_stand_in
 
 import jkv
+from jkv.attention.kernel.one_launch import LAUNCH_SWITCH
 
 HERE = pathlib.Path(__file__).parent
 # What a step may do with something as large as a layer of the pool.
@@ -72,6 +73,7 @@ class Step:
     # pool again for each operation that changes it in place, and what does not fit by
     # that count it computes anew in each layer.
     memory_percent: int | None = None
+    is_in_one_launch: bool = False  # whether pieces and joining are one launch
 
     @property
     def num_cards(self) -> int:
@@ -172,6 +174,7 @@ STEPS = [
         is_scanned=False,
         memory_percent=400,
     ),
+    dataclasses.replace(LLAMA, name="llama-8b, one launch", is_in_one_launch=True),
     dataclasses.replace(LLAMA, name="float16", num_layers=4, dtype="float16"),
     dataclasses.replace(
         LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"
@@ -241,7 +244,10 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
         (of_cache, everywhere, everywhere, by_heads, by_heads, by_heads),
     )
     start = time.perf_counter()
-    lowered = jax.jit(step.run, donate_argnums=0).trace(*operands).lower()
+    # The switch is read while the step is traced.
+    switch = {LAUNCH_SWITCH: str(int(step.is_in_one_launch))}
+    with unittest.mock.patch.dict(os.environ, switch):
+        lowered = jax.jit(step.run, donate_argnums=0).trace(*operands).lower()
     planned = {"xla_gpu_memory_limit_slop_factor": step.memory_percent}
     compiled = lowered.compile(planned if step.memory_percent else None)
     seconds = time.perf_counter() - start
@@ -251,6 +257,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     # Pieces and their joining; another kernel for requests of several rows, and one
     # that stores bits in more arrays than one.
     expected = 2 if step.num_rows is None else 3
+    expected -= step.is_in_one_launch
     is_float = jnp.issubdtype(storage.key_pool.dtype, jnp.floating)
     expected += not is_float and storage.value_pool is not None
     expected *= 1 if step.is_scanned else step.num_layers
