@@ -40,7 +40,7 @@ from jkv.attention.kernel.platforms import (
 )
 from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
-from jkv.attention.slots import SlotWrite, scatter
+from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
@@ -151,9 +151,7 @@ def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
     """Store rows by these kernels on their platforms, by scatters everywhere else."""
-    if not stores:
-        return scatter(write)
-    return _choose_platform(write, default=scatter, **stores)
+    return _choose_platform(write, default=scatter, tpu=scatter_by_head, **stores)
 
 
 def attend_pallas(
