@@ -61,7 +61,7 @@ def check_launches(report: Report, step: jax.stages.Compiled | None = None) -> N
     if on_cpu():
         report.add("not checked", what, "of cards; there is none here")
         return
-    lines = find_launches(compiled.as_text())
+    lines = find_launches(compiled.as_text() or "")
     if lines is None:
         report.add("not checked", what, "the program has no loop over layers")
         return
