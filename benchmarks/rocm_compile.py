@@ -252,7 +252,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     # Pieces and their joining; another kernel for requests of several rows, and one
     # that stores rows in more arrays than one.
     expected = 2 if step.num_rows is None else 3
-    expected += storage.value_pool is not None
+    expected += len(storage.arrays) > 1
     expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
     launches = count_launches(text)
