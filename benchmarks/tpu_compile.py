@@ -31,9 +31,7 @@ TOPOLOGY = "v5e:2x4"
 
 # The shapes of Llama 3 8B, with 8 GiB of cache: a chip has 16.
 BASE = dataclasses.replace(LLAMA, name="llama-8b", num_blocks=4096)
-LONG_BLOCKS = dataclasses.replace(
-    BASE, num_blocks=1024, block_size=128, dtype="int8"
-)
+LONG_BLOCKS = dataclasses.replace(BASE, num_blocks=1024, block_size=128, dtype="int8")
 STEPS = [
     BASE,
     dataclasses.replace(BASE, name="unrolled", num_layers=8, is_scanned=False),

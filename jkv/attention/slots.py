@@ -4,22 +4,15 @@ Letters as in `jkv.attention.call`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.attention import lazy_chex as chex
-
-# Whose rows those of values may be stacked on.
-_PARTNERS = {"value_pool": "key_pool", "value_scales": "key_scales"}
-
-
-class Source(NamedTuple):
-    """Where the rows of an array are found: `rows[name][place]`."""
-
-    name: str
-    place: int
+from jkv.attention.elements import SCALE_NAMES
+from jkv.attention.rounding import round_rows
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +26,8 @@ class SlotWrite:
     """
 
     arrays: dict[str, jax.Array]  # [L, N, K, T, ...]
-    # [P, R, K, ...], numbers whose bits are what the arrays keep: by the same names,
-    # or those of values behind those of keys, under the keys' names.
+    # [R, K, D], what goes to those of keys and values: numbers whose bits the arrays
+    # keep or, where they have scales, any of up to 32 bits, to be rounded.
     rows: dict[str, jax.Array]
     layer: jax.Array  # i32[], negative for none
     block_ids: jax.Array  # i32[R], N for none
@@ -42,6 +35,10 @@ class SlotWrite:
     valid: jax.Array  # bool[R]
     # i32[], which part of each block the arrays have; None: the whole.
     part: jax.Array | None = None
+    # What rows are rounded to, where the arrays have scales.
+    elements: np.dtype[Any] | None = dataclasses.field(
+        default=None, metadata=dict(static=True)
+    )
 
     @property
     def num_rows(self) -> int:
@@ -53,18 +50,17 @@ class SlotWrite:
         """The keys' array, which has the sizes that all share, [L, N, K, T, D]."""
         return self.arrays["key_pool"]
 
-    def find_source(self, name: str) -> Source:
-        """Return where the rows of the array of that name are."""
-        is_own = name in self.rows
-        return Source(name, 0) if is_own else Source(_PARTNERS[name], 1)
-
     def rows_as_bits(self) -> dict[str, jax.Array]:
         """Return the rows as the arrays keep them, which have the same names."""
+        rows = dict(self.rows)
+        if self.elements is not None:
+            for name, each in self.rows.items():
+                rows[name], rows[SCALE_NAMES[name]] = round_rows(each, self.elements)
         return {
-            name: rows
-            if rows.dtype == self.arrays[name].dtype
-            else jax.lax.bitcast_convert_type(rows, self.arrays[name].dtype)
-            for name, rows in self.rows.items()
+            name: each
+            if each.dtype == self.arrays[name].dtype
+            else jax.lax.bitcast_convert_type(each, self.arrays[name].dtype)
+            for name, each in rows.items()
         }
 
 
@@ -103,8 +99,6 @@ def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
 def _scatter(write: SlotWrite, place: tuple[Any, ...]) -> dict[str, jax.Array]:
     bits, stored = write.rows_as_bits(), {}
     for name, array in write.arrays.items():
-        source = write.find_source(name)
-        rows = bits[source.name][source.place]
         slots = array.at[write.layer, *place]
-        stored[name] = slots.set(rows, mode="drop", unique_indices=True)
+        stored[name] = slots.set(bits[name], mode="drop", unique_indices=True)
     return stored
