@@ -14,8 +14,9 @@ decoder with a contiguous cache, one step captured as a CUDA graph (`llama_torch
 `share` is the floor's time by the time taken; `start` the seconds until the first call
 is done, compiling included. Of the engine `started` says how many programs XLA compiled
 for that, and `kept` and `found` the same of another engine that begins with the
-programs that the first one kept, which neither traces nor compiles its model. Results are saved after each batch. `--tiny` shows on a CPU
-within a minute that the script works, and saves nothing unless it is told where.
+programs that the first one kept, which neither traces nor compiles its model. Results
+are saved after each batch. `--tiny` shows on a CPU within a minute that the script
+works, and saves nothing unless it is told where.
 """
 
 import argparse
