@@ -1,169 +1,141 @@
-"""Whether decoding in one launch gives on this card the bits of two, many times over.
+"""What a decode step of a model launches on the card at hand, by the compiled program.
 
-A program that joined before others have stored would show rarely, and only on a card.
+The step is compiled and never run, so that its shapes may be a real model's.
 """
 
-import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jkv.attention.call import Attend, Call, Requests, make_requests
-from jkv.attention.choice import attend_anywhere
-from jkv.attention.kernel.one_launch import LAUNCH_SWITCH
-from jkv.attention.kernel.platforms import why_not_one_launch
-from jkv.attention.pools import make_pools
+from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Report
-from jkv.storage import quantization
+from jkv.config.cache_config import CacheConfig
+from jkv.state import Cache
+from jkv.verbs.appending import append
+from jkv.verbs.attending import attend
+from jkv.verbs.initialization import init
+from jkv.verbs.prefixes import commit
+from jkv.verbs.writing import write
 
-NUM_CALLS = 1000
-BLOCK_SIZE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Contexts of up to a length, and what is stored of them."""
-
-    name: str
-    num_requests: int
-    max_length: int
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    value_dim: int | None = None  # of a latent cache
-    kv_dtype: str = "bfloat16"
-
-
-CASES = (
-    Case("a context", 1, 8_192),
-    Case("several contexts", 8, 1_024),
-    Case("many contexts", 64, 1_024),
-    Case("int8", 8, 2_048, kv_dtype="int8"),
-    Case("head dim 256", 4, 2_048, head_dim=256),
-    Case("latent", 2, 2_048, 16, 1, 576, 512),
+# Attention in the shapes of Llama 3 8B, in fewer layers, and 2 GiB of cache.
+SIZES = CacheConfig(
+    num_layers=8,
+    num_kv_heads=8,
+    head_dim=128,
+    num_blocks=4096,
+    block_size=16,
+    max_sequences=64,
+    max_context_length=8192,
 )
+NUM_HEADS = 32
+
+# The loop's count, the store, pieces and joining, as XLA's module for MI300X has them
+# (`benchmarks/rocm_compile.py`).
+MOST_LAUNCHES = 4
+
+_LAUNCH = re.compile(r" (?:fusion|custom-call|copy)\(")
+_CALLED = re.compile(r" call\(.*to_apply=%?([\w.-]+)")
 
 
-def check_launches(
-    report: Report,
-    *,
-    attend: Attend | None = None,
-    cases: tuple[Case, ...] = CASES,
-    num_calls: int = NUM_CALLS,
-) -> None:
-    """Decode contexts of many lengths both ways, and compare all bits.
+def check_launches(report: Report, step: jax.stages.Compiled | None = None) -> None:
+    """Count what a trip of a decode step's loop over layers launches, by its module.
 
     Args:
-      report: gets a finding for all that agree, and one for each that does not.
-      attend: in place of the kernel for the card at hand.
-      cases: what is attended to.
-      num_calls: of each.
+      report: gets a finding for its memory, and one for the launches.
+      step: in place of the one that is compiled here.
     """
-    agreed: list[str] = []
-    refused: dict[str, list[str]] = {}
-    for case in cases:
-        shapes = jax.eval_shape(functools.partial(draw_call, case))
-        reason = why_not_one_launch(shapes.queries, shapes.pools)
-        if attend is None and reason is not None:
-            refused.setdefault(reason, []).append(case.name)
-            continue
-        used = attend or attend_anywhere
-        wrong = count_wrong(draw_call(case), used, num_calls, case.max_length)
-        if wrong:
-            detail = (
-                f"{wrong} of {num_calls} calls differ from two launches; leave "
-                f"{LAUNCH_SWITCH} unset"
-            )
-            report.add("FAILED", f"decoding in one launch: {case.name}", detail)
-        else:
-            agreed.append(case.name)
-    for reason, names in refused.items():
-        what = f"decoding in one launch: {', '.join(names)}"
-        report.add("not checked", what, reason)
-    if agreed:
-        what = f"decoding in one launch: {', '.join(agreed)}"
-        report.add("ok", what, f"the bits of two in {num_calls} calls of each")
+    compiled = step or compile_step()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    what = "a decode step in place"
+    cache = jax.eval_shape(functools.partial(init, SIZES))
+    pool = cache.storage[0].key_pool
+    layer_bytes = pool.size * pool.dtype.itemsize // SIZES.num_layers
+    if temporary is None:
+        report.add("not checked", what, "no memory analysis here")
+    else:
+        detail = f"{temporary:,} bytes beside {layer_bytes:,} of a layer's keys"
+        report.add("ok" if temporary < layer_bytes else "FAILED", what, detail)
+    what = "launches of a decode step for each layer"
+    if on_cpu():
+        report.add("not checked", what, "of cards; there is none here")
+        return
+    lines = find_launches(compiled.as_text() or "")
+    if lines is None:
+        report.add("not checked", what, "the program has no loop over layers")
+        return
+    verdict = "ok" if len(lines) <= MOST_LAUNCHES else "warning"
+    report.add(verdict, what, f"{len(lines)}, {MOST_LAUNCHES} for MI300X")
 
 
-def count_wrong(call: Call, attend: Attend, num_calls: int, max_length: int) -> int:
-    """Return in how many calls, of random lengths, one launch and two differ."""
-    one, two = (
-        functools.partial(_attend_lengths, call, attend, is_in_one_launch=is_one)
-        for is_one in (True, False)
+def compile_step() -> jax.stages.Compiled:
+    """Compile a step of one token for each sequence, with a donated cache."""
+
+    def decode(
+        cache: Cache, seq_ids: jax.Array, queries: jax.Array, rows: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        cache, batch = append(cache, seq_ids)
+
+        def layer_step(
+            layer: jax.Array, carry: tuple[Cache, jax.Array]
+        ) -> tuple[Cache, jax.Array]:
+            cache, queries = carry
+            cache = write(cache, layer, batch, rows, rows)
+            return cache, attend(cache, layer, batch, queries)
+
+        carry = cache, queries
+        cache, output = jax.lax.fori_loop(0, SIZES.num_layers, layer_step, carry)
+        return commit(cache, batch), output
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    given = (
+        jax.eval_shape(functools.partial(init, SIZES)),
+        jax.ShapeDtypeStruct((SIZES.max_sequences,), jnp.int32),
+        shape((SIZES.max_sequences, NUM_HEADS, SIZES.head_dim)),
+        shape((SIZES.max_sequences, SIZES.num_kv_heads, SIZES.head_dim)),
     )
-
-    def step(number: jax.Array, wrong: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(0), number)
-        # Short ones as often as long ones, and some that are not there.
-        shape = (call.num_requests,)
-        share = jax.random.uniform(key, shape, minval=-0.2, maxval=1.0)
-        lengths = (jnp.maximum(share, 0.0) ** 3 * max_length).astype(jnp.int32)
-        pairs = zip(one(lengths), two(lengths), strict=True)
-        differs = [jnp.any(found != wanted) for found, wanted in pairs]
-        return wrong + jnp.any(jnp.stack(differs)).astype(jnp.int32)
-
-    count = jax.jit(lambda: jax.lax.fori_loop(0, num_calls, step, jnp.int32(0)))
-    return int(count())
+    return jax.jit(decode, donate_argnums=0).lower(*given).compile()
 
 
-def _attend_lengths(
-    call: Call, attend: Attend, lengths: jax.Array, *, is_in_one_launch: bool
-) -> tuple[jax.Array, jax.Array]:
-    asked = call.requests._replace(
-        query_lengths=(lengths > 0).astype(jnp.int32), context_lengths=lengths
-    )
-    requests = make_requests(
-        asked, num_rows=call.num_rows, block_size=BLOCK_SIZE, max_query_length=1
-    )
-    return attend(
-        dataclasses.replace(call, requests=requests, is_in_one_launch=is_in_one_launch)
-    )
+def find_launches(text: str) -> list[str] | None:
+    """Return what a trip of a compiled module's loop over layers launches, a line each.
+
+    Args:
+      text: as `jax.stages.Compiled.as_text` gives it for a GPU.
+
+    Returns:
+      A line for each operation that is a launch, those of computations that the loop's
+      body calls among them (XLA puts some into one that becomes a CUDA or HIP graph);
+      None without a loop that has kernels.
+    """
+    computations = _split_computations(text)
+
+    def list_launches(name: str) -> list[str]:
+        found = []
+        for line in computations.get(name, ()):
+            called = _CALLED.search(line)
+            if called is not None:
+                found += list_launches(called[1])
+            elif _LAUNCH.search(line):
+                found.append(line)
+        return found
+
+    bodies = [list_launches(name) for name in re.findall(r"body=%?([\w.-]+)", text)]
+    most = max(bodies, key=_count_kernels, default=[])
+    return most if _count_kernels(most) else None
 
 
-def draw_call(case: Case) -> Call:
-    """Return a call over random numbers, in blocks in random order."""
-    num_blocks = -(-case.max_length // BLOCK_SIZE)
-    keys = jax.random.split(jax.random.key(1), 3)
-    pool = (1, case.num_requests * num_blocks, case.num_kv_heads, BLOCK_SIZE)
-    key_pool, key_scales = _draw_pool(keys[0], (*pool, case.head_dim), case)
-    value_pool, value_scales = None, None
-    if case.value_dim is None:
-        value_pool, value_scales = _draw_pool(keys[1], (*pool, case.head_dim), case)
-    order = np.random.default_rng(0).permutation(case.num_requests * num_blocks)
-    number = jnp.arange(case.num_requests, dtype=jnp.int32)
-    rows = (case.num_requests, case.num_heads, case.head_dim)
-    return Call(
-        queries=jax.random.normal(keys[2], rows, jnp.bfloat16),
-        pools=make_pools(
-            key_pool,
-            value_pool,
-            key_scales,
-            value_scales,
-            has_layers=True,
-            kv_dtype=case.kv_dtype,
-            value_head_dim=case.value_dim,
-        ),
-        layer=jnp.int32(0),
-        requests=Requests(
-            jnp.asarray(order.reshape(case.num_requests, num_blocks), jnp.int32),
-            number,
-            number,
-            jnp.ones_like(number),
-            number,
-        ),
-        scale=jnp.float32(case.head_dim**-0.5),
-        window=None,
-        sinks=None,
-        soft_cap=None,
-        max_query_length=1,
-    )
+def _count_kernels(lines: list[str]) -> int:
+    return sum(" custom-call(" in line for line in lines)
 
 
-def _draw_pool(
-    key: jax.Array, shape: tuple[int, ...], case: Case
-) -> tuple[jax.Array, jax.Array | None]:
-    return quantization.quantize(
-        jax.random.normal(key, shape), jnp.dtype(case.kv_dtype)
-    )
+def _split_computations(text: str) -> dict[str, list[str]]:
+    """Return the lines of each computation, by its name."""
+    computations: dict[str, list[str]] = {}
+    for part in text.split("\n\n"):
+        head, *lines = part.strip().splitlines() or [""]
+        name = re.match(r"(?:ENTRY )?%?([\w.-]+) ", head)
+        if name is not None:
+            computations[name[1]] = lines
+    return computations
