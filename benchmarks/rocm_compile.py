@@ -32,6 +32,7 @@ import numpy as np
 import rocm_stand_in
 
 import jkv
+from jkv.commands.launches import find_launches
 
 HERE = pathlib.Path(__file__).parent
 # What a step may do with something as large as a layer of the pool.
@@ -249,10 +250,9 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     num_kernels = len(re.findall(r"custom-call\(.*triton", text))
     # Pieces and their joining; another kernel for requests of several rows, and one
-    # that stores bits in more arrays than one.
+    # that stores rows in more arrays than one.
     expected = 2 if step.num_rows is None else 3
-    is_float = jnp.issubdtype(storage.key_pool.dtype, jnp.floating)
-    expected += not is_float and storage.value_pool is not None
+    expected += storage.value_pool is not None
     expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
     launches = count_launches(text)
@@ -307,29 +307,23 @@ def count_launches(text: str) -> dict[str, int] | None:
     the attention, joining what cards found, and the rest (the loop's own counting).
     Collectives are counted elsewhere.
     """
-    bodies = [
-        text[start.start() :].split("\n\n")[0]
-        for name in re.findall(r"body=%?([\w.-]+)", text)
-        if (start := re.search(rf"^%?{re.escape(name)} ", text, re.MULTILINE))
-    ]
-    body = max(bodies, key=lambda body: body.count(" custom-call("), default="")
-    if " custom-call(" not in body:
+    lines = find_launches(text)
+    if lines is None:
         return None
     counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "joining", "loop"), 0)
-    for line in body.splitlines():
+    for line in lines:
         name = re.search(r'op_name="([^"]*)"', line)
         path = name[1] if name else ""
-        if " custom-call(" in line:
-            counts["writes" if "_write" in path else "kernels"] += 1
-        elif " fusion(" in line:
-            if "_write" in path:
-                counts["writes"] += 1
-            elif "attend_differentiably" in path:
-                counts["bookkeeping"] += 1
-            elif "_attend_on_device" in path or "all-reduce" in line:
-                counts["joining"] += 1
-            else:
-                counts["loop"] += 1
+        if "_write" in path:
+            counts["writes"] += 1
+        elif " custom-call(" in line:
+            counts["kernels"] += 1
+        elif "attend_differentiably" in path:
+            counts["bookkeeping"] += 1
+        elif "_attend_on_device" in path or "all-reduce" in line:
+            counts["joining"] += 1
+        else:
+            counts["loop"] += 1
     return counts
 
 

@@ -150,10 +150,27 @@ def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
-    """Store rows by these kernels on their platforms, by scatters everywhere else."""
-    if not stores:
-        return scatter(write)
+    """Store rows by these kernels on their platforms, by scatters everywhere else.
+
+    Where derivatives go through the rows or the arrays, scatters store them everywhere.
+    """
+    return _store(stores, write) if stores else scatter(write)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _store(stores: Mapping[str, Store], write: SlotWrite) -> dict[str, jax.Array]:
     return _choose_platform(write, default=scatter, **stores)
+
+
+@_store.defjvp
+def _differentiate_scatters(
+    stores: Mapping[str, Store], primals: Any, tangents: Any
+) -> Any:
+    """Leave it to JAX, which knows the derivative of a scatter, forward and back."""
+    del stores
+    return jax.jvp(
+        functools.partial(_choose_platform, default=scatter), primals, tangents
+    )
 
 
 def attend_pallas(

@@ -4,6 +4,7 @@ What it stored wrongly would spoil every answer, so a finding says how to do wit
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -28,6 +29,7 @@ class Case:
     name: str
     head_dims: tuple[int, int]
     block_size: int = 16
+    dtype: str = "uint16"  # of the arrays
     has_scales: bool = False  # one-byte elements
     has_parts: bool = False  # the second half of each block is here
 
@@ -35,7 +37,9 @@ class Case:
 CASES = (
     Case("bfloat16", (128, 128)),
     Case("values of another head dim", (96, 72), block_size=24),
-    Case("one byte with scales", (128, 128), has_scales=True),
+    Case("float16", (128, 128), dtype="float16"),
+    Case("float32", (128, 72), dtype="float32"),
+    Case("one byte with scales", (128, 128), dtype="uint8", has_scales=True),
     Case("parts of blocks", (64, 64), has_parts=True),
 )
 
@@ -61,7 +65,7 @@ def check_stores(
         wrong = [
             name
             for name, array in wanted.items()
-            if not np.array_equal(np.asarray(found[name]), np.asarray(array))
+            if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
         ]
         agreed += not wrong
         if wrong:
@@ -111,25 +115,24 @@ def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
 def draw_write(case: Case) -> SlotWrite:
     """Return rows of random bits, some of them without a slot, and arrays of others."""
     random = np.random.default_rng(0)
-    kind = np.uint8 if case.has_scales else np.uint16
     common = NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, case.block_size
 
-    def draw(shape: tuple[int, ...], dtype: type[np.unsignedinteger]) -> jax.Array:
-        numbers = random.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
-        return jnp.asarray(numbers)
+    def draw(shape: tuple[int, ...], dtype: str) -> jax.Array:
+        drawn = random.bytes(math.prod(shape) * np.dtype(dtype).itemsize)
+        return jnp.asarray(np.frombuffer(drawn, dtype).reshape(shape))
 
     # Values are rounded with keys, and lie behind them, where there are scales.
     num_stacked = 2 if case.has_scales else 1
     arrays, rows = {}, {}
     for name, head_dim in zip(("key", "value"), case.head_dims, strict=True):
-        arrays[f"{name}_pool"] = draw((*common, head_dim), kind)
+        arrays[f"{name}_pool"] = draw((*common, head_dim), case.dtype)
         shape = (num_stacked, NUM_ROWS, NUM_KV_HEADS)
         if case.has_scales:
-            arrays[f"{name}_scales"] = draw(common, np.uint16)
+            arrays[f"{name}_scales"] = draw(common, "uint16")
         if case.has_scales and name == "key":
-            rows["key_scales"] = draw(shape, np.uint16)
+            rows["key_scales"] = draw(shape, "uint16")
         if not case.has_scales or name == "key":
-            rows[f"{name}_pool"] = draw((*shape, head_dim), kind)
+            rows[f"{name}_pool"] = draw((*shape, head_dim), case.dtype)
     num_tokens = case.block_size * (2 if case.has_parts else 1)
     slots = random.permutation(NUM_BLOCKS * num_tokens)[:NUM_ROWS]
     return SlotWrite(

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from jkv.attention.elements import STORED_AS
 from jkv.attention.slots import SlotWrite
 from jkv.config.dtypes import needs_scales
 from support.kernel_lowering import shape
@@ -27,7 +28,7 @@ class Sizes:
 def make_write(sizes, draw):
     """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
     dtype, head_dims = jnp.dtype(sizes.dtype), sizes.head_dims
-    bits = {1: jnp.uint8, 2: jnp.uint16}[dtype.itemsize]
+    bits = STORED_AS[dtype]
     common = sizes.layers, sizes.blocks, sizes.heads, sizes.block_size
     arrays, rows = {}, {}
     for name, head_dim in zip(("key", "value"), head_dims, strict=False):

@@ -39,8 +39,6 @@ def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
         matter.
     """
     for name, array in arrays.items():
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            return f"derivatives go through scatters, and {name} has {array.dtype}"
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
         if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             return f"{name} has {array.size} elements in at most 2**32 bytes"
