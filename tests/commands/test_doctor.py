@@ -161,7 +161,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
 @pytest.mark.one_end
 def test_what_the_store_gets_wrong_is_reported():
     """With what differs, and how to do without the kernel."""
-    case = stores.Case("bytes", (16, 16), 2, dtype="uint8", has_scales=True)
+    case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
     kernel = functools.partial(store_rows, interpret=True)
 
     def wrong(write):

@@ -133,14 +133,16 @@ FEW_BACKWARD = [
     (128, 128, {"dtype": dtype, "has_bits": False, **HARDEST})
     for dtype in ("float16", "float32")
 ]
-# Of the kernel that stores rows: plain, latent in parts of blocks, scaled and narrow,
-# floats.
+# Of the kernel that stores rows: plain, latent in parts of blocks, floats, and rounded.
 STORED = [
     Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=2**17),
     Sizes(head_dims=(576,), heads=1, block_size=24, part=1),
     Sizes(dtype="int8", head_dims=(72, 72), heads=8, block_size=16),
     Sizes(dtype="float16", head_dims=(128, 128), heads=8, block_size=16),
     Sizes(dtype="float32", head_dims=(256, 256), heads=8, block_size=16),
+    Sizes(dtype="int8", head_dims=(128, 128), heads=8, block_size=16),
+    Sizes(dtype="float8_e4m3fn", head_dims=(256, 256), block_size=16, given="float32"),
+    Sizes(dtype="float8_e5m2", head_dims=(576,), heads=1, block_size=24, part=1),
 ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
