@@ -36,6 +36,8 @@ def list_parts() -> list[Part]:
     """Return the parts: first what must be right, then what users feel."""
     tests = HERE.parent / "tests" / "attention" / "kernel"
     report = HERE / "out" / "doctor.json"
+    timed = HERE / "out" / "tiles_float32.json"
+    tiles = str(HERE / "tiles.py"), "--json", str(timed)
     parts = [
         Part("doctor", ("-m", "jkv.doctor", "--report", str(report))),
         *(
@@ -46,6 +48,8 @@ def list_parts() -> list[Part]:
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
         Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
         Part("launches", (str(HERE / "gpu.py"), "--launches")),
+        # Float32 as RDNA multiplies it among them.
+        Part("tiles of float32", (*tiles, "--only", "float32", "prefill float32")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:
