@@ -63,6 +63,7 @@ class Step:
     num_blocks: int
     dtype: str
     is_scanned: bool  # the layers in a loop, or one after the other
+    block_size: int = 16  # tokens of a block that each card has
     heads: int = 1  # cards over which the heads are spread
     context: int = 1  # cards over which the tokens of each block are
     sliding_window: int | None = None  # that the cache has
@@ -97,7 +98,7 @@ class Step:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
-            block_size=16 * self.context,
+            block_size=self.block_size * self.context,
             max_sequences=self.num_sequences,
             max_context_length=self.max_context_length,
             dtype=self.dtype,
@@ -149,6 +150,26 @@ class Step:
                 carry = layer_step(number, carry)
         cache, rows = carry
         return jkv.commit(cache, batch), rows
+
+    def lower(self, devices: list[jax.Device]) -> tuple[jax.stages.Lowered, jkv.Cache]:
+        """Return the step for these devices, donated, and the shapes of its cache."""
+        of_cache, everywhere, by_heads = self.spread(devices)
+        cache = jax.eval_shape(lambda: jkv.init(self.config()))
+        (storage,), (of_storage,) = cache.storage, of_cache.storage
+        storage = dataclasses.replace(storage, sharding=of_storage.sharding)
+        cache = cache.with_storage((storage,))
+        dtype = jnp.bfloat16 if storage.key_scales is not None else self.dtype
+        rows, keys = (
+            jax.ShapeDtypeStruct((self.rows, heads, self.head_dim), dtype)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        seq_ids = jax.ShapeDtypeStruct((self.num_sequences,), jnp.int32)
+        operands = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            (cache, seq_ids, seq_ids, rows, keys, keys),
+            (of_cache, everywhere, everywhere, by_heads, by_heads, by_heads),
+        )
+        return jax.jit(self.run, donate_argnums=0).trace(*operands).lower(), cache
 
 
 # The shapes of Llama 3 8B: 64 sequences of up to 8,192 tokens, 64 GiB of cache.
@@ -225,24 +246,9 @@ COLLECTIVE = re.compile(
 
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
-    of_cache, everywhere, by_heads = step.spread(devices)
-    cache = jax.eval_shape(lambda: jkv.init(step.config()))
-    (storage,), (of_storage,) = cache.storage, of_cache.storage
-    storage = dataclasses.replace(storage, sharding=of_storage.sharding)
-    cache = cache.with_storage((storage,))
-    dtype = jnp.bfloat16 if storage.key_scales is not None else step.dtype
-    rows, keys = (
-        jax.ShapeDtypeStruct((step.rows, heads, step.head_dim), dtype)
-        for heads in (step.num_heads, step.num_kv_heads)
-    )
-    seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
-    operands = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        (cache, seq_ids, seq_ids, rows, keys, keys),
-        (of_cache, everywhere, everywhere, by_heads, by_heads, by_heads),
-    )
     start = time.perf_counter()
-    lowered = jax.jit(step.run, donate_argnums=0).trace(*operands).lower()
+    lowered, cache = step.lower(devices)
+    (storage,) = cache.storage
     planned = {"xla_gpu_memory_limit_slop_factor": step.memory_percent}
     compiled = lowered.compile(planned if step.memory_percent else None)
     seconds = time.perf_counter() - start

@@ -40,7 +40,7 @@ from jkv.attention.kernel.platforms import (
 )
 from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
-from jkv.attention.slots import SlotWrite, scatter
+from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
@@ -154,12 +154,12 @@ def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]
 
     Where derivatives go through the rows or the arrays, scatters store them everywhere.
     """
-    return _store(stores, write) if stores else scatter(write)
+    return _store(stores, write) if stores else _scatter_anywhere(write)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _store(stores: Mapping[str, Store], write: SlotWrite) -> dict[str, jax.Array]:
-    return _choose_platform(write, default=scatter, **stores)
+    return _choose_platform(write, **_SCATTERS, **stores)
 
 
 @_store.defjvp
@@ -168,9 +168,14 @@ def _differentiate_scatters(
 ) -> Any:
     """Leave it to JAX, which knows the derivative of a scatter, forward and back."""
     del stores
-    return jax.jvp(
-        functools.partial(_choose_platform, default=scatter), primals, tangents
-    )
+    return jax.jvp(_scatter_anywhere, primals, tangents)
+
+
+def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
+    return _choose_platform(write, **_SCATTERS)
+
+
+_SCATTERS = {"default": scatter, "tpu": scatter_by_head}
 
 
 def attend_pallas(

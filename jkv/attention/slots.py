@@ -66,19 +66,39 @@ class SlotWrite:
 
 def scatter(write: SlotWrite) -> dict[str, jax.Array]:
     """Return the arrays with the rows in their slots, by a scatter for each array."""
+    block_ids, offsets = _locate(write)
+    return _scatter(write, (block_ids, slice(None), offsets))
+
+
+def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
+    """Return the same by scatters of each head's elements of a row.
+
+    TPUs keep the last two axes in tiles, and move heads beside the elements where a
+    scatter takes both at once: a copy of the pool, and another one back.
+    """
+    block_ids, offsets = (each[:, None] for each in _locate(write))
+    heads = jnp.arange(write.pool.shape[2], dtype=jnp.int32)
+    return _scatter(write, (block_ids, heads, offsets))
+
+
+def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
+    """Return the block and the offset in it of each row, i32[R]; N or more for none."""
     chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
-    # Rows without a slot get indices past the end, all different: the scatter is then
-    # free of duplicates, which accelerators need to run it in parallel.
     num_blocks, size = write.pool.shape[1], write.pool.shape[3]
     offsets, valid = write.offsets, write.valid
     if write.part is not None:
         offsets = offsets - write.part * size
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
+    # Rows without a slot get indices past the end, all different: the scatter is then
+    # free of duplicates, which accelerators need to run it in parallel.
     past_end = num_blocks + jnp.arange(write.num_rows, dtype=jnp.int32)
-    block_ids = jnp.where(valid & (write.layer >= 0), write.block_ids, past_end)
+    return jnp.where(valid & (write.layer >= 0), write.block_ids, past_end), offsets
+
+
+def _scatter(write: SlotWrite, place: tuple[Any, ...]) -> dict[str, jax.Array]:
     bits, stored = write.rows_as_bits(), {}
     for name, array in write.arrays.items():
-        slots = array.at[write.layer, block_ids, :, offsets]
+        slots = array.at[write.layer, *place]
         stored[name] = slots.set(bits[name], mode="drop", unique_indices=True)
     return stored

@@ -33,8 +33,8 @@ class Section(NamedTuple):
         return whole & (index >= self.num_repeated)[None, :]
 
 
-def cut(head_dim: int, start: int = 0) -> list[Section]:
-    """Cut a head dim into powers of two.
+def cut(head_dim: int, start: int = 0, max_size: int = 512) -> list[Section]:
+    """Cut a head dim into powers of two, none of them larger than one.
 
     96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
     queries, so that no score has them twice, and not stored twice. 120 is 64 and the
@@ -45,11 +45,15 @@ def cut(head_dim: int, start: int = 0) -> list[Section]:
     if end < sizes[-1]:  # one section, with more columns than there are
         sizes = [whole // 2, whole // 2]
     sections = []
-    for size in sizes:
+    for size in _cut_to(sizes, max_size):
         num_repeated = max(0, start + size - end)
         sections.append(Section(start - num_repeated, size, num_repeated))
         start += size
     return sections
+
+
+def _cut_to(sizes: list[int], max_size: int) -> list[int]:
+    return [min(size, max_size) for size in sizes for _ in range(-(-size // max_size))]
 
 
 def fill_head_dim(head_dim: int) -> int:
