@@ -89,6 +89,15 @@ def attend_range(
     tile_tokens = variant.tile.tokens
     walk_start = tokens.first & -tile_tokens
     scale = o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
+    # One factor for all scores, which is not negative, is left out of their maximum.
+    has_one_factor = (
+        variant.tile.has_exp2_in_pairs
+        and variant.soft_cap is None
+        and o.key_scales is None
+    )
+    if has_one_factor:
+        queries = [jnp.where(scale < 0.0, -query, query) for query in queries]
+        scale = jnp.abs(scale)
 
     def is_visible(token: jax.Array) -> jax.Array:
         """Return which rows see which tokens, to broadcast over the scores."""
@@ -124,11 +133,16 @@ def attend_range(
         for query, key in zip(queries[1:], keys[1:], strict=True):
             scores += multiply(query, key, transpose=True)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
+        largest = None
+        if has_one_factor and not masked:
+            largest = scale * jnp.max(scores, axis=1)
         scores = cap_in_log2(scores * factor, variant.soft_cap)
         visible = is_visible(start + jnp.arange(tile_tokens, dtype=jnp.int32))
         if masked:
             scores = jnp.where(visible, scores, HIDDEN)
-        maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
+        if largest is None:
+            largest = jnp.max(scores, axis=1)
+        maximum = jnp.maximum(sums.maximum, largest)
         weights = exp2(scores - maximum[:, None])
         may_see_nothing = window is not None or variant.num_pieces
         if masked and not variant.is_decode and may_see_nothing:

@@ -17,6 +17,10 @@ from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
 
 
+# Of a tile, whose ids are loaded as scalars.
+_MOST_BLOCKS = 4
+
+
 class Operands(NamedTuple):
     """What the attention kernel reads. Refs inside it, arrays outside."""
 
@@ -116,6 +120,7 @@ def load_tokens(
     tile_tokens = variant.tile.tokens
     is_in_one_block = block_size % tile_tokens == 0
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
+    column: jax.Array | None
     last = jnp.maximum(tokens.end - 1, 0)
     if is_in_one_block and is_whole:
         column = lax.div(start, jnp.int32(block_size))
@@ -124,6 +129,8 @@ def load_tokens(
         # A scalar id, and offsets that differ in the edge tiles only.
         column, slot = split_token(start, block_size)
         slot += jnp.clip(offsets, tokens.first - start, last - start)
+    elif is_whole and _selects_blocks(block_size, variant):
+        column, slot = None, lax.rem(offsets, jnp.int32(block_size))
     elif is_whole:
         token = start + offsets
         column = lax.div(token, jnp.int32(block_size))
@@ -131,8 +138,20 @@ def load_tokens(
     else:
         token = jnp.clip(start + offsets, tokens.first, last)
         column, slot = split_token(token, block_size)
-    # A wrong table may give wrong numbers, never a fault.
-    block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
+
+    def read_block(column: jax.Array) -> jax.Array:
+        # A wrong table may give wrong numbers, never a fault.
+        return jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
+
+    if column is not None:
+        block = read_block(column)
+    else:
+        # The ids of a few blocks, one after the other: loaded as scalars, at once.
+        first_column = lax.div(start, jnp.int32(block_size))
+        block = read_block(first_column)
+        which = lax.div(offsets, jnp.int32(block_size))
+        for number in range(1, tile_tokens // block_size):
+            block = jnp.where(which >= number, read_block(first_column + number), block)
     row = block if is_in_one_block else block[:, None]
     is_stored = variant.tile.is_carried
 
@@ -159,6 +178,12 @@ def load_tokens(
     if not is_stored and variant.weight_dtype != variant.operand_dtype:
         values = load(o.keys, value_sections, variant.weight_dtype)
     return TokenTile(keys, values, key_scales, key_scales)
+
+
+def _selects_blocks(block_size: int, variant: Variant) -> bool:
+    """Return whether a whole tile is of a few whole blocks, whose ids are scalars."""
+    num_blocks, rest = divmod(variant.tile.tokens, block_size)
+    return variant.tile.has_scalar_ids and rest == 0 and num_blocks <= _MOST_BLOCKS
 
 
 def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> TokenTile:

@@ -24,6 +24,8 @@ class Tile:
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
     is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
     is_split: bool = False  # a product of float32 is three of tf32, good to 22 bits
+    # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
+    has_scalar_ids: bool = False
     # Of prefill: 2^x as a polynomial, two at a time; weights rounded by adding to bits.
     has_exp2_in_pairs: bool = False
     is_rounded_by_bits: bool = False
@@ -167,6 +169,7 @@ def _short(
         num_stages,
         has_full_loop=True,
         is_carried=is_carried,
+        has_scalar_ids=True,
         has_exp2_in_pairs=True,
         is_rounded_by_bits=is_rounded_by_bits,
     )
