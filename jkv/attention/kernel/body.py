@@ -125,10 +125,15 @@ def attend_range(
         exp2 = functools.partial(exp2_in_pairs, interpret=variant.interpret)
 
     def attend_tile(
-        trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
+        trip: jax.Array,
+        tile: TokenTile,
+        sums: TileSums,
+        *,
+        masked: bool,
+        stored: TokenTile | None = None,
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
-        keys, values = tile.keys, tile.values
+        keys = tile.keys
         scores = multiply(queries[0], keys[0], transpose=True)
         for query, key in zip(queries[1:], keys[1:], strict=True):
             scores += multiply(query, key, transpose=True)
@@ -150,6 +155,9 @@ def attend_range(
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
+        if stored is not None and variant.has_words:
+            # Words become values as late as here: they take few registers till then.
+            tile = to_operands(stored, len(value_sections), variant)
         if tile.value_scales is not None:
             weights *= tile.value_scales[None, :]
         if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
@@ -157,7 +165,7 @@ def attend_range(
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
             old * shrink[:, None] + multiply(weights, value)
-            for old, value in zip(sums.values, values, strict=True)
+            for old, value in zip(sums.values, tile.values, strict=True)
         )
         return TileSums(maximum, total, summed)
 
@@ -179,7 +187,8 @@ def attend_range(
             sums, stored = carry
             following = load_next(jnp.minimum(trip + 1, stop - 1))
             tile = to_operands(stored, len(value_sections), variant)
-            return attend_tile(trip, tile, sums, masked=masked), following
+            sums = attend_tile(trip, tile, sums, masked=masked, stored=stored)
+            return sums, following
 
         if not variant.tile.is_carried:
             return lax.fori_loop(start, stop, attend_loaded, sums)

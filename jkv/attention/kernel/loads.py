@@ -11,11 +11,16 @@ import numpy as np
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
+from jkv.attention.kernel.conversion import (
+    BFLOAT16,
+    FLOAT32,
+    WORD,
+    to_operand,
+    words_to_operand,
+)
 from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
-
 
 # Of a tile, whose ids are loaded as scalars.
 _MOST_BLOCKS = 4
@@ -34,6 +39,7 @@ class Operands(NamedTuple):
     queries: jax.Array  # [R, H, D]
     keys: jax.Array  # [L, N, K, T, D]
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
+    # Both may be i32[..., D / 4]: words of four elements of one byte.
     key_scales: jax.Array | None  # [L, N, K, T], as in `Pools`
     value_scales: jax.Array | None
 
@@ -51,7 +57,8 @@ class Range(NamedTuple):
 class TokenTile(NamedTuple):
     """Some consecutive tokens of one kv head, as the pool has them or as operands."""
 
-    keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
+    # [tokens, size] for each section of the key head dim, or i32[tokens, size / 4]
+    keys: list[jax.Array]
     values: list[jax.Array]  # likewise of the value head dim; stored in keys: none
     key_scales: jax.Array | None  # [tokens], u16 or f32
     value_scales: jax.Array | None
@@ -64,10 +71,11 @@ def cut_head_dims(
 ) -> tuple[list[Section], list[Section]]:
     """Return the sections of keys and of values; values in the keys are their first."""
     head_dim = queries.shape[2]
-    value_sections = cut(variant.value_dim)
+    most = variant.tile.most_columns
+    value_sections = cut(variant.value_dim, most=most)
     if values is not None:
-        return cut(head_dim), value_sections
-    rest = cut(head_dim - variant.value_dim, variant.value_dim)
+        return cut(head_dim, most=most), value_sections
+    rest = cut(head_dim - variant.value_dim, variant.value_dim, most=most)
     return value_sections + rest, value_sections
 
 
@@ -159,7 +167,11 @@ def load_tokens(
         pool: jax.Array, sections: list[Section], dtype: np.dtype[Any]
     ) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
-        stored = [pool[*where, section.columns] for section in sections]
+        has_words = pool.dtype == WORD
+        stored = [
+            pool[*where, section.words if has_words else section.columns]
+            for section in sections
+        ]
         return stored if is_stored else _convert(stored, dtype, variant)
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
@@ -211,7 +223,9 @@ def _convert(
     tiles: list[jax.Array], dtype: np.dtype[Any], variant: Variant
 ) -> list[jax.Array]:
     return [
-        to_operand(tile, variant.kv_dtype, dtype, interpret=variant.interpret)
+        (words_to_operand if tile.dtype == WORD else to_operand)(
+            tile, variant.kv_dtype, dtype, interpret=variant.interpret
+        )
         for tile in tiles
     ]
 

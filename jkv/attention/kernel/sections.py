@@ -12,6 +12,10 @@ import jax.numpy as jnp
 MIN_SIZE = 16
 
 
+# Elements of one byte that are loaded as one number.
+WORD_SIZE = 4
+
+
 class Section(NamedTuple):
     """Consecutive columns of a head dim."""
 
@@ -24,6 +28,12 @@ class Section(NamedTuple):
         """Return them as indices, i32[1, size]."""
         return (self.start + jnp.arange(self.size, dtype=jnp.int32))[None, :]
 
+    @property
+    def words(self) -> jax.Array:
+        """Return the words whose bytes they are, i32[1, size / 4]."""
+        index = jnp.arange(self.size // WORD_SIZE, dtype=jnp.int32)
+        return (self.start // WORD_SIZE + index)[None, :]
+
     def over(self, mask: jax.Array) -> jax.Array:
         """Repeat a mask over the columns that are its own, bool[..., size]."""
         whole = jnp.broadcast_to(mask[:, None], (*mask.shape, self.size))
@@ -33,8 +43,8 @@ class Section(NamedTuple):
         return whole & (index >= self.num_repeated)[None, :]
 
 
-def cut(head_dim: int, start: int = 0) -> list[Section]:
-    """Cut a head dim into powers of two.
+def cut(head_dim: int, start: int = 0, *, most: int = 512) -> list[Section]:
+    """Cut a head dim into powers of two, of `most` columns each.
 
     96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
     queries, so that no score has them twice, and not stored twice. 120 is 64 and the
@@ -42,6 +52,7 @@ def cut(head_dim: int, start: int = 0) -> list[Section]:
     """
     end, whole = start + head_dim, fill_head_dim(head_dim)
     sizes = [size for size in (512, 256, 128, 64, 32, 16) if whole & size]
+    sizes = [min(size, most) for size in sizes for _ in range(max(1, size // most))]
     if end < sizes[-1]:  # one section, with more columns than there are
         sizes = [whole // 2, whole // 2]
     sections = []

@@ -357,6 +357,9 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     tile = dataclasses.replace(
         getattr(platforms._INTERPRETED, kernel),
         is_carried=True,
+        has_words=True,
+        most_columns=32,
+        has_scalar_ids=is_prefill,
         has_exp2_in_pairs=is_prefill,
         is_rounded_by_bits=is_prefill,
     )
