@@ -12,8 +12,11 @@ The floor is reading the weights and the contexts' keys and values once a step, 
 as a copy in the same run reads and writes. Beside it, where torch has a GPU: the same
 decoder with a contiguous cache, one step captured as a CUDA graph (`llama_torch.py`).
 `share` is the floor's time by the time taken; `start` the seconds until the first call
-is done, compiling included. Results are saved after each batch. `--tiny` shows on a CPU
-within a minute that the script works, and saves nothing unless it is told where.
+is done, compiling included. Of the engine `started` says how many programs XLA compiled
+for that, and `kept` and `found` the same of another engine that begins with the
+programs that the first one kept, which neither traces nor compiles its model. Results
+are saved after each batch. `--tiny` shows on a CPU within a minute that the script
+works, and saves nothing unless it is told where.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import gc
 import os
 import pathlib
 import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -31,6 +35,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import harness  # noqa: E402
 import jax  # noqa: E402
+import jax.monitoring  # noqa: E402
+import llama  # noqa: E402
 import numpy as np  # noqa: E402
 from gpu import copy_bandwidth  # noqa: E402
 from harness import Case  # noqa: E402
@@ -38,11 +44,12 @@ from llama import Llama, count_step_bytes  # noqa: E402
 from llama_torch import make_torch_step  # noqa: E402
 
 import jkv  # noqa: E402
-from jkv.serving import Engine  # noqa: E402
+from jkv.serving import Engine, KeptPrograms  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_model.json"
 BLOCK_SIZE = 16
 GENERATE, ENGINE, TORCH = "generate", "engine", "torch, CUDA graph"
+compiled: list[str] = []  # what XLA was asked for
 STATIC = ("model", "max_new_tokens", "max_running")
 generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache")
 
@@ -84,7 +91,9 @@ TINY = Size(
 class Runs:
     """A decoder with a cache whose prompts are found, continued in two ways."""
 
-    def __init__(self, size: Size, params: Any, batch: int, context: int):
+    def __init__(
+        self, size: Size, params: Any, batch: int, context: int, kept: KeptPrograms
+    ):
         prompt = context - (size.few + size.many) // 2
         rng = np.random.default_rng(0)
         shape = (batch, prompt)
@@ -101,6 +110,7 @@ class Runs:
         )
         self.cache: jkv.Cache | None = None
         self.engine: Engine | None = None
+        self.kept = kept
 
     def generate(self, new_tokens: int) -> np.ndarray:
         """Continue all prompts inside one jit; return how many tokens each got."""
@@ -127,16 +137,29 @@ class Runs:
                 max_running=self.batch,
                 max_new_tokens=self.size.many,
                 max_prompt_tokens=self.prompts.shape[1],
+                kept_programs=self.kept,
             )
         found = self.engine.generate(self.prompts, max_new_tokens=new_tokens)
         return np.array([len(each.tokens) for each in found])
 
 
-def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a decode step in one way, and those until it first ran."""
+def note_compiled(event: str, _: float, **__: Any) -> None:
+    """Count what XLA compiles, or finds in JAX's own cache of programs."""
+    if event == "/jax/core/compile/backend_compile_duration":
+        compiled.append(event)
+
+
+def start(run: Any, size: Size) -> tuple[float, int]:
+    """Return the seconds of a first call, and how many programs it compiled."""
+    compiled.clear()
     began = time.perf_counter()
     run(size.few)
-    start = time.perf_counter() - began
+    return time.perf_counter() - began, len(compiled)
+
+
+def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
+    """Return the seconds of a decode step in one way, and those until it first ran."""
+    seconds, num_compiled = start(run, size)
 
     def call(new_tokens: int) -> None:
         lengths = run(new_tokens)
@@ -154,21 +177,32 @@ def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
     samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=30)
     few, many = (samples[case.name].seconds for case in cases)
     steps = [(many[r] - few[r]) / (size.many - size.few) for r in few if r in many]
-    return {"seconds a step": statistics.median(steps), "start": start}
+    return {
+        "seconds a step": statistics.median(steps),
+        "start": seconds,
+        "started": num_compiled,
+    }
 
 
 def measure_batch(
     size: Size, params: Any, batch: int, context: int, copied: float, rounds: int
 ) -> list[dict[str, Any]]:
     """Return a row for each way to continue a batch of texts; refusals with reasons."""
-    runs = Runs(size, params, batch, context)
+    folder = tempfile.TemporaryDirectory()
+    kept = KeptPrograms(str(size.model), folder.name, sources=(llama,))
+    runs = Runs(size, params, batch, context, kept)
     num_bytes = count_step_bytes(params)
     num_bytes += batch * context * runs.config.bytes_per_token
     floor = num_bytes / copied
 
     def serve() -> dict[str, Any]:
         runs.cache = None  # the engine has one of its own
-        return measure_way(ENGINE, runs.serve, size, rounds)
+        row = measure_way(ENGINE, runs.serve, size, rounds)
+        runs.engine = None
+        gc.collect()
+        jax.clear_caches()
+        row["kept"], row["found"] = start(runs.serve, size)
+        return row
 
     def replay() -> dict[str, Any]:
         runs.engine = None
@@ -215,8 +249,10 @@ def main() -> None:
     print(harness.header("A whole model", where), flush=True)
     copied = copy_bandwidth(size.copy_bytes, options.rounds)
     print(f"a copy: {copied / 1e9:,.0f} GB/s", flush=True)
+    jax.monitoring.register_event_duration_secs_listener(note_compiled)
     names = ("weights", "texts", "context", "who", "tokens/s", "floor tokens/s")
-    columns = {name: name for name in (*names, "share", "start", "refused")}
+    starts = ("start", "started", "kept", "found")
+    columns = {name: name for name in (*names, "share", *starts, "refused")}
     for dtype in options.weights:
         params = jax.block_until_ready(size.model.draw_params(dtype))
         for name, batch in batches.items():

@@ -36,6 +36,8 @@ def list_parts() -> list[Part]:
     """Return the parts: first what must be right, then what users feel."""
     tests = HERE.parent / "tests" / "attention" / "kernel"
     report = HERE / "out" / "doctor.json"
+    timed = HERE / "out" / "tiles_float32.json"
+    tiles = str(HERE / "tiles.py"), "--json", str(timed)
     parts = [
         Part("doctor", ("-m", "jkv.doctor", "--report", str(report))),
         *(
@@ -45,6 +47,8 @@ def list_parts() -> list[Part]:
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
         Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
+        # Float32 as RDNA multiplies it among them.
+        Part("tiles of float32", (*tiles, "--only", "float32", "prefill float32")),
     ]
     for weights in ("bfloat16", "int8"):
         for batch in BATCHES:

@@ -32,6 +32,7 @@ import numpy as np
 import rocm_stand_in
 
 import jkv
+from jkv.commands.launches import find_launches
 
 HERE = pathlib.Path(__file__).parent
 # What a step may do with something as large as a layer of the pool.
@@ -62,6 +63,7 @@ class Step:
     num_blocks: int
     dtype: str
     is_scanned: bool  # the layers in a loop, or one after the other
+    block_size: int = 16  # tokens of a block that each card has
     heads: int = 1  # cards over which the heads are spread
     context: int = 1  # cards over which the tokens of each block are
     sliding_window: int | None = None  # that the cache has
@@ -96,7 +98,7 @@ class Step:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
-            block_size=16 * self.context,
+            block_size=self.block_size * self.context,
             max_sequences=self.num_sequences,
             max_context_length=self.max_context_length,
             dtype=self.dtype,
@@ -148,6 +150,26 @@ class Step:
                 carry = layer_step(number, carry)
         cache, rows = carry
         return jkv.commit(cache, batch), rows
+
+    def lower(self, devices: list[jax.Device]) -> tuple[jax.stages.Lowered, jkv.Cache]:
+        """Return the step for these devices, donated, and the shapes of its cache."""
+        of_cache, everywhere, by_heads = self.spread(devices)
+        cache = jax.eval_shape(lambda: jkv.init(self.config()))
+        (storage,), (of_storage,) = cache.storage, of_cache.storage
+        storage = dataclasses.replace(storage, sharding=of_storage.sharding)
+        cache = cache.with_storage((storage,))
+        dtype = jnp.bfloat16 if storage.key_scales is not None else self.dtype
+        rows, keys = (
+            jax.ShapeDtypeStruct((self.rows, heads, self.head_dim), dtype)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        seq_ids = jax.ShapeDtypeStruct((self.num_sequences,), jnp.int32)
+        operands = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            (cache, seq_ids, seq_ids, rows, keys, keys),
+            (of_cache, everywhere, everywhere, by_heads, by_heads, by_heads),
+        )
+        return jax.jit(self.run, donate_argnums=0).trace(*operands).lower(), cache
 
 
 # The shapes of Llama 3 8B: 64 sequences of up to 8,192 tokens, 64 GiB of cache.
@@ -224,24 +246,9 @@ COLLECTIVE = re.compile(
 
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
-    of_cache, everywhere, by_heads = step.spread(devices)
-    cache = jax.eval_shape(lambda: jkv.init(step.config()))
-    (storage,), (of_storage,) = cache.storage, of_cache.storage
-    storage = dataclasses.replace(storage, sharding=of_storage.sharding)
-    cache = cache.with_storage((storage,))
-    dtype = jnp.bfloat16 if storage.key_scales is not None else step.dtype
-    rows, keys = (
-        jax.ShapeDtypeStruct((step.rows, heads, step.head_dim), dtype)
-        for heads in (step.num_heads, step.num_kv_heads)
-    )
-    seq_ids = jax.ShapeDtypeStruct((step.num_sequences,), jnp.int32)
-    operands = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        (cache, seq_ids, seq_ids, rows, keys, keys),
-        (of_cache, everywhere, everywhere, by_heads, by_heads, by_heads),
-    )
     start = time.perf_counter()
-    lowered = jax.jit(step.run, donate_argnums=0).trace(*operands).lower()
+    lowered, cache = step.lower(devices)
+    (storage,) = cache.storage
     planned = {"xla_gpu_memory_limit_slop_factor": step.memory_percent}
     compiled = lowered.compile(planned if step.memory_percent else None)
     seconds = time.perf_counter() - start
@@ -249,10 +256,9 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     num_kernels = len(re.findall(r"custom-call\(.*triton", text))
     # Pieces and their joining; another kernel for requests of several rows, and one
-    # that stores bits in more arrays than one.
+    # that stores rows in more arrays than one.
     expected = 2 if step.num_rows is None else 3
-    is_float = jnp.issubdtype(storage.key_pool.dtype, jnp.floating)
-    expected += not is_float and storage.value_pool is not None
+    expected += len(storage.arrays) > 1
     expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
     launches = count_launches(text)
@@ -307,29 +313,23 @@ def count_launches(text: str) -> dict[str, int] | None:
     the attention, joining what cards found, and the rest (the loop's own counting).
     Collectives are counted elsewhere.
     """
-    bodies = [
-        text[start.start() :].split("\n\n")[0]
-        for name in re.findall(r"body=%?([\w.-]+)", text)
-        if (start := re.search(rf"^%?{re.escape(name)} ", text, re.MULTILINE))
-    ]
-    body = max(bodies, key=lambda body: body.count(" custom-call("), default="")
-    if " custom-call(" not in body:
+    lines = find_launches(text)
+    if lines is None:
         return None
     counts = dict.fromkeys(("kernels", "writes", "bookkeeping", "joining", "loop"), 0)
-    for line in body.splitlines():
+    for line in lines:
         name = re.search(r'op_name="([^"]*)"', line)
         path = name[1] if name else ""
-        if " custom-call(" in line:
-            counts["writes" if "_write" in path else "kernels"] += 1
-        elif " fusion(" in line:
-            if "_write" in path:
-                counts["writes"] += 1
-            elif "attend_differentiably" in path:
-                counts["bookkeeping"] += 1
-            elif "_attend_on_device" in path or "all-reduce" in line:
-                counts["joining"] += 1
-            else:
-                counts["loop"] += 1
+        if "_write" in path:
+            counts["writes"] += 1
+        elif " custom-call(" in line:
+            counts["kernels"] += 1
+        elif "attend_differentiably" in path:
+            counts["bookkeeping"] += 1
+        elif "_attend_on_device" in path or "all-reduce" in line:
+            counts["joining"] += 1
+        else:
+            counts["loop"] += 1
     return counts
 
 

@@ -40,7 +40,7 @@ from jkv.attention.kernel.platforms import (
 )
 from jkv.attention.pools import Pools
 from jkv.attention.reference import attend_reference
-from jkv.attention.slots import SlotWrite, scatter
+from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_plainly, attend_xla
@@ -150,10 +150,32 @@ def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
-    """Store rows by these kernels on their platforms, by scatters everywhere else."""
-    if not stores:
-        return scatter(write)
-    return _choose_platform(write, default=scatter, **stores)
+    """Store rows by these kernels on their platforms, by scatters everywhere else.
+
+    Where derivatives go through the rows or the arrays, scatters store them everywhere.
+    """
+    return _store(stores, write) if stores else _scatter_anywhere(write)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _store(stores: Mapping[str, Store], write: SlotWrite) -> dict[str, jax.Array]:
+    return _choose_platform(write, **_SCATTERS, **stores)
+
+
+@_store.defjvp
+def _differentiate_scatters(
+    stores: Mapping[str, Store], primals: Any, tangents: Any
+) -> Any:
+    """Leave it to JAX, which knows the derivative of a scatter, forward and back."""
+    del stores
+    return jax.jvp(_scatter_anywhere, primals, tangents)
+
+
+def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
+    return _choose_platform(write, **_SCATTERS)
+
+
+_SCATTERS = {"default": scatter, "tpu": scatter_by_head}
 
 
 def attend_pallas(

@@ -39,9 +39,20 @@ MEANINGS: dict[np.dtype[Any], tuple[np.dtype[Any], ...]] = {
 }
 
 
+# The scales of a group's elements, one for each token and kv head, are another array.
+SCALE_DTYPE = np.dtype(jnp.bfloat16)
+SCALE_NAMES = {"key_pool": "key_scales", "value_pool": "value_scales"}
+
 # One byte an element: scales per token and kv head may stand beside them, and must
 # beside int8, which means nothing without.
 ONE_BYTE_DTYPES = tuple(meaning for meaning in STORED_AS if meaning.itemsize == 1)
+
+
+def largest_number(dtype: np.dtype[Any]) -> float:
+    """Return the largest number of a one-byte dtype: 127, 448, 240 or 57344."""
+    if dtype == jnp.int8:
+        return 127.0
+    return float(jnp.finfo(dtype).max)
 
 
 def to_float32(

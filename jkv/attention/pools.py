@@ -109,22 +109,52 @@ def gather_blocks(
 
     Rubbish ids are clamped, never dropped or filled: the caller masks what they bring.
     """
-    num_layers, num_blocks, *block_shape = pool.shape
-    block_elements = block_shape[0] * block_shape[1] * block_shape[2]
-    starts = jnp.stack([jnp.full_like(blocks, layer), blocks], axis=-1)
-    dimensions = lax.GatherDimensionNumbers(
-        offset_dims=(1,), collapsed_slice_dims=(0, 1), start_index_map=(0, 1)
-    )
-    # The flat view is free, and its long last axis is what XLA copies with vector
-    # instructions on a CPU; an axis of 64 it unrolls into single elements.
-    chunk = lax.gather(
-        pool.reshape(num_layers, num_blocks, block_elements),
-        starts,
-        dimensions,
-        slice_sizes=(1, 1, block_elements),
-        mode=lax.GatherScatterMode.CLIP,
+    chunk = lax.platform_dependent(
+        pool,
+        jnp.stack([jnp.full_like(blocks, layer), blocks], axis=-1),
+        tpu=_gather_tiled,
+        default=_gather_flat,
     )
     return to_float32(chunk, kv_dtype)
+
+
+def _gather_flat(
+    pool: jax.Array,  # [L, N, K, T, D]
+    starts: jax.Array,  # i32[C, 2], layer and block
+) -> jax.Array:
+    """Return [C, K * T * D] by way of a flat view of the blocks.
+
+    The view is free, and its long last axis is what XLA copies with vector instructions
+    on a CPU; an axis of 64 it unrolls into single elements.
+    """
+    return _gather(pool.reshape(*pool.shape[:2], -1), starts)
+
+
+def _gather_tiled(
+    pool: jax.Array,  # [L, N, K, T, D]
+    starts: jax.Array,  # i32[C, 2], layer and block
+) -> jax.Array:
+    """Return [C, K * T * D]; the blocks become flat when they have been gathered.
+
+    TPUs keep the last two axes in tiles, so that a flat view would copy the whole pool.
+    """
+    return _gather(pool, starts).reshape(starts.shape[0], -1)
+
+
+def _gather(array: jax.Array, starts: jax.Array) -> jax.Array:
+    """Return `array[starts[i, 0], starts[i, 1]]` for each i, clamped."""
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, array.ndim - 1)),
+        collapsed_slice_dims=(0, 1),
+        start_index_map=(0, 1),
+    )
+    return lax.gather(
+        array,
+        starts,
+        dimensions,
+        slice_sizes=(1, 1, *array.shape[2:]),
+        mode=lax.GatherScatterMode.CLIP,
+    )
 
 
 def gather_pieces(

@@ -4,22 +4,15 @@ Letters as in `jkv.attention.call`.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.attention import lazy_chex as chex
-
-# Whose rows those of values may be stacked on.
-_PARTNERS = {"value_pool": "key_pool", "value_scales": "key_scales"}
-
-
-class Source(NamedTuple):
-    """Where the rows of an array are found: `rows[name][place]`."""
-
-    name: str
-    place: int
+from jkv.attention.elements import SCALE_NAMES
+from jkv.attention.rounding import round_rows
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +26,8 @@ class SlotWrite:
     """
 
     arrays: dict[str, jax.Array]  # [L, N, K, T, ...]
-    # [P, R, K, ...], numbers whose bits are what the arrays keep: by the same names,
-    # or those of values behind those of keys, under the keys' names.
+    # [R, K, D], what goes to those of keys and values: numbers whose bits the arrays
+    # keep or, where they have scales, any of up to 32 bits, to be rounded.
     rows: dict[str, jax.Array]
     layer: jax.Array  # i32[], negative for none
     block_ids: jax.Array  # i32[R], N for none
@@ -42,6 +35,10 @@ class SlotWrite:
     valid: jax.Array  # bool[R]
     # i32[], which part of each block the arrays have; None: the whole.
     part: jax.Array | None = None
+    # What rows are rounded to, where the arrays have scales.
+    elements: np.dtype[Any] | None = dataclasses.field(
+        default=None, metadata=dict(static=True)
+    )
 
     @property
     def num_rows(self) -> int:
@@ -53,38 +50,55 @@ class SlotWrite:
         """The keys' array, which has the sizes that all share, [L, N, K, T, D]."""
         return self.arrays["key_pool"]
 
-    def find_source(self, name: str) -> Source:
-        """Return where the rows of the array of that name are."""
-        is_own = name in self.rows
-        return Source(name, 0) if is_own else Source(_PARTNERS[name], 1)
-
     def rows_as_bits(self) -> dict[str, jax.Array]:
         """Return the rows as the arrays keep them, which have the same names."""
+        rows = dict(self.rows)
+        if self.elements is not None:
+            for name, each in self.rows.items():
+                rows[name], rows[SCALE_NAMES[name]] = round_rows(each, self.elements)
         return {
-            name: rows
-            if rows.dtype == self.arrays[name].dtype
-            else jax.lax.bitcast_convert_type(rows, self.arrays[name].dtype)
-            for name, rows in self.rows.items()
+            name: each
+            if each.dtype == self.arrays[name].dtype
+            else jax.lax.bitcast_convert_type(each, self.arrays[name].dtype)
+            for name, each in rows.items()
         }
 
 
 def scatter(write: SlotWrite) -> dict[str, jax.Array]:
     """Return the arrays with the rows in their slots, by a scatter for each array."""
+    block_ids, offsets = _locate(write)
+    return _scatter(write, (block_ids, slice(None), offsets))
+
+
+def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
+    """Return the same by scatters of each head's elements of a row.
+
+    TPUs keep the last two axes in tiles, and move heads beside the elements where a
+    scatter takes both at once: a copy of the pool, and another one back.
+    """
+    block_ids, offsets = (each[:, None] for each in _locate(write))
+    heads = jnp.arange(write.pool.shape[2], dtype=jnp.int32)
+    return _scatter(write, (block_ids, heads, offsets))
+
+
+def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
+    """Return the block and the offset in it of each row, i32[R]; N or more for none."""
     chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
-    # Rows without a slot get indices past the end, all different: the scatter is then
-    # free of duplicates, which accelerators need to run it in parallel.
     num_blocks, size = write.pool.shape[1], write.pool.shape[3]
     offsets, valid = write.offsets, write.valid
     if write.part is not None:
         offsets = offsets - write.part * size
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
+    # Rows without a slot get indices past the end, all different: the scatter is then
+    # free of duplicates, which accelerators need to run it in parallel.
     past_end = num_blocks + jnp.arange(write.num_rows, dtype=jnp.int32)
-    block_ids = jnp.where(valid & (write.layer >= 0), write.block_ids, past_end)
+    return jnp.where(valid & (write.layer >= 0), write.block_ids, past_end), offsets
+
+
+def _scatter(write: SlotWrite, place: tuple[Any, ...]) -> dict[str, jax.Array]:
     bits, stored = write.rows_as_bits(), {}
     for name, array in write.arrays.items():
-        source = write.find_source(name)
-        rows = bits[source.name][source.place]
-        slots = array.at[write.layer, block_ids, :, offsets]
-        stored[name] = slots.set(rows, mode="drop", unique_indices=True)
+        slots = array.at[write.layer, *place]
+        stored[name] = slots.set(bits[name], mode="drop", unique_indices=True)
     return stored

@@ -35,6 +35,7 @@ from jkv.commands.correctness import (
 )
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
+from jkv.commands.launches import check_launches
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 from jkv.commands.stores import check_stores
@@ -95,6 +96,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("bookkeeping on the device", 8, check_cycles),
         Step("memory of a donated write", 4, check_in_place),
         Step("rows stored by the kernel", 2, check_stores),
+        Step("a compiled decode step", 2, check_launches),
         Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(

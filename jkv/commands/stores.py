@@ -4,16 +4,20 @@ What it stored wrongly would spoil every answer, so a finding says how to do wit
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.choice import find_stores
+from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Report
+from jkv.config.dtypes import needs_scales
 from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
@@ -28,14 +32,19 @@ class Case:
     name: str
     head_dims: tuple[int, int]
     block_size: int = 16
-    has_scales: bool = False  # one-byte elements
+    dtype: str = "bfloat16"  # of the cache
     has_parts: bool = False  # the second half of each block is here
 
 
 CASES = (
     Case("bfloat16", (128, 128)),
     Case("values of another head dim", (96, 72), block_size=24),
-    Case("one byte with scales", (128, 128), has_scales=True),
+    Case("float16", (128, 128), dtype="float16"),
+    Case("float32", (128, 72), dtype="float32"),
+    Case("int8", (128, 128), dtype="int8"),
+    Case("e4m3fn", (64, 96), dtype="float8_e4m3fn"),
+    Case("e4m3fnuz", (128, 128), dtype="float8_e4m3fnuz"),
+    Case("e5m2", (72, 72), dtype="float8_e5m2"),
     Case("parts of blocks", (64, 64), has_parts=True),
 )
 
@@ -61,7 +70,7 @@ def check_stores(
         wrong = [
             name
             for name, array in wanted.items()
-            if not np.array_equal(np.asarray(found[name]), np.asarray(array))
+            if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
         ]
         agreed += not wrong
         if wrong:
@@ -89,7 +98,7 @@ def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
         ) -> dict[str, jax.Array]:
             number = index // NUM_LAYERS
             moved = {
-                name: jnp.roll(rows, number, axis=1)
+                name: jnp.roll(rows, number, axis=0)
                 for name, rows in write.rows.items()
             }
             return store(
@@ -111,25 +120,23 @@ def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
 def draw_write(case: Case) -> SlotWrite:
     """Return rows of random bits, some of them without a slot, and arrays of others."""
     random = np.random.default_rng(0)
-    kind = np.uint8 if case.has_scales else np.uint16
     common = NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, case.block_size
+    dtype = jnp.dtype(case.dtype)
 
-    def draw(shape: tuple[int, ...], dtype: type[np.unsignedinteger]) -> jax.Array:
-        numbers = random.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
-        return jnp.asarray(numbers)
+    def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
+        drawn = random.bytes(math.prod(shape) * dtype.itemsize)
+        return jnp.asarray(np.frombuffer(drawn, dtype).reshape(shape))
 
-    # Values are rounded with keys, and lie behind them, where there are scales.
-    num_stacked = 2 if case.has_scales else 1
     arrays, rows = {}, {}
-    for name, head_dim in zip(("key", "value"), case.head_dims, strict=True):
-        arrays[f"{name}_pool"] = draw((*common, head_dim), kind)
-        shape = (num_stacked, NUM_ROWS, NUM_KV_HEADS)
-        if case.has_scales:
-            arrays[f"{name}_scales"] = draw(common, np.uint16)
-        if case.has_scales and name == "key":
-            rows["key_scales"] = draw(shape, np.uint16)
-        if not case.has_scales or name == "key":
-            rows[f"{name}_pool"] = draw((*shape, head_dim), kind)
+    given = np.dtype(jnp.bfloat16) if needs_scales(dtype) else dtype
+    for name, head_dim in zip(SCALE_NAMES, case.head_dims, strict=True):
+        arrays[name] = draw((*common, head_dim), STORED_AS[dtype])
+        rows[name] = draw((NUM_ROWS, NUM_KV_HEADS, head_dim), given)
+        if needs_scales(dtype):
+            # Half of the rows have no NaN, and small numbers beside large ones.
+            numbers = random.standard_normal(rows[name].shape) ** 5
+            rows[name] = rows[name].at[::2].set(jnp.asarray(numbers[::2], given))
+            arrays[SCALE_NAMES[name]] = draw(common, STORED_AS[SCALE_DTYPE])
     num_tokens = case.block_size * (2 if case.has_parts else 1)
     slots = random.permutation(NUM_BLOCKS * num_tokens)[:NUM_ROWS]
     return SlotWrite(
@@ -140,4 +147,5 @@ def draw_write(case: Case) -> SlotWrite:
         offsets=jnp.asarray(slots % num_tokens, jnp.int32),
         valid=jnp.asarray(np.arange(NUM_ROWS) % 5 != 1),
         part=jnp.int32(1) if case.has_parts else None,
+        elements=dtype if needs_scales(dtype) else None,
     )

@@ -5,14 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
-
-# The one-byte dtypes have a scale per token and kv head (`jkv.storage.quantization`).
-SCALE_DTYPE = np.dtype(jnp.bfloat16)
+from jkv.attention.elements import SCALE_NAMES, STORED_AS
 
 # The arrays with layers on the first axis and blocks on the second.
-SCALE_NAMES = {"key_pool": "key_scales", "value_pool": "value_scales"}
-
 STORAGE_NAMES = (*SCALE_NAMES, *SCALE_NAMES.values())
 
 # What every card can read, whichever encoding it prefers, so that files travel.
@@ -20,15 +15,11 @@ DTYPE_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 
 def needs_scales(dtype: np.dtype[Any]) -> bool:
-    """Return whether a cache of the dtype is quantized, and keeps scales."""
+    """Return whether a cache of the dtype is quantized, and keeps scales.
+
+    One for each token and kv head (`jkv.attention.rounding`).
+    """
     return dtype.itemsize == 1
-
-
-def largest_number(dtype: np.dtype[Any]) -> float:
-    """Return the largest number of a one-byte dtype: 127, 448, 240 or 57344."""
-    if dtype == jnp.int8:
-        return 127.0
-    return float(jnp.finfo(dtype).max)
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
+from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.config.arrays import ArrayLayout, Arrays, within
-from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, needs_scales
+from jkv.config.dtypes import needs_scales
 from jkv.config.layer_windows import find_leader
 from jkv.config.state_layout import StateSizes, lay_out_state_storage, lay_out_states
 from jkv.status import NUM_COUNTERS

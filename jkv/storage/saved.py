@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
-from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES, STORAGE_NAMES
+from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
+from jkv.config.dtypes import STORAGE_NAMES
 from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
-from jkv.config.dtypes import SCALE_DTYPE, SCALE_NAMES
+from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.metadata.xla_cpu import unknown

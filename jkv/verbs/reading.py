@@ -7,7 +7,7 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jkv.config.dtypes import SCALE_NAMES
+from jkv.attention.elements import SCALE_NAMES
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import without_copies_of_heads

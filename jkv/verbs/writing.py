@@ -11,7 +11,7 @@ import numpy as np
 
 from jkv.attention.choice import find_stores, store
 from jkv.attention.slots import SlotWrite
-from jkv.config.dtypes import SCALE_NAMES, needs_scales
+from jkv.config.dtypes import needs_scales
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
@@ -173,24 +173,17 @@ def _write(
     tokens of a block are spread. By the kernel, where there is one and it may be used.
     """
     arrays, slots = operands.arrays, operands.slots
-    stores = find_stores(arrays) if may_use_kernel else {}
-    given = operands.rows
-    if needs_scales(dtype) and stores:  # in one launch each, what the kernel asks for
-        given = {"key_pool": jnp.stack([given["key_pool"], given["value_pool"]])}
-    else:
-        given = {name: each[None] for name, each in given.items()}
-    rows: dict[str, jax.Array] = {}
-    for name, each in given.items():
-        rows[name], scales = quantization.round_rows(each, dtype)
-        if scales is not None:
-            rows[SCALE_NAMES[name]] = scales
     slot_write = SlotWrite(
         arrays=arrays,
-        rows=rows,
+        rows={
+            name: quantization.as_numbers(each, dtype)
+            for name, each in operands.rows.items()
+        },
+        elements=dtype if needs_scales(dtype) else None,
         layer=operands.layer,
         block_ids=slots.block_ids,
         offsets=slots.offsets,
         valid=operands.valid,
         part=None if context is None else jax.lax.axis_index(context),
     )
-    return store(slot_write, stores)
+    return store(slot_write, find_stores(arrays) if may_use_kernel else {})

@@ -21,6 +21,7 @@ from jkv.commands import (
     collectives,
     correctness,
     diagnosis,
+    launches,
     stores,
 )
 from jkv.commands.cases import CASES
@@ -68,9 +69,9 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert facts["versions"]["jkv"] == jkv.__version__
     said = capsys.readouterr().out
     assert "nothing failed" in said
-    titles = re.findall(r"^(\w.*) \((\d+) of 12.*\)$", said, re.MULTILINE)
-    assert [int(number) for _, number in titles] == [*range(1, 13)]
-    assert re.search(r"^bandwidth \(11 of 12, about \d+ (s|min) left\)$", said, re.M)
+    titles = re.findall(r"^(\w.*) \((\d+) of 13.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [*range(1, 14)]
+    assert re.search(r"^bandwidth \(12 of 13, about \d+ (s|min) left\)$", said, re.M)
 
 
 @pytest.mark.one_end
@@ -125,6 +126,7 @@ def test_claims_follow_from_what_was_found_on_the_card(monkeypatch):
         "derivative: pallas": ("not checked",),
         "attention: xla, float32": ("ok",),
         "derivative: xla": ("not checked",),
+        "a compiled decode step": ("ok", "warning"),
         "bandwidth": ("FAILED",),  # of no claim
     }
     run_checks(report, [Step(title, 1, add(*each)) for title, each in steps.items()])
@@ -133,7 +135,7 @@ def test_claims_follow_from_what_was_found_on_the_card(monkeypatch):
     found = [(each["verdict"], each["detail"]) for each in report.findings[count:]]
     assert [verdict for verdict, _ in found] == [
         *("ok", "FAILED", "not checked", "ok"),
-        *("not checked", "not checked", "not checked"),
+        *("not checked", "not checked", "warning", "not checked"),
     ]
     assert found[0][1] == "on this card" and "but for 1 of it" in found[3][1]
 
@@ -159,7 +161,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
 @pytest.mark.one_end
 def test_what_the_store_gets_wrong_is_reported():
     """With what differs, and how to do without the kernel."""
-    case = stores.Case("bytes", (16, 16), block_size=2, has_scales=True)
+    case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
     kernel = functools.partial(store_rows, interpret=True)
 
     def wrong(write):
@@ -172,6 +174,62 @@ def test_what_the_store_gets_wrong_is_reported():
         assert finding["verdict"] == verdict
     assert finding["detail"].startswith("value_scales differ")
     assert "JKV_WRITE_KERNEL=0" in finding["detail"]
+
+
+# A loop as XLA for GPUs prints it, cut short: kernels in a computation of their own, as
+# where they become one graph, and a loop without any.
+MODULE = """HloModule jit_decode, is_scheduled=true
+
+%fused_add (p: s32[]) -> s32[] {
+  ROOT %add = s32[] add(%p, %p)
+}
+
+%command_buffer (p: s32[]) -> (u16[4,8]) {
+  %store = (u16[4,8]{1,0}) custom-call(%p), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %pieces = (f32[4]{0}) custom-call(%store), custom_call_target="triton"
+}
+
+%layers.clone (arg.1: (s32[], u16[4,8])) -> (s32[], u16[4,8]) {
+  %arg.1 = (s32[], u16[4,8]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%arg.1), index=0
+  %loop_add_fusion = s32[] fusion(%count), kind=kLoop, calls=%fused_add
+  %call = (u16[4,8]{1,0}) call(%count), to_apply=%command_buffer
+  ROOT %tuple = (s32[], u16[4,8]{1,0}) tuple(%loop_add_fusion, %call)
+}
+
+%other (arg.2: (s32[])) -> (s32[]) {
+  %one = s32[] fusion(%arg.2), kind=kLoop, calls=%fused_add
+  %two = s32[] fusion(%one), kind=kLoop, calls=%fused_add
+}
+
+ENTRY %main (cache: u16[4,8]) -> u16[4,8] {
+  %while.1 = (s32[]) while(%start), condition=%less, body=%other
+  %while.2 = (s32[], u16[4,8]{1,0}) while(%init), condition=%less, body=%layers.clone
+}
+"""
+
+
+@pytest.mark.one_end
+def test_launches_of_a_decode_step_are_counted(monkeypatch):
+    """More than there should be are a warning; what a loop does not have is not."""
+    compiled = launches.compile_step()
+    report = Report()
+    launches.check_launches(report, compiled)
+    assert [each["verdict"] for each in report.findings] == ["ok", "not checked"]
+
+    monkeypatch.setattr(launches, "on_cpu", lambda: False)
+    more = "".join(f"  %copy.{i} = s32[] copy(%count)\n" for i in range(2))
+    at = "  %call = (u16"
+    for text, verdict, detail in (
+        (MODULE, "ok", "3, "),
+        (MODULE.replace(at, more + at), "warning", "5, "),
+        (MODULE.replace("custom-call", "fusion"), "not checked", "no loop"),
+    ):
+        monkeypatch.setattr(compiled, "as_text", lambda text=text: text, raising=False)
+        report = Report()
+        launches.check_launches(report, compiled)
+        (_, finding) = report.findings
+        assert finding["verdict"] == verdict and detail in finding["detail"]
 
 
 @pytest.mark.parametrize(

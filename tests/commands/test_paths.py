@@ -42,7 +42,7 @@ def find_names(queries, pools, platform, *, by_position, has_gradient):
     "target, options, forward, derivative",
     [
         ("gfx942", dict(head_dim=64, dtype="float32"), True, True),
-        ("gfx1201", dict(head_dim=128, dtype="float32"), False, False),
+        ("gfx1201", dict(head_dim=128, dtype="float32"), True, True),
         ("gfx1100", dict(head_dim=64, dtype="float16"), True, True),
         ("gfx1100", dict(head_dim=112, dtype="float16"), True, False),
         ("sm_90", dict(head_dim=72, dtype="float16", block_size=24), True, True),
@@ -87,8 +87,13 @@ def test_a_shape_on_a_card(capsys):
     text = said(
         capsys, "--model", "num_kv_heads=8,head_dim=128", "--card", "gfx1201"
     ).splitlines()
+    (line,) = text[3:]
+    assert line.endswith("float32: the kernel, with exact= too; its gradient: a kernel")
+    text = said(
+        capsys, "--model", "num_kv_heads=8,head_dim=128", "--card", "sm_80"
+    ).splitlines()
     assert text[:2] == [
-        "gfx1201:",
+        "sm_80:",
         "  1 layers, 8 kv heads of 128, bfloat16, blocks of 16",
     ]
     assert text[2].startswith(
@@ -96,9 +101,9 @@ def test_a_shape_on_a_card(capsys):
     )
     assert text[2].endswith(": the kernel, with exact= too")
     assert text[3:] == [
-        "    score, kept in float32: the plain path; its gradient: the plain path",
+        "    score, kept in float32: the plain path; its gradient: a kernel",
         "      because there is no tile for head dim 128 with bfloat16 and float32 on "
-        "gfx1201",
+        "sm_80",
     ]
 
 

@@ -58,7 +58,7 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
     assert not is_close(jnp.zeros_like(found), wanted)
 
 
-@pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8"]))
+@pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8", "float32"]))
 def test_each_device_stores_what_it_has(dtype, monkeypatch):
     """Two kv heads of four, and half of the tokens of each block, by the kernel."""
     config = dataclasses.replace(

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from jkv.attention.elements import STORED_AS
 from jkv.attention.slots import SlotWrite
 from jkv.config.dtypes import needs_scales
 from support.kernel_lowering import shape
@@ -22,26 +23,22 @@ class Sizes:
     block_size: int = 4
     rows: int = 7
     part: int | None = None
+    given: str = "bfloat16"  # rows that are to be rounded
 
 
 def make_write(sizes, draw):
     """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
     dtype, head_dims = jnp.dtype(sizes.dtype), sizes.head_dims
-    bits = {1: jnp.uint8, 2: jnp.uint16}[dtype.itemsize]
+    bits = STORED_AS[dtype]
+    has_scales = needs_scales(dtype)
     common = sizes.layers, sizes.blocks, sizes.heads, sizes.block_size
     arrays, rows = {}, {}
     for name, head_dim in zip(("key", "value"), head_dims, strict=False):
         arrays[f"{name}_pool"] = draw((*common, head_dim), bits)
-        rows[f"{name}_pool"] = draw((1, sizes.rows, sizes.heads, head_dim), dtype)
-        if needs_scales(dtype):
+        given = jnp.dtype(sizes.given) if has_scales else dtype
+        rows[f"{name}_pool"] = draw((sizes.rows, sizes.heads, head_dim), given)
+        if has_scales:
             arrays[f"{name}_scales"] = draw(common, jnp.uint16)
-            given = (1, sizes.rows, sizes.heads)
-            rows[f"{name}_scales"] = draw(given, jnp.bfloat16)
-    if needs_scales(dtype) and len(set(head_dims)) < len(head_dims):  # as `write` does
-        for name in ("pool", "scales"):
-            of_values = rows.pop(f"value_{name}")
-            given = (2, *of_values.shape[1:])
-            rows[f"key_{name}"] = draw(given, of_values.dtype)
     return SlotWrite(
         arrays=arrays,
         rows=rows,
@@ -50,6 +47,7 @@ def make_write(sizes, draw):
         offsets=draw((sizes.rows,), jnp.int32),
         valid=draw((sizes.rows,), jnp.bool_),
         part=None if sizes.part is None else draw((), jnp.int32),
+        elements=dtype if has_scales else None,
     )
 
 

@@ -29,6 +29,7 @@ from jkv.attention.kernel.loads import (
     TokenTile,
     clamp_index,
     cut_head_dims,
+    find_term_dtype,
     load_rows,
     load_tokens,
     to_operands,
@@ -41,7 +42,13 @@ from jkv.attention.kernel.rows import (
     read_window,
     see,
 )
-from jkv.attention.kernel.scores import cap_in_log2, dot, exp2_in_pairs
+from jkv.attention.kernel.scores import (
+    add_dot,
+    cap_in_log2,
+    dot_sections,
+    exp2_in_pairs,
+    hide_one,
+)
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
 
@@ -73,8 +80,9 @@ def attend_range(
     if not variant.is_decode:
         seen = find_seen(o, rows, window, variant)
         valid = seen.valid
+    dtype = find_term_dtype(o.queries.dtype, variant.operand_dtype, variant)
     queries = [
-        load_rows(o.queries, row, head, valid, section, variant.operand_dtype)
+        load_rows(o.queries, row, head, valid, section, dtype)
         for section in key_sections
     ]
 
@@ -86,6 +94,7 @@ def attend_range(
         first=first,
         end=end,
     )
+    once = hide_one(tokens.end)
     tile_tokens = variant.tile.tokens
     walk_start = tokens.first & -tile_tokens
     scale = o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
@@ -119,7 +128,6 @@ def attend_range(
         start = trip * tile_tokens
         return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
 
-    multiply = functools.partial(dot, variant)
     exp2 = jnp.exp2
     if variant.tile.has_exp2_in_pairs:
         exp2 = functools.partial(exp2_in_pairs, interpret=variant.interpret)
@@ -133,10 +141,7 @@ def attend_range(
         stored: TokenTile | None = None,
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
-        keys = tile.keys
-        scores = multiply(queries[0], keys[0], transpose=True)
-        for query, key in zip(queries[1:], keys[1:], strict=True):
-            scores += multiply(query, key, transpose=True)
+        scores = dot_sections(variant, queries, tile.keys, once)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
         largest = None
         if has_one_factor and not masked:
@@ -164,7 +169,7 @@ def attend_range(
             weights = round_by_bits(weights)
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
-            old * shrink[:, None] + multiply(weights, value)
+            add_dot(variant, old * shrink[:, None], weights, value, once)
             for old, value in zip(sums.values, tile.values, strict=True)
         )
         return TileSums(maximum, total, summed)

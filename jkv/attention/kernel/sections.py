@@ -43,8 +43,8 @@ class Section(NamedTuple):
         return whole & (index >= self.num_repeated)[None, :]
 
 
-def cut(head_dim: int, start: int = 0, *, most: int = 512) -> list[Section]:
-    """Cut a head dim into powers of two, of `most` columns each.
+def cut(head_dim: int, start: int = 0, max_size: int = 512) -> list[Section]:
+    """Cut a head dim into powers of two, none of them larger than one.
 
     96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
     queries, so that no score has them twice, and not stored twice. 120 is 64 and the
@@ -52,15 +52,18 @@ def cut(head_dim: int, start: int = 0, *, most: int = 512) -> list[Section]:
     """
     end, whole = start + head_dim, fill_head_dim(head_dim)
     sizes = [size for size in (512, 256, 128, 64, 32, 16) if whole & size]
-    sizes = [min(size, most) for size in sizes for _ in range(max(1, size // most))]
     if end < sizes[-1]:  # one section, with more columns than there are
         sizes = [whole // 2, whole // 2]
     sections = []
-    for size in sizes:
+    for size in _cut_to(sizes, max_size):
         num_repeated = max(0, start + size - end)
         sections.append(Section(start - num_repeated, size, num_repeated))
         start += size
     return sections
+
+
+def _cut_to(sizes: list[int], max_size: int) -> list[int]:
+    return [min(size, max_size) for size in sizes for _ in range(-(-size // max_size))]
 
 
 def fill_head_dim(head_dim: int) -> int:

@@ -1,9 +1,9 @@
 """The kernel that stores the keys and values of a step: one launch for all arrays.
 
-XLA makes a scatter of each array: two launches in each layer, and four where there are
-scales. Here a program has one row of one kv head and copies what each array gets of it.
-Nothing is computed, so what is stored is what the scatters store, to the bit: scales
-are XLA's, as Triton's division need not round as XLA's does.
+XLA makes a scatter of each array: two launches in each layer, and six where there are
+scales, which are found first. Here a program has one row of one kv head, rounds it
+where there are scales, and stores what each array gets of it: what scatters store, to
+the bit.
 """
 
 import functools
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jkv.attention.elements import SCALE_NAMES
 from jkv.attention.kernel import backend
+from jkv.attention.kernel.rounding import round_row
 from jkv.attention.kernel.sections import MIN_SIZE, cut
-from jkv.attention.slots import SlotWrite, Source
+from jkv.attention.slots import SlotWrite
 
 # A row of a head is a few hundred bytes: one load and one store for a warp.
 _NUM_WARPS = 1
@@ -28,7 +31,7 @@ class _Operands(NamedTuple):
     block_ids: jax.Array  # i32[R]
     offsets: jax.Array  # i32[R]
     valid: jax.Array  # i8[R]
-    rows: dict[str, jax.Array]  # [P, R, K, ...], the bits that the arrays keep
+    rows: dict[str, jax.Array]  # [R, K, D], the bits that the arrays keep, or numbers
 
 
 def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
@@ -39,8 +42,6 @@ def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
         matter.
     """
     for name, array in arrays.items():
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            return f"derivatives go through scatters, and {name} has {array.dtype}"
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
         if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             return f"{name} has {array.size} elements in at most 2**32 bytes"
@@ -49,14 +50,7 @@ def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
                 f"rows of {name} have {array.shape[4]} elements, which is no multiple "
                 f"of 8 from {MIN_SIZE} on"
             )
-    keys, values = arrays["key_pool"], arrays.get("value_pool")
-    if values is None:
-        return "one array is one launch either way"
-    if "key_scales" in arrays and keys.shape != values.shape:
-        # A scatter rounds its rows itself; for the kernel that is a launch more, but
-        # one for both where they can be stacked.
-        return "keys and values of two head dims are not rounded together"
-    return None
+    return "one array is one launch either way" if len(arrays) == 1 else None
 
 
 def store_rows(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
@@ -82,6 +76,8 @@ def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
             for name, each in write.rows.items()
         }
         valid = backend.view_as(write.valid, jnp.int8)
+    if write.elements is not None:
+        rows = write.rows
     operands = _Operands(
         layer=write.layer[None],
         part=None if write.part is None else write.part[None],
@@ -90,10 +86,9 @@ def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
         valid=valid,
         rows=rows,
     )
-    sources = {name: write.find_source(name) for name in write.arrays}
     (arrays,) = backend.launch(
         "jkv_store",
-        functools.partial(_store_row, sources=sources),
+        functools.partial(_store_row, elements=write.elements),
         (operands, write.arrays),
         (
             {
@@ -114,9 +109,9 @@ def _store_row(
     before: Any,
     arrays: dict[str, jax.Array],
     *,
-    sources: dict[str, Source],
+    elements: np.dtype[Any] | None,
 ) -> None:
-    """Copy one row of one kv head to its slot in each array.
+    """Bring one row of one kv head to its slot in each array.
 
     The arrays before are the same memory: what is not stored stays as it is.
     """
@@ -136,14 +131,13 @@ def _store_row(
     block = jnp.clip(block, 0, num_blocks - 1)
     offset = jnp.clip(offset, 0, block_size - 1)
     slot = layer, block, head, offset
-    for name, array in arrays.items():
-        source = sources[name]
-        rows, place = o.rows[source.name], (source.place, row, head)
-        if rows.ndim == 3:  # a scale for each row
-            backend.store_masked(array, slot, rows[place], is_stored)
-            continue
-        for section in cut(rows.shape[3]):
-            columns = section.columns[0]
+    for name, rows in o.rows.items():
+        sections = cut(rows.shape[2])
+        bits = [rows[row, head, section.columns[0]] for section in sections]
+        if elements is not None:
+            scale, bits = round_row(bits, elements)
+            backend.store_masked(arrays[SCALE_NAMES[name]], slot, scale, is_stored)
+        for section, each in zip(sections, bits, strict=True):
+            where = *slot, section.columns[0]
             mask = section.over(is_stored[None])[0]
-            bits = rows[*place, columns]
-            backend.store_masked(array, (*slot, columns), bits, mask)
+            backend.store_masked(arrays[name], where, each, mask)

@@ -9,7 +9,15 @@ Hopper's were timed, too; no row was timed on an AMD card yet.
 """
 
 import dataclasses
+import enum
 import functools
+
+
+class Split(enum.StrEnum):
+    """What float32 is multiplied as, where it is not multiplied as it is."""
+
+    TF32 = "tf32"  # in two terms, three products: good to 22 bits
+    BFLOAT16 = "bfloat16"  # in three terms, six products: good to 21, 24 in the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +31,14 @@ class Tile:
     has_full_loop: bool = False  # prefill: a loop without mask before the one with it
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
     is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
-    is_split: bool = False  # a product of float32 is three of tf32, good to 22 bits
     has_words: bool = False  # elements of one byte are loaded and carried in fours
-    most_columns: int = 512  # of a head dim, that are multiplied at once
     # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
     has_scalar_ids: bool = False
+    split: Split | None = None  # of float32
+    # Columns of a head dim that are multiplied at a time, at most: where a product sums
+    # over them, as scores do, and where it has a sum for each.
+    inner_section: int = 512
+    outer_section: int = 512
     # Of prefill: 2^x as a polynomial, two at a time; weights rounded by adding to bits.
     has_exp2_in_pairs: bool = False
     is_rounded_by_bits: bool = False
@@ -131,7 +142,7 @@ def _split(
     rows: int, tokens: int, num_warps: int, num_stages: int, is_full: bool = False
 ) -> Tile:
     return Tile(
-        rows, tokens, num_warps, num_stages, has_full_loop=is_full, is_split=True
+        rows, tokens, num_warps, num_stages, has_full_loop=is_full, split=Split.TF32
     )
 
 
@@ -143,9 +154,41 @@ _FLOAT32 = ("float32", "mixed")
 _SPLIT = _split(16, 16, 8, 1)
 
 
+def _in_terms(
+    rows: int, tokens: int, num_warps: int, outer_section: int, inner_section: int = 32
+) -> Tile:
+    return Tile(
+        *(rows, tokens, num_warps, 1),
+        split=Split.BFLOAT16,
+        inner_section=inner_section,
+        outer_section=outer_section,
+    )
+
+
+# Float32 on RDNA, which multiplies bfloat16. 32 columns of queries and keys at a time
+# are six terms in 96 registers of gfx11, of which the last ones are used up first. What
+# weights are multiplied by is as wide as there are waves for it. Narrower at a time, or
+# on more waves, fits as well and takes more instructions.
+_RDNA_FLOATS = (
+    Row(64, _in_terms(16, 16, 1, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
+    Row(96, _in_terms(16, 16, 2, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
+    Row(112, _in_terms(16, 16, 2, 32), _in_terms(32, 16, 8, 64), _FLOAT32),
+    Row(128, _in_terms(16, 16, 2, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
+    Row(224, _in_terms(16, 16, 4, 64), _in_terms(32, 16, 8, 64), _FLOAT32),
+    Row(240, _in_terms(16, 16, 8, 128), _in_terms(32, 16, 8, 64), _FLOAT32),
+    Row(256, _in_terms(16, 16, 4, 64), _in_terms(32, 16, 8, 64), _FLOAT32),
+)
+_RDNA_FLOATS_BACKWARD = (
+    Backward(64, _in_terms(64, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
+    Backward(96, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
+    Backward(112, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64, 16), _FLOAT32),
+    Backward(128, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
+)
+
+
 # 16-bit elements on RDNA: more waves for wider heads, and one loop in prefill (two
 # spill 84 registers on gfx11 at head dim 128). 64 tokens on 4 waves spill hundreds.
-# Latent caches do not fit at all, and float32 has no matrix instructions.
+# Latent caches do not fit at all.
 _RDNA_HALVES = (
     Row(96, Tile(16, 16, 1, 1), Tile(64, 16, 4, 1), ("half",)),
     Row(128, Tile(16, 16, 2, 1), Tile(64, 16, 4, 1), ("half",)),
@@ -161,7 +204,7 @@ def _short(
     num_stages: int,
     *,
     is_carried: bool = False,
-    most_columns: int = 512,
+    section: int = 512,
     is_rounded_by_bits: bool,
 ) -> Tile:
     """Return a tile of prefill that takes few vector instructions for its weights."""
@@ -173,7 +216,8 @@ def _short(
         has_full_loop=True,
         is_carried=is_carried,
         has_words=is_carried,
-        most_columns=most_columns,
+        inner_section=section,
+        outer_section=section,
         has_scalar_ids=True,
         has_exp2_in_pairs=True,
         is_rounded_by_bits=is_rounded_by_bits,
@@ -188,9 +232,9 @@ def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
         *(
             Row(most, _carried(16, 16, 1, has_words=True), prefill, ("byte",))
             for most, prefill in (
-                (96, carried(128, 32, 1, most_columns=64)),
+                (96, carried(128, 32, 1, section=64)),
                 (112, carried(128, 16, 1)),  # in three sections
-                (128, carried(128, 32, 1, most_columns=64)),
+                (128, carried(128, 32, 1, section=64)),
             )
         ),
         Row(256, _carried(16, 16, 2), short(64, 16, 2), ("half",), programs=4),
@@ -254,12 +298,14 @@ TABLE = {
         units=96,
         rows=(
             *_RDNA_HALVES,
+            *_RDNA_FLOATS,
             Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
         ),
         backward=(
             Backward(64, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
             Backward(96, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
             Backward(128, Tile(16, 16, 8, 1), _reloaded(16, 16, 8), multiple=32),
+            *_RDNA_FLOATS_BACKWARD,
         ),
         spilling={"half": (240,)},
     ),
@@ -272,6 +318,7 @@ TABLE = {
         units=64,
         rows=(
             *_RDNA_HALVES,
+            *_RDNA_FLOATS,
             Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
             Row(112, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
             Row(
@@ -286,6 +333,7 @@ TABLE = {
             Backward(64, Tile(64, 16, 8, 1), Tile(32, 16, 4, 1)),
             Backward(128, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
             Backward(256, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
+            *_RDNA_FLOATS_BACKWARD,
         ),
         spilling={"half": (240,)},
     ),

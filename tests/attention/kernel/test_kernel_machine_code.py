@@ -51,6 +51,9 @@ SHAPES = [
     (256, 256, {}),
     (576, 512, HARDEST),
     *((dim, dim, {"dtype": "float32"}) for dim in (96, 128, 256)),
+    *((dim, dim, {"dtype": "float32", **HARDEST}) for dim in (64, 112, 208, 240)),
+    (128, 128, {"dtype": "float32", **WHOLE}),
+    (128, 128, {"dtype": "float32", "kv_dtype": "int8", **HARDEST}),
     (576, 512, {"dtype": "float32", **HARDEST}),
     (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
     *((dim, dim, WHOLE) for dim in (128, 256)),
@@ -110,7 +113,7 @@ BACKWARD_SHAPES = [
     (dim, min(dim, 512), {"dtype": dtype, "has_bits": False, **options})
     for dtype, dims in (
         ("float16", (64, 80, 128, 192, 256, 576)),
-        ("float32", (128, 256)),
+        ("float32", (64, 96, 112, 128, 256)),
     )
     for dim in dims
     for options in (HARDEST, {"block_size": 64})
@@ -126,14 +129,24 @@ if os.environ.get("JKV_ALL_SHAPES"):
         for dtype in ("float16", "float32")
         for dim in range(16, 257, 16)
     ]
-# Of the kernel that stores rows: plain, latent in parts of blocks, scaled and narrow.
+FEW_BACKWARD = [
+    (128, 128, {"dtype": dtype, "has_bits": False, **HARDEST})
+    for dtype in ("float16", "float32")
+]
+# Of the kernel that stores rows: plain, latent in parts of blocks, floats, and rounded.
 STORED = [
     Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=2**17),
     Sizes(head_dims=(576,), heads=1, block_size=24, part=1),
     Sizes(dtype="int8", head_dims=(72, 72), heads=8, block_size=16),
+    Sizes(dtype="float16", head_dims=(128, 128), heads=8, block_size=16),
+    Sizes(dtype="float32", head_dims=(256, 256), heads=8, block_size=16),
+    Sizes(dtype="int8", head_dims=(128, 128), heads=8, block_size=16),
+    Sizes(dtype="float8_e4m3fn", head_dims=(256, 256), block_size=16, given="float32"),
+    Sizes(dtype="float8_e5m2", head_dims=(576,), heads=1, block_size=24, part=1),
 ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
+FEW += [(128, 128, {"dtype": "float32", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
 TARGETS = [
     *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
@@ -262,7 +275,7 @@ def test_nothing_spills(platform, target, known, shapes):
 @pytest.mark.parametrize(
     "platform, target, known, shapes",
     [
-        (*card, BACKWARD_SHAPES if shapes is SHAPES else BACKWARD_SHAPES[4:5])
+        (*card, BACKWARD_SHAPES if shapes is SHAPES else FEW_BACKWARD)
         for *card, shapes in TARGETS
     ],
     ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],

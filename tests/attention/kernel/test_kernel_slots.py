@@ -14,8 +14,11 @@ from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
 from jkv.attention import choice
+from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel import platforms
+from jkv.attention.kernel.rounding import invert, round_row
 from jkv.attention.kernel.slots import store_rows, why_scattered
+from jkv.attention.rounding import round_rows
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
 
@@ -53,6 +56,7 @@ def draw_write(sizes, seed=0):
         offsets=jnp.asarray(slots % tokens, jnp.int32),
         valid=jnp.asarray(valid),
         part=None if sizes.part is None else jnp.int32(sizes.part),
+        elements=write.elements,
     )
 
 
@@ -60,21 +64,26 @@ def assert_same_bits(found, wanted):
     assert set(found) == set(wanted)
     for name, array in wanted.items():
         assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(array))
+        bits = f"u{array.dtype.itemsize}"  # all of them: of NaN there are many
+        pair = np.asarray(found[name]).view(bits), np.asarray(array).view(bits)
+        np.testing.assert_array_equal(*pair)
 
 
 CASES = [
     Sizes(),
     Sizes(head_dims=(72, 24), block_size=3, heads=1),  # repeated columns
     Sizes(head_dims=(576,), heads=1, blocks=9, block_size=1),  # latent
-    Sizes(dtype="float8_e4m3fn", head_dims=(16, 16)),  # stacked
-    Sizes(dtype="float8_e5m2", head_dims=(32, 16), part=1),
+    Sizes(dtype="float8_e4m3fn", head_dims=(16, 16), given="float32"),
+    Sizes(dtype="float8_e5m2", head_dims=(32, 72), part=1),
     Sizes(part=0, block_size=5),
     Sizes(rows=1, blocks=1, layers=2),
+    Sizes(dtype="float16", head_dims=(72, 24), part=0),
+    Sizes(dtype="float32"),
+    Sizes(dtype="int8", head_dims=(48,), heads=1, given="float16"),  # latent
 ]
 
 
-@pytest.mark.parametrize("sizes", few(CASES, CASES[0], CASES[4]), ids=str)
+@pytest.mark.parametrize("sizes", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
 def test_it_stores_what_the_scatter_stores(sizes):
     write = draw_write(sizes)
     found, wanted = jax.jit(here)(write), jax.jit(scatter)(write)
@@ -82,7 +91,7 @@ def test_it_stores_what_the_scatter_stores(sizes):
     # Of each array some of this layer was stored, and nothing of the other one.
     for name, array in write.arrays.items():
         assert (np.asarray(wanted[name][1]) != np.asarray(array[1])).any()
-        np.testing.assert_array_equal(np.asarray(found[name][0]), np.asarray(array[0]))
+        assert_same_bits({name: found[name][0]}, {name: array[0]})
 
 
 @pytest.mark.one_end
@@ -106,6 +115,8 @@ LOWERED = [
     ("cuda", Sizes(dtype="int8", head_dims=(64, 64))),
     ("cuda", Sizes(head_dims=(576,), heads=1, part=1)),
     ("rocm", Sizes(dtype="float8_e4m3fn", head_dims=(72, 72))),
+    ("rocm", Sizes(dtype="float16", head_dims=(128, 128), heads=8)),
+    ("cuda", Sizes(dtype="float32", head_dims=(64, 72))),
 ]
 
 
@@ -119,7 +130,7 @@ def test_one_launch_that_changes_the_arrays(platform, sizes):
     text = lowered.as_text()
     assert text.count("output_operand_alias<") == len(write.arrays)
     # Numbers are taken for bits without an operation.
-    assert "bitcast_convert" not in text and "stablehlo.convert" not in text
+    assert "stablehlo.bitcast_convert" not in text and "stablehlo.convert" not in text
 
 
 @pytest.mark.one_end
@@ -149,10 +160,11 @@ def test_what_scatters_store():
         return why_scattered(arrays) or ""
 
     assert ask() == ask(dtype="int8") == ask(head_dims=(72, 48)) == ""
-    assert "derivatives" in ask(stored=jnp.float16)
+    assert ask(stored=jnp.float16) == ask(stored=jnp.float32) == ""
     assert "multiple" in ask(head_dims=(32, 12)) and "multiple" in ask(head_dims=(8, 8))
-    assert "together" in ask(dtype="int8", head_dims=(32, 16))
+    assert ask(dtype="int8", head_dims=(32, 16)) == ""
     assert "one launch" in ask(head_dims=(576,))
+    assert ask(dtype="int8", head_dims=(576,)) == ""
     # 2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap.
     large = dict(dtype="int8", head_dims=(128, 128), heads=8, block_size=16)
     for blocks, is_scattered in ((2**16, False), (2**16 + 1, True), (2**17 + 1, False)):
@@ -203,8 +215,10 @@ def play(config, queries, keys, values):
 
         def layer(number, carry, batch=batch):
             cache, rows = carry
-            new = values + jax.lax.stop_gradient(rows)
-            cache = jkv.write(cache, number, batch, keys * (1 + number), new)
+            # All exact in bfloat16: XLA leaves out rounding in between where it may.
+            new = jnp.where(jax.lax.stop_gradient(rows) > 0, values, -values)
+            power = jnp.asarray(2**number, keys.dtype)
+            cache = jkv.write(cache, number, batch, keys * power, new)
             rows = jkv.attend(cache, number, batch, jnp.tile(queries, (1, 2, 1)))
             return cache, rows[:, ::2]
 
@@ -257,3 +271,138 @@ def test_gradients_pass_by_it(monkeypatch):
 
     found = jax.jit(jax.grad(weigh))(rows[0])
     assert np.isfinite(np.asarray(found, np.float32)).all() and np.asarray(found).any()
+
+
+class WithStore:
+    """A float32 write with the kernel or with scatters, in terms of its numbers."""
+
+    def __init__(self, stores):
+        self.stores = stores
+        self.write = draw_write(Sizes(dtype="float32", head_dims=(16, 24)))
+
+    def __call__(self, numbers):
+        arrays, rows = numbers
+        write = dataclasses.replace(self.write, arrays=arrays, rows=rows)
+        return choice.store(write, self.stores)
+
+    def weigh(self, numbers):
+        return sum(jnp.sum(jnp.sin(array)) for array in self(numbers).values())
+
+
+def draw_numbers(shapes, seed):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(random.standard_normal(x.shape), x.dtype), shapes
+    )
+
+
+DERIVATIVES = {
+    "forward": lambda stored: lambda *pair: jax.jvp(stored, pair[:1], pair[1:]),
+    "reverse": lambda stored: lambda x, _: jax.grad(stored.weigh)(x),
+    "remat": lambda stored: lambda x, _: jax.grad(jax.checkpoint(stored.weigh))(x),
+    "many": lambda stored: (
+        lambda *pair: jax.vmap(jax.value_and_grad(stored.weigh))(
+            jax.tree.map(lambda *each: jnp.stack(each), *pair)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", few(DERIVATIVES, "forward", "many"))
+def test_derivatives_are_those_of_the_scatter(kind):
+    """Of the arrays and of the rows, from what was stored."""
+    stored = WithStore(dict.fromkeys(("cpu", "rocm", "cuda"), here))
+    numbers = stored.write.arrays, stored.write.rows
+    pair = draw_numbers(numbers, 0), draw_numbers(numbers, 1)
+    differentiate = DERIVATIVES[kind]
+    found = jax.jit(differentiate(stored))(*pair)
+    wanted = jax.jit(differentiate(WithStore({})))(*pair)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # Something reaches the arrays and something the rows.
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(wanted))
+
+
+@pytest.mark.one_end
+def test_what_is_differentiated_has_scatters():
+    """And a program beside it the kernel, also of several writes."""
+    stored = WithStore({"rocm": compiled})
+    numbers = stored.write.arrays, stored.write.rows
+    functions = {
+        "plain": (stored, 1),
+        "other": (
+            lambda x: jax.grad(lambda y: jnp.sum(y * stored(x)["key_pool"]))(2.0),
+            1,
+        ),
+        "gradient": (jax.grad(stored.weigh), 0),
+        "values alone": (
+            jax.grad(
+                lambda rows: stored.weigh(
+                    (numbers[0], numbers[1] | {"value_pool": rows})
+                )
+            ),
+            0,
+        ),
+    }
+    for name, (function, num_kernels) in functions.items():
+        given = numbers[1]["value_pool"] if name == "values alone" else numbers
+        assert len(find_kernels(lower(function, (given,), "rocm"))) == num_kernels, name
+
+
+def draw_quotients(dtype, random):
+    """Rows whose elements lie at, and just beside, the middles of two numbers."""
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    numbers = np.unique(np.abs(numbers[np.isfinite(numbers)]))
+    middles = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    scales = random.integers(128, 256, (64, 1)) * 2.0 ** random.integers(
+        -40, 40, (64, 1)
+    )
+    rows = np.float32(random.choice(middles, (64, 256)) * scales)
+    beside = random.integers(-2, 3, rows.shape).astype(np.int32)
+    rows = np.abs((rows.view(np.int32) + beside).clip(0).view(np.float32))
+    rows[:, 0] = numbers[-1] * scales[:, 0]  # so that the scale is this one
+    return rows * random.choice(np.float32([-1, 1]), rows.shape)
+
+
+BYTES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("name", few(BYTES, "int8"))
+def test_rounding_where_it_turns(name):
+    """Elements and scales of XLA's rounding: at ties, of NaN, small and large rows."""
+    dtype, random = jnp.dtype(name), np.random.default_rng(0)
+    rows = draw_quotients(dtype, random)
+    any_bits = random.integers(0, 2**32, (64, 256), np.uint32)
+    any_bits[:32] &= 0xBFFFFFFF  # half of the rows without large numbers
+    any_bits = any_bits.view(np.float32)
+    spread = np.float32(2.0) ** random.integers(-149, 127, (64, 1), np.int32)
+    spread = spread * np.float32(random.standard_normal((64, 256)))
+    zeros = np.float32([[0.0] * 256, [-0.0] * 256, [1.0, -0.0] * 128])
+    rows = np.concatenate([rows, any_bits, np.float32(spread), zeros])
+
+    def by_kernel(row):
+        rounded = round_row([row[:128], row[128:]], dtype)
+        return jnp.concatenate(rounded.elements), rounded.scale
+
+    def by_xla(rows):
+        return [
+            jax.lax.bitcast_convert_type(each, bits)
+            for each, bits in zip(
+                round_rows(rows, dtype), (STORED_AS[dtype], jnp.uint16), strict=True
+            )
+        ]
+
+    found = jax.jit(jax.vmap(by_kernel))(rows)
+    wanted = jax.jit(by_xla)(rows)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert len(np.unique(np.asarray(wanted[0]))) > 200
+
+
+@pytest.mark.one_end
+def test_inverses_are_rounded_to_nearest():
+    """Of every scale that a row may have."""
+    bits = np.arange(0x0080, 0x7C80, dtype=np.int32) << 16
+    found = np.asarray(jax.jit(jax.vmap(invert))(bits))
+    exact = 1 / bits.view(np.float32).astype(np.float64)
+    np.testing.assert_array_equal(found, np.float32(exact))

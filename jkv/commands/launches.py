@@ -1,0 +1,141 @@
+"""What a decode step of a model launches on the card at hand, by the compiled program.
+
+The step is compiled and never run, so that its shapes may be a real model's.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+
+from jkv.commands.correctness import on_cpu
+from jkv.commands.report import Report
+from jkv.config.cache_config import CacheConfig
+from jkv.state import Cache
+from jkv.verbs.appending import append
+from jkv.verbs.attending import attend
+from jkv.verbs.initialization import init
+from jkv.verbs.prefixes import commit
+from jkv.verbs.writing import write
+
+# Attention in the shapes of Llama 3 8B, in fewer layers, and 2 GiB of cache.
+SIZES = CacheConfig(
+    num_layers=8,
+    num_kv_heads=8,
+    head_dim=128,
+    num_blocks=4096,
+    block_size=16,
+    max_sequences=64,
+    max_context_length=8192,
+)
+NUM_HEADS = 32
+
+# The loop's count, the store, pieces and joining, as XLA's module for MI300X has them
+# (`benchmarks/rocm_compile.py`).
+MOST_LAUNCHES = 4
+
+_LAUNCH = re.compile(r" (?:fusion|custom-call|copy)\(")
+_CALLED = re.compile(r" call\(.*to_apply=%?([\w.-]+)")
+
+
+def check_launches(report: Report, step: jax.stages.Compiled | None = None) -> None:
+    """Count what a trip of a decode step's loop over layers launches, by its module.
+
+    Args:
+      report: gets a finding for its memory, and one for the launches.
+      step: in place of the one that is compiled here.
+    """
+    compiled = step or compile_step()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    what = "a decode step in place"
+    cache = jax.eval_shape(functools.partial(init, SIZES))
+    pool = cache.storage[0].key_pool
+    layer_bytes = pool.size * pool.dtype.itemsize // SIZES.num_layers
+    if temporary is None:
+        report.add("not checked", what, "no memory analysis here")
+    else:
+        detail = f"{temporary:,} bytes beside {layer_bytes:,} of a layer's keys"
+        report.add("ok" if temporary < layer_bytes else "FAILED", what, detail)
+    what = "launches of a decode step for each layer"
+    if on_cpu():
+        report.add("not checked", what, "of cards; there is none here")
+        return
+    lines = find_launches(compiled.as_text() or "")
+    if lines is None:
+        report.add("not checked", what, "the program has no loop over layers")
+        return
+    verdict = "ok" if len(lines) <= MOST_LAUNCHES else "warning"
+    report.add(verdict, what, f"{len(lines)}, {MOST_LAUNCHES} for MI300X")
+
+
+def compile_step() -> jax.stages.Compiled:
+    """Compile a step of one token for each sequence, with a donated cache."""
+
+    def decode(
+        cache: Cache, seq_ids: jax.Array, queries: jax.Array, rows: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        cache, batch = append(cache, seq_ids)
+
+        def layer_step(
+            layer: jax.Array, carry: tuple[Cache, jax.Array]
+        ) -> tuple[Cache, jax.Array]:
+            cache, queries = carry
+            cache = write(cache, layer, batch, rows, rows)
+            return cache, attend(cache, layer, batch, queries)
+
+        carry = cache, queries
+        cache, output = jax.lax.fori_loop(0, SIZES.num_layers, layer_step, carry)
+        return commit(cache, batch), output
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    given = (
+        jax.eval_shape(functools.partial(init, SIZES)),
+        jax.ShapeDtypeStruct((SIZES.max_sequences,), jnp.int32),
+        shape((SIZES.max_sequences, NUM_HEADS, SIZES.head_dim)),
+        shape((SIZES.max_sequences, SIZES.num_kv_heads, SIZES.head_dim)),
+    )
+    return jax.jit(decode, donate_argnums=0).lower(*given).compile()
+
+
+def find_launches(text: str) -> list[str] | None:
+    """Return what a trip of a compiled module's loop over layers launches, a line each.
+
+    Args:
+      text: as `jax.stages.Compiled.as_text` gives it for a GPU.
+
+    Returns:
+      A line for each operation that is a launch, those of computations that the loop's
+      body calls among them (XLA puts some into one that becomes a CUDA or HIP graph);
+      None without a loop that has kernels.
+    """
+    computations = _split_computations(text)
+
+    def list_launches(name: str) -> list[str]:
+        found = []
+        for line in computations.get(name, ()):
+            called = _CALLED.search(line)
+            if called is not None:
+                found += list_launches(called[1])
+            elif _LAUNCH.search(line):
+                found.append(line)
+        return found
+
+    bodies = [list_launches(name) for name in re.findall(r"body=%?([\w.-]+)", text)]
+    most = max(bodies, key=_count_kernels, default=[])
+    return most if _count_kernels(most) else None
+
+
+def _count_kernels(lines: list[str]) -> int:
+    return sum(" custom-call(" in line for line in lines)
+
+
+def _split_computations(text: str) -> dict[str, list[str]]:
+    """Return the lines of each computation, by its name."""
+    computations: dict[str, list[str]] = {}
+    for part in text.split("\n\n"):
+        head, *lines = part.strip().splitlines() or [""]
+        name = re.match(r"(?:ENTRY )?%?([\w.-]+) ", head)
+        if name is not None:
+            computations[name[1]] = lines
+    return computations

@@ -1,0 +1,147 @@
+"""What an engine compiles to begin: a few copies of the model, and nothing later."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+from support.automata import make_automata
+from support.windowed_model import EMBEDDING, SIZES, VOCABULARY, make_model
+
+import jkv
+from jkv.decoding import DraftModel, PromptLookup
+from jkv.serving import Engine
+
+pytestmark = pytest.mark.one_end
+
+MOST_PROMPT_TOKENS = 8192
+WINDOWS = {"one pool": [None], "three": [8, None, 32]}
+# Of a step with a token for each sequence, of the sizes of steps with prompts, and of
+# the sizes of steps that check guesses.
+MOST_COPIES = 8
+
+
+def make_cache(windows, max_running):
+    config = SIZES | dict(
+        num_blocks=1024,
+        block_size=16,
+        max_context_length=MOST_PROMPT_TOKENS + 32,
+        max_sequences=max_running,
+    )
+    groups = [
+        jkv.CacheConfig(**config, **({} if w is None else {"sliding_window": w}))
+        for w in windows
+    ]
+    if len(groups) == 1:
+        return jkv.init(groups[0])
+    layers = tuple(range(len(groups)))
+    return jkv.init(jkv.GroupedConfig(groups=tuple(groups), layer_groups=layers))
+
+
+class CountedModel:
+    """A model that counts how often it is traced, by the rows of its steps."""
+
+    def __init__(self, windows):
+        self.num_traces = collections.Counter()
+        self._model = make_model(windows)
+
+    def __call__(self, params, tokens, cache, batch, *, all_rows=False):
+        self.num_traces[len(tokens)] += 1
+        return self._model(params, tokens, cache, batch, all_rows=all_rows)
+
+
+def make_engine(max_running=64, windows="one pool", **options):
+    """An engine as it is without sizes of steps, for long prompts; and its model."""
+    model = CountedModel(WINDOWS[windows])
+    cache = make_cache(WINDOWS[windows], max_running)
+    engine = Engine(
+        model,
+        EMBEDDING,
+        cache,
+        max_running=max_running,
+        max_new_tokens=16,
+        max_prompt_tokens=MOST_PROMPT_TOKENS,
+        **options,
+    )
+    return engine, model
+
+
+def shape_beginning(engine):
+    """What a window takes, as shapes."""
+    loop = engine._scheduler.loop
+    return loop, loop._begin.find_shapes(**loop._beginning)
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "grammar, lookup", "draft"])
+def test_an_engine_has_few_copies_of_the_model(kind):
+    """At most 8 in all that it runs, whatever the lengths of its prompts."""
+    draft, options = None, {}
+    if kind == "draft":
+        draft = CountedModel([None])
+        options["speculate"] = DraftModel(
+            model=draft, params=EMBEDDING, cache=make_cache([None], 64), num_tokens=3
+        )
+    if kind == "windows":
+        options["windows"] = "three"
+    if kind == "grammar, lookup":
+        options["steering"] = make_automata(0, 2, VOCABULARY)
+        options["speculate"] = PromptLookup(num_tokens=3)
+    engine, model = make_engine(**options)
+    loop, (state, sampling) = shape_beginning(engine)
+    model.num_traces.clear()
+    if draft is not None:
+        draft.num_traces.clear()
+    loop._run_window.find_shapes(
+        params=EMBEDDING,
+        cache=loop.cache,
+        state=state,
+        sampling=sampling,
+        num_steps=np.int32(1),
+        draft_params=loop._draft_params,
+        steering=loop._steering,
+    )
+    rows = {64: 2, 128: 1, 256: 1, 512: 1}  # a token each, or tokens of prompts beside
+    checked = model.num_traces - collections.Counter(rows)
+    assert model.num_traces & collections.Counter(rows) == rows
+    assert (not checked) == ("speculate" not in options) and checked.total() <= 2
+    assert model.num_traces.total() <= MOST_COPIES
+    if draft is not None:
+        assert 1 <= draft.num_traces.total() <= MOST_COPIES
+
+
+def test_a_start_computes_nothing_while_it_compiles():
+    """No constant of the prompts' size: XLA took half a minute to add such ones up."""
+    engine, _ = make_engine(max_running=4)
+    loop, _ = shape_beginning(engine)
+    begin = loop._begin
+    lowered = begin._program.lower(**begin._static, **loop._beginning)
+    (line,) = [x for x in lowered.as_text().splitlines() if "optimization_barrier" in x]
+    assert f"tensor<8x{MOST_PROMPT_TOKENS}xi32>" in line
+
+
+@pytest.mark.further
+def test_prompts_of_all_lengths_compile_nothing():
+    """After `warm_up` no program at all, of the engine, of JAX or of the model."""
+    engine, model = make_engine(max_running=4)
+    engine.warm_up()
+    compiled = []
+
+    def listen(event, _, **details):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(details)
+
+    model.num_traces.clear()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        random = np.random.default_rng(0)
+        lengths = [1, 2, 15, 16, 17, 100, 511, 512, 513, 1000, 4097, 8192, 33, 5]
+        for length in lengths:
+            prompt = random.integers(0, VOCABULARY, length).tolist()
+            engine.submit(prompt, max_new_tokens=int(random.integers(1, 8)))
+            engine.step()
+        while engine.step():
+            pass
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert engine.stats().finished == len(lengths)
+    assert not compiled and not model.num_traces
