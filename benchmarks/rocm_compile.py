@@ -32,6 +32,7 @@ import numpy as np
 import rocm_stand_in
 
 import jkv
+from jkv.attention.kernel.one_launch import LAUNCH_SWITCH
 from jkv.commands.launches import find_launches
 
 HERE = pathlib.Path(__file__).parent
@@ -74,6 +75,7 @@ class Step:
     # pool again for each operation that changes it in place, and what does not fit by
     # that count it computes anew in each layer.
     memory_percent: int | None = None
+    is_in_one_launch: bool = False  # whether pieces and joining are one launch
 
     @property
     def num_cards(self) -> int:
@@ -194,6 +196,7 @@ STEPS = [
         is_scanned=False,
         memory_percent=400,
     ),
+    dataclasses.replace(LLAMA, name="llama-8b, one launch", is_in_one_launch=True),
     dataclasses.replace(LLAMA, name="float16", num_layers=4, dtype="float16"),
     dataclasses.replace(
         LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"
@@ -247,7 +250,10 @@ COLLECTIVE = re.compile(
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
     start = time.perf_counter()
-    lowered, cache = step.lower(devices)
+    # The switch is read while the step is traced.
+    switch = {LAUNCH_SWITCH: str(int(step.is_in_one_launch))}
+    with unittest.mock.patch.dict(os.environ, switch):
+        lowered, cache = step.lower(devices)
     (storage,) = cache.storage
     planned = {"xla_gpu_memory_limit_slop_factor": step.memory_percent}
     compiled = lowered.compile(planned if step.memory_percent else None)
@@ -258,12 +264,15 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     # Pieces and their joining; another kernel for requests of several rows, and one
     # that stores rows in more arrays than one.
     expected = 2 if step.num_rows is None else 3
+    expected -= step.is_in_one_launch
     expected += len(storage.arrays) > 1
     expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"
     launches = count_launches(text)
     if launches is not None:
         assert launches["bookkeeping"] == 0, f"lists are made in each layer: {launches}"
+    else:
+        assert count_entry(text) < expected + 24, "lists are made in each layer"
     layer_elements = storage.key_pool.size // step.num_layers // step.num_cards
     for line in text.splitlines():
         match = re.search(r"= (.+?) ([\w-]+)\(", line)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+
 from jkv.attention.call import Requests
 from jkv.attention.kernel.planning import DeviceShare, plan_work
 from jkv.attention.pools import Pools
@@ -18,8 +20,11 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
     """
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(_plan_group(*pair, batch) for pair in pairs)
-    has_any = any(plan is not None for plan in plans)
-    return dataclasses.replace(batch, plan=plans if has_any else None)
+    if all(plan is None for plan in plans):
+        return dataclasses.replace(batch, plan=None)
+    # XLA counts a pool again for each operation that changes it in place, finds the
+    # card full, and computes anew in each layer what it can; not what a barrier keeps.
+    return dataclasses.replace(batch, plan=jax.lax.optimization_barrier(plans))
 
 
 def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> object:

@@ -16,6 +16,7 @@ and only scores need a mask. Scores carry a factor log2(e): the hardware has exp
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ from jkv.attention.kernel.loads import (
     to_operands,
 )
 from jkv.attention.kernel.rows import (
+    QueryRows,
     find_last,
     find_range,
     find_seen,
@@ -49,6 +51,7 @@ from jkv.attention.kernel.scores import (
     exp2_in_pairs,
     hide_one,
 )
+from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
 
@@ -69,6 +72,33 @@ def attend_range(
     alias the arrays before, are replaced.
     """
     del output_before, lse_before
+    attended = attend_rows(operands, variant)
+    rows, head, valid = attended.rows, attended.rows.head, attended.valid
+    # Stores are never clamped: two of them would share an address.
+    row = rows.row
+    if variant.num_pieces:
+        row = row * variant.num_pieces + rows.piece
+    row = jnp.broadcast_to(rows.entry, head.shape) if variant.is_decode else row
+    for section, value in zip(attended.sections, attended.values, strict=True):
+        where = (row[:, None], head[:, None], section.columns)
+        value = value.astype(output_ref.dtype)
+        backend.store_masked(output_ref, where, value, section.over(valid))
+    lse = attended.lse if variant.is_partial else attended.lse * LN2
+    backend.store_masked(lse_ref, (row, head), lse, valid)
+
+
+class Attended(NamedTuple):
+    """What a tile of rows is, by the tokens of a range."""
+
+    rows: QueryRows
+    valid: jax.Array  # bool[rows], those to store
+    sections: list[Section]  # of the value head dim
+    values: list[jax.Array]  # f32[rows, size] for each section
+    lse: jax.Array  # f32[rows], log2
+
+
+def attend_rows(operands: Operands, variant: Variant) -> Attended:
+    """Attend from this program's tile of rows to its range, and store nothing yet."""
     o, work = operands, operands.work
     num_heads = o.queries.shape[1]
     key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
@@ -215,15 +245,7 @@ def attend_range(
         sums = attend_tiles(jnp.int32(0), num_full, sums, load_whole, masked=False)
     sums = attend_tiles(num_full, num_tiles, sums, load, masked=True)
 
-    # Stores are never clamped: two of them would share an address.
     total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
-    if variant.num_pieces:
-        row = row * variant.num_pieces + rows.piece
-    row = jnp.broadcast_to(entry, head.shape) if variant.is_decode else row
-    for section, value in zip(value_sections, sums.values, strict=True):
-        where = (row[:, None], head[:, None], section.columns)
-        value = (value / total[:, None]).astype(output_ref.dtype)
-        backend.store_masked(output_ref, where, value, section.over(valid))
+    values = [value / total[:, None] for value in sums.values]
     lse = sums.maximum + jnp.log2(total)
-    lse = lse if variant.is_partial else lse * LN2
-    backend.store_masked(lse_ref, (row, head), lse, valid)
+    return Attended(rows, valid, value_sections, values, lse)

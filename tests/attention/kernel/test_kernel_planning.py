@@ -172,6 +172,21 @@ def test_without_a_card_nothing_is_listed():
     assert batch.plan is None
 
 
+@pytest.mark.one_end
+@pytest.mark.usefixtures("with_mi300x")
+def test_lists_are_not_computed_anew():
+    """What layers read of them comes out of a barrier, which XLA does not repeat.
+
+    `benchmarks/rocm_compile.py` counts what becomes of it.
+    """
+    cache = jax.eval_shape(lambda: jkv.init(CONFIG))
+    traced = jax.jit(lambda cache: jkv.append(cache, [0, 1])[1].plan).trace(cache)
+    jaxpr = traced.jaxpr.jaxpr
+    (barrier,) = [x for x in jaxpr.eqns if x.primitive.name == "optimization_barrier"]
+    lists = {id(each) for each in barrier.outvars}
+    assert jaxpr.outvars and all(id(each) in lists for each in jaxpr.outvars)
+
+
 LATENT = {"num_kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
 # Changes of the cache, and query heads.
 MODELS = {
