@@ -543,7 +543,9 @@ class Engine:
         *,
         programs_folder: str | Path | None = None,
     ) -> int:
-        """Compile all that the engine will ever run, before the first request.
+        """Compile all that requests will ever run, before the first one.
+
+        A small program more is compiled by the first `update_params(recompute=True)`.
 
         Args:
           progress: called with the name of each program, how many are done, and of how

@@ -116,7 +116,8 @@ def add_dot(
 
 
 def hide_one(number: jax.Array) -> jax.Array:
-    """Return 1, but not to the compiler's knowledge; i32[], of a number above 0."""
+    """Return 1, but not to the compiler's knowledge; i32[], of any number."""
+    number = jnp.maximum(number, 1)  # nothing may be divided by 0, used or not
     return lax.div(number + (number - 1), number)
 
 

@@ -61,7 +61,6 @@ SHAPES = [
     (576, 512, HARDEST),
     *((dim, dim, {"dtype": "float32"}) for dim in (96, 128, 256)),
     *((dim, dim, {"dtype": "float32", **HARDEST}) for dim in (64, 112, 208, 240)),
-    (128, 128, {"dtype": "float32", **WHOLE}),
     (128, 128, {"dtype": "float32", "kv_dtype": "int8", **HARDEST}),
     (576, 512, {"dtype": "float32", **HARDEST}),
     (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
