@@ -172,7 +172,7 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
 def _count(lines, kinds):
     counts = dict.fromkeys(kinds, 0)
     for line in lines:
-        instruction = re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.]*)\s", line)
+        instruction = re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.]*)(?:\s|$)", line)
         if instruction is None:
             continue
         for kind, pattern in kinds.items():
