@@ -100,6 +100,12 @@ def compile_kernel(kernel, target):
     )
 
 
+def assembly_of(kernel, target):
+    """Return AMD's assembly of a kernel, or NVIDIA's PTX."""
+    stages, _ = _run_backend(kernel, target)
+    return stages.get("amdgcn") or stages["ptx"]
+
+
 def attention_loop(kernel, target):
     """Return the lines of the attention loop of a kernel on one of AMD's cards."""
     stages, _ = _run_backend(kernel, target)
