@@ -51,8 +51,8 @@ def read_chat(
         tools: that the template tells the model of.
 
     Raises:
-        Refused: for what are no messages of texts, and for what is too long.
-        ValueError: when the template refuses them.
+        Refused: for what are no messages of texts, for what is too long, and when the
+            template refuses them.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -62,7 +62,12 @@ def read_chat(
     written = sum(len(json.dumps(each)) for each in others if each)
     length = written + sum(len(each["content"]) for each in read)
     _check_length(served, "messages", length)
-    text = pretrained.render_chat(served.folder, read, tools)
+    try:
+        text = pretrained.render_chat(served.folder, read, tools)
+    except ValueError as error:
+        # Where the model lies is not for clients.
+        words = str(error).replace(str(served.folder), "the model")
+        raise Refused(words, "messages") from error
     has_special = read_flag(body, "add_special_tokens", False)
     return _encode(served, "messages", [text], add_special_tokens=has_special)
 
@@ -80,7 +85,10 @@ def _list_prompts(body: Mapping[str, Any]) -> list[Any]:
         raise Refused(f"a request takes {MOST_PROMPTS} prompts at most", "prompt")
     is_text = [isinstance(text, str) and bool(text) for text in prompt]
     if not all(is_text) and not all(map(is_tokens, prompt)):
-        raise Refused("every prompt must be a text that is not empty", "prompt")
+        raise Refused(
+            "prompts must be texts, or lists of token ids, and none of them empty",
+            "prompt",
+        )
     return prompt
 
 

@@ -84,7 +84,11 @@ def _read_bad_words(served: Served, given: Any) -> list[list[int]]:
     given = [] if given is None else given
     is_texts = isinstance(given, list) and all(isinstance(w, str) for w in given)
     if not is_texts or len(given) > MOST_BAD_WORDS or not all(map(str.strip, given)):
-        raise Refused(f"{name} must be a list of {MOST_BAD_WORDS} texts at most", name)
+        raise Refused(
+            f"{name} must be a list of {MOST_BAD_WORDS} texts at most, each with more "
+            f"than spaces in it",
+            name,
+        )
     if sum(map(len, given)) > served.most_characters:
         raise Refused(f"{name} has too long texts", name)
     spelled = [text for word in given for text in (word, " " + word.lstrip())]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.attention.elements import MEANINGS, Integer
 
@@ -165,7 +166,22 @@ def require_options(
             f"max_query_length must be a static int of at least 1 or None, got "
             f"{max_query_length!r}"
         )
-    if isinstance(window, int) and window < 1:
+    require_window(window)
+
+
+def require_window(window: Integer | None) -> None:
+    """Check the window, its value as far as it is known."""
+    if window is None:
+        return
+    kind = getattr(window, "dtype", None)
+    is_integer = isinstance(window, int) and not isinstance(window, bool)
+    if kind is not None:
+        is_integer = jnp.issubdtype(kind, jnp.integer)
+    if not is_integer or np.ndim(window):
+        raise ValueError(
+            f"window is a number of tokens, an int or i32[], got {window!r}"
+        )
+    if not isinstance(window, jax.Array) and window < 1:
         raise ValueError(
             f"window counts the token itself, so it is 1 or more, got {window}; "
             "pass None for no window"

@@ -1,4 +1,4 @@
-"""Whether decoding in one launch gives on this card the bits of two, many times over.
+"""Whether decoding in one launch gives on this card what two do, many times over.
 
 A program that joined before others have stored would show rarely, and only on a card.
 """
@@ -19,6 +19,8 @@ from jkv.commands.report import Report
 from jkv.storage import quantization
 
 NUM_CALLS = 1000
+# Of what bfloat16 rounds once more, and of float32 that is added up in another order.
+TOLERANCES = {"bfloat16": 2.0**-7, "float32": 2.0**-18}
 BLOCK_SIZE = 16
 
 
@@ -53,7 +55,7 @@ def check_one_launch(
     cases: tuple[Case, ...] = CASES,
     num_calls: int = NUM_CALLS,
 ) -> None:
-    """Decode contexts of many lengths both ways, and compare all bits.
+    """Decode contexts of many lengths both ways, in one launch twice, and compare.
 
     Args:
       report: gets a finding for all that agree, and one for each that does not.
@@ -84,11 +86,14 @@ def check_one_launch(
         report.add("not checked", what, reason)
     if agreed:
         what = f"decoding in one launch: {', '.join(agreed)}"
-        report.add("ok", what, f"the bits of two in {num_calls} calls of each")
+        report.add("ok", what, f"as two launches in {num_calls} calls of each")
 
 
 def count_wrong(call: Call, attend: Attend, num_calls: int, max_length: int) -> int:
-    """Return in how many calls, of random lengths, one launch and two differ."""
+    """Return in how many calls, of random lengths, one launch is not as it should be.
+
+    It should be what two are but for rounding, and the same bits when it is repeated.
+    """
     one, two = (
         functools.partial(_attend_lengths, call, attend, is_in_one_launch=is_one)
         for is_one in (True, False)
@@ -100,12 +105,23 @@ def count_wrong(call: Call, attend: Attend, num_calls: int, max_length: int) -> 
         shape = (call.num_requests,)
         share = jax.random.uniform(key, shape, minval=-0.2, maxval=1.0)
         lengths = (jnp.maximum(share, 0.0) ** 3 * max_length).astype(jnp.int32)
-        pairs = zip(one(lengths), two(lengths), strict=True)
-        differs = [jnp.any(found != wanted) for found, wanted in pairs]
+        found, again, wanted = one(lengths), one(lengths), two(lengths)
+        differs = [
+            jnp.any(each != other) for each, other in zip(found, again, strict=True)
+        ]
+        differs += [_is_far(*pair) for pair in zip(found, wanted, strict=True)]
         return wrong + jnp.any(jnp.stack(differs)).astype(jnp.int32)
 
     count = jax.jit(lambda: jax.lax.fori_loop(0, num_calls, step, jnp.int32(0)))
     return int(count())
+
+
+def _is_far(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return whether any number is not the one that is wanted, bool[]; -inf is -inf."""
+    tolerance = TOLERANCES[found.dtype.name]
+    found, wanted = (each.astype(jnp.float32) for each in (found, wanted))
+    is_close = jnp.abs(found - wanted) <= tolerance * (1 + jnp.abs(wanted))
+    return jnp.any((found != wanted) & ~is_close)
 
 
 def _attend_lengths(

@@ -143,10 +143,19 @@ def _padded(prompts: Any, expected: str) -> np.ndarray | jax.Array:
 def check_counts(**counts: int) -> None:
     """Refuse static numbers that are no positive ints, by name."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise UsageError(
-                f"{name} must be a static int of at least 1, got {count!r}"
-            )
+        check_static(name, count, 1)
+
+
+def check_static(name: str, number: int, least: int) -> None:
+    """Refuse a static number that is no int, or too small."""
+    if isinstance(number, np.integer):
+        raise UsageError(
+            f"{name} must be a static int, got {number!r}: int(...) makes it one"
+        )
+    if not isinstance(number, int) or number < least:
+        raise UsageError(
+            f"{name} must be a static int of at least {least}, got {number!r}"
+        )
 
 
 def as_tokens(tokens: Integers) -> jax.Array:

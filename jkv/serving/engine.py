@@ -163,7 +163,7 @@ class Engine:
             engines that differ on the processes of a mesh.
           RuntimeError: if these do not make their engines within 30 seconds.
         """
-        _refuse_pools(cache)
+        _check_cache(cache)
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
@@ -193,6 +193,7 @@ class Engine:
         self._limits = loop.find_limits(
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None
         )
+        self._limits.check_own()
         self._turns = Turns(
             lambda: self._scheduler.step(), lambda: self._scheduler.is_idle
         )
@@ -720,8 +721,13 @@ class Engine:
                 continue
 
 
-def _refuse_pools(cache: Cache) -> None:
-    """Refuse a cache of which each rank has a pool: requests are of one."""
+def _check_cache(cache: Cache) -> None:
+    """Refuse what is no cache, or one of which each rank has a pool."""
+    if not isinstance(cache, Cache):
+        raise UsageError(
+            f"an Engine takes a cache, as jkv.init(config) makes one, got "
+            f"{type(cache).__name__}"
+        )
     if cache.pools is not None:
         raise UsageError(
             f"an Engine serves requests from one pool, and this cache has one for each "

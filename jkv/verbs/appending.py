@@ -84,9 +84,12 @@ def append(
     if num_requests == 0:
         raise ValueError("append needs at least one request; -1 is padding")
     if max_query_length is None:
-        capacity = num_requests if capacity is None else capacity
-        max_query_length = 1 if one_each and capacity == num_requests else None
-    num_rows = num_requests * max_query_length if max_query_length else capacity
+        num_rows = num_requests if capacity is None else capacity
+        requests.check_static("capacity", num_rows, 0)
+        max_query_length = 1 if one_each and num_rows == num_requests else None
+    else:
+        requests.check_static("max_query_length", max_query_length, 1)
+        num_rows = num_requests * max_query_length
     told = None if tokens is None else requests.as_tokens(tokens)
     num_rows = _checked_rows(num_rows, told)
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
@@ -382,12 +385,8 @@ def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
     return tokens
 
 
-def _checked_rows(num_rows: int | None, tokens: jax.Array | None) -> int:
-    """Return the number of rows; reject one, or token rows, that cannot be."""
-    if not isinstance(num_rows, int) or num_rows < 0:
-        raise ValueError(
-            f"the number of rows must be a static int of at least 0, got {num_rows!r}"
-        )
+def _checked_rows(num_rows: int, tokens: jax.Array | None) -> int:
+    """Return the number of rows; reject token rows of another one."""
     if tokens is not None and tokens.shape != (num_rows,):
         raise ValueError(
             f"tokens must be i32[R] with R = {num_rows} rows, got "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
+from jkv.attention.validation import require_window
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.metadata.xla_cpu import unknown
@@ -169,6 +170,7 @@ def checked_window(
     group: BlockGroup, window: int | jax.Array | None
 ) -> int | jax.Array | None:
     """Return the window of a call; refuse one that would look at what is gone."""
+    require_window(window)
     kept = group.window.length
     if kept is None:
         return window

@@ -658,5 +658,8 @@ def test_mistakes_are_explained():
     refuses("block_tables must have 2 axes", (4, good[4][0]))
     refuses("block_tables has 2 rows", (4, good[4][:2]), (5, None))
     refuses("window counts the token itself", window=0)
+    refuses("window counts the token itself", window=np.int64(0))
+    for window in (2.5, True, jnp.float32(3), jnp.array([3])):
+        refuses("window is a number of tokens", window=window)
     refuses("soft_cap must be above 0", soft_cap=0.0)
     refuses("max_query_length must be a static int", max_query_length=0)

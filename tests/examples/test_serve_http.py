@@ -133,7 +133,7 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b"[" * 100_000, 400, ""),
         (b"[1]", 400, "must be an object"),
         (b"{}", 400, "prompt must be a text"),
-        (b'{"prompt": [""]}', 400, "not empty"),
+        (b'{"prompt": [""]}', 400, "none of them empty"),
         (b'{"prompt": [1, -5]}', 400, "integers of 0 or more"),
         (b'{"prompt": [99999999]}', 400, "the model knows"),
         (b'{"prompt": [123456789012345678901]}', 400, "token ids"),
@@ -156,6 +156,8 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b'{"messages": []}', "list of messages"),
         (b'{"messages": [3]}', "role and content"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "content must be"),
+        # Without a word of where the model lies.
+        (b'{"messages": [{"role": "user", "content": ""}]}', "the model has no chat"),
     ]:
         status, said = post(body, chat)
         assert status == 400 and words in said["error"]["message"]

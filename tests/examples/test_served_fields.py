@@ -111,6 +111,8 @@ def test_what_is_not_served_is_refused_by_name(post, served):
             "max_completion_tokens",
             "max_tokens or",
         ),
+        ({"prompt": [1.5]}, "prompt", "lists of token ids"),
+        ({"prompt": ["a", ""]}, "prompt", "none of them empty"),
         ({"prompt": "a \ud800"}, "prompt", "surrogate"),
         ({"prompt": "a", "stop": "\udfff"}, "stop", "surrogate"),
         ({"prompt": "a", "\ud800": 1}, "?", "surrogate"),

@@ -120,7 +120,7 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served):
         ({"min_tokens": 17}, "from 0 to 16"),
         ({"min_tokens": True}, "a number of type int"),
         ({"bad_words": "word"}, "a list of 32"),
-        ({"bad_words": [" "]}, "a list of 32"),
+        ({"bad_words": [" "]}, "more than spaces"),
         ({"bad_words": ["a"] * 33}, "a list of 32"),
         ({"bad_words": ["one two three four five six"]}, "8 are taken"),
         ({"bad_words": ["a" * 10_000]}, "too long"),

@@ -201,6 +201,7 @@ class TestOptions:
         [
             (dict(sampling=0.7), r"Sampling\(temperature=0.7\), got 0.7"),
             (dict(max_new_tokens=6.0), "max_new_tokens must be a static int"),
+            (dict(max_new_tokens=np.int64(6)), r"int\(...\) makes it one"),
             (dict(row_counts=8), "row_counts must be a tuple of ints"),
             (dict(stop_tokens="x"), "stop_tokens must be token ids"),
             (dict(stop_sequences="x"), "stop_sequences must be"),
@@ -626,3 +627,18 @@ def test_context_lengths_outlive_the_cache():
     lengths = jkv.context_lengths(cache)
     jax.tree.map(lambda leaf: leaf.delete(), cache)
     assert lengths.tolist() == [3, 5, 0, 0]
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(max_query_length=0), "max_query_length must be .* at least 1, got 0"),
+        (dict(capacity=-1), "capacity must be a static int of at least 0"),
+        (dict(capacity=np.int64(4)), r"capacity must be .*int\(\.\.\.\) makes it one"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_sizes_of_a_step(options, said):
+    with pytest.raises(ValueError, match=said):
+        jkv.append(small_cache(), [0, 1], 1, **options)

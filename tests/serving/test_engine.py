@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few, further
@@ -125,17 +126,29 @@ def test_what_never_fits_is_refused_with_the_numbers():
         "up to 4 tokens": dict(stop_sequences=[[1, 2, 3, 4]]),
         "cannot be empty": dict(stop_sequences=[[]]),
         "detokenize=": dict(stop_strings=["x"]),
+        "stop_strings must be texts": dict(stop_strings=[b"x"]),
+        "stop_strings must be a list": dict(stop_strings=None),
+        "stop_sequences must be a list": dict(stop_sequences=3),
+        "salt must be an int": dict(salt=1.2),
+        "priority must be an int": dict(priority=None),
+        "timeout must be seconds": dict(timeout="1"),
+        "sampling must be a jkv.Sampling": dict(sampling={}),
+        "temperature must be": dict(sampling=Sampling(temperature=jnp.array(np.nan))),
         "one for each of 2 sequences": dict(
             n=2, sampling=Sampling(top_k=np.ones(3, int))
         ),
     }.items():
         room = make_engine() if "room" in words else engine
         assert words in refused(room, **(dict(tokens=[1]) | arguments))[0], words
-    for sizes in (dict(max_running=0), dict(num_steps=0), dict(num_ahead=-1)):
-        with pytest.raises(ValueError, match="at least"):
-            make_engine(**sizes)
+    for name, size in (("max_running", 0), ("num_steps", 0), ("num_ahead", -1)):
+        with pytest.raises(ValueError, match=f"{name} must be .* at least"):
+            make_engine(**{name: size})
+    with pytest.raises(ValueError, match=r"3 stop tokens .* stop_sizes=StopSizes\("):
+        make_engine(stop_tokens=[1, 2, 3])
+    with pytest.raises(ValueError, match="takes a cache, .* got str"):
+        make_engine(cache="cache")
     # But for the two of another engine.
-    assert engine.is_idle and engine.stats().refused == 2 + 15 - 2
+    assert engine.is_idle and engine.stats().refused == 2 + 23 - 2
 
 
 @pytest.mark.one_end

@@ -20,9 +20,9 @@ from jax import lax
 
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_rows
-from jkv.attention.kernel.join import Joined, join_one, join_range
 from jkv.attention.kernel.lists import Pieces
 from jkv.attention.kernel.loads import Operands, clamp_index
+from jkv.attention.kernel.ordered_join import Joined, join_one, join_range
 from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.sums import TileSums, start_sums
 from jkv.attention.kernel.variant import Variant

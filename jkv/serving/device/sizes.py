@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.metadata.requests import check_counts
+from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
 
 # Prompts that one call of `exchange` takes to the device.
@@ -69,15 +69,17 @@ def find_sizes(
     Raises:
       ValueError: for sizes that cannot be.
     """
+    check_counts(
+        max_running=max_running,
+        max_samples=max_samples,
+        num_steps=num_steps,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        chunk_size=chunk_size,
+    )
     ahead = max_running if num_ahead is None else num_ahead
-    if min(max_running, max_samples, num_steps, max_prompt_tokens) < 1 or ahead < 0:
-        raise ValueError(
-            f"max_running, max_samples, num_steps and max_prompt_tokens must be at "
-            f"least 1, and num_ahead at least 0; got {max_running}, {max_samples}, "
-            f"{num_steps}, {max_prompt_tokens} and {ahead}"
-        )
+    check_static("num_ahead", ahead, 0)
     num_prompts = max_running + ahead
-    check_counts(chunk_size=chunk_size)
     shape = Exact.of(exact)
     if shape is not None:
         shape.check_alone(row_counts, chunk_size)

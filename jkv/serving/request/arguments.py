@@ -3,7 +3,7 @@
 Symbols: n sequences of a request, B prompts of a batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jkv.decoding.sampling.options import (
     GREEDY,
     SAMPLING_DTYPES,
     Sampling,
+    check_sampling,
     spread_seeds,
 )
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
@@ -41,19 +42,31 @@ def read_request(
     Raises:
       RequestRefused: for what is no request, or what the limits do not allow.
     """
+    most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
     counts = {
         "n": n,
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": most,
+        "salt": salt,
         "priority": priority,
         "variant": variant,
     }
     for name, count in counts.items():
-        if count is not None and not isinstance(count, int | np.integer):
-            raise RequestRefused(f"{name} must be an int, got {count!r}")
-    most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if not isinstance(count, int | np.integer):
+            raise RequestRefused(f"{name} must be an int, got {count!r:.60}")
+    if not isinstance(timeout, int | float | np.number | None):
+        raise RequestRefused(f"timeout must be seconds or None, got {timeout!r:.60}")
     stops = limits.stop_tokens if stop_tokens is None else stop_tokens
     if isinstance(stop_strings, str):
         stop_strings = (stop_strings,)
+    for name, values in (
+        ("stop_sequences", stop_sequences),
+        ("stop_strings", stop_strings),
+    ):
+        if not isinstance(values, Iterable):
+            raise RequestRefused(f"{name} must be a list, got {values!r:.60}")
+    stop_strings = tuple(stop_strings)
+    if not all(isinstance(each, str) for each in stop_strings):
+        raise RequestRefused(f"stop_strings must be texts, got {stop_strings!r:.60}")
     request = Request(
         tokens=as_token_ids("the prompt", tokens),
         n=n,
@@ -64,7 +77,7 @@ def read_request(
             tuple(as_token_ids("a stop sequence", sequence).tolist())
             for sequence in stop_sequences
         ),
-        stop_strings=tuple(stop_strings),
+        stop_strings=stop_strings,
         salt=int(np.asarray(as_domains("salt", salt))),
         priority=priority,
         client=_read_client(client),
@@ -150,11 +163,20 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
       count: how many sequences there are.
 
     Raises:
-      RequestRefused: for a field of another length.
+      RequestRefused: for a field of another length, or out of its range.
     """
+    try:
+        check_sampling(sampling)
+        values = {name: getattr(sampling, name) for name in SAMPLING_DTYPES}
+        if any(isinstance(value, jax.Array) for value in values.values()):
+            # What JAX's arrays hold was not looked at when they were given.
+            values = {name: np.asarray(value) for name, value in values.items()}
+            Sampling(**values)
+    except ValueError as error:
+        raise RequestRefused(str(error)) from error
     fields = {}
     for name, dtype in SAMPLING_DTYPES.items():
-        value = np.asarray(getattr(sampling, name))
+        value = np.asarray(values[name])
         if value.shape not in ((), (count,)):
             raise RequestRefused(
                 f"Sampling.{name} is one number or one for each of {count} sequences, "

@@ -8,6 +8,7 @@ from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32
 from jkv.serving.request.request import Request
+from jkv.status import UsageError
 
 # The variant of a request that is not steered.
 NOT_STEERED = -1
@@ -81,6 +82,18 @@ class Limits(NamedTuple):
                 f"is for a request that is not steered"
             )
         self._check_stops(request)
+
+    def check_own(self) -> None:
+        """Refuse stop tokens of the engine that no request could have.
+
+        Raises:
+          UsageError: with the numbers.
+        """
+        if len(self.stop_tokens) > self.stops.tokens:
+            raise UsageError(
+                f"{len(self.stop_tokens)} stop tokens are more than this engine looks "
+                f"for: give it stop_sizes=StopSizes(tokens={len(self.stop_tokens)})"
+            )
 
     def _check_prompt(self, tokens: np.ndarray[Any, Any]) -> None:
         length = len(tokens)
