@@ -85,8 +85,9 @@ def generate(
       limits: i32[B], most new tokens of each, at most G; None is G for all.
       stop_tokens: i32[E], tokens that end a sequence; they are kept in the result. Each
         prompt can have its own, i32[B, E] with -1 for none.
-      stop_sequences: i32[F, C], -1 after each one's end: a sequence ends when its new
-        tokens end with one of them; they are kept. Of each prompt: i32[B, F, C].
+      stop_sequences: i32[F, C], -1 after each one's end, or a list of token ids for
+        each: a sequence ends when its new tokens end with one of them; they are kept.
+        Of each prompt: i32[B, F, C], or a list of such lists.
       sampling: how tokens are chosen, one number or B * num_samples; greedy by default.
       num_samples: continuations of each prompt, which is computed once (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
