@@ -77,7 +77,8 @@ def generate(
 
     Args:
       model: see `Model`; hashable, as it is static under jit.
-      params: the model's weights.
+      params: the model's weights. A cache with `prefix_caching` finds what earlier
+        weights computed: after new ones give it to `clear_prefixes`, or other `salts`.
       cache: may hold other sequences, which stay as they are.
       prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
         one that is empty is not begun. Lists of other lengths compile anew.
@@ -99,7 +100,8 @@ def generate(
         step takes the smallest that holds its work, each is a program to compile. None
         is W and the larger of W and `chunk_size`, which is B * P at most.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
-        earlier prompts of a domain left behind is not computed again.
+        earlier prompts of a domain left behind is not computed again. The number of the
+        weights keeps versions apart.
       speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
         or a `DraftModel`; None does not. The model must take `all_rows`. With several
         pools each guesses for its own; the cache of a draft lies on the whole mesh.
