@@ -76,6 +76,10 @@ class Step:
     # that count it computes anew in each layer.
     memory_percent: int | None = None
     is_in_one_launch: bool = False  # whether pieces and joining are one launch
+    # Whether a launch makes queries of what the layer before gave, as projections do.
+    # Without it one launch would read them where it stores, which XLA keeps apart by a
+    # copy in each layer.
+    is_projected: bool = False
 
     @property
     def num_cards(self) -> int:
@@ -138,6 +142,8 @@ class Step:
             window = self.sliding_window
             if self.window is not None:  # a number for each layer
                 window = self.window + layer
+            if self.is_projected:
+                rows = rows + rows
             output = jkv.attend(cache, layer, batch, rows, window=window)
             missing = self.head_dim - output.shape[-1]  # none but of latent caches
             return cache, jnp.pad(output, ((0, 0), (0, 0), (0, missing)))
@@ -196,7 +202,13 @@ STEPS = [
         is_scanned=False,
         memory_percent=400,
     ),
-    dataclasses.replace(LLAMA, name="llama-8b, one launch", is_in_one_launch=True),
+    dataclasses.replace(LLAMA, name="llama-8b, projected", is_projected=True),
+    dataclasses.replace(
+        LLAMA,
+        name="llama-8b, projected, one launch",
+        is_projected=True,
+        is_in_one_launch=True,
+    ),
     dataclasses.replace(LLAMA, name="float16", num_layers=4, dtype="float16"),
     dataclasses.replace(
         LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"

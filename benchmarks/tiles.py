@@ -91,9 +91,11 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
         found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
         carried = [t for t in found if t.num_stages == 1]
         found += [dataclasses.replace(t, is_carried=True) for t in carried]
-    if workload.dtype == "float32":
-        found += find_tiles_in_terms(workload.is_prefill)
     first = [] if table is None else [table]
+    if workload.dtype == "float32":
+        kind = None if table is None else table.split
+        found = [dataclasses.replace(tile, split=kind) for tile in found]
+        found += find_tiles_in_terms(workload.is_prefill)
     return [*first, *(tile for tile in found if tile != table)]
 
 

@@ -100,6 +100,12 @@ def compile_kernel(kernel, target):
     )
 
 
+def assembly_of(kernel, target):
+    """Return AMD's assembly of a kernel, or NVIDIA's PTX."""
+    stages, _ = _run_backend(kernel, target)
+    return stages.get("amdgcn") or stages["ptx"]
+
+
 def attention_loop(kernel, target):
     """Return the lines of the attention loop of a kernel on one of AMD's cards."""
     stages, _ = _run_backend(kernel, target)
@@ -166,7 +172,7 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
 def _count(lines, kinds):
     counts = dict.fromkeys(kinds, 0)
     for line in lines:
-        instruction = re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.]*)\s", line)
+        instruction = re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.]*)(?:\s|$)", line)
         if instruction is None:
             continue
         for kind, pattern in kinds.items():

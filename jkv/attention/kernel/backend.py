@@ -219,6 +219,8 @@ def defer(
 def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return an array of raw bits as the numbers they mean, for kernels alone.
 
+    Of wider numbers there are fewer in a row.
+
     A kernel is told where an array lies and what its elements are, so nothing is done,
     and nothing copied as by `bitcast_convert_type`. A tile that is loaded as bits goes
     through registers to be numbers, and back, before Hopper multiplies it.
@@ -228,7 +230,15 @@ def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 _view = Primitive("jkv_view")
-_view.def_abstract_eval(lambda array, dtype: jax.core.ShapedArray(array.shape, dtype))
+
+
+def _find_view(array: Any, dtype: Any) -> Any:
+    *others, columns = array.shape
+    columns = columns * array.dtype.itemsize // dtype.itemsize
+    return jax.core.ShapedArray((*others, columns), dtype)
+
+
+_view.def_abstract_eval(_find_view)
 
 
 def _lower_view(_ctx: Any, array: Any, *, dtype: Any) -> Any:

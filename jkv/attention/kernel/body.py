@@ -128,6 +128,15 @@ def attend_rows(operands: Operands, variant: Variant) -> Attended:
     tile_tokens = variant.tile.tokens
     walk_start = tokens.first & -tile_tokens
     scale = o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
+    # One factor for all scores, which is not negative, is left out of their maximum.
+    has_one_factor = (
+        variant.tile.has_exp2_in_pairs
+        and variant.soft_cap is None
+        and o.key_scales is None
+    )
+    if has_one_factor:
+        queries = [jnp.where(scale < 0.0, -query, query) for query in queries]
+        scale = jnp.abs(scale)
 
     def is_visible(token: jax.Array) -> jax.Array:
         """Return which rows see which tokens, to broadcast over the scores."""
@@ -154,17 +163,26 @@ def attend_rows(operands: Operands, variant: Variant) -> Attended:
         exp2 = functools.partial(exp2_in_pairs, interpret=variant.interpret)
 
     def attend_tile(
-        trip: jax.Array, tile: TokenTile, sums: TileSums, *, masked: bool
+        trip: jax.Array,
+        tile: TokenTile,
+        sums: TileSums,
+        *,
+        masked: bool,
+        stored: TokenTile | None = None,
     ) -> TileSums:
         start = walk_start + trip * tile_tokens
-        keys, values = tile.keys, tile.values
-        scores = dot_sections(variant, queries, keys, once)
+        scores = dot_sections(variant, queries, tile.keys, once)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
+        largest = None
+        if has_one_factor and not masked:
+            largest = scale * jnp.max(scores, axis=1)
         scores = cap_in_log2(scores * factor, variant.soft_cap)
         visible = is_visible(start + jnp.arange(tile_tokens, dtype=jnp.int32))
         if masked:
             scores = jnp.where(visible, scores, HIDDEN)
-        maximum = jnp.maximum(sums.maximum, jnp.max(scores, axis=1))
+        if largest is None:
+            largest = jnp.max(scores, axis=1)
+        maximum = jnp.maximum(sums.maximum, largest)
         weights = exp2(scores - maximum[:, None])
         may_see_nothing = window is not None or variant.num_pieces
         if masked and not variant.is_decode and may_see_nothing:
@@ -172,6 +190,9 @@ def attend_rows(operands: Operands, variant: Variant) -> Attended:
             weights = jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
+        if stored is not None and variant.has_words:
+            # Words become values as late as here: they take few registers till then.
+            tile = to_operands(stored, len(value_sections), variant)
         if tile.value_scales is not None:
             weights *= tile.value_scales[None, :]
         if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
@@ -179,7 +200,7 @@ def attend_rows(operands: Operands, variant: Variant) -> Attended:
         weights = weights.astype(variant.weight_dtype)
         summed = tuple(
             add_dot(variant, old * shrink[:, None], weights, value, once)
-            for old, value in zip(sums.values, values, strict=True)
+            for old, value in zip(sums.values, tile.values, strict=True)
         )
         return TileSums(maximum, total, summed)
 
@@ -201,7 +222,8 @@ def attend_rows(operands: Operands, variant: Variant) -> Attended:
             sums, stored = carry
             following = load_next(jnp.minimum(trip + 1, stop - 1))
             tile = to_operands(stored, len(value_sections), variant)
-            return attend_tile(trip, tile, sums, masked=masked), following
+            sums = attend_tile(trip, tile, sums, masked=masked, stored=stored)
+            return sums, following
 
         if not variant.tile.is_carried:
             return lax.fori_loop(start, stop, attend_loaded, sums)

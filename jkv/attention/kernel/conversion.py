@@ -20,6 +20,9 @@ from jax import lax
 from jkv.attention.elements import MEANINGS
 
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+# Four elements of one byte, the first in the lowest: whole registers, of which each
+# byte of a word is taken by one instruction.
+WORD = jnp.dtype(jnp.int32)
 
 
 # Sign, exponent and digits among the bits of float32 when the byte, sign-extended, is
@@ -63,6 +66,65 @@ def to_operand(
     if tile.dtype == jnp.int8:
         return _narrow(tile.astype(jnp.float32), dtype)
     return _bitcast(tile, kv_dtype).astype(dtype)
+
+
+def words_to_operand(
+    words: jax.Array,
+    kv_dtype: np.dtype[Any] | None,
+    dtype: np.dtype[Any],
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Return the numbers that four bytes of each word mean, as `to_operand` does.
+
+    Args:
+      words: i32[..., D / 4], the first element in the lowest byte.
+      kv_dtype: what the bytes mean.
+      dtype: float32, bfloat16 or float16; at least as precise as the elements.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      [..., D].
+    """
+
+    def convert(byte: int) -> jax.Array:
+        return _byte_to_operand(words, byte, kv_dtype, dtype, interpret=interpret)
+
+    # In the order of the columns: the words, which half, which byte of the half.
+    pairs = _join(convert(0), convert(2)), _join(convert(1), convert(3))
+    return _join(*pairs).reshape(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def _byte_to_operand(
+    words: jax.Array,
+    byte: int,
+    kv_dtype: np.dtype[Any] | None,
+    dtype: np.dtype[Any],
+    *,
+    interpret: bool,
+) -> jax.Array:
+    # The byte in front, with its sign.
+    high = words << (24 - 8 * byte)
+    if interpret:
+        stored = jnp.int8 if kv_dtype == jnp.int8 else jnp.uint8
+        tile = _bitcast((high >> 24).astype(jnp.int8), stored)
+        return to_operand(tile, kv_dtype, dtype, interpret=True)
+    if kv_dtype == _E5M2:
+        # Two numbers of float16: of the upper bytes of both halves of a word.
+        pair = (words if byte % 2 else words << 8) & jnp.int32(0xFF00FF00 - 2**32)
+        half = (pair >> 16 if byte > 1 else pair).astype(jnp.uint16)
+        numbers = lax.bitcast_convert_type(half, jnp.float16)
+        return _narrow(numbers.astype(jnp.float32), dtype)
+    if kv_dtype in _E4M3:
+        shift, mask, factor = _E4M3[kv_dtype]
+        bits = (high >> (24 - shift)) & jnp.int32(mask - 2**32)
+        return _narrow(lax.bitcast_convert_type(bits, jnp.float32) * factor, dtype)
+    return _narrow((high >> 24).astype(jnp.float32), dtype)
+
+
+def _join(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return [..., 2]."""
+    return lax.concatenate([one[..., None], other[..., None]], one.ndim)
 
 
 def round_by_bits(numbers: jax.Array) -> jax.Array:

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
+from jkv.attention.kernel.conversion import WORD
 from jkv.attention.kernel.join import join_pieces
 from jkv.attention.kernel.lists import DecodeWork, Pieces, Work
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.one_launch import attend_and_join, make_counters
+from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
 from jkv.attention.kernel.work import (
@@ -119,6 +121,9 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
     if keys.dtype == jnp.uint16 and has_view:
         keys = backend.view_as(keys, jnp.bfloat16)
         values = None if values is None else backend.view_as(values, jnp.bfloat16)
+    if variant.has_words:
+        keys = _view_words(keys, variant)
+        values = None if values is None else _view_words(values, variant)
     return Operands(
         work=work,
         layer=call.layer[None],
@@ -133,6 +138,16 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
         key_scales=pools.key_scales,
         value_scales=pools.value_scales,
     )
+
+
+def _view_words(pool: jax.Array, variant: Variant) -> jax.Array:
+    """Return elements of one byte as words of four, i32[..., D / 4]; others as is."""
+    if pool.dtype.itemsize != 1:
+        return pool
+    if not variant.interpret:
+        return backend.view_as(pool, WORD)
+    fours = pool.reshape(*pool.shape[:-1], -1, WORD_SIZE)
+    return jax.lax.bitcast_convert_type(fours, WORD)
 
 
 def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax.Array]:

@@ -12,11 +12,20 @@ from jax import lax
 
 from jkv.attention.elements import MEANINGS, ONE_BYTE_DTYPES
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, to_operand
+from jkv.attention.kernel.conversion import (
+    BFLOAT16,
+    FLOAT32,
+    WORD,
+    to_operand,
+    words_to_operand,
+)
 from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.table import Split
 from jkv.attention.kernel.variant import Variant
+
+# Of a tile, whose ids are loaded as scalars.
+_MOST_BLOCKS = 4
 
 
 class Operands(NamedTuple):
@@ -32,6 +41,7 @@ class Operands(NamedTuple):
     queries: jax.Array  # [R, H, D]
     keys: jax.Array  # [L, N, K, T, D]
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
+    # Both may be i32[..., D / 4]: words of four elements of one byte.
     key_scales: jax.Array | None  # [L, N, K, T], as in `Pools`
     value_scales: jax.Array | None
 
@@ -49,7 +59,8 @@ class Range(NamedTuple):
 class TokenTile(NamedTuple):
     """Some consecutive tokens of one kv head, as the pool has them or as operands."""
 
-    keys: list[jax.Array]  # [tokens, size] for each section of the key head dim
+    # [tokens, size] for each section of the key head dim, or i32[tokens, size / 4]
+    keys: list[jax.Array]
     values: list[jax.Array]  # likewise of the value head dim; stored in keys: none
     key_scales: jax.Array | None  # [tokens], u16 or f32
     value_scales: jax.Array | None
@@ -132,6 +143,7 @@ def load_tokens(
     tile_tokens = variant.tile.tokens
     is_in_one_block = block_size % tile_tokens == 0
     offsets = jnp.arange(tile_tokens, dtype=jnp.int32)
+    column: jax.Array | None
     last = jnp.maximum(tokens.end - 1, 0)
     if is_in_one_block and is_whole:
         column = lax.div(start, jnp.int32(block_size))
@@ -140,6 +152,8 @@ def load_tokens(
         # A scalar id, and offsets that differ in the edge tiles only.
         column, slot = split_token(start, block_size)
         slot += jnp.clip(offsets, tokens.first - start, last - start)
+    elif is_whole and _selects_blocks(block_size, variant):
+        column, slot = None, lax.rem(offsets, jnp.int32(block_size))
     elif is_whole:
         token = start + offsets
         column = lax.div(token, jnp.int32(block_size))
@@ -147,8 +161,20 @@ def load_tokens(
     else:
         token = jnp.clip(start + offsets, tokens.first, last)
         column, slot = split_token(token, block_size)
-    # A wrong table may give wrong numbers, never a fault.
-    block = jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
+
+    def read_block(column: jax.Array) -> jax.Array:
+        # A wrong table may give wrong numbers, never a fault.
+        return jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
+
+    if column is not None:
+        block = read_block(column)
+    else:
+        # The ids of a few blocks, one after the other: loaded as scalars, at once.
+        first_column = lax.div(start, jnp.int32(block_size))
+        block = read_block(first_column)
+        which = lax.div(offsets, jnp.int32(block_size))
+        for number in range(1, tile_tokens // block_size):
+            block = jnp.where(which >= number, read_block(first_column + number), block)
     row = block if is_in_one_block else block[:, None]
     is_stored = variant.tile.is_carried
 
@@ -156,7 +182,11 @@ def load_tokens(
         pool: jax.Array, sections: list[Section], dtype: np.dtype[Any]
     ) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
-        stored = [pool[*where, section.columns] for section in sections]
+        has_words = pool.dtype == WORD
+        stored = [
+            pool[*where, section.words if has_words else section.columns]
+            for section in sections
+        ]
         return stored if is_stored else _convert(stored, dtype, variant)
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
@@ -175,6 +205,12 @@ def load_tokens(
     if not is_stored and variant.weight_dtype != variant.operand_dtype:
         values = load(o.keys, value_sections, variant.weight_dtype)
     return TokenTile(keys, values, key_scales, key_scales)
+
+
+def _selects_blocks(block_size: int, variant: Variant) -> bool:
+    """Return whether a whole tile is of a few whole blocks, whose ids are scalars."""
+    num_blocks, rest = divmod(variant.tile.tokens, block_size)
+    return variant.tile.has_scalar_ids and rest == 0 and num_blocks <= _MOST_BLOCKS
 
 
 def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> TokenTile:
@@ -202,7 +238,7 @@ def _convert(
     tiles: list[jax.Array], dtype: np.dtype[Any], variant: Variant
 ) -> list[jax.Array]:
     return [
-        to_operand(
+        (words_to_operand if tile.dtype == WORD else to_operand)(
             tile,
             variant.kv_dtype,
             find_term_dtype(tile.dtype, dtype, variant),

@@ -23,7 +23,7 @@ from jkv.attention.kernel.body import attend_rows
 from jkv.attention.kernel.join import Joined, join_one, join_range
 from jkv.attention.kernel.lists import Pieces
 from jkv.attention.kernel.loads import Operands, clamp_index
-from jkv.attention.kernel.sections import cut
+from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.sums import TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
 
@@ -34,7 +34,7 @@ LAUNCH_SWITCH = "JKV_ONE_LAUNCH"
 # What a lane of a warp holds while it joins: numbers of the result, and of partial ones
 # that are loaded at a time, of so many pieces at most. With more the registers of the
 # walk do not do, or leave room for fewer programs.
-_RESULTS, _LOADED, _MAX_PIECES, _LANES = 16, 64, 16, 32
+_RESULTS, _LOADED, _MAX_PIECES, _LANES = 8, 128, 16, 32
 
 
 def is_one_launch_asked() -> bool:
@@ -70,7 +70,9 @@ def attend_and_join(
     o, num_heads = operands, operands.queries.shape[1]
     sections = cut(variant.value_dim)
 
-    def store(row: jax.Array, heads: Heads, what: Joined) -> None:
+    def store(
+        row: jax.Array, heads: Heads, what: Joined, sections: list[Section]
+    ) -> None:
         row = jnp.broadcast_to(row, heads.head.shape)
         for section, value in zip(sections, what.values, strict=True):
             where = (row[:, None], heads.head[:, None], section.columns)
@@ -78,7 +80,7 @@ def attend_and_join(
             backend.store_masked(output_ref, where, value, section.over(heads.valid))
         backend.store_masked(lse_ref, (row, heads.head), what.lse, heads.valid)
 
-    def start(heads: Heads) -> TileSums:
+    def start(heads: Heads, sections: list[Section]) -> TileSums:
         sink = None
         if sinks_ref is not None:
             where = (clamp_index(heads.head, num_heads),)
@@ -104,7 +106,8 @@ def attend_and_join(
         mask = heads._replace(valid=heads.valid & is_free)
         shape = heads.head.shape
         values = [jnp.zeros((*shape, each.size), jnp.float32) for each in sections]
-        store(row, mask, Joined(values, jnp.full(shape, -jnp.inf, jnp.float32)))
+        nothing = Joined(values, jnp.full(shape, -jnp.inf, jnp.float32))
+        store(row, mask, nothing, sections)
 
     def clear_more(trip: jax.Array, _: None) -> None:
         row = entry + trip * num_entries
@@ -116,12 +119,14 @@ def attend_and_join(
 
     @backend.when(num_pieces == 1)
     def _() -> None:
-        store(row, all_heads, join_one(attended.lse, attended.values, start(all_heads)))
+        sums = start(all_heads, attended.sections)
+        joined = join_one(attended.lse, attended.values, sums)
+        store(row, all_heads, joined, attended.sections)
 
     @backend.when(num_pieces > 1)
     def _() -> None:
         places = jnp.broadcast_to(entry, all_heads.head.shape)
-        for section, value in zip(sections, attended.values, strict=True):
+        for section, value in zip(attended.sections, attended.values, strict=True):
             where = (places[:, None], all_heads.head[:, None], section.columns)
             valid = section.over(all_heads.valid)
             backend.store_masked(partial_ref, where, value, valid)
@@ -145,10 +150,10 @@ def attend_and_join(
                     (first, end),
                     functools.partial(_load_lse, partial_lse_ref, some),
                     functools.partial(_load_values, partial_ref, some),
-                    start(some),
+                    start(some, sections),
                     num_loaded=min(loaded, _MAX_PIECES),
                 )
-                store(row, some, joined)
+                store(row, some, joined, sections)
 
             lax.fori_loop(0, heads.head.shape[0] // num, join, None)
 

@@ -12,6 +12,10 @@ import jax.numpy as jnp
 MIN_SIZE = 16
 
 
+# Elements of one byte that are loaded as one number.
+WORD_SIZE = 4
+
+
 class Section(NamedTuple):
     """Consecutive columns of a head dim."""
 
@@ -23,6 +27,12 @@ class Section(NamedTuple):
     def columns(self) -> jax.Array:
         """Return them as indices, i32[1, size]."""
         return (self.start + jnp.arange(self.size, dtype=jnp.int32))[None, :]
+
+    @property
+    def words(self) -> jax.Array:
+        """Return the words whose bytes they are, i32[1, size / 4]."""
+        index = jnp.arange(self.size // WORD_SIZE, dtype=jnp.int32)
+        return (self.start // WORD_SIZE + index)[None, :]
 
     def over(self, mask: jax.Array) -> jax.Array:
         """Repeat a mask over the columns that are its own, bool[..., size]."""

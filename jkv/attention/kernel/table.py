@@ -31,6 +31,9 @@ class Tile:
     has_full_loop: bool = False  # prefill: a loop without mask before the one with it
     is_carried: bool = False  # the next tile of K/V is loaded before this one is used
     is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
+    has_words: bool = False  # elements of one byte are loaded and carried in fours
+    # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
+    has_scalar_ids: bool = False
     split: Split | None = None  # of float32
     # Columns of a head dim that are multiplied at a time, at most: where a product sums
     # over them, as scores do, and where it has a sum for each.
@@ -127,8 +130,8 @@ def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
     return Tile(rows, tokens, num_warps, num_stages, has_full_loop=True)
 
 
-def _carried(rows: int, tokens: int, num_warps: int) -> Tile:
-    return Tile(rows, tokens, num_warps, 1, is_carried=True)
+def _carried(rows: int, tokens: int, num_warps: int, has_words: bool = False) -> Tile:
+    return Tile(rows, tokens, num_warps, 1, is_carried=True, has_words=has_words)
 
 
 def _reloaded(rows: int, tokens: int, num_warps: int) -> Tile:
@@ -201,6 +204,7 @@ def _short(
     num_stages: int,
     *,
     is_carried: bool = False,
+    section: int = 512,
     is_rounded_by_bits: bool,
 ) -> Tile:
     """Return a tile of prefill that takes few vector instructions for its weights."""
@@ -211,6 +215,10 @@ def _short(
         num_stages,
         has_full_loop=True,
         is_carried=is_carried,
+        has_words=is_carried,
+        inner_section=section,
+        outer_section=section,
+        has_scalar_ids=True,
         has_exp2_in_pairs=True,
         is_rounded_by_bits=is_rounded_by_bits,
     )
@@ -221,10 +229,23 @@ def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
     carried = functools.partial(short, is_carried=True)
     return (
         Row(128, _carried(16, 16, 1), short(128, 32, 2), ("half",)),
-        Row(128, _carried(16, 16, 1), carried(128, 16, 1), ("byte",)),
+        *(
+            Row(most, _carried(16, 16, 1, has_words=True), prefill, ("byte",))
+            for most, prefill in (
+                (96, carried(128, 32, 1, section=64)),
+                (112, carried(128, 16, 1)),  # in three sections
+                (128, carried(128, 32, 1, section=64)),
+            )
+        ),
         Row(256, _carried(16, 16, 2), short(64, 16, 2), ("half",), programs=4),
-        Row(256, _carried(16, 16, 2), carried(64, 16, 1), ("byte",), programs=4),
-        Row(576, _carried(32, 16, 4), carried(32, 16, 1), programs=4),
+        Row(
+            256,
+            _carried(16, 16, 2, has_words=True),
+            carried(64, 16, 1),
+            ("byte",),
+            programs=4,
+        ),
+        Row(576, _carried(32, 16, 4, has_words=True), carried(32, 16, 1), programs=4),
         Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
         Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
         Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),

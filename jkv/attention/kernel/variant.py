@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.call import Call
+from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
 
@@ -32,6 +34,17 @@ class Variant:
     # By position: tokens of a piece, and pieces of the longest context. 0 otherwise.
     piece_tokens: int = 0
     num_pieces: int = 0
+
+    @property
+    def has_words(self) -> bool:
+        """Whether elements of one byte are loaded as words of four.
+
+        e4m3 takes fewer registers so, which prefill has not, and more instructions.
+        """
+        if not self.tile.has_words or self.kv_dtype not in ONE_BYTE_DTYPES:
+            return False
+        is_e4m3 = self.kv_dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz)
+        return self.tile.has_full_loop or not is_e4m3
 
     @property
     def is_partial(self) -> bool:

@@ -358,6 +358,10 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     tile = dataclasses.replace(
         getattr(platforms._INTERPRETED, kernel),
         is_carried=True,
+        has_words=True,
+        inner_section=32,
+        outer_section=32,
+        has_scalar_ids=is_prefill,
         has_exp2_in_pairs=is_prefill,
         is_rounded_by_bits=is_prefill,
     )
@@ -382,6 +386,31 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     if is_prefill:
         expected |= {"exp2_in_pairs", "round_by_bits"}
     assert set(called) == expected or PLATFORM != "cpu"
+
+
+@pytest.mark.one_end
+def test_prompts_as_on_cdna(monkeypatch):
+    """Tiles of two blocks, a negative scale, and a key whose scores are -inf."""
+    tile = dataclasses.replace(
+        platforms._INTERPRETED.prefill,
+        has_scalar_ids=True,
+        has_exp2_in_pairs=True,
+        is_rounded_by_bits=True,
+    )
+    tuning = dataclasses.replace(platforms._INTERPRETED, prefill=tile)
+    monkeypatch.setattr(platforms, "_INTERPRETED", tuning)
+    this = case(head_dim=32, value_dim=16, block_size=8, options={"scale": -0.2})
+    this = dataclasses.replace(this, **BITS)
+    operands = this.operands("mixed")
+    # The third token of the first request, which its five rows see among others.
+    operands.queries[LAYER][..., 0] = np.abs(operands.queries[LAYER][..., 0])
+    operands.key_pool[LAYER, operands.block_tables[0, 0], :, 2, 0] = np.inf
+    arguments = this.arguments(operands)
+    attend, reference = (jax.jit(this.attend(n)) for n in ("pallas", "reference"))
+    found, expected = attend(*arguments), reference(*arguments)
+    assert np.all(np.isfinite(found[0][:10]))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.one_end
