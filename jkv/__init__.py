@@ -9,7 +9,7 @@ with fork, truncate and reorder for sequences that branch and roll back, match f
 prompts that begin alike, and evict for the day the pool is full.
 """
 
-from jkv import jitted
+from jkv import jitted, serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
@@ -107,6 +107,8 @@ from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
 __version__ = "0.2.0"
+
+serialization.register()
 
 
 def __dir__() -> list[str]:

@@ -7,8 +7,9 @@ gone afterwards, as its arrays are updated in place: go on with the one that com
 (`begin` and `score` keep theirs; `decode` takes the state that it is given, too.) A
 model is static, so it must be hashable, and the same object from call to call. Lists of
 token ids become arrays before they are traced, padded to the longest of them: only
-another length, another number of prompts or another static argument compiles anew. To
-donate nothing, or to trace a loop inside a program of your own, take the function.
+another length, another number of prompts or another static argument compiles anew.
+Integers of numpy with 64 bits are checked before JAX makes 32 of them. To donate
+nothing, or to trace a loop inside a program of your own, take the function.
 
 Example:
   >>> import jax, jkv
@@ -28,10 +29,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
-import numpy as np
 
 from jkv import decoding
-from jkv.metadata.requests import I32, as_domains, as_prompts
+from jkv.decoding.sampling.options import check_sampling
+from jkv.decoding.sampling.stopping import as_stop_sequences, as_stop_tokens
+from jkv.decoding.speculation.options import check_speculation
+from jkv.decoding.texts.text_tree import TextTree
+from jkv.metadata.requests import as_domains, read_prompts, saturated
 
 __all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "score"]
 
@@ -45,11 +49,21 @@ STATIC = frozenset(
         *("num_beams", "num_return", "early_stopping"),
     }
 )
-# Arguments that may be lists. As they are, each number would be an array of its own.
-TEXTS = frozenset({"prompts", "tokens", "continuations"})
-NUMBERS = frozenset(
-    {"seq_ids", "limits", "stop_tokens", "stop_sequences", "salts", "variants"}
-)
+# How the host reads the arguments that are integers, before anything is traced: JAX
+# would wrap what does not fit in 32 bits, and each number of a list would be an array
+# of its own.
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        ("prompts", "tokens", "continuations"),
+        lambda name, texts: read_prompts(texts, name),
+    ),
+    **dict.fromkeys(("seq_ids", "limits", "variants", "num_steps"), saturated),
+    "salts": lambda name, salts: saturated(name, as_domains(name, salts)),
+    "stop_tokens": lambda _, tokens: as_stop_tokens(tokens),
+    "stop_sequences": lambda _, sequences: as_stop_sequences(sequences),
+}
+# Options that `jax.jit` would refuse in its own words, such as a class.
+CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
 
 
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
@@ -62,31 +76,25 @@ def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
     def call(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options)
         for name, value in given.arguments.items():
-            if isinstance(value, list | tuple | range):
-                given.arguments[name] = _as_argument(name, value)
+            given.arguments[name] = _as_argument(name, value)
         return jitted(*given.args, **given.kwargs)
 
     return cast(Loop, call)
 
 
 def _as_argument(name: str, value: Any) -> Any:
-    """Return a list as what `jax.jit` takes it as at once; other values as they are."""
+    """Return an argument as `jax.jit` takes it, or refuse it in words.
+
+    Raises:
+      ValueError: for integers that the loop would refuse, and those too large for it.
+    """
     if name in STATIC:
-        return tuple(value)
-    if name not in TEXTS | NUMBERS or _has_arrays(value):
+        return tuple(value) if isinstance(value, list | range) else value
+    if name in CHECKS and value is not None:
+        CHECKS[name](value)
+    if name not in READERS or value is None or _has_arrays(value):
         return value
-    if name in TEXTS:
-        return np.asarray(as_prompts(value, name))  # of the host: for any device
-    if name == "salts":
-        value = as_domains(name, value)
-    try:
-        numbers = np.asarray(value)
-    except ValueError:  # lists of different lengths: the loop says what it takes
-        return value
-    if not np.issubdtype(numbers.dtype, np.integer):
-        return value
-    # What does not fit keeps its meaning: too large, or negative.
-    return np.clip(numbers, I32.min, I32.max).astype(np.int32)
+    return value if isinstance(value, TextTree) else READERS[name](name, value)
 
 
 def _has_arrays(value: Any) -> bool:

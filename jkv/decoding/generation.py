@@ -77,7 +77,8 @@ def generate(
 
     Args:
       model: see `Model`; hashable, as it is static under jit.
-      params: the model's weights.
+      params: the model's weights. A cache with `prefix_caching` finds what earlier
+        weights computed: after new ones give it to `clear_prefixes`, or other `salts`.
       cache: may hold other sequences, which stay as they are.
       prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
         one that is empty is not begun. Lists of other lengths compile anew.
@@ -85,8 +86,9 @@ def generate(
       limits: i32[B], most new tokens of each, at most G; None is G for all.
       stop_tokens: i32[E], tokens that end a sequence; they are kept in the result. Each
         prompt can have its own, i32[B, E] with -1 for none.
-      stop_sequences: i32[F, C], -1 after each one's end: a sequence ends when its new
-        tokens end with one of them; they are kept. Of each prompt: i32[B, F, C].
+      stop_sequences: i32[F, C], -1 after each one's end, or a list of token ids for
+        each: a sequence ends when its new tokens end with one of them; they are kept.
+        Of each prompt: i32[B, F, C], or a list of such lists.
       sampling: how tokens are chosen, one number or B * num_samples; greedy by default.
       num_samples: continuations of each prompt, which is computed once (`fork`);
         static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
@@ -98,7 +100,8 @@ def generate(
         step takes the smallest that holds its work, each is a program to compile. None
         is W and the larger of W and `chunk_size`, which is B * P at most.
       salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
-        earlier prompts of a domain left behind is not computed again.
+        earlier prompts of a domain left behind is not computed again. The number of the
+        weights keeps versions apart.
       speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
         or a `DraftModel`; None does not. The model must take `all_rows`. With several
         pools each guesses for its own; the cache of a draft lies on the whole mesh.

@@ -48,7 +48,7 @@ def broadcast(
       ValueError: for arguments that are no integers, have more than one axis, or differ
         in length.
     """
-    arrays = {name: _saturated(name, value) for name, value in arguments.items()}
+    arrays = {name: saturated(name, value) for name, value in arguments.items()}
     sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
     if num_requests is not None:
         sizes["prompts"] = num_requests
@@ -67,7 +67,7 @@ def as_index(value: Integer) -> jax.Array:
     What lies outside 32 bits keeps its meaning by saturating.
     """
     if isinstance(value, jax.Array):
-        return value if value.dtype == jnp.int32 else _saturated("a number", value)
+        return value if value.dtype == jnp.int32 else saturated("a number", value)
     try:
         number = operator.index(value)
     except TypeError:
@@ -109,19 +109,28 @@ def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:
     Raises:
       ValueError: for what is not a row of tokens for each prompt.
     """
+    return jnp.asarray(read_prompts(prompts, name))
+
+
+def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
+    """Return the same, in numpy unless they are, or hold, arrays of JAX."""
     expected = (
         f"{name} must be i32[B, P], one prompt a row and -1 after its end, or a list "
         f"of lists of token ids (of one prompt, [[5, 6, 7]])"
     )
     if not isinstance(prompts, jax.Array | np.ndarray):
-        prompts = _padded(prompts, expected)
+        prompts = pad_rows(prompts, expected)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise UsageError(f"{expected}, got {prompts.dtype}{list(prompts.shape)}")
-    return _as_ids(name, prompts)
+    return as_ids(name, prompts)
 
 
-def _padded(prompts: Any, expected: str) -> np.ndarray | jax.Array:
-    """Return lists of token ids as an array, each row filled up with -1."""
+def pad_rows(prompts: Any, expected: str) -> np.ndarray[Any, Any] | jax.Array:
+    """Return lists of token ids as an array, each row filled up with -1.
+
+    Raises:
+      UsageError: for what is no list of rows, with the words of what was expected.
+    """
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(prompts))
     xp: Any = jnp if is_traced else np
     try:
@@ -164,15 +173,25 @@ def as_tokens(tokens: Integers) -> jax.Array:
     return tokens
 
 
-def _as_ids(name: str, ids: Any) -> jax.Array:
-    """Return token ids as i32; reject those known not to fit, which would wrap."""
-    if isinstance(ids, np.ndarray) and ids.size and ids.max() > I32.max:
-        raise ValueError(f"{name} must fit in 32 bits, got {ids.max()}")
-    return jnp.asarray(ids).astype(jnp.int32)
+def as_ids(name: str, ids: Any) -> Any:
+    """Return token ids as i32, numpy's in numpy; others would wrap to other tokens.
+
+    Raises:
+      ValueError: for ids that are known not to fit.
+    """
+    if isinstance(ids, np.ndarray) and ids.size:
+        for extreme in (ids.max(), ids.min()):
+            if not I32.min <= extreme <= I32.max:
+                raise ValueError(f"{name} must fit in 32 bits, got {extreme}")
+    return ids.astype(np.int32)
 
 
-def _saturated(name: str, value: Integers) -> jax.Array:
-    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
+def saturated(name: str, value: Integers) -> jax.Array:
+    """Return an i32 array of zero or one axis; concrete host values stay in numpy.
+
+    Raises:
+      ValueError: for what is no integers, or has more than one axis.
+    """
     if hasattr(value, "seq_ids"):
         raise UsageError(
             f"{name} must be integers, got a whole {type(value).__name__}; pass one of "

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 from support.small_attention_model import attention_model, attention_params
-from support.small_caches import copied
+from support.small_caches import copied, small_config
 from test_generation import fresh_cache
 
 import jkv
@@ -28,7 +28,7 @@ def test_every_argument_is_either_static_or_traced(name: str) -> None:
     parameters = {*inspect.signature(getattr(decoding, name)).parameters}
     assert parameters <= jitted.STATIC | TRACED and not jitted.STATIC & TRACED
     assert inspect.signature(getattr(jitted, name)).parameters.keys() == parameters
-    assert (jitted.TEXTS | jitted.NUMBERS) <= TRACED
+    assert {*jitted.READERS, *jitted.CHECKS} <= TRACED
 
 
 def test_lists_and_arrays_are_one_program_and_the_cache_is_donated() -> None:
@@ -46,6 +46,7 @@ def test_lists_and_arrays_are_one_program_and_the_cache_is_donated() -> None:
             prompts,
             max_new_tokens=4,
             row_counts=[*ROWS],  # a list, which no static argument may be
+            sampling=jkv.Sampling(temperature=[0.0, 0.0]),
             **options,
         )
 
@@ -56,6 +57,7 @@ def test_lists_and_arrays_are_one_program_and_the_cache_is_donated() -> None:
     assert first
     padded = np.array([[7, 8, 9], [6, -1, -1]], np.int32)
     cache, again = generate(cache, padded, stop_tokens=[1], limits=[2, 2**40])
+    _, _ = generate(cache, PROMPTS, stop_tokens=np.array([2]), limits=np.array([4, 3]))
     assert len(traced) == first
     assert not np.array_equal(found.tokens, again.tokens)
     expected = jkv.generate(
@@ -97,3 +99,56 @@ def test_what_is_wrong_is_refused_as_by_the_loop() -> None:
         generate(stop_sequences=[[1.5]])
     with pytest.raises(TypeError, match="max_tokens"):
         generate(max_tokens=3)
+
+
+WRAPS = 2**32  # added to a number, it is that number again in 32 bits
+
+
+@pytest.mark.parametrize("make", [list, np.array], ids=["list", "numpy"])
+@pytest.mark.parametrize("room", [jkv, jitted], ids=["plain", "jitted"])
+class TestNumbersOf64Bits:
+    """They are refused or mean what they say; none is taken for its last 32 bits."""
+
+    def test_as_tokens(self, room, make) -> None:
+        model, params = attention_model, attention_params()
+        cache, large = fresh_cache(), make([[3, WRAPS + 5]])
+        low = make([[3, 5 - WRAPS]])
+        options = dict(max_new_tokens=2)
+        for call in (
+            lambda: room.generate(model, params, cache, large, **options),
+            lambda: room.generate(model, params, cache, low, **options),
+            lambda: room.extend(model, params, cache, [0], large, **options),
+            lambda: room.score(model, params, large, [[4]], config=small_config()),
+            lambda: room.score(model, params, [[4]], large, config=small_config()),
+        ):
+            with pytest.raises(ValueError, match="must fit in 32 bits, got"):
+                call()
+
+    def test_as_what_stops(self, room, make) -> None:
+        for options in (
+            dict(stop_tokens=make([WRAPS + 7])),
+            dict(stop_sequences=make([[3, WRAPS + 7]])),
+        ):
+            (name,) = options
+            with pytest.raises(ValueError, match=f"{name} must fit in 32 bits, got"):
+                room.generate(
+                    attention_model,
+                    attention_params(),
+                    fresh_cache(),
+                    PROMPTS,
+                    max_new_tokens=2,
+                    **options,
+                )
+
+
+def test_numbers_too_large_stay_too_large() -> None:
+    """As they do in the functions: of a limit, and of a sequence that is not there."""
+    most = np.iinfo(np.int32).max
+    for name in ("limits", "seq_ids", "variants", "num_steps"):
+        for given in ([WRAPS + 1, -WRAPS], np.array([WRAPS + 1, -WRAPS])):
+            read = jitted.READERS[name](name, given)
+            assert read.dtype == np.int32 and read.tolist() == [most, -most - 1]
+    salts = jitted.READERS["salts"]("salts", np.array([WRAPS - 1, -1]))
+    assert salts.tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="salts must fit in 32 bits"):
+        jitted.READERS["salts"]("salts", np.array([WRAPS]))

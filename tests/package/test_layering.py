@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "jitted": {"decoding", "metadata"},
     "trees": {"decoding", "metadata", "status", "verbs"},
+    "serialization": {"attention", "decoding", "state", "status", "verbs"},
     "commands": {
         "attention",
         "config",

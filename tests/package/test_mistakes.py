@@ -22,6 +22,7 @@ from support.small_caches import prompts as padded
 
 import jkv
 from jkv.decoding import begin, decode, prefill
+from jkv.decoding.sampling.stopping import Stops, as_stop_sequences
 
 VOCABULARY = 7
 ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once
@@ -205,19 +206,64 @@ class TestOptions:
             (dict(row_counts=8), "row_counts must be a tuple of ints"),
             (dict(stop_tokens="x"), "stop_tokens must be token ids"),
             (dict(stop_sequences="x"), "stop_sequences must be"),
+            (dict(stop_sequences=[[1], 2]), "stop_sequences must be"),
+            (dict(stop_tokens=[[1, 2], [3]]), "stop_tokens must be .* lengths"),
             (dict(speculate=3), "a PromptLookup or a DraftModel"),
+            (dict(speculate=jkv.PromptLookup), "got <class 'jkv"),
         ],
         ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
     )
-    def test_of_generate(self, options, said):
+    @pytest.mark.parametrize("room", [jkv, jkv.jitted], ids=["plain", "jitted"])
+    def test_of_generate(self, options, said, room):
         cache, given = small_cache(), ONE_SIZE | dict(max_new_tokens=2) | options
         with pytest.raises(ValueError, match=said):
             jax.eval_shape(
-                lambda cache: jkv.generate(
+                lambda cache: room.generate(
                     TestModels.last_rows, None, cache, [[1, 2]], **given
                 ),
                 cache,
             )
+
+    @pytest.mark.parametrize(
+        "field",
+        [
+            dict(temperature="1"),
+            dict(temperature=None),
+            dict(temperature=True),
+            dict(temperature=[0.5, "1"]),
+            dict(temperature=[0.5, [1.0]]),
+            dict(temperature=[0.5, -1.0]),
+            dict(top_k=[1.5]),
+            dict(top_p=dict()),
+            dict(seeds=[2**40]),
+        ],
+        ids=str,
+    )
+    def test_of_sampling(self, field):
+        (name,) = field
+        with pytest.raises(jkv.UsageError, match=f"Sampling.{name} must be .*, got"):
+            jkv.Sampling(**field)
+
+    def test_what_stops_may_be_lists_of_different_lengths(self):
+        """They are read as their array, padded with -1."""
+        rows = np.array([[1, 2], [3, -1]], np.int32)
+        none = np.full((2, 2), -1, np.int32)
+        for given, expected in (
+            ([[1, 2], [3]], rows),
+            ((range(1, 3), np.array([3])), rows),
+            ([[[1, 2], [3]], []], np.stack([rows, none])),
+            ([], np.zeros((0, 0), np.int32)),
+            ((), np.zeros((0, 0), np.int32)),
+        ):
+            np.testing.assert_array_equal(as_stop_sequences(given), expected)
+            found = Stops.of((), given, 2).sequences
+            wanted = Stops.of((), expected, 2).sequences
+            assert (found is None) == (wanted is None) == (0 in expected.shape)
+            if found is not None:
+                np.testing.assert_array_equal(found, wanted)
+        # Traced, a list is an array for each number.
+        traced = jax.eval_shape(as_stop_sequences, [[1, 2], [3]])
+        assert traced.shape == (2, 2)
 
     def test_chunks_without_rows(self):
         with pytest.raises(ValueError, match="chunk_size must be a static int"):

@@ -158,7 +158,7 @@ def _make_rules(
         raise UsageError(
             f'early_stopping must be True, False or "never", got {early_stopping!r}'
         )
-    stops = as_stop_tokens(stop_tokens)
+    stops = jnp.asarray(as_stop_tokens(stop_tokens))
     if stops.ndim > 1:
         raise UsageError(
             f"stop_tokens must be i32[E], the same for all prompts, got shape "

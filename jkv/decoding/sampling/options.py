@@ -32,9 +32,10 @@ class Sampling:
     With a temperature the same call draws the same tokens each time: give other
     `seeds`, or a `key`, for others.
 
-    Every field is one number for all sequences or an array with one for each, and
-    may be traced: changing a value never retraces. Numbers and numpy arrays are
-    checked when they are given; JAX's arrays, whose values may not exist yet, are not.
+    Every field is one number for all sequences, or an array or a list with one for
+    each, and may be traced: changing a value never retraces. Numbers, lists and numpy
+    arrays are checked when they are given; JAX's arrays, whose values may not exist
+    yet, are not.
     The filters have the meaning and the order of Hugging Face's logits processors:
     repetition penalty, temperature, top-k, top-p, min-p. One difference: tokens with
     exactly equal logits are kept or removed together, by top-p too. The most likely
@@ -55,7 +56,7 @@ class Sampling:
         sequence's is drawn from it. It may be traced.
 
     Raises:
-      ValueError: for a number out of its field's range, or a key and seeds.
+      ValueError: for what is no number of its field's range, or a key and seeds.
 
     Example:
       >>> import jkv
@@ -76,16 +77,8 @@ class Sampling:
             if not isinstance(self.seeds, int) or self.seeds != 0:
                 raise ValueError("Sampling takes seeds or a key, which becomes one")
             object.__setattr__(self, "seeds", _draw_seed(key))
-        for name, (low, high, words) in _RANGES.items():
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.ndarray | np.generic):
-                continue
-            given = np.asarray(value)
-            is_right = (given >= low) & (given <= high) & np.isfinite(given)
-            if not np.all(is_right) or (
-                isinstance(low, int) and not np.issubdtype(given.dtype, np.integer)
-            ):
-                raise ValueError(f"Sampling.{name} must be {words}, got {value}")
+        for name in _RANGES:
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """Return the fields by name, for JAX."""
@@ -100,6 +93,31 @@ class Sampling:
         for field, value in zip(dataclasses.fields(cls), values, strict=True):
             object.__setattr__(sampling, field.name, value)
         return sampling
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a field, a list as an array.
+
+    Raises:
+      UsageError: for what is no number of the field's range, or holds one.
+    """
+    low, high, words = _RANGES[name]
+    if isinstance(value, list | tuple):
+        is_array = any(isinstance(leaf, jax.Array) for leaf in value)
+        try:
+            value = (jnp if is_array else np).asarray(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"Sampling.{name} must be {words}, got {value}") from None
+    if hasattr(value, "dtype") and not isinstance(value, np.ndarray | np.generic):
+        return value  # one of JAX's, or what stands for one
+    given = np.asarray(value)
+    kinds = (jnp.integer,) if isinstance(low, int) else (jnp.integer, jnp.floating)
+    is_number = any(jnp.issubdtype(given.dtype, kind) for kind in kinds)
+    if not is_number or not np.all(
+        (given >= low) & (given <= high) & np.isfinite(given)
+    ):
+        raise UsageError(f"Sampling.{name} must be {words}, got {value!r}")
+    return value
 
 
 def _draw_seed(key: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jkv.decoding.steering.rows import find_unknown
 from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
 from jkv.decoding.texts.prompts import Prompts, find_malformed
 from jkv.decoding.texts.results import FinishReason
+from jkv.metadata.requests import as_ids, pad_rows
 from jkv.status import UsageError
 from jkv.steering import Steering
 
@@ -39,21 +40,17 @@ class Stops:
 
         Args:
           tokens: i32[E] or i32[Q, E].
-          sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end.
+          sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end, or lists of
+            them, of different lengths too.
           num_prompts: Q.
         """
-        tokens = as_stop_tokens(tokens)
+        tokens = jnp.asarray(as_stop_tokens(tokens))
         if tokens.ndim != 2:
             tokens = tokens.reshape(1, -1)
         _check_rows("stop_tokens", tokens, num_prompts)
         if sequences is None:
             return cls(tokens=tokens, sequences=None)
-        sequences = _as_integers(
-            sequences,
-            "stop_sequences must be i32[F, C], one a row and -1 after its end, or "
-            "i32[B, F, C] with those of each prompt",
-            (2, 3),
-        )
+        sequences = jnp.asarray(as_stop_sequences(sequences))
         if 0 in sequences.shape:
             return cls(tokens=tokens, sequences=None)
         if sequences.ndim == 2:
@@ -95,30 +92,83 @@ class Stops:
         return Stops(tokens=tokens, sequences=put(self.sequences, stops.sequences))
 
 
-def as_stop_tokens(tokens: Any) -> jax.Array:
-    """Return stop tokens as i32[], i32[E] or i32[Q, E].
+def as_stop_tokens(tokens: Any) -> np.ndarray[Any, Any] | jax.Array:
+    """Return stop tokens as i32[], i32[E] or i32[Q, E]; what numpy can hold in numpy.
 
     Raises:
       UsageError: for what holds no token ids.
+      ValueError: for ids that do not fit in 32 bits.
     """
     return _as_integers(
+        "stop_tokens",
         tokens,
         "stop_tokens must be token ids, i32[E], or i32[B, E] with those of each prompt",
         (0, 1, 2),
     )
 
 
-def _as_integers(values: Any, expected: str, axes: tuple[int, ...]) -> jax.Array:
+def as_stop_sequences(sequences: Any) -> np.ndarray[Any, Any] | jax.Array:
+    """Return stop sequences as i32[F, C] or i32[Q, F, C], -1 after each one's end.
+
+    Lists may have different lengths: of sequences, and of how many a prompt has. What
+    numpy can hold stays in numpy.
+
+    Raises:
+      UsageError: for what holds no rows of token ids.
+      ValueError: for ids that do not fit in 32 bits.
+    """
+    expected = (
+        "stop_sequences must be i32[F, C], one a row and -1 after its end, or "
+        "i32[B, F, C] with those of each prompt; or lists of token ids"
+    )
+    axes = _count_axes(sequences)
+    if isinstance(sequences, list | tuple) and axes == 2:
+        sequences = pad_rows(sequences, expected)
+    elif isinstance(sequences, list | tuple) and axes == 3:
+        sequences = _stack([pad_rows(each, expected) for each in sequences])
+    elif axes == 1 and not len(sequences):
+        sequences = np.zeros((0, 0), np.int32)
+    return _as_integers("stop_sequences", sequences, expected, (2, 3))
+
+
+def _count_axes(values: Any) -> int:
+    """Return how deep lists are nested, with the axes of arrays in them."""
+    if isinstance(values, list | tuple):
+        return 1 + max(map(_count_axes, values), default=0)
+    return np.ndim(values)
+
+
+def _stack(rows: list[Any]) -> np.ndarray[Any, Any] | jax.Array:
+    """Return what each of Q prompts has, [F, C], as [Q, F, C], filled up with -1."""
+    xp: Any = jnp if any(isinstance(each, jax.Array) for each in rows) else np
+    most = np.max([each.shape for each in rows], axis=0)
+    padded = [
+        xp.pad(
+            each,
+            [(0, n - m) for n, m in zip(most, each.shape, strict=True)],
+            constant_values=-1,
+        )
+        for each in rows
+    ]
+    return xp.stack(padded)
+
+
+def _as_integers(
+    name: str, values: Any, expected: str, axes: tuple[int, ...]
+) -> np.ndarray[Any, Any] | jax.Array:
     """Return integers with so many axes as i32; nothing has no dtype of its own."""
     is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
-    array: Any = (jnp if is_array else np).asarray(values)
+    try:
+        array: Any = (jnp if is_array else np).asarray(values)
+    except ValueError:
+        raise UsageError(f"{expected}; got lists of different lengths") from None
     is_integer = array.size == 0 or jnp.issubdtype(array.dtype, jnp.integer)
     if array.ndim not in axes or not is_integer:
         raise UsageError(
             f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
             f"strings (`stop_strings`), the loops inside jit at token ids"
         )
-    return jnp.asarray(array, jnp.int32)
+    return as_ids(name, array)  # type: ignore[no-any-return]
 
 
 def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:

@@ -27,7 +27,11 @@ from jkv.decoding.speculation.drafting import (
 )
 from jkv.decoding.speculation.guesses import Guesses, force_guesses, limit_guesses
 from jkv.decoding.speculation.lookup import find_guesses
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.speculation.options import (
+    DraftModel,
+    PromptLookup,
+    check_speculation,
+)
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
@@ -64,11 +68,7 @@ def begin_speculation(
     """Return a generation that has not begun, ready for guesses."""
     if options is None:
         return state
-    if not isinstance(options, PromptLookup | DraftModel):
-        raise UsageError(
-            f"speculate must be a PromptLookup or a DraftModel, as in "
-            f"PromptLookup(num_tokens=7), or None; got {options!r}"
-        )
+    check_speculation(options)
     if state.exact is not None:
         raise UsageError(
             "exact= computes a token of each text in a step, and guesses would change "

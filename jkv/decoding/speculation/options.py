@@ -8,6 +8,7 @@ import jax
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.state import Cache
+from jkv.status import UsageError
 
 # Guesses for each sequence: with the token before them they make eight rows.
 NUM_TOKENS = 7
@@ -114,6 +115,19 @@ class DraftModel:
     def runner(self) -> Runner:
         """The model with its weights."""
         return Runner(self.model, self.params)
+
+
+def check_speculation(options: object) -> None:
+    """Refuse what does not say how tokens are guessed.
+
+    Raises:
+      UsageError: for anything but a `PromptLookup` or a `DraftModel`.
+    """
+    if not isinstance(options, PromptLookup | DraftModel):
+        raise UsageError(
+            f"speculate must be a PromptLookup or a DraftModel, as in "
+            f"PromptLookup(num_tokens=7), or None; got {options!r}"
+        )
 
 
 def check_sizes(num_tokens: int, cost: float) -> None:

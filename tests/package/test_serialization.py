@@ -1,0 +1,101 @@
+"""Programs that take and return caches are kept and read back by `jax.export`."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax import export
+from support.folding_model import KINDS, make_config
+from support.small_caches import copied, opened, small_config
+
+import jkv
+from jkv import serialization
+from jkv.attention.kernel import lists
+
+LEAF = jax.ShapeDtypeStruct((2,), np.int32)
+
+
+def kept(function, *given):
+    """A function exported for these arguments, written, and read back."""
+    return export.deserialize(export.export(jax.jit(function))(*given).serialize())
+
+
+def test_an_exported_step_gives_the_bits_of_the_step():
+    def step(cache, rows):
+        cache, batch = jkv.append(cache, np.array([0, -1], np.int32))
+        cache = jkv.write(cache, 0, batch, rows, rows)
+        return jkv.commit(cache, batch), batch, jkv.attend(cache, 0, batch, rows)
+
+    cache, rows = opened(3, 3), np.ones((2, 1, 2), np.float32)
+    expected = jax.jit(step)(cache, rows)
+    found = kept(step, cache, rows).call(copied(cache), rows)
+    assert isinstance(found[0], jkv.Cache) and isinstance(found[1], jkv.Batch)
+    assert found[1].sizes == expected[1].sizes
+    assert found[1].sizes.groups[0].num_blocks == expected[0].storage[0].num_blocks
+    chex.assert_trees_all_equal(found, expected)
+    jkv.check(found[0])
+
+
+def fill(node, **static):
+    """A node with the same leaf in each of its other fields."""
+    names = {field.name for field in node.__dataclass_fields__.values()}
+    return node(**dict.fromkeys(names - static.keys(), LEAF), **static)
+
+
+def make_trees():
+    """Each kind of node, as shapes, and caches of many kinds."""
+    work = lists.Work(*[LEAF] * len(lists.Work._fields))
+    return {
+        "caches": [
+            jax.eval_shape(lambda c=config: jkv.init(c))
+            for config in (
+                *(make_config(kind, pending=3) for kind in KINDS),
+                small_config(dtype="int8", record_tokens=True, values_in_keys=True),
+                jkv.GroupedConfig(
+                    groups=(small_config(), small_config(sliding_window=5)),
+                    layer_groups=(0, 1),
+                    prefix_caching=True,
+                ),
+            )
+        ],
+        "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
+        "lists": [
+            fill(lists.WorkLists),
+            fill(lists.DecodeWork, sizes=lists.DecodeSizes(1, 2, 3), is_windowed=True),
+            fill(lists.PrefillWork, work=work, sizes=lists.PrefillSizes(1, 2, 3)),
+            fill(lists.PositionWork, sizes=lists.PositionSizes(1, 2, 3, 4, 5)),
+        ],
+        "options": [jkv.Sampling(temperature=0.5), jkv.PromptLookup(cost=3.0)],
+        "results": [
+            node(*[LEAF] * len(node._fields)) for node in serialization.NAMED_TUPLES
+        ],
+    }
+
+
+def node_types(tree):
+    """The types of all nodes of a structure."""
+    found = tree.node_data()
+    below = (node_types(child) for child in tree.children())
+    return set().union(() if found is None else {found[0]}, *below)
+
+
+def test_all_nodes_are_written_and_read_back():
+    trees = make_trees()
+    structure = jax.tree.structure(((trees,), {}))
+    nodes = serialization.DATACLASSES + serialization.NAMED_TUPLES
+    assert node_types(structure) >= {*nodes}, "each is among the trees"
+    assert kept(lambda trees: trees, trees).in_tree == structure
+
+
+@pytest.mark.one_end
+def test_what_no_file_can_hold_is_refused_in_words():
+    mesh = jax.make_mesh((1,), ("dp",))
+    cache = jkv.init(small_config(), pools="dp", mesh=mesh)
+    with pytest.raises(jkv.UsageError, match=r"PoolSharding.*jax\.tree\.leaves"):
+        kept(lambda cache: cache, cache)
+
+
+@pytest.mark.one_end
+def test_a_program_of_other_fields_is_refused():
+    with pytest.raises(jkv.UsageError, match="export it with this version"):
+        serialization._reader(jkv.Ring)(b'{"size": 3}')
