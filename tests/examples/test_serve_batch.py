@@ -70,7 +70,9 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
     assert said in capsys.readouterr().err
     expected = read_results(whole)
     assert sorted(expected) == list(range(NUM_LINES + 1))
-    assert "not empty" in expected[3]["error"] and "error" in expected[NUM_LINES]
+    assert (
+        "none of them empty" in expected[3]["error"] and "error" in expected[NUM_LINES]
+    )
     assert len({c["text"] for c in expected[5]["choices"]}) > 1
     stopped = expected[7]["choices"][0]
     assert stopped["finish_reason"] == "length" or "e" not in stopped["text"]

@@ -157,7 +157,10 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b'{"messages": [3]}', "role and content"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "content must be"),
         # Without a word of where the model lies.
-        (b'{"messages": [{"role": "user", "content": ""}]}', "the model has no chat"),
+        (
+            b'{"messages": [{"role": "alien", "content": "a"}]}',
+            "the chat template of the model: unknown role",
+        ),
     ]:
         status, said = post(body, chat)
         assert status == 400 and words in said["error"]["message"]

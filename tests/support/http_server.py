@@ -21,7 +21,11 @@ POISON = 3071
 
 SIZES = "--context 96 --max-running 4 --max-new-tokens 64 --blocks 12 --rows 8"
 SIZES += " --scan-layers"  # half of the compiling
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'alien' %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 class Poisonable(pretrained.Decoder):
