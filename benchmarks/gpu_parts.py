@@ -22,6 +22,7 @@ KERNEL_TESTS = (
     "test_kernel_derivative.py",
     "test_kernel_by_position.py",
     "test_kernel_slots.py",
+    "test_kernel_rounding.py",
 )
 
 

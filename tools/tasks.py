@@ -46,6 +46,7 @@ OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
 ALONE = {"JKV_FURTHER": "1"}
 # These look at the programs that XLA makes, or at the bits of small floats: with MLIR.
 OF_PROGRAMS = (
+    "tests/attention/kernel/test_kernel_rounding.py",
     "tests/metadata/test_stages.py",
     "tests/storage/test_quantization.py",
     "tests/verbs/test_in_place.py",

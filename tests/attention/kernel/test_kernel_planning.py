@@ -92,7 +92,7 @@ CALLS = {
     "windows": {"num_tokens": [1, 2, 1, 0], "window": 3},
     "a cache with a window": {"window": 4, "sliding_window": 4},
     "less than its window": {"window": 2, "sliding_window": 4},
-    "nothing": {"num_tokens": [1, 2, 1, 0], "window": np.int32(0)},
+    "nothing": {"num_tokens": [1, 2, 1, 0], "window": jnp.int32(0)},
 }
 
 

@@ -14,11 +14,8 @@ from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
 from jkv.attention import choice
-from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel import platforms
-from jkv.attention.kernel.rounding import invert, round_row
 from jkv.attention.kernel.slots import store_rows, why_scattered
-from jkv.attention.rounding import round_rows
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
 
@@ -346,63 +343,3 @@ def test_what_is_differentiated_has_scatters():
     for name, (function, num_kernels) in functions.items():
         given = numbers[1]["value_pool"] if name == "values alone" else numbers
         assert len(find_kernels(lower(function, (given,), "rocm"))) == num_kernels, name
-
-
-def draw_quotients(dtype, random):
-    """Rows whose elements lie at, and just beside, the middles of two numbers."""
-    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
-    numbers = np.unique(np.abs(numbers[np.isfinite(numbers)]))
-    middles = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
-    scales = random.integers(128, 256, (64, 1)) * 2.0 ** random.integers(
-        -40, 40, (64, 1)
-    )
-    rows = np.float32(random.choice(middles, (64, 256)) * scales)
-    beside = random.integers(-2, 3, rows.shape).astype(np.int32)
-    rows = np.abs((rows.view(np.int32) + beside).clip(0).view(np.float32))
-    rows[:, 0] = numbers[-1] * scales[:, 0]  # so that the scale is this one
-    return rows * random.choice(np.float32([-1, 1]), rows.shape)
-
-
-BYTES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
-
-
-@pytest.mark.parametrize("name", few(BYTES, "int8"))
-def test_rounding_where_it_turns(name):
-    """Elements and scales of XLA's rounding: at ties, of NaN, small and large rows."""
-    dtype, random = jnp.dtype(name), np.random.default_rng(0)
-    rows = draw_quotients(dtype, random)
-    any_bits = random.integers(0, 2**32, (64, 256), np.uint32)
-    any_bits[:32] &= 0xBFFFFFFF  # half of the rows without large numbers
-    any_bits = any_bits.view(np.float32)
-    spread = np.float32(2.0) ** random.integers(-149, 127, (64, 1), np.int32)
-    spread = spread * np.float32(random.standard_normal((64, 256)))
-    zeros = np.float32([[0.0] * 256, [-0.0] * 256, [1.0, -0.0] * 128])
-    rows = np.concatenate([rows, any_bits, np.float32(spread), zeros])
-
-    def by_kernel(row):
-        rounded = round_row([row[:128], row[128:]], dtype)
-        return jnp.concatenate(rounded.elements), rounded.scale
-
-    def by_xla(rows):
-        return [
-            jax.lax.bitcast_convert_type(each, bits)
-            for each, bits in zip(
-                round_rows(rows, dtype), (STORED_AS[dtype], jnp.uint16), strict=True
-            )
-        ]
-
-    found = jax.jit(jax.vmap(by_kernel))(rows)
-    wanted = jax.jit(by_xla)(rows)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert len(np.unique(np.asarray(wanted[0]))) > 200
-
-
-@pytest.mark.one_end
-def test_inverses_are_rounded_to_nearest():
-    """Of every scale that a row may have."""
-    bits = np.arange(0x0080, 0x7C80, dtype=np.int32) << 16
-    found = np.asarray(jax.jit(jax.vmap(invert))(bits))
-    exact = 1 / bits.view(np.float32).astype(np.float64)
-    np.testing.assert_array_equal(found, np.float32(exact))
