@@ -91,7 +91,11 @@ def append(
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
     told = None if tokens is None else requests.as_tokens(tokens)
-    num_rows = _checked_rows(num_rows, told)
+    if told is not None and told.shape != (num_rows,):
+        raise ValueError(
+            f"tokens must be i32[R] with R = {num_rows} rows, got "
+            f"{told.dtype}{list(told.shape)}"
+        )
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
@@ -383,13 +387,3 @@ def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
     if tokens is None:
         return jnp.full((num_rows,), -1, jnp.int32)
     return tokens
-
-
-def _checked_rows(num_rows: int, tokens: jax.Array | None) -> int:
-    """Return the number of rows; reject token rows of another one."""
-    if tokens is not None and tokens.shape != (num_rows,):
-        raise ValueError(
-            f"tokens must be i32[R] with R = {num_rows} rows, got "
-            f"{tokens.dtype}{list(tokens.shape)}"
-        )
-    return num_rows

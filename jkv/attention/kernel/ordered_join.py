@@ -1,6 +1,6 @@
 """Joining within a program: partial results that other programs have stored.
 
-One piece is added after another, so how many are loaded at a time changes no bit.
+One piece is added after another, in their order, whichever program joins.
 """
 
 import functools
@@ -12,9 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums
-
-# Partial results that are weighed against each other at a time.
-_GROUP = 8
 
 # What a piece left, by its index: the log2 of its sums, and a value for each section.
 LoadLse = Callable[[jax.Array], jax.Array]
@@ -43,34 +40,24 @@ def join_range(
       load_lse: f32[...] of a piece, log2.
       load_values: f32[..., size] of a piece, for each section.
       sums: over no piece yet.
-      num_loaded: pieces whose values are loaded before the first of them is used.
+      num_loaded: pieces that are loaded, and weighed against each other, at a time.
     """
     first, end = pieces
-    num_trip = max(num_loaded, _GROUP)
 
     def join(
         trip: jax.Array, carry: tuple[jax.Array, TileSums]
     ) -> tuple[jax.Array, TileSums]:
         highest, sums = carry
-        ids = [first + trip * num_trip + number for number in range(num_trip)]
+        ids = [first + trip * num_loaded + number for number in range(num_loaded)]
+        places = [jnp.minimum(piece, end - 1) for piece in ids]
         lses = [
-            jnp.where(piece < end, load_lse(jnp.minimum(piece, end - 1)), HIDDEN)
-            for piece in ids
+            jnp.where(piece < end, load_lse(place), HIDDEN)
+            for piece, place in zip(ids, places, strict=True)
         ]
-        loaded: list[list[jax.Array]] = []
-        for start in range(0, num_trip, _GROUP):
-            weights, highest, sums = _weigh(lses[start : start + _GROUP], highest, sums)
-            summed: list[jax.Array] = []
-            for number, weight in enumerate(weights, start):
-                if number == len(loaded):
-                    following = ids[number : number + num_loaded]
-                    loaded += [load_values(jnp.minimum(x, end - 1)) for x in following]
-                values = [weight[..., None] * each for each in loaded[number]]
-                summed = list(map(jnp.add, summed, values)) if summed else values
-            sums = sums._replace(values=tuple(map(jnp.add, sums.values, summed)))
-        return highest, sums
+        values = [load_values(place) for place in places]
+        return _add(lses, values, highest, sums)
 
-    trips = lax.div(end - first + (num_trip - 1), jnp.int32(num_trip))
+    trips = lax.div(end - first + (num_loaded - 1), jnp.int32(num_loaded))
     highest = jnp.full(sums.total.shape, HIDDEN, jnp.float32)
     highest, sums = lax.fori_loop(jnp.int32(0), trips, join, (highest, sums))
     return _finish(highest, sums)
@@ -78,25 +65,27 @@ def join_range(
 
 def join_one(lse: jax.Array, values: list[jax.Array], sums: TileSums) -> Joined:
     """Return what `join_range` makes of a row's only piece."""
-    (weight,), highest, sums = _weigh([lse], jnp.full_like(lse, HIDDEN), sums)
-    summed = (weight[..., None] * value for value in values)
-    return _finish(
-        highest, sums._replace(values=tuple(map(jnp.add, sums.values, summed)))
-    )
+    return _finish(*_add([lse], [values], jnp.full_like(lse, HIDDEN), sums))
 
 
-def _weigh(
-    lses: list[jax.Array], highest: jax.Array, sums: TileSums
-) -> tuple[list[jax.Array], jax.Array, TileSums]:
-    """Return the weights of pieces, and sums that are ready for their values."""
+def _add(
+    lses: list[jax.Array],
+    values: list[list[jax.Array]],  # of each piece
+    highest: jax.Array,
+    sums: TileSums,
+) -> tuple[jax.Array, TileSums]:
+    """Add pieces to the highest sum that there was and to the sums."""
     for lse in lses:
         highest = jnp.maximum(highest, lse)
     maximum = jnp.maximum(sums.maximum, highest)
     weights = [jnp.exp2(lse - maximum) for lse in lses]
     shrink = jnp.exp2(sums.maximum - maximum)
     total = sums.total * shrink + functools.reduce(jnp.add, weights)
-    values = tuple(value * shrink[..., None] for value in sums.values)
-    return weights, highest, TileSums(maximum, total, values)
+    summed = [value * shrink[..., None] for value in sums.values]
+    for weight, piece in zip(weights, values, strict=True):
+        weighted = [weight[..., None] * each for each in piece]
+        summed = list(map(jnp.add, summed, weighted))
+    return highest, TileSums(maximum, total, tuple(summed))
 
 
 def _finish(highest: jax.Array, sums: TileSums) -> Joined:
