@@ -16,6 +16,7 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.conversion import WORD
+from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
 from jkv.attention.kernel.lists import DecodeWork, Pieces, Work
 from jkv.attention.kernel.loads import Operands
@@ -195,15 +196,17 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    output, lse = backend.launch(
-        "jkv_prefill",
-        functools.partial(attend_range, variant=variant),
-        (operands, output, lse),
-        shape_results(output.shape, output.dtype),
+    launch = functools.partial(
+        backend.launch,
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
         compilation=find_compilation(variant),
         in_place=True,
     )
+    results = shape_results(output.shape, output.dtype)
+    attend = functools.partial(attend_range, variant=variant)
+    output, lse = launch("jkv_prefill", attend, (operands, output, lse), results)
+    isolate = functools.partial(isolate_range, variant=variant)
+    (output,) = launch("jkv_isolate", isolate, (operands, output), results[:1])
     return output, lse
 
 
