@@ -20,7 +20,6 @@ whole here, and `isolation.py` takes them up.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ import jax.numpy as jnp
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.rows import QueryRows, locate_rows
-from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums
 from jkv.attention.kernel.variant import Variant
 from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
@@ -85,24 +83,6 @@ def _spread_nan(sums: TileSums) -> TileSums:
     """
     added = functools.reduce(jnp.add, [jnp.sum(each, axis=1) for each in sums.values])
     return sums._replace(total=jnp.where(added == added, sums.total, added))
-
-
-class Attended(NamedTuple):
-    """What a tile of rows is, by the tokens of a range."""
-
-    rows: QueryRows
-    valid: jax.Array  # bool[rows], those to store
-    sections: list[Section]  # of the value head dim
-    values: list[jax.Array]  # f32[rows, size] for each section
-    lse: jax.Array  # f32[rows], log2
-
-
-def attend_rows(operands: Operands, variant: Variant) -> Attended:
-    """Attend from this program's tile of rows to its range, and store nothing."""
-    walk = start_walk(operands, variant, locate_rows(operands, variant))
-    sums = walk_tiles(walk)
-    means, lse = _find_means(walk, sums), _find_lse(walk, sums)
-    return Attended(walk.rows, walk.valid, walk.value_sections, means, lse)
 
 
 def _find_means(walk: Walk, sums: TileSums) -> list[jax.Array]:
