@@ -124,7 +124,7 @@ def load(
       The cache; or, given one, the new cache and a `SwapIn`.
 
     Raises:
-      FileError: if the file is foreign, truncated, damaged or of a newer version.
+      FileError: if the file is foreign, truncated, damaged or of another version.
       OSError: if it cannot be read.
       ValueError: if it holds sequences and no cache is given, the cache given has other
         groups of layers, another shape or dtype, or the file has another number of
