@@ -205,7 +205,7 @@ def _put_states(storage: StateStorage, where: Placements, number: int) -> StateS
 def _first_pool(cache: Cache) -> Cache:
     """Return the pool of the first rank of a file's cache, or the only one."""
     has_ranks = cache.metadata.is_open.ndim == 2
-    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache  # type: ignore[no-any-return]
+    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache
 
 
 def _check_saved(

@@ -168,7 +168,7 @@ def _as_integers(
             f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
             f"strings (`stop_strings`), the loops inside jit at token ids"
         )
-    return as_ids(name, array)  # type: ignore[no-any-return]
+    return as_ids(name, array)
 
 
 def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:
