@@ -33,8 +33,6 @@ Path: TypeAlias = str | os.PathLike[str]
 
 FORMAT, VERSION = "jkv", 2
 
-READABLE_VERSIONS = ("1", "2")  # `jkv.storage.version_1` knows the names of the first
-
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
 CHUNK_BYTES = 2**24  # read, hashed and written at a time
@@ -73,7 +71,7 @@ logger = logging.getLogger("jkv")
 class FileError(CacheError):
     """A file does not hold what `save` wrote; the message says what is wrong with it.
 
-    It is foreign (not one of ours), truncated, damaged, or of a newer version. A file
+    It is foreign (not one of ours), truncated, damaged, or of another version. A file
     that is not there, or cannot be read, raises an `OSError` as always.
 
     Example:
@@ -229,10 +227,9 @@ def _read_header(
         raise FileError(path, fault) from error
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
-    if version not in READABLE_VERSIONS:
-        readable = " and ".join(READABLE_VERSIONS)
+    if version != str(VERSION):
         raise FileError(
-            path, f"has version {version} of the format, this jkv reads {readable}"
+            path, f"has version {version} of the format, this jkv reads {VERSION}"
         )
     return raw, header
 

@@ -779,6 +779,20 @@ MUTATIONS = (
         "grows, no_row = batch.seq_ids >= 0, storage.bases.shape[1]",
     ),
     Mutation(
+        "states-of-a-file-need-snapshots",
+        "state",
+        "Arrays of snapshots are asked for where a cache has none.",
+        "for path in self.arrays:",
+        'for path in [f"{part}.{name}" for part in PARTS for name in self.rows]:',
+    ),
+    Mutation(
+        "axes-in-the-order-of-a-file",
+        "state",
+        "The axis that a mesh divides is looked up by place, not by name.",
+        "of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))",
+        "of_rows = dict(zip(self.rows, self.row_axes, strict=True))",
+    ),
+    Mutation(
         "pending-inputs-not-moved-up",
         "verbs",
         "Tokens that stay pending keep the inputs of those that were pending first.",
