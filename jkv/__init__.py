@@ -36,6 +36,7 @@ from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import GroupStats, Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+from jkv.metadata.prefixes.face import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
     Batch,
@@ -44,7 +45,6 @@ from jkv.state import (
     Cache,
     GroupLayer,
     Metadata,
-    PrefixIndex,
     Ring,
     Sequences,
     Slots,
@@ -72,6 +72,7 @@ from jkv.trees import TextTree
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
+from jkv.verbs.commitment import commit
 from jkv.verbs.compaction import compact
 from jkv.verbs.eviction import (
     clock,
@@ -91,12 +92,17 @@ from jkv.verbs.lookups import (
     kept_from,
     num_free_blocks,
     slots,
-    snapshots,
     tokens,
 )
 from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.pooling import over_pools, split_pools
-from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
+from jkv.verbs.prefixes import (
+    clear_prefixes,
+    evict_cached,
+    invalidate,
+    match,
+    snapshots,
+)
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
 from jkv.verbs.resizing import resize

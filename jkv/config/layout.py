@@ -18,7 +18,12 @@ from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.config.arrays import ArrayLayout, Arrays, within
 from jkv.config.dtypes import needs_scales
 from jkv.config.layer_windows import find_leader
-from jkv.config.state_layout import StateSizes, lay_out_state_storage, lay_out_states
+from jkv.config.state_layout import (
+    StateSizes,
+    lay_out_snapshots,
+    lay_out_state_storage,
+    lay_out_states,
+)
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -82,8 +87,11 @@ def lay_out(
         of_leader = groups[leader] if groups else None
         index = _lay_out_index(max_sequences, of_leader, followers)
         arrays |= within("metadata.index", index)
+        if states:
+            snapshots = lay_out_snapshots(states[0])
+            arrays |= within("metadata.index.snapshots", snapshots)
     if states:
-        arrays |= within("metadata.states", lay_out_states(states[0], prefix_caching))
+        arrays |= within("metadata.states", lay_out_states(states[0]))
     for i, sizes in enumerate(groups):
         arrays |= within(f"storage.{i}", lay_out_storage(sizes))
     for i, each in enumerate(states):

@@ -15,6 +15,7 @@ from typing import Self
 import jax
 
 from jkv.config.layer_windows import find_leader
+from jkv.state.index import Index
 from jkv.state.rings import Ring
 from jkv.state.states import States
 from jkv.state.windows import Window
@@ -98,54 +99,6 @@ class BlockGroup:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beside:
-    """Which blocks of a group stood beside those of the leading group, N_0 of them.
-
-    A block is found only where both agree: `partners[f] == w` and `beside[w] == f`. The
-    group forgets `beside[w]` when it hands w out, and the leader sets `partners[f]`
-    anew when f enters the index.
-    """
-
-    partners: jax.Array  # i32[N_0], the block beside each of the leader's, N for none
-    beside: jax.Array  # i32[N], the leader's block beside each one, N_0 for none
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefixIndex:
-    """Which full blocks can be found by the tokens that lead up to their end.
-
-    The blocks of the *leading* group are indexed, N of them: the first group that sees
-    everything, or else the one that sees furthest. The blocks of the others are found
-    beside them. A block is indexed from the `commit` that made it visible until the
-    pool hands it out again, whether live or free (then it is a *cached* block). Its
-    parent is the block before it; the parents of a block lead back to the first block
-    of a prompt. A parent stays indexed as long as its children: every table row that
-    names a child names the parent one column before, and rows are released from their
-    end. (Not with a sliding window: see the fields at the end.)
-
-    Buckets and children are hash tables with 8 and 16 entries to a row. What they name
-    need not be indexed any more: a reader compares with the arrays below.
-    """
-
-    buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
-    children: jax.Array  # i32[N, 16], blocks by the hash of their parent, N where empty
-    hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
-    parents: jax.Array  # i32[N], the block before, N for the first of a prompt
-    salts: jax.Array  # i32[N], domain of the block
-    committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
-    sequence_salts: jax.Array  # i32[S], domain of each sequence
-    epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
-    # Where the leading group has a window, which gives parents back before their
-    # children: no block has a parent, and what came before it is known by more hashes.
-    wide_hashes: jax.Array | None  # u32[N, 2], of the prefix to the block's end
-    hashes_above: jax.Array | None  # u32[N], of the prefix to its beginning
-    # Of each group but the leading one, in their order.
-    followers: tuple[Beside, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Metadata:
     """Which sequence has which blocks: what verbs decide on, without the K/V arrays.
 
@@ -179,7 +132,7 @@ class Metadata:
 
     sequences: Sequences  # which are open, and how long
     groups: tuple[BlockGroup, ...]  # what they have in each group with blocks
-    index: PrefixIndex | None  # if the configuration has prefix caching
+    index: "Index[Metadata]"  # what can be found again: with prefix caching, or nothing
     states: States | None = None  # if there are groups with a state
 
     def with_group(self, number: int, group: BlockGroup) -> Self:
@@ -192,8 +145,7 @@ class Metadata:
     @property
     def records_tokens(self) -> bool:
         """Whether `append` keeps the tokens that it is told."""
-        has_texts = self.states is not None and self.states.texts is not None
-        return has_texts or self.tokens is not None
+        return self.index.is_there or self.tokens is not None
 
     @property
     def leader(self) -> int:

@@ -31,9 +31,11 @@ from jkv.status import CacheError
 
 Path: TypeAlias = str | os.PathLike[str]
 
-FORMAT, VERSION = "jkv", 2
+FORMAT, VERSION = "jkv", 3
 
-READABLE_VERSIONS = ("1", "2")  # `jkv.storage.version_1` knows the names of the first
+# `jkv.storage.version_1` knows the names of the first, `jkv.storage.saved` those of the
+# second.
+READABLE_VERSIONS = ("1", "2", "3")
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
@@ -230,7 +232,7 @@ def _read_header(
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
     if version not in READABLE_VERSIONS:
-        readable = " and ".join(READABLE_VERSIONS)
+        readable = ", ".join(READABLE_VERSIONS)
         raise FileError(
             path, f"has version {version} of the format, this jkv reads {readable}"
         )

@@ -96,7 +96,7 @@ class Swapped:
         """Take what was pickled, by version 0.1 too."""
         if "groups" not in state:
             leaves = version_1.rename_sequences(dict(fields.list_leaves(state)))
-            state = fields.build(Swapped, leaves).__dict__
+            state = fields.build(Swapped, leaves, {}).__dict__
         self.__dict__.update({"states": (), "num_pending": None} | state)
 
     def __repr__(self) -> str:
@@ -175,7 +175,8 @@ class _Found(NamedTuple):
 def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
-    sequences, index = metadata.sequences, metadata.index
+    sequences = metadata.sequences
+    committed, salts = metadata.index.leave(seq_ids) or (None, None)
 
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
@@ -187,8 +188,8 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         rows(sequences.context_lengths),
         rows(sequences.num_uses),
-        None if index is None else rows(index.committed),
-        None if index is None else rows(index.sequence_salts),
+        committed,
+        salts,
         tuple(
             (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
             for group in metadata.groups

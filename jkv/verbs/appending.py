@@ -16,9 +16,8 @@ import numpy as np
 
 from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import record_texts, set_pending, states_of
+from jkv.metadata.states import set_pending, states_of
 from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -150,7 +149,7 @@ def _append(
         valid=cells.valid,
         offsets=cells.offset,
         blocks_of_groups=tuple(block_ids),
-        epochs=sequences.epochs(metadata, seq_ids),
+        epochs=metadata.index.epochs_of(seq_ids),
         pending_counts=pending_counts,
     )
 
@@ -324,12 +323,12 @@ def _record(
 ) -> Metadata:
     """Record the token of each row, i32[R], if tokens are recorded.
 
-    In its slot of the leading group, and with states in the sequence's text.
+    In its slot of the leading group, and in what the index has of the sequence.
     """
     if tokens is None:
         return metadata
-    if metadata.states is not None:
-        metadata = record_texts(metadata, cells.table_row, cells.position, tokens)
+    row, position = cells.table_row, cells.position
+    metadata = metadata.index.record(metadata, row, position, tokens)
     if metadata.tokens is None:
         return metadata
     block, group = blocks[metadata.leader], metadata.leading
