@@ -36,7 +36,17 @@ from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import GroupStats, Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
-from jkv.metadata.prefixes.face import PrefixIndex
+from jkv.making.initialization import init
+from jkv.making.partitioning import partition_specs
+from jkv.making.saving import load, save
+from jkv.prefixes.face import PrefixIndex
+from jkv.prefixes.verbs import (
+    clear_prefixes,
+    evict_cached,
+    invalidate,
+    match,
+    snapshots,
+)
 from jkv.state import (
     NO_SEQUENCE,
     Batch,
@@ -83,7 +93,6 @@ from jkv.verbs.eviction import (
 )
 from jkv.verbs.folding import fold_state
 from jkv.verbs.forking import Fork, fork
-from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
     BlockInfo,
     block_ids,
@@ -94,19 +103,10 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
-from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.pooling import over_pools, split_pools
-from jkv.verbs.prefixes import (
-    clear_prefixes,
-    evict_cached,
-    invalidate,
-    match,
-    snapshots,
-)
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
 from jkv.verbs.resizing import resize
-from jkv.verbs.saving import load, save
 from jkv.verbs.states import read_pending, read_state, write_state
 from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 from jkv.verbs.truncation import truncate

@@ -20,8 +20,8 @@ from jkv import decoding, state
 from jkv.attention.kernel import lists
 from jkv.decoding.beams.state import BeamStatistics
 from jkv.decoding.texts.results import Statistics
-from jkv.metadata.prefixes.arrays import Beside, Snapshots
-from jkv.metadata.prefixes.face import PrefixIndex
+from jkv.prefixes.arrays import Beside, Snapshots
+from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.metadata.prefixes.arrays import Beside, IndexArrays, Snapshots
+from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
 
 
 def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:

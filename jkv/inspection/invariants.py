@@ -17,7 +17,7 @@ from jkv.inspection import index_invariants as prefixes
 from jkv.inspection import state_invariants as states
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
-from jkv.metadata.prefixes.arrays import IndexArrays
+from jkv.prefixes.arrays import IndexArrays
 from jkv.state import Cache, Metadata
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache

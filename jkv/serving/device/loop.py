@@ -11,6 +11,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import (
     begin_empty,
@@ -27,7 +28,6 @@ from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
-from jkv.verbs.prefixes import clear_prefixes
 
 Progress = Callable[[str, int, int], object]
 

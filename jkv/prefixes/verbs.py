@@ -19,15 +19,15 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, prompt_search
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
-from jkv.metadata.prefixes.snapshots import (
+from jkv.metadata.requests import Integer, Integers, Texts
+from jkv.metadata.xla_cpu import running_sum
+from jkv.prefixes import prefix_index, prompt_search
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.snapshots import (
     evict_snapshots,
     forget_snapshots,
     snapshots_of,
 )
-from jkv.metadata.requests import Integer, Integers, Texts
-from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache

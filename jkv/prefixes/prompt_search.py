@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes import hash_tables, hashing, proofs
-from jkv.metadata.prefixes.hash_tables import Prefixes
-from jkv.metadata.prefixes.prefix_index import find_partners, index_of, tokens_of
-from jkv.metadata.prefixes.proofs import Tip
-from jkv.metadata.prefixes.snapshots import (
+from jkv.prefixes import hash_tables, hashing, proofs
+from jkv.prefixes.hash_tables import Prefixes
+from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
+from jkv.prefixes.proofs import Tip
+from jkv.prefixes.snapshots import (
     find_common,
     find_longest,
     snapshots_of,

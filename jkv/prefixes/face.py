@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.prefixes import (
+from jkv.prefixes import (
     commitment,
     prefix_index,
     prompt_search,
@@ -14,7 +14,7 @@ from jkv.metadata.prefixes import (
     snapshots,
     texts,
 )
-from jkv.metadata.prefixes.arrays import IndexArrays
+from jkv.prefixes.arrays import IndexArrays
 from jkv.state import Index, Metadata, NoIndex
 
 

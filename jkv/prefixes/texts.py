@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import states
-from jkv.metadata.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.prefixes.snapshots import snapshots_of, with_snapshots
 from jkv.sharding.loops import when
 from jkv.state import Metadata
 

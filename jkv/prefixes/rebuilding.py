@@ -7,11 +7,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.prefixes import hash_tables
-from jkv.metadata.prefixes.arrays import Beside, IndexArrays
-from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP
-from jkv.metadata.prefixes.hash_tables import Prefixes, hash_above
-from jkv.metadata.prefixes.prefix_index import (
+from jkv.prefixes import hash_tables
+from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP
+from jkv.prefixes.hash_tables import Prefixes, hash_above
+from jkv.prefixes.prefix_index import (
     beside_of,
     index_of,
     put_index,

@@ -13,7 +13,7 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import Sizes, lay_out, lay_out_storage
 from jkv.config.state_config import StateConfig
 from jkv.config.state_layout import StateSizes, lay_out_state_storage
-from jkv.metadata.prefixes.face import KINDS
+from jkv.prefixes.face import KINDS
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache

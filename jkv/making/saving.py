@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jkv.inspection.invariants import check
-from jkv.metadata.prefixes.face import KINDS
 from jkv.metadata.requests import Integers
+from jkv.prefixes.face import KINDS
 from jkv.state import BlockStorage, Cache, StateStorage
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError

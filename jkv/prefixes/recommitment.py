@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import requests
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
-from jkv.metadata.prefixes.texts import record_texts
 from jkv.metadata.requests import Integers, Texts
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.texts import record_texts
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.commitment import commit
@@ -40,7 +40,7 @@ def recommit(cache: Cache, seq_ids: Integers, tokens: Texts) -> Cache:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> from jkv.verbs.recommitment import recommit
+      >>> from jkv.prefixes.recommitment import recommit
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
       ...     prefix_caching=True)

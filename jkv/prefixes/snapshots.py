@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import states
-from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.arrays import Snapshots
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import Snapshots
+from jkv.prefixes.prefix_index import index_of, with_index
 from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Metadata
 from jkv.state.index import FoundState

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
-from jkv.metadata.prefixes.texts import copy_texts, forget_texts, record_texts
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.texts import copy_texts, forget_texts, record_texts
 from jkv.state import Metadata
 from jkv.status import Counter
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import hash_tables, partners, proofs, snapshots
-from jkv.metadata.prefixes.arrays import IndexArrays
-from jkv.metadata.prefixes.columns import (
+from jkv.prefixes import hash_tables, partners, proofs, snapshots
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.columns import (
     Chains,
     Columns,
     CommitLanes,
@@ -17,8 +17,8 @@ from jkv.metadata.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
-from jkv.metadata.prefixes.prefix_index import index_of, put_index, with_index
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
+from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
 

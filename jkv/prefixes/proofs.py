@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import tables
-from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.arrays import IndexArrays
-from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
 

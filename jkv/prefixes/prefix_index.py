@@ -21,8 +21,8 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.prefixes.arrays import Beside, IndexArrays
 from jkv.metadata.xla_cpu import stage, written_after
+from jkv.prefixes.arrays import Beside, IndexArrays
 from jkv.sharding.loops import fori_loop
 from jkv.state import Index, Metadata
 
