@@ -41,13 +41,6 @@ class StateSizes(NamedTuple):
         return -(-self.max_context_length // self.block_size)
 
 
-def lay_out_states(sizes: StateSizes) -> Arrays:
-    """Return the arrays of `States`, the same for all groups with a state."""
-    if not sizes.max_pending:
-        return {}
-    return {"num_pending": ArrayLayout((sizes.max_sequences,), _I32, fill=0)}
-
-
 def lay_out_snapshots(sizes: StateSizes) -> Arrays:
     """Return the arrays of `Snapshots`, the same for all groups with a state."""
     places, length = (sizes.num_snapshots,), sizes.max_context_length

@@ -90,9 +90,8 @@ def _find_broken_index(metadata: Metadata, groups: list[Recount]) -> Iterator[_B
     index = metadata.index
     if not isinstance(index, IndexArrays):
         return
-    if index.snapshots is not None and metadata.states is not None:
-        max_pending = metadata.states.max_pending
-        for text in prefixes.check_snapshots(index.snapshots, max_pending):
+    if index.snapshots is not None:
+        for text in prefixes.check_snapshots(index.snapshots, metadata.max_pending):
             yield _Broken("snapshots", "", text)
     if not groups:
         return

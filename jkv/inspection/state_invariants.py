@@ -10,11 +10,10 @@ from jkv.state import Cache, Metadata, StateStorage
 
 def check_pending(metadata: Metadata) -> Iterator[str]:
     """Yield the open sequences with more or fewer tokens pending than can be."""
-    states = metadata.states
-    if states is None or states.num_pending is None:
+    if metadata.sequences.num_pending is None:
         return
-    pending = np.asarray(states.num_pending)
-    most = np.minimum(np.asarray(metadata.context_lengths), states.max_pending)
+    pending = np.asarray(metadata.sequences.num_pending)
+    most = np.minimum(np.asarray(metadata.context_lengths), metadata.max_pending)
     is_wrong = np.asarray(metadata.is_open) & ((pending < 0) | (pending > most))
     for row in np.flatnonzero(is_wrong):
         yield f"row {row} has {pending[row]} tokens pending, at most {most[row]} can be"
@@ -22,7 +21,7 @@ def check_pending(metadata: Metadata) -> Iterator[str]:
 
 def implied_sizes(cache: Cache) -> tuple[StateSizes, ...]:
     """Return the sizes that a few of the arrays tell of all others."""
-    states, index = cache.metadata.states, cache.metadata.index
+    index = cache.metadata.index
     return tuple(
         StateSizes(
             num_layers=storage.num_layers,
@@ -33,7 +32,7 @@ def implied_sizes(cache: Cache) -> tuple[StateSizes, ...]:
             block_size=cache.block_size,
             num_snapshots=index.num_places,
             snapshot_every=index.snapshot_every,
-            max_pending=0 if states is None else states.max_pending,
+            max_pending=cache.metadata.max_pending,
             heads_axes=(),
         )
         for storage in cache.states

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, states, tables
+from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.states import Cut, StateMoves
 from jkv.metadata.tails import BlockCopies, copy_tokens
@@ -242,4 +242,4 @@ def take_states(
     place = None if cut.snapshot is None else cut.snapshot.only(is_taken).place
     base = jnp.where(is_taken, lengths - cut.num_pending, 0)
     moves = StateMoves(row, base, source, place, is_exchange)
-    return states.set_pending(metadata, row, cut.num_pending), moves
+    return metadata.with_pending(row, cut.num_pending), moves

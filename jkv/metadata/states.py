@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.state import Metadata, States
+from jkv.state import Metadata
 from jkv.state.index import FoundState
 
 Carry = TypeVar("Carry")
@@ -42,27 +42,6 @@ class Cut(NamedTuple):
     snapshot: FoundState | None  # what is at that length; None without snapshots
 
 
-def states_of(metadata: Metadata) -> States:
-    """Return what the cache notes of states; it has some."""
-    assert metadata.states is not None, "a group with a state has its metadata"
-    return metadata.states
-
-
-def with_states(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its `States`."""
-    states = dataclasses.replace(states_of(metadata), **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(metadata, states=states)
-
-
-def set_pending(metadata: Metadata, row: jax.Array, count: jax.Array | int) -> Metadata:
-    """Note how many tokens of rows, i32[B], are pending; a row of S is dropped."""
-    pending = states_of(metadata).num_pending
-    if pending is None:
-        return metadata
-    pending = pending.at[row].set(jnp.asarray(count, jnp.int32), mode="drop")
-    return with_states(metadata, num_pending=pending)
-
-
 def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut | None:
     """Return what sequences cut back to lengths go on from; None without states.
 
@@ -76,7 +55,7 @@ def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut 
     if metadata.states is None:
         return None
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    base = length - metadata.states.pending_of(seq_ids)
+    base = length - metadata.sequences.pending_of(seq_ids)
     stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))
     pending = jnp.where(lengths == 0, 0, lengths - base)
     looked_for = jnp.where(stands | (lengths > length), 0, lengths)

@@ -249,7 +249,7 @@ def _make_one(
         return field.at[target].set(value, mode="drop")
 
     hashes = hash_text(text, salt, length, metadata.block_size)
-    pending = states.states_of(metadata).pending_of(seq_id)
+    pending = metadata.sequences.pending_of(seq_id)
     return dataclasses.replace(
         snapshots,
         lengths=put(snapshots.lengths, length),

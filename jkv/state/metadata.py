@@ -39,10 +39,19 @@ class Sequences:
     last_used: jax.Array  # u32[S], clock when it was last appended to, forked, touched
     num_uses: jax.Array  # u32[S], how often it was, since it was opened
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
+    # i32[S], of each sequence's newest tokens those that no state stands behind yet, so
+    # that they can be taken back; None if none ever are.
+    num_pending: jax.Array | None
     # Most tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
     # T of all groups; static, as there may be no group with blocks.
     block_size: int = dataclasses.field(metadata={"static": True})
+
+    def pending_of(self, seq_ids: jax.Array) -> jax.Array:
+        """Return how many tokens of sequences, i32[B], are pending, i32[B]."""
+        if self.num_pending is None:
+            return jax.numpy.zeros(seq_ids.shape, jax.numpy.int32)
+        return self.num_pending.at[seq_ids].get(mode="clip")
 
     @property
     def max_sequences(self) -> int:
@@ -141,6 +150,20 @@ class Metadata:
             return self
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])
         return dataclasses.replace(self, groups=groups)
+
+    def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
+        """Note how many tokens of rows, i32[B], are pending; one of S is dropped."""
+        pending = self.sequences.num_pending
+        if pending is None:
+            return self
+        pending = pending.at[row].set(jax.numpy.int32(count), mode="drop")
+        sequences = dataclasses.replace(self.sequences, num_pending=pending)
+        return dataclasses.replace(self, sequences=sequences)
+
+    @property
+    def max_pending(self) -> int:
+        """Tokens of a sequence that may be pending, 0 without states."""
+        return 0 if self.states is None else self.states.max_pending
 
     @property
     def records_tokens(self) -> bool:

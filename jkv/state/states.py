@@ -18,17 +18,10 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """What the sequences have in all groups with a state, as far as tokens go."""
+    """That there are groups with a state: they agree in what may be pending."""
 
-    # i32[S], of each sequence's newest tokens those pending; None if none ever are.
-    num_pending: jax.Array | None
-    max_pending: int = dataclasses.field(metadata={"static": True})  # Q
-
-    def pending_of(self, rows: jax.Array) -> jax.Array:
-        """Return how many tokens of rows, i32[B], are pending, i32[B]."""
-        if self.num_pending is None:
-            return jax.numpy.zeros(rows.shape, jax.numpy.int32)
-        return self.num_pending.at[rows].get(mode="clip")
+    # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
+    max_pending: int = dataclasses.field(metadata={"static": True})
 
 
 # The fields of `StateStorage` that hold arrays by name.

@@ -39,6 +39,7 @@ _KINDS: dict[str, type[Cache] | type[Swapped]] = {
 # How version 2 of the format named what has another place now: paths, or beginnings of
 # some.
 _RENAMED = {
+    "metadata.states.num_pending": "metadata.sequences.num_pending",
     "metadata.states.texts": "metadata.index.snapshots.sequence_texts",
     "metadata.states.snapshots.": "metadata.index.snapshots.",
 }

@@ -65,7 +65,7 @@ class Swapped:
     groups: tuple[SwappedGroup, ...]  # what they have in each group with blocks
     block_size: int  # tokens per block, T
     states: tuple[SwappedStates, ...] = ()  # and in each group with a state
-    num_pending: np.ndarray | None = None  # i32[B], as in `States`
+    num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property
     def num_sequences(self) -> int:
@@ -195,7 +195,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
             for group in metadata.groups
         ),
         seq_ids,
-        None if metadata.states is None else metadata.states.pending_of(seq_ids),
+        None if metadata.states is None else sequences.pending_of(seq_ids),
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, sharing, states, tables
+from jkv.metadata import allocator, counters, requests, sharing, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.states import StateMoves
@@ -188,10 +188,10 @@ def _open_states(
     if metadata.states is None:
         return metadata, None
     if found.state is None:
-        metadata = states.set_pending(metadata, row, 0)
+        metadata = metadata.with_pending(row, 0)
         return metadata, StateMoves(row, jnp.zeros_like(row))
     snapshot = found.state.only(row < metadata.max_sequences)
-    metadata = states.set_pending(metadata, row, snapshot.num_pending)
+    metadata = metadata.with_pending(row, snapshot.num_pending)
     metadata = metadata.index.use(metadata, snapshot)
     base = num_cached - snapshot.num_pending
     return metadata, StateMoves(row, base, place=snapshot.place)

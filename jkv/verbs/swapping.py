@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, states, tables
+from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -265,8 +265,7 @@ def _open(
     )
     metadata = dataclasses.replace(metadata, sequences=opened)
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
-    if metadata.states is not None:
-        metadata = states.set_pending(metadata, row, entering.num_pending)
+    metadata = metadata.with_pending(row, entering.num_pending)
     settled = counters.settle(metadata.sequences, status, served)
     metadata = dataclasses.replace(metadata, sequences=settled)
     return metadata, SwapIn(seq_ids, status), tuple(rows)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, states, tables
+from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.requests import Integers
 from jkv.metadata.states import Cut, StateMoves, find_cut
 from jkv.metadata.tails import BlockCopies
@@ -119,7 +119,7 @@ def _cut_states(
     """Let rows, i32[B], have the states at lengths, i32[B]; a row of S is dropped."""
     if cut is None:
         return metadata, None
-    metadata = states.set_pending(metadata, row, cut.num_pending)
+    metadata = metadata.with_pending(row, cut.num_pending)
     # Where the state stands before the cut already, only tokens are pending no more.
     changes, place, no_row = lengths == 0, None, metadata.max_sequences
     if cut.snapshot is not None:

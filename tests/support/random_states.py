@@ -280,11 +280,11 @@ class StateGame(ReuseGame):
 
     def compare_state(self):
         super().compare_state()
-        oracle, states = self.oracle, jax.device_get(self.cache.metadata.states)
+        oracle, sequences = self.oracle, jax.device_get(self.cache.metadata.sequences)
         if self.rules.max_pending:
             for seq_id, mine in oracle.open.items():
                 pending = len(mine.tokens) - mine.base
-                assert int(states.num_pending[seq_id]) == pending
+                assert int(sequences.num_pending[seq_id]) == pending
         self.compare_snapshots()
         if self.has_storage:
             for storage in jax.device_get(self.cache.states):
