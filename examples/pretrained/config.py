@@ -15,6 +15,7 @@ from jkv.config.text_part import DEFAULTS
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .gguf_reading import find_folder
 from .kept_by_layers import read_windows
 from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
 from .quantized import Quantization, read_quantization
@@ -257,11 +258,11 @@ def read_config(folder: str | Path) -> DecoderConfig:
         FileNotFoundError: when there is no config.json.
         ValueError: when it asks for something that this model does not compute.
     """
-    path = Path(folder) / "config.json"
+    path = find_folder(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: a checkpoint is a folder with config.json, "
-            "*.safetensors and tokenizer.json"
+            "*.safetensors and tokenizer.json, or a GGUF file"
         )
     config = parse_config(read_json(path))
 
