@@ -36,6 +36,7 @@ from jkv.decoding.texts.blocks import (
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import requests
+from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -191,9 +192,11 @@ def _judge(
     mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in groups]
     kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in groups]
     needs = blocks_to_take(lengths, tuple(mapped), tuple(kept), block_size)
-    agreed = requests.agree(
-        groups, tuple(jnp.where(reasons == running, need, 0) for need in needs)
-    )
+    lacks = [
+        (Lack.of(group, jnp.where(reasons == running, need, 0)),)
+        for group, need in zip(groups, needs, strict=True)
+    ]
+    agreed = requests.agree(lacks)
     return jnp.where(agreed.no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
 
 
