@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jkv.config.text_part import DEFAULTS
+
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .kept_by_layers import read_windows
 from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
 from .settings import Settings, read_json
 from .text_part import TEXT_PARTS, find_text_part
-from .windows import read_windows
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
@@ -280,7 +282,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    settings = Settings(raw, row.defaults, row.aliases)
+    defaults = {**DEFAULTS.get(model_type, {}), **row.defaults}
+    settings = Settings(raw, defaults, row.aliases)
     # A list of layers tells their number as well.
     listed = settings.get("layer_types")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
@@ -289,8 +292,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         num_heads=settings.count("num_attention_heads"),
         num_kv_heads=_read_kv_heads(settings),
         head_dim=head_dim,
-        windows=read_windows(settings, row.windows, num_layers),
+        windows=(None,) * num_layers,
     )
+    if row.has_windows:
+        fields["windows"] = read_windows(settings, num_layers)
     fields |= row.choices | row.read(settings)
     if "ropes" not in fields:
         dim = settings.count("qk_rope_head_dim", head_dim)

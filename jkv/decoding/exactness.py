@@ -136,16 +136,16 @@ def check_exact(
     rows = np.asarray(as_prompts(prompts, "prompts")).tolist()
     texts = [[token for token in row if token >= 0] for row in rows]
     player = _Player(model, params, cache, texts, max_new_tokens, sampling, exact)
-    everyone = list(range(len(texts)))
-    known = player.extend(everyone)
+    numbers = list(range(len(texts)))
+    known = player.extend(numbers)
     plays: dict[str, Callable[[], _Played]] = {
-        "reverse order": lambda: player.extend(everyone[::-1]),
-        "alone": lambda: player.extend_alone(everyone),
+        "reverse order": lambda: player.extend(numbers[::-1]),
+        "alone": lambda: player.extend_alone(numbers),
         "one at a time from a queue": player.generate,
         "computed anew from the middle": lambda: player.recompute(known),
     }
     if cache.metadata.index.is_there:
-        plays["found in the cache"] = lambda: player.extend(everyone, known=everyone)
+        plays["found in the cache"] = lambda: player.extend(numbers, known=numbers)
     if config is not None:
         plays["scored"] = lambda: player.score(known, config)
     for name, play in plays.items():

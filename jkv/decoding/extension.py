@@ -20,7 +20,7 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
-from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
 from jkv.decoding.steering.rows import (
     as_steering,
     begin_rows,
@@ -35,6 +35,7 @@ from jkv.decoding.texts.blocks import (
 )
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers

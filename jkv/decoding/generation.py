@@ -19,7 +19,6 @@ from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.sampling.stopping import Stops
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
@@ -27,6 +26,7 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.steering.rows import as_steering, with_variants
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integers, Texts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache

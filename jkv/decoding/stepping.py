@@ -19,13 +19,13 @@ from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.sampling.stopping import Stops
 from jkv.decoding.scheduler.start import Sizes, begin_generation
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.steering.rows import as_steering, check_steering_of, with_variants
 from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integer, Integers, Texts, as_index
 from jkv.state import Cache
 from jkv.state.entry import takes_cache

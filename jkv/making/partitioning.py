@@ -70,7 +70,7 @@ def partition_specs(
     over = heads or next(iter(remembered), None)
     pairs = zip(specs.states, shapes.states, strict=True)
     states = [_divide_states(*pair, over, ranks) for pair in pairs]
-    return specs.with_storage(tuple(divided)).with_states(tuple(states))  # type: ignore[no-any-return]
+    return specs.with_storage(tuple(divided)).with_states(tuple(states))
 
 
 def _divide_states(

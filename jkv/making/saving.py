@@ -125,7 +125,7 @@ def load(
       The cache; or, given one, the new cache and a `SwapIn`.
 
     Raises:
-      FileError: if the file is foreign, truncated, damaged or of a newer version.
+      FileError: if the file is foreign, truncated, damaged or of another version.
       OSError: if it cannot be read.
       ValueError: if it holds sequences and no cache is given, the cache given has other
         groups of layers, another shape or dtype, or the file has another number of
@@ -206,7 +206,7 @@ def _put_states(storage: StateStorage, where: Placements, number: int) -> StateS
 def _first_pool(cache: Cache) -> Cache:
     """Return the pool of the first rank of a file's cache, or the only one."""
     has_ranks = cache.metadata.is_open.ndim == 2
-    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache  # type: ignore[no-any-return]
+    return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache
 
 
 def _check_saved(

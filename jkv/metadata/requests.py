@@ -214,7 +214,7 @@ def saturated(name: str, value: Integers) -> jax.Array:
             bounds = (array.dtype.type(bound) for bound in (low, I32.max))
             array = xp.clip(array, *bounds)
         array = xp.asarray(array, np.int32)
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 def _namespace(array: Any) -> Any:

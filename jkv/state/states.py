@@ -73,13 +73,16 @@ class StateStorage:
     @property
     def divided_axes(self) -> dict[str, int]:
         """The axis of each of these arrays that a mesh may divide, -1 for none."""
+        # By name: groups without snapshots have none of them, and files another order.
+        of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))
+        of_inputs = dict(zip(sorted(self.inputs), self.input_axes, strict=True))
         axes = {}
-        for part in PARTS:
+        for path in self.arrays:
+            part, name = path.split(".")
             is_state = part.endswith("rows")
-            of_part = self.row_axes if is_state else self.input_axes
+            axis = of_rows[name] if is_state else of_inputs[name]
             before = 2 if is_state else 3  # layers, rows or places, tokens
-            for name, axis in zip(getattr(self, part), of_part, strict=True):
-                axes[f"{part}.{name}"] = axis + before if axis >= 0 else -1
+            axes[path] = axis + before if axis >= 0 else -1
         return axes
 
     @property

@@ -33,9 +33,8 @@ Path: TypeAlias = str | os.PathLike[str]
 
 FORMAT, VERSION = "jkv", 3
 
-# `jkv.storage.version_1` knows the names of the first, `jkv.storage.saved` those of the
-# second.
-READABLE_VERSIONS = ("1", "2", "3")
+# `jkv.storage.saved` knows the names of the second.
+READABLE_VERSIONS = ("2", "3")
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
@@ -75,7 +74,7 @@ logger = logging.getLogger("jkv")
 class FileError(CacheError):
     """A file does not hold what `save` wrote; the message says what is wrong with it.
 
-    It is foreign (not one of ours), truncated, damaged, or of a newer version. A file
+    It is foreign (not one of ours), truncated, damaged, or of another version. A file
     that is not there, or cannot be read, raises an `OSError` as always.
 
     Example:

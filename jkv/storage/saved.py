@@ -23,7 +23,7 @@ from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files, version_1
+from jkv.storage import contents, fields, files
 from jkv.storage.contents import HostArray
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
@@ -95,14 +95,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     try:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
-        if metadata["version"] == "1":
-            leaves = version_1.rename(metadata["holds"], leaves)
         leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
-        # Caches of before there were states say neither of these.
-        size = leaves.get("metadata.groups.0.block_size")
-        if kind is Cache and size is not None:
-            leaves.setdefault("metadata.sequences.block_size", size)
-            leaves.setdefault("state_numbers", ())
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}

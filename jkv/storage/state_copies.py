@@ -78,7 +78,7 @@ def read_rows(
 
         return jax.tree.map(get, arrays)
 
-    return jax.lax.platform_dependent(arrays, cpu=clear, default=fill)  # type: ignore[no-any-return]
+    return jax.lax.platform_dependent(arrays, cpu=clear, default=fill)
 
 
 def _has_any(numbers: jax.Array, none: int) -> bool:

@@ -1,7 +1,6 @@
 """Sequences on the host, apart from any cache."""
 
 import dataclasses
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jkv.metadata import requests
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
-from jkv.storage import contents, fields, version_1
+from jkv.storage import contents
 from jkv.storage.contents import Contents
 from jkv.storage.swapped_states import SwappedStates, compare_states, fetch_states
 
@@ -91,13 +90,6 @@ class Swapped:
         """Pickle plain numpy arrays, wherever the pieces are."""
         arrays = jax.tree.map(np.asarray, (self.groups, self.states))
         return {**self.__dict__, "groups": arrays[0], "states": arrays[1]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was pickled, by version 0.1 too."""
-        if "groups" not in state:
-            leaves = version_1.rename_sequences(dict(fields.list_leaves(state)))
-            state = fields.build(Swapped, leaves, {}).__dict__
-        self.__dict__.update({"states": (), "num_pending": None} | state)
 
     def __repr__(self) -> str:
         """Fit one line."""
@@ -299,8 +291,3 @@ def _check_given_back(cache: Cache, swapped: Swapped, number: int) -> None:
             "these sequences have given back tokens that this cache's layers see: make "
             "it with the sliding_window and num_sink_tokens of the cache they left"
         )
-
-
-# What version 0.1 pickled names these classes by the modules of its day.
-sys.modules["jkv.transfer"] = sys.modules[__name__]
-sys.modules["jkv.contents"] = contents

@@ -127,7 +127,6 @@ RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
 EXTRAS = {
     "prometheus_client": "serving/prometheus.py",
-    "rich": "grammar/progress.py",
 }
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 

@@ -15,10 +15,11 @@ from jkv.decoding.beams.state import BeamSearch, SearchState
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.stopping import Bounds, as_stop_tokens, judge_prompts
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
 from jkv.decoding.steering.rows import as_steering, begin_rows, with_variants
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.stops import as_stop_tokens
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.sampling.stopping import Stops, judge_prompts
+from jkv.decoding.sampling.stopping import judge_prompts
 from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.steering.rows import (
@@ -19,6 +19,7 @@ from jkv.decoding.steering.rows import (
 )
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring

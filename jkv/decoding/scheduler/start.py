@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
 from jkv.decoding.scheduler.places import Places
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.samples import Holder
@@ -18,6 +18,7 @@ from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import check_counts
 from jkv.state import Cache
 from jkv.status import UsageError

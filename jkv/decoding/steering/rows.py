@@ -169,7 +169,7 @@ def as_steering(steering: Steering | None) -> Steering | None:
                 f"@jax.tree_util.register_dataclass over its dataclass, and mark what "
                 f"is no array as static; got {type(leaf).__name__} in it"
             )
-    return jax.tree.map(jnp.asarray, steering)  # type: ignore[no-any-return]
+    return jax.tree.map(jnp.asarray, steering)
 
 
 def check_steering_of(state: Any, steering: Steering | None) -> None:
