@@ -97,7 +97,7 @@ class Loop:
         """
         return Limits(
             max_prompt_tokens=self._sizes.max_prompt_tokens,
-            max_new_tokens=self._sizes.max_new_tokens,
+            max_new_tokens=self._sizes.steps.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
