@@ -145,7 +145,7 @@ def check_exact(
         "one at a time from a queue": player.generate,
         "computed anew from the middle": lambda: player.recompute(known),
     }
-    if cache.metadata.index is not None:
+    if cache.metadata.index.is_there:
         plays["found in the cache"] = lambda: player.extend(numbers, known=numbers)
     if config is not None:
         plays["scored"] = lambda: player.score(known, config)

@@ -32,7 +32,6 @@ from jkv.decoding.texts.blocks import (
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import requests
-from jkv.metadata.prefixes.prompt_search import find_partings
 from jkv.metadata.requests import Integers
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -208,7 +207,7 @@ class _Extension(NamedTuple):
         self, cache: Cache, progress: Progress, most_each: int
     ) -> tuple[Cache, Progress]:
         """Feed what was given, at most so many tokens of each text at a time."""
-        prompts = progress.prompts
+        prompts, index = progress.prompts, cache.metadata.index
 
         def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
             column = position - self.before[text]
@@ -230,7 +229,9 @@ class _Extension(NamedTuple):
             self.share_rows(prompts.lengths.shape[0], most_each),
             count_left=count_left,
             note=note,
-            partings=self.find_partings(cache, prompts),
+            partings=index.find_partings_behind(
+                cache.metadata, self.seq_ids, self.before, prompts.tokens
+            ),
         )
 
     def share_rows(self, num_sequences: int, most_each: int) -> Sizes:
@@ -238,27 +239,6 @@ class _Extension(NamedTuple):
         if self.runner.exact is not None:
             return Sizes(self.runner.exact.num_rows)
         return Sizes(num_sequences * most_each, most_each=most_each)
-
-    def find_partings(self, cache: Cache, prompts: Prompts) -> jax.Array | None:
-        """Return up to where whole texts are like one that is known, i32[B].
-
-        None where no layer keeps a state that could be found again.
-        """
-        metadata = cache.metadata
-        if metadata.index is None or metadata.states is None:
-            return None
-        texts = metadata.states.texts
-        assert texts is not None, "states with an index have texts"
-        num_sequences, most = len(self.seq_ids), texts.shape[1]
-        position = jnp.arange(most, dtype=jnp.int32)[None]
-        known = texts.at[self.seq_ids].get(mode="clip")
-        known = jnp.where(position < self.before[:, None], known, -1)
-        column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)[None]
-        at = jnp.where(prompts.tokens >= 0, self.before[:, None] + column, most)
-        row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
-        whole = known.at[row, at].set(prompts.tokens, mode="drop")
-        salts = metadata.index.sequence_salts.at[self.seq_ids].get(mode="clip")
-        return find_partings(metadata, whole, salts)
 
     def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:
         """Feed the newest token of each text until all have ended."""

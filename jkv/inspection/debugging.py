@@ -123,7 +123,7 @@ class StepWatcher:
         row = jnp.where(served, batch.seq_ids, before.max_sequences)
         created = before.metadata.sequences.created
         created = created.at[row].get(mode="fill", fill_value=0)
-        if cache.metadata.index is not None:
+        if cache.metadata.index.is_there:
             pending = self.uncommitted.at[row].get(mode="fill", fill_value=0)
             _note(
                 self.watch,
@@ -363,7 +363,7 @@ def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
 
 def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     """Look whether the step is written to all layers, and note that it is committed."""
-    if step.cache.metadata.index is None:  # then it does nothing
+    if not step.cache.metadata.index.is_there:  # then it does nothing
         return step.watcher
     behind = [
         _is_before(written, step.batch.stamp)

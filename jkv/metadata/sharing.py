@@ -10,12 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, states
+from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.states import Cut, StateMoves
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
+from jkv.state.index import Found, FoundBlocks
 from jkv.state.windows import Columns
 
 
@@ -128,6 +129,60 @@ def adopt(
     return take_tails(metadata, number, copied, seq_ids, length.num_full, source)
 
 
+def enter_found(metadata: Metadata, row: jax.Array, found: Found) -> Metadata:
+    """Enter the whole blocks found in table rows, i32[B]; one of S or above is dropped.
+
+    They get an owner more each, so a cached one is not taken by others any more.
+    """
+    for number, theirs in enumerate(found.groups):
+        if theirs.part is not None:
+            group = _enter_found(metadata.groups[number], row, theirs)
+            metadata = metadata.with_group(number, group)
+    return metadata
+
+
+def _enter_found(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
+    """Enter what was found in one group in its table rows, i32[B]."""
+    nothing, no_row = group.num_blocks, group.max_sequences
+    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
+    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.where(blocks < nothing, row[:, None], no_row)
+    group = dataclasses.replace(
+        group,
+        block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
+        window=group.window.with_gaps(row, found.gap),
+    )
+    return allocator.add_references(group, blocks.reshape(-1))
+
+
+def copy_part(
+    metadata: Metadata, row: jax.Array, found: Found
+) -> tuple[Metadata, tuple[BlockCopies | None, ...]]:
+    """Have the part of a block that was found copied into the first fresh one.
+
+    Args:
+      metadata: the state; the fresh blocks are mapped already.
+      row: i32[B], table rows; one of S or above gets no copy.
+      found: what was found.
+
+    Returns:
+      The metadata, tokens copied, and the copies due in the storage of each group, None
+      where nothing was looked for.
+    """
+    copies: list[BlockCopies | None] = []
+    for number, theirs in enumerate(found.groups):
+        if theirs.part is None:
+            copies.append(None)
+            continue
+        group = metadata.groups[number]
+        fresh = tables.blocks_at(group, row, found.num_blocks)
+        target = jnp.where(found.num_part > 0, fresh, group.num_blocks)
+        due = BlockCopies(jnp.minimum(theirs.part, group.num_blocks - 1), target)
+        metadata = metadata.with_group(number, copy_tokens(group, due))
+        copies.append(due)
+    return metadata, tuple(copies)
+
+
 def take_tails(
     metadata: Metadata,
     number: int,
@@ -184,11 +239,7 @@ def take_states(
     no_row = metadata.max_sequences
     is_taken = (row < no_row) & (lengths > 0)
     source = jnp.where(is_taken, parents, no_row)
-    place = None
-    if metadata.states is not None and metadata.states.snapshots is not None:
-        none = metadata.states.snapshots.lengths.shape[0]
-        place = jnp.where(is_taken, cut.place, none)
+    place = None if cut.snapshot is None else cut.snapshot.only(is_taken).place
     base = jnp.where(is_taken, lengths - cut.num_pending, 0)
     moves = StateMoves(row, base, source, place, is_exchange)
-    metadata = states.copy_texts(metadata, moves)
-    return states.set_pending(metadata, row, cut.num_pending), moves
+    return metadata.with_pending(row, cut.num_pending), moves

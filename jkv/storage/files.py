@@ -31,7 +31,10 @@ from jkv.status import CacheError
 
 Path: TypeAlias = str | os.PathLike[str]
 
-FORMAT, VERSION = "jkv", 2
+FORMAT, VERSION = "jkv", 3
+
+# `jkv.storage.saved` knows the names of the second.
+READABLE_VERSIONS = ("2", "3")
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
@@ -227,9 +230,10 @@ def _read_header(
         raise FileError(path, fault) from error
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
-    if version != str(VERSION):
+    if version not in READABLE_VERSIONS:
+        readable = ", ".join(READABLE_VERSIONS)
         raise FileError(
-            path, f"has version {version} of the format, this jkv reads {VERSION}"
+            path, f"has version {version} of the format, this jkv reads {readable}"
         )
     return raw, header
 

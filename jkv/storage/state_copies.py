@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes.snapshots import num_places
 from jkv.metadata.states import StateMoves, for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, StateStorage
@@ -40,7 +39,7 @@ def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> C
     """
     if places is None or not cache.num_layers:
         return cache
-    if not _has_any(places, num_places(cache.metadata)):
+    if not _has_any(places, cache.metadata.index.num_places):
         return cache
     return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
 

@@ -64,7 +64,7 @@ class Swapped:
     groups: tuple[SwappedGroup, ...]  # what they have in each group with blocks
     block_size: int  # tokens per block, T
     states: tuple[SwappedStates, ...] = ()  # and in each group with a state
-    num_pending: np.ndarray | None = None  # i32[B], as in `States`
+    num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property
     def num_sequences(self) -> int:
@@ -167,7 +167,8 @@ class _Found(NamedTuple):
 def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
-    sequences, index = metadata.sequences, metadata.index
+    sequences = metadata.sequences
+    committed, salts = metadata.index.leave(seq_ids) or (None, None)
 
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
@@ -179,14 +180,14 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         rows(sequences.context_lengths),
         rows(sequences.num_uses),
-        None if index is None else rows(index.committed),
-        None if index is None else rows(index.sequence_salts),
+        committed,
+        salts,
         tuple(
             (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
             for group in metadata.groups
         ),
         seq_ids,
-        None if metadata.states is None else metadata.states.pending_of(seq_ids),
+        None if metadata.states is None else sequences.pending_of(seq_ids),
     )
 
 

@@ -11,15 +11,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, states, tables
+from jkv.metadata import allocator, counters, requests, sharing, tables
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import prompt_search
-from jkv.metadata.prefixes.snapshots import mark_used
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.states import StateMoves
 from jkv.metadata.tails import BlockCopies
 from jkv.state import NO_SEQUENCE, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
+from jkv.state.index import Found
 from jkv.status import Status
 from jkv.storage.copies import with_copies
 from jkv.storage.state_copies import with_moves
@@ -156,61 +155,51 @@ def _allocate(
     tokens: jax.Array | None,
     salts: jax.Array,
     keep_free: Blocks,
-) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None, StateMoves | None]:
-    found = prompt_search.find(metadata, tokens, salts)
+) -> tuple[Metadata, Allocation, tuple[BlockCopies | None, ...], StateMoves | None]:
+    found = metadata.index.find(metadata, tokens, salts)
     decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
-    metadata = prompt_search.share(metadata, row, found)
+    metadata = sharing.enter_found(metadata, row, found)
     for number, num_fresh in enumerate(decision.num_fresh):
         metadata = _reserve(metadata, number, row, found.num_blocks, num_fresh)
-    metadata, copies = prompt_search.copy_part(metadata, row, found)
+    metadata, copies = sharing.copy_part(metadata, row, found)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
-    metadata = prompt_search.note_found(metadata, row, salts, num_cached)
-    metadata, moves = _open_states(metadata, row, tokens, found, num_cached)
-    metadata = prompt_search.count_queries(metadata, served, tokens, num_cached)
+    metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
+    metadata, moves = _open_states(metadata, row, found, num_cached)
     sequences = counters.settle(metadata.sequences, decision.status, served)
     metadata = dataclasses.replace(metadata, sequences=sequences)
     return metadata, Allocation(seq_ids, decision.status, num_cached), copies, moves
 
 
 def _open_states(
-    metadata: Metadata,
-    row: jax.Array,
-    tokens: jax.Array | None,
-    found: prompt_search.Found,
-    num_cached: jax.Array,
+    metadata: Metadata, row: jax.Array, found: Found, num_cached: jax.Array
 ) -> tuple[Metadata, StateMoves | None]:
     """Let rows, i32[B], begin with the states of the snapshots found, or with none.
 
     Args:
       metadata: the state.
       row: i32[B]; one of S is dropped.
-      tokens: i32[B, P], the prompts, if there are some.
-      found: what was found of them.
+      found: what was found of the prompts.
       num_cached: i32[B], the tokens found of served ones.
     """
     if metadata.states is None:
         return metadata, None
-    snapshots = metadata.states.snapshots
-    if snapshots is None or found.place is None or tokens is None:
-        metadata = states.set_pending(metadata, row, 0)
+    if found.state is None:
+        metadata = metadata.with_pending(row, 0)
         return metadata, StateMoves(row, jnp.zeros_like(row))
-    none = snapshots.lengths.shape[0]
-    place = jnp.where(row < metadata.max_sequences, found.place, none)
-    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
-    metadata = states.set_pending(metadata, row, pending)
-    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    metadata = states.record_texts(metadata, row[:, None], position, tokens)
-    metadata = mark_used(metadata, place)
-    return metadata, StateMoves(row, num_cached - pending, place=place)
+    snapshot = found.state.only(row < metadata.max_sequences)
+    metadata = metadata.with_pending(row, snapshot.num_pending)
+    metadata = metadata.index.use(metadata, snapshot)
+    base = num_cached - snapshot.num_pending
+    return metadata, StateMoves(row, base, place=snapshot.place)
 
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    found = prompt_search.find(metadata, None, num_tokens)
+    found = metadata.index.find(metadata, None, num_tokens)
     return _judge_openings(metadata, num_tokens, found).status == Status.OK
 
 
@@ -236,7 +225,7 @@ class _Decision(NamedTuple):
 def _judge_openings(
     metadata: Metadata,
     num_tokens: jax.Array,
-    found: prompt_search.Found,
+    found: Found,
     keep_free: Blocks = 0,
 ) -> _Decision:
     """Judge requests, i32[B], by the blocks free before the call, less some."""
@@ -280,7 +269,7 @@ def _count_lacking(
     group: BlockGroup,
     num_tokens: jax.Array,
     eligible: jax.Array,
-    found: prompt_search.Found,
+    found: Found,
     number: int,
 ) -> _Lacking:
     """Count what eligible requests, bool[B], lack in the group of that number.

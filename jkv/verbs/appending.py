@@ -16,9 +16,7 @@ import numpy as np
 
 from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.prefixes import sequences
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import record_texts, set_pending, states_of
 from jkv.state import Batch, BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -150,7 +148,7 @@ def _append(
         valid=cells.valid,
         offsets=cells.offset,
         blocks_of_groups=tuple(block_ids),
-        epochs=sequences.epochs(metadata, seq_ids),
+        epochs=metadata.index.epochs_of(seq_ids),
         pending_counts=pending_counts,
     )
 
@@ -220,8 +218,7 @@ def _judge_growth(
     is_first = requests.is_first_mention(metadata, seq_ids)
     wrong = num_tokens < 0
     if num_pending is not None:
-        most = states_of(metadata).max_pending
-        wrong |= (num_pending < 0) | (num_pending > most)
+        wrong |= (num_pending < 0) | (num_pending > metadata.max_pending)
     causes = [
         (Status.INVALID_SEQUENCE, ~(live & is_first)),
         (Status.INVALID_ARGUMENT, wrong),
@@ -324,12 +321,12 @@ def _record(
 ) -> Metadata:
     """Record the token of each row, i32[R], if tokens are recorded.
 
-    In its slot of the leading group, and with states in the sequence's text.
+    In its slot of the leading group, and in what the index has of the sequence.
     """
     if tokens is None:
         return metadata
-    if metadata.states is not None:
-        metadata = record_texts(metadata, cells.table_row, cells.position, tokens)
+    row, position = cells.table_row, cells.position
+    metadata = metadata.index.record(metadata, row, position, tokens)
     if metadata.tokens is None:
         return metadata
     block, group = blocks[metadata.leader], metadata.leading
@@ -352,11 +349,11 @@ def _note_pending(
     """
     if num_pending is None:
         return metadata, None
-    before = states_of(metadata).pending_of(seq_ids)
+    before = metadata.sequences.pending_of(seq_ids)
     before = jnp.where(growth.is_live & ~requests.is_padding(seq_ids), before, 0)
     newest = jnp.minimum(num_pending, before + growth.query_lengths)
     after = jnp.where(growth.query_lengths > 0, newest, before)
-    return set_pending(metadata, row, after), (before, after)
+    return metadata.with_pending(row, after), (before, after)
 
 
 def _read_pending_counts(
@@ -366,7 +363,7 @@ def _read_pending_counts(
 
     Without a number that is as many of the new ones as can be.
     """
-    most = 0 if metadata.states is None else metadata.states.max_pending
+    most = metadata.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
     if is_known and np.any(np.asarray(num_pending) > most):
         raise UsageError(

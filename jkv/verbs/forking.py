@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import sequences
-from jkv.metadata.prefixes.snapshots import find_cut
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import Cut, StateMoves
+from jkv.metadata.states import Cut, StateMoves, find_cut
 from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata, Sequences
 from jkv.state.entry import takes_cache
@@ -101,7 +99,7 @@ def _fork(
         copies.append(copied)
     row = jnp.where(served, children, metadata.max_sequences)
     metadata, moves = sharing.take_states(metadata, row, parents, length.tokens, cut)
-    metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
+    metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
     of_all = _note_children(metadata.sequences, row, length.tokens, parent)
     of_all = counters.settle(of_all, status, served)

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import sequences
-from jkv.metadata.prefixes.snapshots import find_cut
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import StateMoves
+from jkv.metadata.states import StateMoves, find_cut
 from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -98,7 +96,7 @@ def _reorder(
         find_cut(before, parents, length.tokens),
         is_exchange=True,
     )
-    metadata = sequences.inherit(metadata, before, row, parents, length.tokens)
+    metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
     of_all = metadata.sequences
     lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=lengths_now)

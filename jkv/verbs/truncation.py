@@ -6,11 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, states, tables
-from jkv.metadata.prefixes import prefix_index, sequences
-from jkv.metadata.prefixes.snapshots import find_cut, mark_used, num_places
+from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import Cut, StateMoves
+from jkv.metadata.states import Cut, StateMoves, find_cut
 from jkv.metadata.tails import BlockCopies
 from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -108,7 +106,7 @@ def _truncate(
     shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=shortened)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    metadata = sequences.cut_back(metadata, row, lengths)
+    metadata = metadata.index.cut(metadata, row, lengths)
     of_all = counters.mark_used(metadata.sequences, row)
     of_all = counters.settle(of_all, status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
@@ -121,15 +119,16 @@ def _cut_states(
     """Let rows, i32[B], have the states at lengths, i32[B]; a row of S is dropped."""
     if cut is None:
         return metadata, None
-    metadata = states.set_pending(metadata, row, cut.num_pending)
-    no_row, none = metadata.max_sequences, num_places(metadata)
-    place = jnp.where(row < no_row, cut.place, none)
-    metadata = mark_used(metadata, place)
+    metadata = metadata.with_pending(row, cut.num_pending)
     # Where the state stands before the cut already, only tokens are pending no more.
-    changes = (lengths == 0) | (place < none)
+    changes, place, no_row = lengths == 0, None, metadata.max_sequences
+    if cut.snapshot is not None:
+        found = cut.snapshot.only(row < no_row)
+        metadata = metadata.index.use(metadata, found)
+        changes, place = changes | (found.place < found.none), found.place
     target = jnp.where(changes, row, no_row)
     base = jnp.where(lengths == 0, 0, lengths - cut.num_pending)
-    return metadata, StateMoves(target, base, place=place if none else None)
+    return metadata, StateMoves(target, base, place=place)
 
 
 class _Tail(NamedTuple):
@@ -173,7 +172,7 @@ def _cut(
         metadata, number, copied, seq_ids, tail.column, tail.block
     )
     rewritten = served & tail.is_cut & ~copied
-    metadata = prefix_index.forget_rewritten(
+    metadata = metadata.index.forget_rewritten(
         metadata, number, jnp.where(rewritten, tail.block, group.num_blocks)
     )
     group = metadata.groups[number]

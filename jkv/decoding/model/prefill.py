@@ -98,10 +98,10 @@ def end_at_snapshots(
     Returns:
       i32[B], rows of each, at least one where there was one.
     """
-    states = cache.metadata.states
-    if states is None or states.snapshots is None:
+    snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
+    if snapshot_every is None:
         return counts
-    every, end = jnp.int32(states.snapshots.every), done + counts
+    every = jnp.int32(snapshot_every)
 
     def floor(lengths: jax.Array) -> jax.Array:
         return jax.lax.div(lengths, every) * every

@@ -44,8 +44,7 @@ def begin_generation(
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
-    states = cache.metadata.states
-    has_snapshots = states is not None and states.snapshots is not None
+    has_snapshots = cache.metadata.index.snapshot_every is not None
     return GenerationState(
         result=Generation.empty(
             reasons, steps.max_new_tokens, begin_rows(steering, prompts, num_samples)

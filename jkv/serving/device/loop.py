@@ -11,6 +11,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import (
     begin_empty,
@@ -27,7 +28,6 @@ from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
-from jkv.verbs.prefixes import clear_prefixes
 
 Progress = Callable[[str, int, int], object]
 
@@ -196,7 +196,7 @@ class Loop:
 
     def forget_cached(self) -> None:
         """Let nothing be found that was computed until now."""
-        if self.cache.metadata.index is not None:
+        if self.cache.metadata.index.is_there:
             self.cache = clear_prefixes(self.cache)
 
     def preempt_all(self) -> None:
@@ -313,8 +313,7 @@ class _First(NamedTuple):
         )
         metadata = put(self.shapes.metadata, self.metadata)
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
-        has_index = metadata.index is not None
-        return clear_prefixes(cache) if has_index else cache
+        return clear_prefixes(cache) if metadata.index.is_there else cache
 
 
 def _check_owned(name: str, cache: Cache | None) -> None:

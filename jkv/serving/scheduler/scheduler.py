@@ -200,7 +200,7 @@ class Scheduler:
                 "texts are parked on one process: on several, submit the text again, "
                 "and the prefix index finds what is left of it"
             )
-        if self.loop.cache.metadata.index is None:
+        if not self.loop.cache.metadata.index.is_there:
             raise UsageError(
                 "a parked text is found by the prefix index: give the engine a cache "
                 "with CacheConfig(prefix_caching=True)"

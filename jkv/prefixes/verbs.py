@@ -1,4 +1,4 @@
-"""Reuse of prefixes: match, commit, and forgetting what was cached.
+"""Reuse of prefixes: match, snapshots, and forgetting what was cached.
 
 `append` records the tokens of a step; `commit`, once their keys and values are written,
 makes the blocks they filled visible. `allocate` finds them. A freed block keeps what it
@@ -19,17 +19,19 @@ import jax.numpy as jnp
 
 from jkv.metadata import requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
-from jkv.metadata.prefixes import prefix_index, prompt_search, snapshots
-from jkv.metadata.prefixes.commitment import commit_blocks
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
+from jkv.prefixes import prefix_index, prompt_search
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.snapshots import (
+    evict_snapshots,
+    forget_snapshots,
+    snapshots_of,
+)
 from jkv.sharding.loops import while_loop
-from jkv.state import Batch, Cache, Metadata
-from jkv.state.cache import Role
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
-from jkv.storage.state_copies import with_snapshots
-from jkv.verbs.arguments import check_batch
+from jkv.verbs.lookups import length_of, row_of
 
 
 @takes_cache()
@@ -65,54 +67,6 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
     (domains,) = requests.broadcast(prompts.shape[0], salts=salts)
     index_of(cache.metadata)
     return _match(cache.metadata, prompts, domains)
-
-
-@takes_cache(role=Role.COMMITS)
-def commit(cache: Cache, batch: Batch) -> Cache:
-    """Make the blocks that this step filled visible to prefix matching.
-
-    Call it after the last layer's `write`, and before a `fork` of what was written:
-    what was not written is found like anything else, and is garbage (`debug` notices).
-    A block equal to one that is visible already is given back, and its sequence goes on
-    with the other: equal prefixes are stored once. A full block that other sequences
-    share before it is visible is not entered unless it has such an equal, from before
-    or of an earlier request, as what comes before it may differ among them; its
-    sequence then adds no more. Without a prefix index there is nothing to make visible,
-    and the cache is returned as it is. With groups of layers the leading one decides:
-    the first that sees everything, or else the one that sees furthest. The blocks of
-    the others are found beside its own, and are exchanged for equal ones likewise; what
-    a window has given back is not found in its group. Of a sequence that the step left
-    at a multiple of `StateConfig.snapshot_every`, and that has that length still, the
-    states are copied to a place for snapshots, unless its text has one.
-
-    Args:
-      cache: the cache that was written.
-      batch: the step. Of a sequence freed, cut back or reordered since, nothing becomes
-        visible.
-
-    Returns:
-      The cache; itself without a prefix index.
-
-    Raises:
-      ValueError: for the batch of a cache of other sizes; it may have had another
-        number of blocks, before a `resize`.
-
-    Example:
-      >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
-      >>> cache, batch = jkv.append(cache, opened.seq_ids)
-      >>> jkv.commit(cache, batch) is cache
-      True
-    """
-    # A step that was planned before a `resize` may still be committed.
-    check_batch(cache, batch, resized=True)
-    if cache.metadata.index is None:
-        return cache
-    metadata, places = _commit(cache.metadata, batch)
-    cache = cache.with_metadata(metadata)
-    return with_snapshots(cache, batch.seq_ids, places)
 
 
 @takes_cache()
@@ -198,6 +152,37 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
     return cache.with_metadata(_evict_cached(cache.metadata, count))
 
 
+@takes_cache()
+def snapshots(cache: Cache, seq_id: Integer) -> jax.Array:
+    """Tell at which lengths of a sequence there is a snapshot of its states.
+
+    `truncate`, and `fork` with lengths, can go back to them.
+
+    Args:
+      cache: the cache.
+      seq_id: i32[] or int; may be traced.
+
+    Returns:
+      bool[max_context_length + 1]; all False for an id that is not open, and without
+      layers with a state or without prefix caching.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.GroupedConfig(groups=(jkv.StateConfig(
+      ...     num_layers=1, arrays={"sum": ((3,), "float32")}, max_sequences=2,
+      ...     max_context_length=8, block_size=2, num_snapshots=4, snapshot_every=4),),
+      ...     layer_groups=(0,), prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, batch = jkv.append(cache, [0], [4], capacity=4, tokens=jnp.arange(4))
+      >>> cache = jkv.commit(cache, batch)  # after the last layer's write_state
+      >>> jnp.flatnonzero(jkv.snapshots(cache, 0)).tolist()
+      [4]
+    """
+    if cache.metadata.index.snapshot_every is None:
+        return jnp.zeros((cache.max_context_length + 1,), bool)
+    return _snapshots(cache.metadata, requests.as_index(seq_id))
+
+
 @jax.jit
 def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
     found = prompt_search.find(metadata, tokens, salts)
@@ -205,18 +190,25 @@ def _match(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array
 
 
 @jax.jit
-def _commit(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array | None]:
-    """Return the metadata, and the places to copy the states of sequences to."""
-    metadata, continues = commit_blocks(metadata, batch)
-    if snapshots.snapshots_of(metadata) is None:
-        return metadata, None
-    return snapshots.make(metadata, batch, continues)
+def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
+    known, length = snapshots_of(metadata), metadata.max_context_length
+    assert known is not None
+    row = row_of(metadata, seq_id)
+    text = known.sequence_texts.at[row].get(mode="fill", fill_value=-1)
+    salt = index_of(metadata).sequence_salts.at[row].get(mode="clip")
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    counts = position < known.lengths[:, None]
+    alike = jnp.all((known.texts == text[None]) | ~counts, axis=1)
+    alike &= known.salts == salt
+    alike &= known.lengths <= length_of(metadata, seq_id)
+    at = jnp.where(alike & (known.lengths > 0), known.lengths, length + 1)
+    return jnp.zeros((length + 1,), bool).at[at].set(True, mode="drop")
 
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
     if not metadata.groups:
-        return snapshots.evict(metadata, num_blocks)
+        return evict_snapshots(metadata, num_blocks)
     # The leading group comes last: other groups have nothing cached beside what it
     # forgets.
     for number in (*metadata.followers, metadata.leader):
@@ -263,7 +255,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     they are not. Snapshots of the domain go, too.
     """
     index = index_of(metadata)
-    metadata = snapshots.forget(metadata, salt)
+    metadata = forget_snapshots(metadata, salt)
     in_domain = True if salt is None else index.salts == salt
     is_listed = True if salt is None else index.sequence_salts == salt
     # A sequence without tokens has nothing out of date, and no step under way.

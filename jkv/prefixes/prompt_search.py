@@ -1,11 +1,10 @@
-"""Looking prompts up in the prefix index, and starting sequences with what is found.
+"""Looking prompts up in the prefix index.
 
 A prompt is found up to where every group of layers can go on: all of its blocks where
 everything is seen, those of the window where one is. What the leading group's blocks
 prove to be the prompt's, the blocks beside them hold too.
 """
 
-import dataclasses
 import functools
 import operator
 from typing import NamedTuple
@@ -14,51 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, tables
-from jkv.metadata.prefixes import hash_tables, hashing, proofs, sequences
-from jkv.metadata.prefixes.hash_tables import Prefixes
-from jkv.metadata.prefixes.prefix_index import (
-    find_partners,
-    if_indexed,
-    index_of,
-    tokens_of,
-)
-from jkv.metadata.prefixes.proofs import Tip
-from jkv.metadata.prefixes.snapshots import (
+from jkv.prefixes import hash_tables, hashing, proofs
+from jkv.prefixes.hash_tables import Prefixes
+from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
+from jkv.prefixes.proofs import Tip
+from jkv.prefixes.snapshots import (
     find_common,
     find_longest,
     snapshots_of,
+    state_at,
 )
-from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.state import BlockGroup, Metadata
-from jkv.state.windows import Columns
-from jkv.status import Counter
-
-
-class FoundBlocks(NamedTuple):
-    """What is found of B prompts in one group."""
-
-    # i32[B, C], the block of each column, N where none is found or nothing needs it.
-    blocks: jax.Array
-    gap: Columns  # i32[B] or 0, of the leading columns those that nothing needs
-    part: jax.Array  # i32[B], a block that begins like what follows, N if there is none
-
-
-class Found(NamedTuple):
-    """What the index has of each of B prompts, in C whole blocks and a part.
-
-    Without an index, or without prompts, there are no columns and nothing is found.
-    """
-
-    num_blocks: jax.Array  # i32[B], leading columns found
-    num_part: jax.Array  # i32[B], tokens in common with the part, below T
-    groups: tuple[FoundBlocks, ...]
-    # i32[B], the place of the snapshot at the columns' end, P for none; None without.
-    place: jax.Array | None = None
-
-    def num_tokens(self, block_size: int) -> jax.Array:
-        """Return the tokens found, i32[B]."""
-        return self.num_blocks * block_size + self.num_part
+from jkv.state.index import Found, FoundBlocks, FoundState
+from jkv.state.no_index import find_nothing
 
 
 class _Prompts(NamedTuple):
@@ -75,7 +42,7 @@ class _Whole(NamedTuple):
     blocks: tuple[jax.Array, ...]  # i32[B, C] of each group, N where none is known
     num: jax.Array  # i32[B], columns from which all groups can go on
     tip: Tip | None  # their end, in the leading group; None with states
-    place: jax.Array | None  # i32[B], the snapshot there, P for none; None without
+    state: FoundState | None  # the snapshot there; None without states
 
 
 def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
@@ -86,8 +53,8 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
-    if metadata.index is None or tokens is None:
-        return _find_nothing(metadata, salts.shape)
+    if tokens is None:
+        return find_nothing(metadata, salts.shape)
     prompts = _measure(metadata, tokens, salts)
     whole = _find_whole(metadata, prompts)
     parts, num_part = _find_part(metadata, prompts, whole)
@@ -98,18 +65,7 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
         groups.append(FoundBlocks(blocks, gap, part))
-    return Found(whole.num, num_part, tuple(groups), whole.place)
-
-
-def _find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
-    """Return that nothing is found of prompts."""
-    none = jnp.zeros(shape, jnp.int32)
-    columns = jnp.zeros((*shape, 0), jnp.int32)
-    groups = (
-        FoundBlocks(columns, 0, jnp.full(shape, group.num_blocks, jnp.int32))
-        for group in metadata.groups
-    )
-    return Found(none, none, tuple(groups))
+    return Found(whole.num, num_part, tuple(groups), whole.state)
 
 
 def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
@@ -124,10 +80,7 @@ def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompt
 def find_partings(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return up to where prompts are like a text that the cache knows, i32[B].
-
-    That may be further than they are found, where states are: a snapshot is worth while
-    there. None without snapshots.
+    """Return up to where prompts are like a text that is known, i32[B].
 
     Args:
       metadata: the state.
@@ -137,6 +90,32 @@ def find_partings(
     if snapshots_of(metadata) is None:
         return None
     return _find_partings(metadata, tokens, salts)
+
+
+def find_partings_behind(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
+) -> jax.Array | None:
+    """Return the same of sequences' first tokens, i32[B], and of those behind them.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B].
+      lengths: i32[B], tokens of each that count.
+      tokens: i32[B, P], what comes behind them, negative from its end on.
+    """
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return None
+    known = snapshots.sequence_texts.at[seq_ids].get(mode="clip")
+    num_sequences, most = known.shape
+    position = jnp.arange(most, dtype=jnp.int32)[None]
+    known = jnp.where(position < lengths[:, None], known, -1)
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    at = jnp.where(tokens >= 0, lengths[:, None] + column, most)
+    row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
+    whole = known.at[row, at].set(tokens, mode="drop")
+    salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
+    return _find_partings(metadata, whole, salts)
 
 
 @jax.jit
@@ -184,7 +163,7 @@ def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
         num, place = find_longest(
             metadata, snapshots, prompts.tokens, prompts.salts, hashed.hashes, goes_on
         )
-        return _Whole(blocks, num, None, place)
+        return _Whole(blocks, num, None, state_at(snapshots, place))
     block, wide = _look_up(metadata, prompts, hashed)
     blocks, goes_on = _reach(metadata, block)
     num = jnp.max(jnp.where(goes_on, hashed.column + 1, 0), axis=1, initial=0)
@@ -299,98 +278,6 @@ def _find_part(
         for blocks, group in zip(children, metadata.groups, strict=True)
     ]
     return parts, num_part
-
-
-@if_indexed
-def share(metadata: Metadata, row: jax.Array, found: Found) -> Metadata:
-    """Enter the whole blocks found in table rows, i32[B]; one of S or above is dropped.
-
-    They get an owner more each, so a cached one is not taken by others any more.
-    """
-    groups = (
-        _share(group, row, theirs)
-        for group, theirs in zip(metadata.groups, found.groups, strict=True)
-    )
-    return dataclasses.replace(metadata, groups=tuple(groups))
-
-
-def _share(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
-    """Enter what was found in one group in its table rows, i32[B]."""
-    nothing, no_row = group.num_blocks, group.max_sequences
-    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
-    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
-    rows = jnp.where(blocks < nothing, row[:, None], no_row)
-    group = dataclasses.replace(
-        group,
-        block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
-        window=group.window.with_gaps(row, found.gap),
-    )
-    return allocator.add_references(group, blocks.reshape(-1))
-
-
-def copy_part(
-    metadata: Metadata, row: jax.Array, found: Found
-) -> tuple[Metadata, tuple[BlockCopies, ...] | None]:
-    """Have the part of a block that was found copied into the first fresh one.
-
-    Args:
-      metadata: the state; the fresh blocks are mapped already.
-      row: i32[B], table rows; one of S or above gets no copy.
-      found: what was found.
-
-    Returns:
-      The metadata, tokens copied, and the copies due in the storage of each group, None
-      without an index.
-    """
-    if metadata.index is None:
-        return metadata, None
-    copies = []
-    for number, theirs in enumerate(found.groups):
-        group = metadata.groups[number]
-        fresh = tables.blocks_at(group, row, found.num_blocks)
-        target = jnp.where(found.num_part > 0, fresh, group.num_blocks)
-        source = jnp.minimum(theirs.part, group.num_blocks - 1)
-        copies.append(BlockCopies(source, target))
-        metadata = metadata.with_group(number, copy_tokens(group, copies[-1]))
-    return metadata, tuple(copies)
-
-
-@if_indexed
-def note_found(
-    metadata: Metadata, row: jax.Array, salts: jax.Array, num_cached: jax.Array
-) -> Metadata:
-    """Let rows, i32[B], of domains, i32[B], begin with the tokens found, i32[B]."""
-    lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
-    changed = dataclasses.replace(metadata.sequences, context_lengths=lengths)
-    metadata = dataclasses.replace(metadata, sequences=changed)
-    return sequences.note_opened(metadata, row, salts, num_cached)
-
-
-@if_indexed
-def count_queries(
-    metadata: Metadata,
-    served: jax.Array,
-    tokens: jax.Array | None,
-    num_cached: jax.Array,
-) -> Metadata:
-    """Count the prompts of served requests, their tokens, and those found.
-
-    Args:
-      metadata: the state.
-      served: bool[B].
-      tokens: i32[B, P], or None where no request brought a prompt.
-      num_cached: i32[B].
-    """
-    if tokens is None:
-        return metadata
-    asked = (tokens >= 0) & served[:, None]
-    sums = {
-        Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
-        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
-        Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
-    }
-    counted = counters.add(metadata.sequences, sums)
-    return dataclasses.replace(metadata, sequences=counted)
 
 
 def _at(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:

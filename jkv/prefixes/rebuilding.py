@@ -7,26 +7,26 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.prefixes import hash_tables
-from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP
-from jkv.metadata.prefixes.hash_tables import Prefixes, hash_above
-from jkv.metadata.prefixes.prefix_index import (
+from jkv.prefixes import hash_tables
+from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP
+from jkv.prefixes.hash_tables import Prefixes, hash_above
+from jkv.prefixes.prefix_index import (
     beside_of,
-    if_indexed,
     index_of,
+    put_index,
     tokens_of,
     with_follower,
     with_index,
 )
 from jkv.sharding.loops import fori_loop, while_loop
-from jkv.state import Beside, Metadata, PrefixIndex
+from jkv.state import Metadata
 
 Carry = TypeVar("Carry")
 Renamed = Callable[[jax.Array], jax.Array]
 Moved = Callable[[jax.Array, int], jax.Array]
 
 
-@if_indexed
 def rename_blocks(
     metadata: Metadata, number: int, renamed: Renamed, moved: Moved
 ) -> Metadata:
@@ -73,10 +73,9 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
             wide_hashes=moved(index.wide_hashes, 0),
             hashes_above=moved(index.hashes_above, 0),
         )
-    return dataclasses.replace(metadata, index=index)
+    return put_index(metadata, index)
 
 
-@if_indexed
 def reenter(metadata: Metadata) -> Metadata:
     """Enter the indexed blocks in hash tables of as many rows as there are blocks.
 
@@ -95,14 +94,14 @@ def reenter(metadata: Metadata) -> Metadata:
     listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
     listed &= hashes != 0
 
-    def list_some(index: PrefixIndex, block: jax.Array) -> PrefixIndex:
+    def list_some(index: IndexArrays, block: jax.Array) -> IndexArrays:
         is_listed = listed.at[block].get(mode="fill", fill_value=False)
         above = hash_above(index, block)
         block = jnp.where(is_listed, block, num_blocks)
         return hash_tables.insert_children(index, block, above)
 
     index = _for_all_blocks(num_blocks, list_some, index_of(metadata))
-    metadata = dataclasses.replace(metadata, index=index)
+    metadata = put_index(metadata, index)
 
     group = metadata.leading
     lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
@@ -128,8 +127,8 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     tokens, wide = tokens_of(metadata), before.wide_hashes
 
     def enter_some(
-        carry: tuple[PrefixIndex, jax.Array], block: jax.Array
-    ) -> tuple[PrefixIndex, jax.Array]:
+        carry: tuple[IndexArrays, jax.Array], block: jax.Array
+    ) -> tuple[IndexArrays, jax.Array]:
         index, stays = carry
         prefixes = Prefixes(
             tokens=tokens.at[block].get(mode="clip"),
@@ -139,7 +138,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         )
         parents = before.parents.at[block].get(mode="clip")
         above = hash_above(before, block)
-        now = dataclasses.replace(metadata, index=index)
+        now = put_index(metadata, index)
         resolved = hash_tables.resolve(now, block, prefixes, prefixes.hashes != 0)
         index = hash_tables.enter(index, resolved, prefixes, parents, above)
         return index, stays.at[resolved.enters].set(True, mode="drop")
@@ -157,7 +156,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
         jnp.where(stays, before.hashes, jnp.uint32(0)),
     )
-    return dataclasses.replace(metadata, index=index), hashes
+    return put_index(metadata, index), hashes
 
 
 def _for_all_blocks(

@@ -13,6 +13,7 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import Sizes, lay_out, lay_out_storage
 from jkv.config.state_config import StateConfig
 from jkv.config.state_layout import StateSizes, lay_out_state_storage
+from jkv.prefixes.face import KINDS
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
@@ -100,7 +101,7 @@ def init(
         constants |= _list_state_constants(i, of_states, groups.prefix_caching)
     if not sizes:
         constants |= {"metadata.groups": (), "storage": ()}
-    return fields.build(Cache, arrays | constants)
+    return fields.build(Cache, arrays | constants, KINDS)
 
 
 def _make_arrays(
@@ -159,7 +160,7 @@ def _list_state_constants(
         "metadata.states.max_pending": sizes.max_pending,
     }
     if prefix_caching:
-        constants["metadata.states.snapshots.every"] = sizes.snapshot_every
+        constants["metadata.index.snapshots.every"] = sizes.snapshot_every
     return constants
 
 

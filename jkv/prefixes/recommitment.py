@@ -8,12 +8,13 @@ an engine that parked a text lets the next request find it.
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import requests, states
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
+from jkv.metadata import requests
 from jkv.metadata.requests import Integers, Texts
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.texts import record_texts
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
-from jkv.verbs.prefixes import commit
+from jkv.verbs.commitment import commit
 
 
 @takes_cache()
@@ -39,7 +40,7 @@ def recommit(cache: Cache, seq_ids: Integers, tokens: Texts) -> Cache:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> from jkv.verbs.recommitment import recommit
+      >>> from jkv.prefixes.recommitment import recommit
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
       ...     prefix_caching=True)
@@ -73,14 +74,12 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
 
 def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Metadata:
     """Tell the texts of sequences to what keeps them for snapshots."""
-    if metadata.states is None:
-        return metadata
     is_live = requests.is_live_once(metadata, seq_ids)
     row = jnp.where(is_live, seq_ids, metadata.max_sequences)[:, None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")[:, None]
     told = jnp.where(position < length, tokens, -1)
-    return states.record_texts(metadata, row, position, told)
+    return record_texts(metadata, row, position, told)
 
 
 def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
+from jkv.prefixes.face import KINDS
 from jkv.state import BlockStorage, Cache, StateStorage
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
@@ -142,7 +143,7 @@ def load(
       >>> back.seq_ids.tolist(), int(jkv.num_free_blocks(cache))
       ([0], 0)
     """
-    value = saved.read_value(path)
+    value = saved.read_value(path, KINDS)
     if isinstance(value, Cache):
         _check_saved(path, value, mesh, pools)
     if cache is not None:

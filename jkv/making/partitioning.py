@@ -7,11 +7,11 @@ import jax
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
+from jkv.making.initialization import init
 from jkv.sharding.storage_sharding import POOL, find_spec
 from jkv.state import BlockStorage, Cache, StateStorage
 from jkv.state.states import PARTS
 from jkv.storage.placement import choose_placements
-from jkv.verbs.initialization import init
 
 
 def partition_specs(

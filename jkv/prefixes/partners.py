@@ -2,7 +2,7 @@
 
 A block of the leading group names its partner in each other group, and the partner the
 block that it stands beside: where both agree, they hold the same tokens (see
-`jkv.metadata.prefixes.prefix_index`). What a group has given back has no partner, until
+`jkv.prefixes.prefix_index`). What a group has given back has no partner, until
 a sequence that still has the block commits the same text.
 """
 
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
-from jkv.metadata.prefixes.columns import Columns
-from jkv.metadata.prefixes.equal_lanes import find_equals
-from jkv.metadata.prefixes.prefix_index import (
+from jkv.prefixes.columns import Columns
+from jkv.prefixes.equal_lanes import find_equals
+from jkv.prefixes.prefix_index import (
     beside_of,
     find_partners,
     with_follower,

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.equal_lanes import find_equals
-from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
-from jkv.state import Metadata, PrefixIndex
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.equal_lanes import find_equals
+from jkv.prefixes.prefix_index import index_of, tokens_of
+from jkv.state import Metadata
 
 
 class Prefixes(NamedTuple):
@@ -74,12 +75,12 @@ def resolve(
 
 
 def enter(
-    index: PrefixIndex,
+    index: IndexArrays,
     resolved: Resolved,
     prefixes: Prefixes,
     parents: jax.Array,
     hashes_above: jax.Array,
-) -> PrefixIndex:
+) -> IndexArrays:
     """Enter the blocks that have no equal in the index.
 
     Args:
@@ -107,8 +108,8 @@ def enter(
 
 
 def insert_children(
-    index: PrefixIndex, block: jax.Array, parent_hash: jax.Array
-) -> PrefixIndex:
+    index: IndexArrays, block: jax.Array, parent_hash: jax.Array
+) -> IndexArrays:
     """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
 
     A row that is full gives up one of its entries. A child without an entry is not
@@ -122,7 +123,7 @@ def insert_children(
     return dataclasses.replace(index, children=_put(table, row, column, block))
 
 
-def look_up(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
+def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N where there is none."""
     bucket = index.buckets[row_of(index.buckets, hashes)]
     theirs = index.hashes.at[bucket].get(mode="fill", fill_value=0)
@@ -159,7 +160,7 @@ def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
     return same & jnp.all(theirs.wide == prefixes.wide, axis=1)
 
 
-def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
+def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
     """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
 
     It is 0 where the parent is not indexed.
@@ -208,14 +209,14 @@ def _put(
     return table.at[row, column].set(block, mode="drop")
 
 
-def _is_free_entry(index: PrefixIndex, bucket: jax.Array, row: jax.Array) -> jax.Array:
+def _is_free_entry(index: IndexArrays, bucket: jax.Array, row: jax.Array) -> jax.Array:
     """Return which entries of buckets, i32[P, W], name no block indexed there."""
     hashes = index.hashes.at[bucket].get(mode="fill", fill_value=0)
     is_stale = (hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])
     return is_stale | _is_repeated(bucket)
 
 
-def _is_free_child(index: PrefixIndex, listed: jax.Array, row: jax.Array) -> jax.Array:
+def _is_free_child(index: IndexArrays, listed: jax.Array, row: jax.Array) -> jax.Array:
     """Return which entries, i32[P, W], name no child listed there."""
     hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
     above = hash_above(index, listed)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import hash_tables, partners, proofs
-from jkv.metadata.prefixes.columns import (
+from jkv.prefixes import hash_tables, partners, proofs, snapshots
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.columns import (
     Chains,
     Columns,
     CommitLanes,
@@ -16,18 +17,32 @@ from jkv.metadata.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
-from jkv.metadata.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
+from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
-from jkv.state import Batch, Metadata, PrefixIndex
+from jkv.state import Batch, Metadata
 
 
-def commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
-    """Make the blocks that a step filled visible.
+@jax.jit
+def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array | None]:
+    """Make the blocks that a step filled visible, and places for its states.
 
     Args:
-      metadata: with an index; the step's keys and values are written.
+      metadata: the state; the step's keys and values are written.
       batch: the step.
+
+    Returns:
+      The metadata, and i32[B]: the place that each request's states are to be copied
+      to, P for none. None without snapshots.
+    """
+    metadata, continues = _commit_blocks(metadata, batch)
+    if snapshots.snapshots_of(metadata) is None:
+        return metadata, None
+    return snapshots.make(metadata, batch, continues)
+
+
+def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
+    """Make the blocks that a step filled visible.
 
     Returns:
       The metadata, and bool[B]: requests that go on with what was visible of them.
@@ -129,7 +144,7 @@ def _commit_lanes(
     is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
     listed = jnp.where(is_visible, resolved.enters, nothing)
     index = hash_tables.insert_children(index, listed, columns.hashes_above)
-    metadata = dataclasses.replace(metadata, index=index)
+    metadata = put_index(metadata, index)
 
     group, own = metadata.leading, columns.block
     group = partners.exchange(group, columns, own, stands, is_visible & (stands != own))
@@ -179,12 +194,12 @@ def _find_fit(
 
 
 def _prove(
-    index: PrefixIndex,
+    index: IndexArrays,
     lanes: CommitLanes,
     lengths: jax.Array,
     resolved: hash_tables.Resolved,
     parent: jax.Array,
-) -> tuple[PrefixIndex, jax.Array]:
+) -> tuple[IndexArrays, jax.Array]:
     """Cut each chain where a block's parent is not the block before it.
 
     Blocks entered past a cut leave the index again, and whatever relied on them is cut
@@ -201,21 +216,21 @@ def _prove(
         return index, num if request is None else lengths.at[request].max(num)
     follows = proofs.follows(index, stands, parent)
 
-    def is_in(index: PrefixIndex) -> jax.Array:
+    def is_in(index: IndexArrays) -> jax.Array:
         return index.hashes.at[stands].get(mode="fill", fill_value=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
     # A chain that was cut already stays at its length.
     bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
 
-    def cut(index: PrefixIndex) -> jax.Array:
+    def cut(index: IndexArrays) -> jax.Array:
         is_bad = valid & ~(is_in(index) & follows)
         return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
 
-    def lost(index: PrefixIndex, lengths: jax.Array) -> jax.Array:
+    def lost(index: IndexArrays, lengths: jax.Array) -> jax.Array:
         return entered & is_in(index) & (rank >= lengths[request])
 
-    def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
+    def round_(state: tuple[IndexArrays, jax.Array]) -> tuple[IndexArrays, jax.Array]:
         gone = jnp.where(lost(*state), stands, nothing)
         hashes = state[0].hashes.at[gone].set(jnp.uint32(0), mode="drop")
         index = dataclasses.replace(state[0], hashes=hashes)

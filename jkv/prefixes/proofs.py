@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import tables
-from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
-from jkv.state import Metadata, PrefixIndex
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.prefix_index import index_of, tokens_of
+from jkv.state import Metadata
 
 
 class Tip(NamedTuple):
@@ -28,7 +29,7 @@ class Tip(NamedTuple):
 
 
 def hash_prompts(
-    index: PrefixIndex, whole: jax.Array, column: jax.Array, salts: jax.Array
+    index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
     """Return the wide hashes of prompts up to each column's end, u32[B, C, 2].
 
@@ -46,7 +47,7 @@ def hash_prompts(
 
 
 def hash_lanes(
-    index: PrefixIndex,
+    index: IndexArrays,
     salts: jax.Array,
     tokens: jax.Array,
     column: jax.Array,
@@ -77,13 +78,13 @@ def hash_lanes(
     return (above + terms - sums)[first_lane] + sums
 
 
-def known_parents(index: PrefixIndex, before: jax.Array) -> jax.Array | None:
+def known_parents(index: IndexArrays, before: jax.Array) -> jax.Array | None:
     """Return the blocks before others, i32[...], if it is them that are compared."""
     return before if index.wide_hashes is None else None
 
 
 def follows(
-    index: PrefixIndex, block: jax.Array, parent: jax.Array
+    index: IndexArrays, block: jax.Array, parent: jax.Array
 ) -> jax.Array | np.ndarray:
     """Return whether indexed blocks, i32[P], follow their parents, i32[P], bool[P].
 

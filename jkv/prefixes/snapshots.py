@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import states
-from jkv.metadata.prefixes import hashing
-from jkv.metadata.prefixes.prefix_index import index_of
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import Snapshots
+from jkv.prefixes.prefix_index import index_of, with_index
 from jkv.sharding.loops import while_loop
-from jkv.state import Batch, Metadata, Snapshots
+from jkv.state import Batch, Metadata
+from jkv.state.index import FoundState
 
 
 def snapshots_of(metadata: Metadata) -> Snapshots | None:
-    """Return the snapshots, if the cache has states and prefix caching."""
-    return None if metadata.states is None else metadata.states.snapshots
+    """Return the snapshots, if the cache has states."""
+    return index_of(metadata).snapshots
 
 
 def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
@@ -31,7 +33,7 @@ def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     snapshots = dataclasses.replace(snapshots, **changes)  # type: ignore[arg-type]
-    return states.with_states(metadata, snapshots=snapshots)
+    return with_index(metadata, snapshots=snapshots)
 
 
 def find_longest(
@@ -125,18 +127,26 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
     return states.for_each_of(prompts[:, 0] >= 0, compare, common)
 
 
-def find_at(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return the snapshot of each sequence's own text at a length, i32[B]; P for none.
+def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
+    """Return the snapshots at places, i32[B], P for none."""
+    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
+    return FoundState(place, pending, snapshots.lengths.shape[0])
+
+
+def find_at(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+) -> FoundState | None:
+    """Return the snapshot of each sequence's own text at a length; None without.
 
     Args:
       metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B]; 0 where none is looked for.
     """
-    snapshots, texts = snapshots_of(metadata), states.states_of(metadata).texts
-    if snapshots is None or texts is None:
-        return jnp.zeros(seq_ids.shape, jnp.int32)
-    none, known = snapshots.lengths.shape[0], texts
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return None
+    known, none = snapshots.sequence_texts, snapshots.lengths.shape[0]
     salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
 
     def look(request: jax.Array, places: jax.Array) -> jax.Array:
@@ -145,7 +155,7 @@ def find_at(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.A
         return places.at[request].set(place)
 
     places = jnp.full(seq_ids.shape, none, jnp.int32)
-    return states.for_each_of(lengths > 0, look, places)
+    return state_at(snapshots, states.for_each_of(lengths > 0, look, places))
 
 
 def _find_text(
@@ -169,12 +179,12 @@ def _find_text(
     return jnp.where(jnp.any(alike), place, none)[None], is_told
 
 
-def mark_used(metadata: Metadata, place: jax.Array) -> Metadata:
-    """Note that places, i32[B], are used, in the order of requests; P is none."""
+def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
+    """Note that snapshots are used, in the order of requests."""
     snapshots = snapshots_of(metadata)
-    if snapshots is None:
+    if snapshots is None or found is None:
         return metadata
-    is_used = place < snapshots.lengths.shape[0]
+    place, is_used = found.place, found.place < found.none
     rank = jnp.cumsum(is_used.astype(jnp.uint32), dtype=jnp.uint32)
     stamps = snapshots.num_uses + rank
     return with_snapshots(
@@ -213,7 +223,7 @@ def make(
         lambda request, carry: _make_one(metadata, batch, request, *carry),
         (snapshots, places),
     )
-    return states.with_states(metadata, snapshots=made[0]), made[1]
+    return with_index(metadata, snapshots=made[0]), made[1]
 
 
 def _make_one(
@@ -224,10 +234,8 @@ def _make_one(
     places: jax.Array,
 ) -> tuple[Snapshots, jax.Array]:
     """Find the place of one request's text, i32[1], or give one up for it."""
-    of_states = states.states_of(metadata)
-    assert of_states.texts is not None
     seq_id, length = batch.seq_ids[request], batch.context_lengths[request]
-    text = of_states.texts.at[seq_id].get(mode="clip")[0]
+    text = snapshots.sequence_texts.at[seq_id].get(mode="clip")[0]
     salt = index_of(metadata).sequence_salts.at[seq_id].get(mode="clip")
     place, is_told = _find_text(snapshots, text, length, salt)
     none = snapshots.lengths.shape[0]
@@ -241,7 +249,7 @@ def _make_one(
         return field.at[target].set(value, mode="drop")
 
     hashes = hash_text(text, salt, length, metadata.block_size)
-    pending = of_states.pending_of(seq_id)
+    pending = metadata.sequences.pending_of(seq_id)
     return dataclasses.replace(
         snapshots,
         lengths=put(snapshots.lengths, length),
@@ -272,7 +280,7 @@ def hash_text(
     return hashing.salt_hash(salt) + jnp.sum(terms, dtype=jnp.uint32)
 
 
-def forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
+def forget_snapshots(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     """Forget the snapshots of one domain, i32[1], or all; none where there are none."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
@@ -281,7 +289,7 @@ def forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     return _without(metadata, snapshots, jnp.broadcast_to(gone, snapshots.salts.shape))
 
 
-def evict(metadata: Metadata, count: jax.Array) -> Metadata:
+def evict_snapshots(metadata: Metadata, count: jax.Array) -> Metadata:
     """Forget so many snapshots, i32[], those unused for longest."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
@@ -297,39 +305,3 @@ def _without(metadata: Metadata, snapshots: Snapshots, gone: jax.Array) -> Metad
         lengths=jnp.where(gone, 0, snapshots.lengths),
         last_used=jnp.where(gone, jnp.uint32(0), snapshots.last_used),
     )
-
-
-def find_cut(
-    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> states.Cut | None:
-    """Return what sequences cut back to lengths go on from; None without states.
-
-    The length may be the present one, 0, any from the base on, or a snapshot's.
-
-    Args:
-      metadata: the state.
-      seq_ids: i32[B].
-      lengths: i32[B].
-    """
-    if metadata.states is None:
-        return None
-    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    base = length - metadata.states.pending_of(seq_ids)
-    stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))
-    pending = jnp.where(lengths == 0, 0, lengths - base)
-    snapshots = snapshots_of(metadata)
-    if snapshots is None:
-        none = jnp.zeros(seq_ids.shape, jnp.int32)
-        return states.Cut(~stands, pending, none)
-    looked_for = jnp.where(stands | (lengths > length), 0, lengths)
-    place = find_at(metadata, seq_ids, jnp.maximum(looked_for, 0))
-    is_there = place < snapshots.lengths.shape[0]
-    of_place = snapshots.num_pending.at[place].get(mode="clip")
-    pending = jnp.where(is_there, of_place, pending)
-    return states.Cut(~(stands | is_there), pending, place)
-
-
-def num_places(metadata: Metadata) -> int:
-    """Return the number of places, 0 without snapshots."""
-    snapshots = snapshots_of(metadata)
-    return 0 if snapshots is None else snapshots.lengths.shape[0]

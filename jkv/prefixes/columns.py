@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import requests, tables
-from jkv.metadata.prefixes import hashing, proofs
-from jkv.metadata.prefixes.hash_tables import Prefixes
-from jkv.metadata.prefixes.prefix_index import index_of, tokens_of
+from jkv.prefixes import hashing, proofs
+from jkv.prefixes.hash_tables import Prefixes
+from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Batch, Metadata
 
 

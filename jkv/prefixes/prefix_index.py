@@ -16,42 +16,20 @@ what both agree on holds the same tokens.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata.xla_cpu import stage, written_after
+from jkv.prefixes.arrays import Beside, IndexArrays
 from jkv.sharding.loops import fori_loop
-from jkv.state import Beside, Metadata, PrefixIndex
-
-Rest = ParamSpec("Rest")
-Step = Callable[Concatenate[Metadata, Rest], Metadata]
+from jkv.state import Index, Metadata
 
 
-def if_indexed(step: Step[Rest]) -> Step[Rest]:
-    """Make a step on a metadata with an index one that leaves any other as it is.
-
-    The other answers of this room to a cache without an index stand where they are
-    given: nothing is indexed, nothing is found, no epoch.
-    """
-
-    @functools.wraps(step)
-    def guarded(
-        metadata: Metadata, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> Metadata:
-        if metadata.index is None:
-            return metadata
-        return step(metadata, *args, **kwargs)
-
-    return guarded
-
-
-def index_of(metadata: Metadata) -> PrefixIndex:
+def index_of(metadata: Metadata) -> IndexArrays:
     """Return the index, or say how to get one."""
-    if metadata.index is None:
+    if not isinstance(metadata.index, IndexArrays):
         raise ValueError(
             "this cache has no prefix index; configure it with prefix_caching=True, in "
             "its CacheConfig or, with groups of layers, in its GroupedConfig"
@@ -59,10 +37,15 @@ def index_of(metadata: Metadata) -> PrefixIndex:
     return metadata.index
 
 
+def put_index(metadata: Metadata, index: IndexArrays) -> Metadata:
+    """Return the metadata with other arrays in its index, which has the face still."""
+    return dataclasses.replace(metadata, index=cast(Index[Metadata], index))
+
+
 def with_index(metadata: Metadata, **changes: object) -> Metadata:
     """Return the metadata with other values in fields of its index."""
     index = dataclasses.replace(index_of(metadata), **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(metadata, index=index)
+    return put_index(metadata, index)
 
 
 def with_follower(metadata: Metadata, number: int, beside: Beside) -> Metadata:
@@ -84,10 +67,9 @@ def tokens_of(metadata: Metadata) -> jax.Array:
 
 
 def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
-    """Return whether the leader's blocks, i32[...], are in the index; never without."""
-    if metadata.index is None:
-        return jnp.zeros(block.shape, bool)
-    return metadata.index.hashes.at[block].get(mode="fill", fill_value=0) != 0
+    """Return whether the leader's blocks, i32[...], are in the index, bool[...]."""
+    hashes = index_of(metadata).hashes
+    return hashes.at[block].get(mode="fill", fill_value=0) != 0
 
 
 def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
@@ -114,11 +96,11 @@ def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
 
 
 def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return whether blocks of a group, i32[...], can be found; never without an index.
+    """Return whether blocks of a group, i32[...], can be found, bool[...].
 
     The leader's are those in the index, the others' stand beside one of them.
     """
-    if metadata.index is None or number == metadata.leader:
+    if number == metadata.leader:
         return is_indexed(metadata, block)
     above = _find_above(metadata, number, block)
     partners = beside_of(metadata, number).partners
@@ -132,13 +114,6 @@ def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
     return above.at[block].get(mode="fill", fill_value=nothing)
 
 
-def find_known(metadata: Metadata, number: int) -> jax.Array:
-    """Return which blocks of a group can be found, bool[N]; none without an index."""
-    num_blocks = metadata.groups[number].num_blocks
-    return is_known(metadata, number, jnp.arange(num_blocks, dtype=jnp.int32))
-
-
-@if_indexed
 def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Take blocks of a group, i32[P], out of the index; N is dropped.
 
@@ -165,8 +140,6 @@ def forget_taken(
     Returns:
       The metadata, and i32[]: how many of them could be found.
     """
-    if metadata.index is None:
-        return metadata, jnp.int32(0)
     was_known = is_known(metadata, number, block)
     was_read = was_known
     if number != metadata.leader:
@@ -178,7 +151,6 @@ def forget_taken(
     return metadata, jnp.sum(was_known, dtype=jnp.int32)
 
 
-@if_indexed
 def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Forget blocks of a group, i32[B], that will be written again; N is dropped.
 
