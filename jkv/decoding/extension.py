@@ -208,6 +208,9 @@ class _Extension(NamedTuple):
     ) -> tuple[Cache, Progress]:
         """Feed what was given, at most so many tokens of each text at a time."""
         prompts, index = progress.prompts, cache.metadata.index
+        partings = index.find_partings_behind(
+            cache.metadata, self.seq_ids, self.before, prompts.tokens
+        )
 
         def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
             column = position - self.before[text]
@@ -224,14 +227,11 @@ class _Extension(NamedTuple):
         return prefill(
             self.runner,
             cache,
-            Pending(self.seq_ids, find_tokens),
+            Pending(self.seq_ids, find_tokens, partings=partings),
             progress,
             self.share_rows(prompts.lengths.shape[0], most_each),
             count_left=count_left,
             note=note,
-            partings=index.find_partings_behind(
-                cache.metadata, self.seq_ids, self.before, prompts.tokens
-            ),
         )
 
     def share_rows(self, num_sequences: int, most_each: int) -> Sizes:

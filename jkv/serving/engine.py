@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
@@ -181,13 +182,17 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        arguments = model, params, cache, sizes, kept_programs, speculate, steering
-        mesh = find_shared_mesh(cache)
-        loop = (
-            Loop(*arguments)
-            if mesh is None
-            else SharedLoop(mesh, *arguments, checks=checks)
-        )
+        how = How(steering=steering, speculate=speculate)
+        loop: Loop
+        if find_shared_mesh(cache) is None:
+            loop = Loop(model, params, cache, sizes, how, kept_programs)
+        elif kept_programs is None:
+            loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
+        else:
+            raise UsageError(
+                "kept_programs are those of one process: on a mesh of several, give "
+                "None and let JAX keep compiled programs (warm_up(programs_folder=))"
+            )
         self._shared = loop if isinstance(loop, SharedLoop) else None
         self._limits = loop.find_limits(
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None

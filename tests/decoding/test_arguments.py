@@ -57,9 +57,9 @@ def test_each_text_brings_its_own_to_those_that_are_added():
     stops = dict(stop_tokens=np.full((2, 1), -1), stop_sequences=np.full((2, 1, 2), -1))
     state = begin(empty, max_new_tokens=2, **stops)
     add = functools.partial(decoding.add_prompts, cache, state, [1])
-    own = dict(stop_tokens=[[5]], stop_sequences=[[[6, 1]]], limits=[1], priorities=3)
+    own = dict(stop_tokens=[[5]], stop_sequences=[[[6, 1]]], limits=[1])
     value = Prompts.of(np.array([[1, 2, 3]]), **own)
-    same(add(value), add(np.array([[1, 2, 3]]), **own))
+    same(add(value, priorities=3), add(np.array([[1, 2, 3]]), **own, priorities=3))
     assert add(value).prompts.limits.tolist() == [2, 1]
     with pytest.raises(jkv.UsageError, match="limits beside Prompts"):
         add(value, limits=[1])

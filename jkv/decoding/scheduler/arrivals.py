@@ -28,12 +28,6 @@ from jkv.status import UsageError
 from jkv.steering import Steering
 
 
-class OfArrivals(OfPrompts, total=False):
-    """What is said of prompts that are added."""
-
-    priorities: Integers
-
-
 @takes_cache()
 def add_prompts(
     cache: Cache,
@@ -42,8 +36,9 @@ def add_prompts(
     prompts: Texts | Prompts,
     *,
     num_samples: Integers | None = None,
+    priorities: Integers = 0,
     steering: Steering | None = None,
-    **fields: Unpack[OfArrivals],
+    **fields: Unpack[OfPrompts],
 ) -> GenerationState:
     """Let more prompts wait, instead of some that have ended.
 
@@ -62,6 +57,7 @@ def add_prompts(
         shape of the first call, which is left as it is where nothing is said.
       num_samples: i32[K], how many of its sequences each prompt wants; the others
         count as CANCELLED. None is all.
+      priorities: i32[K] or int; of those that have not begun, smaller ones go first.
       steering: as for `begin`.
       fields: those of `Prompts.of`, each by its name.
 
@@ -93,6 +89,8 @@ def add_prompts(
     elif fields:
         raise UsageError(f"{', '.join(fields)} beside Prompts, which say it: give one")
     added, stops = prompts.divide(state.result.tokens.shape[1])
+    (order,) = broadcast(added.lengths.shape[0], priorities=priorities)
+    added = dataclasses.replace(added, priorities=jnp.asarray(order))
     if added.tokens.shape != (len(indices), width):
         raise ValueError(
             f"prompts must be i32[{len(indices)}, {width}], one for each index, as "

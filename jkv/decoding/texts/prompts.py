@@ -44,7 +44,6 @@ class Prompts:
         *,
         limits: Integers | None = None,
         salts: Integers = 0,
-        priorities: Integers = 0,
         variants: Integers | None = None,
         stop_tokens: Integers | None = None,
         stop_sequences: Texts | None = None,
@@ -58,8 +57,6 @@ class Prompts:
           salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
             earlier prompts of a domain left behind is not computed again. The number of
             the weights keeps versions apart.
-          priorities: i32[B] or int; of those that have not begun, smaller ones go
-            first.
           variants: i32[B] or int, how each prompt is steered, of
             `steering.num_variants` ways; -1 is not at all, None the first of them.
           stop_tokens: i32[E], tokens that end a sequence; they are kept in the result.
@@ -77,7 +74,7 @@ class Prompts:
         if tokens.shape[1] == 0:
             tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
         num_prompts = tokens.shape[0]
-        salts, priorities = broadcast(num_prompts, salts=salts, priorities=priorities)
+        (salts,) = broadcast(num_prompts, salts=salts)
         if variants is not None:
             (variants,) = broadcast(num_prompts, variants=variants)
         stops = None
@@ -88,7 +85,7 @@ class Prompts:
             lengths=count_tokens(tokens),
             limits=_fill_limits(limits, num_prompts),
             salts=jnp.asarray(salts),
-            priorities=jnp.asarray(priorities),
+            priorities=jnp.zeros((num_prompts,), jnp.int32),
             variants=variants,
             stops=stops,
         )
