@@ -24,7 +24,7 @@ def main():
     add(
         "--model",
         default=BUNDLED,
-        help="a Hugging Face folder or a GGUF file; the bundled model",
+        help="a Hugging Face folder or GGUF file",
     )
     add("--context", type=number, default=2048, help="tokens of a conversation")
     add("--branches", type=number, default=4, help="at most; %(default)s")

@@ -22,7 +22,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add(
         "--model",
         default=BUNDLED,
-        help="a Hugging Face folder or a GGUF file; the bundled model",
+        help="a Hugging Face folder or GGUF file",
     )
     add("--chat", action="store_true", help="prompts are questions in a chat")
     text, number = "of each text; %(default)s", at_least(1)

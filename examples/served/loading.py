@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     add(
         "--model",
         default=BUNDLED,
-        help="a Hugging Face folder or a GGUF file; the bundled model",
+        help="a Hugging Face folder or GGUF file",
     )
     add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
     add("--context", type=int, default=512, help="tokens of a text; %(default)s")

@@ -42,8 +42,8 @@ class Cut(NamedTuple):
     snapshot: FoundState | None  # what is at that length; None without snapshots
 
 
-def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut | None:
-    """Return what sequences cut back to lengths go on from; None without states.
+def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
+    """Return what sequences cut back to lengths go on from.
 
     The length may be the present one, 0, any from the base on, or a snapshot's.
 
@@ -52,8 +52,6 @@ def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut 
       seq_ids: i32[B].
       lengths: i32[B].
     """
-    if metadata.states is None:
-        return None
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     base = length - metadata.sequences.pending_of(seq_ids)
     stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))

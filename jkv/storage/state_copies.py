@@ -13,16 +13,16 @@ from jkv.state import Cache, StateStorage
 Arrays = dict[str, jax.Array]
 
 
-def with_moves(cache: Cache, moves: StateMoves | None) -> Cache:
+def move_states(cache: Cache, moves: StateMoves) -> Cache:
     """Return the cache with states moved between rows, and from snapshots to rows.
 
     Outside jit nothing is done if no row is a target.
 
     Args:
       cache: the cache, with the metadata of after the call.
-      moves: what the call does; None without states.
+      moves: what the call does.
     """
-    if moves is None or not cache.num_layers:
+    if not cache.num_layers:
         return cache
     if not _has_any(moves.target, cache.max_sequences):
         return cache

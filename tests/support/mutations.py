@@ -91,8 +91,8 @@ MUTATIONS = (
         "last-free-block-refused",
         "metadata",
         "A request that would take the very last free block is refused.",
-        "is_over.append(taken > group.free_blocks.count - keep)",
-        "is_over.append(taken >= group.free_blocks.count - keep)",
+        "is_over.append(taken > lack.free - keep)",
+        "is_over.append(taken >= lack.free - keep)",
     ),
     Mutation(
         "block-returns-at-first-mention",
@@ -208,8 +208,8 @@ MUTATIONS = (
         "evicts-for-one-group",
         "verbs",
         "Eviction ends as soon as any one group has enough free blocks.",
-        "requests.any_of([count < num_blocks for count in counts])",
-        "~requests.any_of([count >= num_blocks for count in counts])",
+        "requests.any_of([num < num_blocks for num in counts])",
+        "~requests.any_of([num >= num_blocks for num in counts])",
     ),
     # The verbs, from allocate to resize, and the look-ups.
     Mutation(
@@ -237,8 +237,8 @@ MUTATIONS = (
         "tail-of-one-token-not-copied",
         "verbs",
         "A fork does not copy a last block that holds a single token.",
-        "copied = served & (length.tail > 0)",
-        "copied = served & (length.tail > 1)",
+        "copied = done.served & (length.tail > 0)",
+        "copied = done.served & (length.tail > 1)",
     ),
     Mutation(
         "truncate-keeps-the-shared-tail",
@@ -253,8 +253,8 @@ MUTATIONS = (
         "verbs",
         "A sequence cut back into a block that the prefix index can find overwrites "
         "it, and the index goes on finding it.",
-        "rewritten = served & tail.is_cut & ~copied",
-        "rewritten = jnp.zeros_like(served)",
+        "rewritten = done.served & self.is_cut & ~copied",
+        "rewritten = jnp.zeros_like(done.served)",
     ),
     Mutation(
         "append-refuses-the-last-token",
@@ -267,16 +267,16 @@ MUTATIONS = (
         "revived-blocks-counted-as-free",
         "verbs",
         "Cached blocks that a prompt revives are promised to later requests as well.",
-        "tuple(each.fresh + each.revivals.costs for each in lacks)",
-        "tuple(each.fresh for each in lacks)",
+        "Lack.of(group, fresh + revivals.costs, wants)",
+        "Lack.of(group, fresh, wants)",
     ),
     Mutation(
         "reorder-gives-up-its-own-past",
         "verbs",
         "A sequence that is its own parent is moved like any other and loses its "
         "reservation.",
-        "moves = live & ~padding & (seq_ids != parents)",
-        "moves = live & ~padding",
+        "changes = live & ~padding & (seq_ids != parents)",
+        "changes = live & ~padding",
     ),
     Mutation(
         "write-to-a-negative-layer",
@@ -875,8 +875,8 @@ MUTATIONS = (
         "variant-lost-in-added-prompts",
         "decoding",
         "Prompts that are added are all steered by the first variant.",
-        "added = with_variants(added, steering, variants)",
-        "added = with_variants(added, steering, 0 * jnp.asarray(variants))",
+        "added = with_variants(added, steering)",
+        "added = with_variants(dataclasses.replace(added, variants=None), steering)",
     ),
     Mutation(
         "thoughts-of-the-prompt-not-counted",

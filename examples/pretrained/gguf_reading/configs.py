@@ -4,7 +4,7 @@ What the metadata do not say is known of the architecture: which layers have a w
 how far those are turned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,8 @@ class Kind(NamedTuple):
 
     model_type: str
     class_name: str
-    read: Callable[[GGUFile], dict[str, Any]] = lambda file: {}
+    read: Callable[[GGUFile], dict[str, Any]] | None = None
+    says: Mapping[str, Any] = {}  # what no file of the architecture says
     is_permuted: bool = False  # rows of queries and keys: neighbours are turned
     norm_offset: float = 0.0  # added to norms when the file was written
 
@@ -55,7 +56,7 @@ def make_config(file: GGUFile) -> dict[str, Any]:
     scaling = _read_scaling(file)
     if scaling:
         config["rope_scaling"] = scaling
-    return config | kind.read(file)
+    return config | (kind.read(file) if kind.read else kind.says)
 
 
 def find_kind(file: GGUFile) -> Kind:
@@ -94,16 +95,6 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
     return found
 
 
-def _read_window(file: GGUFile) -> dict[str, Any]:
-    """Read a window of all layers, as Mistral has it."""
-    window = file.get("attention.sliding_window")
-    return {} if window is None else dict(sliding_window=window)
-
-
-def _read_qwen(file: GGUFile) -> dict[str, Any]:
-    return dict(use_sliding_window=False)
-
-
 def _read_gemma2(file: GGUFile) -> dict[str, Any]:
     return _read_gemma(file, every=2) | dict(
         attn_logit_softcapping=file.get("attn_logit_softcapping", 50.0),
@@ -138,10 +129,11 @@ def _read_gemma(file: GGUFile, every: int) -> dict[str, Any]:
     )
 
 
+NO_WINDOW = dict(use_sliding_window=False)
 KINDS = {
     "llama": Kind("llama", "LlamaForCausalLM", is_permuted=True),
-    "qwen2": Kind("qwen2", "Qwen2ForCausalLM", _read_qwen),
-    "qwen3": Kind("qwen3", "Qwen3ForCausalLM", _read_qwen),
+    "qwen2": Kind("qwen2", "Qwen2ForCausalLM", says=NO_WINDOW),
+    "qwen3": Kind("qwen3", "Qwen3ForCausalLM", says=NO_WINDOW),
     "gemma2": Kind("gemma2", "Gemma2ForCausalLM", _read_gemma2, norm_offset=1.0),
     "gemma3": Kind("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, norm_offset=1.0),
 }

@@ -45,9 +45,10 @@ def find_folder(model: str | Path) -> Path:
 
 def _choose(folder: Path) -> Path:
     """Return the one GGUF model in a folder, or the folder if there is none."""
-    found = sorted(folder.glob("*.gguf"))
     found = [
-        path for path in found if "-of-" not in path.stem or "-00001-" in path.stem
+        path
+        for path in sorted(folder.glob("*.gguf"))
+        if "-of-" not in path.stem or "-00001-of-" in path.stem
     ]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under a checkpoint's names, each as a checkpoint has it."""
+"""The tensors of a GGUF file, by a checkpoint's names and as a checkpoint has them."""
 
 import functools
 import json

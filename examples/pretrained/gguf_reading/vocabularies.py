@@ -31,8 +31,8 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`; what is not
-# named is cut as by GPT-2. The patterns are those of the models' own tokenizer.json.
+# How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`; where that
+# is not named, as by GPT-2. The patterns are those of the models' own tokenizer.json.
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -194,7 +194,7 @@ def _add_tokens(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
         ]
         for kind in (CONTROL, USER_DEFINED)
     )
-    # Whatever has other characters than bytes are written in is no token of the model's.
+    # What has other characters than bytes are written in is no token of the model's.
     control = [t for t in control if not (is_of_bytes and {*t.content} - alphabet)]
     # All at once: each call looks for all of them anew.
     tokenizer.add_special_tokens(control)

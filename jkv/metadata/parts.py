@@ -1,0 +1,32 @@
+"""The parts of a cache, in the order in which storage follows them."""
+
+import jax
+
+from jkv.metadata import tables
+from jkv.metadata.block_part import Blocks
+from jkv.metadata.part import Part
+from jkv.metadata.state_part import OfStates
+from jkv.state import Metadata
+
+
+def parts_of(metadata: Metadata) -> tuple[Part, ...]:
+    """Return the parts of a cache: each group with blocks, and all with a state."""
+    blocks = (Blocks(number) for number in range(len(metadata.groups)))
+    states = (OfStates(),) if metadata.states is not None else ()
+    return (*blocks, *states)
+
+
+def close_sequences(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+) -> Metadata:
+    """Give back the rows of sequences, and all that they have.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B], distinct where they are closed.
+      closable: bool[B].
+    """
+    metadata = tables.close_rows(metadata, seq_ids, closable)
+    for part in parts_of(metadata):
+        metadata = part.close(metadata, seq_ids, closable)
+    return metadata
