@@ -51,6 +51,7 @@ def make_config(file: GGUFile) -> dict[str, Any]:
         tie_word_embeddings="output.weight" not in file.tensors,
         eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
         torch_dtype="bfloat16",
     )
     scaling = _read_scaling(file)

@@ -11,7 +11,7 @@ KINDS = (
     *("F32", "F16", "BF16"),
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
-EXTRA = "GGUF files need the package gguf: pip install '.[gguf]' in the folder of jkv"
+EXTRA = "GGUF files need the package gguf: pip install gguf"
 
 
 class Metadata(Mapping[str, Any]):
@@ -22,7 +22,9 @@ class Metadata(Mapping[str, Any]):
         self._fields = fields
 
     def __getitem__(self, name: str) -> Any:
-        return self._fields[name].contents()
+        value = self._fields[name].contents()
+        # Kept as float32: the decimal that was meant, 1e-06 and not 9.99999997e-07.
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)

@@ -90,12 +90,18 @@ def find_ends(file: GGUFile) -> list[int]:
 
 
 def _said(file: GGUFile) -> dict[str, Any]:
+    """Return what a file says of its tokenizer."""
     prefix = "tokenizer.ggml."
-    return {
+    said = {
         name.removeprefix(prefix): value
         for name, value in file.metadata.items()
         if name.startswith(prefix)
     }
+    needed = ("model", "tokens", "merges" if said.get("model") == "gpt2" else "scores")
+    missing = [f"{prefix}{name}" for name in needed if name not in said]
+    if missing:
+        raise ValueError(f"{file.paths[0]} lacks the metadata {', '.join(missing)}")
+    return said
 
 
 def _make_of_bytes(said: Mapping[str, Any]) -> Tokenizer:
