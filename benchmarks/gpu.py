@@ -9,8 +9,7 @@ and fp8, and with a latent cache (one kv head of 576, values its first 512); bat
 whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
 of 32 layers, its writes and its bookkeeping alone, rows stored by the kernel and by
 scatters; the derivative (`gpu_gradients.py`; alone with `--gradients`); with
-`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`); with `--launches`
-alone, short contexts decoded in one launch and in two. The floor is
+`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is
 reading keys and values once: fractions are of the bandwidth that a copy of 2 GiB
 reaches in the same run.
 
@@ -66,16 +65,13 @@ from gpu_torch import TORCH, Synchronised, import_torch  # noqa: E402
 from harness import Case  # noqa: E402
 
 import jkv  # noqa: E402
-from jkv.attention.kernel.one_launch import LAUNCH_SWITCH  # noqa: E402
 from jkv.verbs.writing import WRITE_SWITCH  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
 NUM_LAYERS = 32
 SLOW_BYTES = 2**32  # the plain path, and a second copy of the pools, stay below
 PLAIN_BATCH = 64
-JKV, PLAIN, ONE = "jkv", "jkv, plain path", "jkv, one launch"
-# Sequences and tokens of each, decoded in one launch and in two.
-SHORT = (1, 2_048), (1, 8_192), (8, 1_024), (64, 1_024)
+JKV, PLAIN = "jkv", "jkv, plain path"
 JAX_TOKENS = 32, 64, 128, 256  # that JAX's kernel takes at a time
 DRAW, TURN = "operands", "operands for JAX"
 JAX = "jax.experimental paged_attention"
@@ -164,7 +160,7 @@ def measure(
     operands = make_operands(workload, compiled[workload, DRAW])
     cases, rows = [], []
     jax_settings = [f"{JAX}, {tokens} tokens" for tokens in JAX_TOKENS]
-    for who in (JKV, ONE, PLAIN, *jax_settings, TORCH):
+    for who in (JKV, PLAIN, *jax_settings, TORCH):
         labels = {"workload": workload.label, "who": who}
         try:
             if who == TORCH:
@@ -203,26 +199,6 @@ def measure(
         row["ratio"] = taken.ratio_to(samples[JKV]) if JKV in samples else None
         rows.append(row | {"bytes": workload.num_bytes})
     return rows
-
-
-def measure_launches(quick: bool, rounds: int) -> list[dict[str, Any]]:
-    """Return short contexts in two launches and in one, beside PyTorch."""
-    shapes = ((1, 64), (2, 256)) if quick else SHORT
-    calls = 2 if quick else None
-    workloads = [Workload((length,) * batch, calls=calls) for batch, length in shapes]
-    programs = find_programs(workloads)
-    compiled = compile_all({name: programs[name] for name in programs if DRAW in name})
-    for who, switch in ((JKV, "0"), (ONE, "1")):
-        # The switch is read while they are traced.
-        with unittest.mock.patch.dict(os.environ, {LAUNCH_SWITCH: switch}):
-            found = compile_all({each: programs[each, JKV] for each in workloads})
-        compiled |= {(each, who): program for each, program in found.items()}
-    copied = copy_bandwidth(2**24 if quick else 2**31, rounds)
-    return [
-        row
-        for workload in workloads
-        for row in measure(workload, compiled, rounds, copied)
-    ]
 
 
 def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
@@ -348,7 +324,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--gradients", action="store_true", help="nothing else")
     parser.add_argument("--prompts", action="store_true", help="nothing else")
-    parser.add_argument("--launches", action="store_true", help="nothing else")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.all:
@@ -362,9 +337,6 @@ def main() -> None:
         return
     if options.prompts:
         print(_show_prompts(measure_prompts(quick, options.rounds)))
-        return
-    if options.launches:
-        print(_show_calls(measure_launches(quick, options.rounds)))
         return
     statistics = jax.devices()[0].memory_stats() or {}
     workloads = find_workloads(statistics.get("bytes_limit", 2**31), quick)

@@ -48,7 +48,6 @@ def list_parts() -> list[Part]:
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
         Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
-        Part("launches", (str(HERE / "gpu.py"), "--launches")),
         # Float32 as RDNA multiplies it among them.
         Part("tiles of float32", (*tiles, "--only", "float32", "prefill float32")),
     ]

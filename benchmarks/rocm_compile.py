@@ -32,7 +32,6 @@ import numpy as np
 import rocm_stand_in
 
 import jkv
-from jkv.attention.kernel.one_launch import LAUNCH_SWITCH
 from jkv.commands.launches import find_launches
 
 HERE = pathlib.Path(__file__).parent
@@ -75,10 +74,7 @@ class Step:
     # pool again for each operation that changes it in place, and what does not fit by
     # that count it computes anew in each layer.
     memory_percent: int | None = None
-    is_in_one_launch: bool = False  # whether pieces and joining are one launch
     # Whether a launch makes queries of what the layer before gave, as projections do.
-    # Without it one launch would read them where it stores, which XLA keeps apart by a
-    # copy in each layer.
     is_projected: bool = False
 
     @property
@@ -203,12 +199,6 @@ STEPS = [
         memory_percent=400,
     ),
     dataclasses.replace(LLAMA, name="llama-8b, projected", is_projected=True),
-    dataclasses.replace(
-        LLAMA,
-        name="llama-8b, projected, one launch",
-        is_projected=True,
-        is_in_one_launch=True,
-    ),
     dataclasses.replace(LLAMA, name="float16", num_layers=4, dtype="float16"),
     dataclasses.replace(
         LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"
@@ -262,10 +252,7 @@ COLLECTIVE = re.compile(
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     """Compile a step and check that it works in place."""
     start = time.perf_counter()
-    # The switch is read while the step is traced.
-    switch = {LAUNCH_SWITCH: str(int(step.is_in_one_launch))}
-    with unittest.mock.patch.dict(os.environ, switch):
-        lowered, cache = step.lower(devices)
+    lowered, cache = step.lower(devices)
     (storage,) = cache.storage
     planned = {"xla_gpu_memory_limit_slop_factor": step.memory_percent}
     compiled = lowered.compile(planned if step.memory_percent else None)
@@ -273,10 +260,9 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
 
     text, memory = compiled.as_text(), compiled.memory_analysis()
     num_kernels = len(re.findall(r"custom-call\(.*triton", text))
-    # Pieces and their joining; another kernel for requests of several rows, and one
-    # that stores rows in more arrays than one.
-    expected = 2 if step.num_rows is None else 3
-    expected -= step.is_in_one_launch
+    # Pieces and their joining; two kernels for requests of several rows, and one that
+    # stores rows in more arrays than one.
+    expected = 2 if step.num_rows is None else 4
     expected += len(storage.arrays) > 1
     expected *= 1 if step.is_scanned else step.num_layers
     assert num_kernels == expected, f"{num_kernels} kernels in the module"

@@ -14,7 +14,6 @@ from jkv.attention import choice
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.elements import Integer
 from jkv.attention.kernel.lists import WorkLists
-from jkv.attention.kernel.one_launch import is_one_launch_asked
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
     require_options,
@@ -258,7 +257,6 @@ def paged_attention(
         num_parts=num_parts,
         soft_cap=soft_cap,
         max_query_length=max_query_length,
-        is_in_one_launch=is_one_launch_asked(),
         fixed_scale=fixed_scale,
     )
     is_empty = call.num_rows == 0 or call.num_requests == 0

@@ -54,8 +54,6 @@ class Call:
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     max_query_length: int | None = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
-    # Whether the kernel that decodes joins the pieces, too (`kernel/one_launch.py`).
-    is_in_one_launch: bool = dataclasses.field(default=False, metadata={"static": True})
     # The scale again, for what is compiled for one; None elsewhere, and if it varies.
     fixed_scale: float | None = dataclasses.field(
         default=None, metadata={"static": True}

@@ -82,6 +82,9 @@ def _backward(implementation, saved, cotangents):  # type: ignore[no-untyped-def
     delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     delta -= d_lse
     grads = implementation.differentiate(call, Cotangents(d_output, lse, delta))
+    # Rows that see nothing bring nothing, and may hold NaN: 0 * NaN is NaN.
+    sees = ~jnp.isneginf(lse)
+    of_scale = grads.queries * call.queries.astype(jnp.float32)
     # None stands for what has no gradient: integers, raw bits, scales of tokens.
     gradient = dataclasses.replace(
         call,
@@ -93,7 +96,7 @@ def _backward(implementation, saved, cotangents):  # type: ignore[no-untyped-def
             key_scales=None,
             value_scales=None,
         ),
-        scale=jnp.sum(grads.queries * call.queries.astype(jnp.float32)),
+        scale=jnp.sum(jnp.where(sees[..., None], of_scale, 0.0)),
         sinks=_differentiate_sinks(call.sinks, lse, delta),
         layer=None,
         requests=None,
@@ -114,8 +117,8 @@ def _differentiate_sinks(
     """A sink is a token with the value zero. Rows that see nothing have none."""
     if sinks is None:
         return None
-    weight = jnp.exp(sinks[None] - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    return -jnp.sum(weight * delta, axis=0)
+    each = jnp.exp(sinks[None] - lse) * delta
+    return -jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, each), axis=0)
 
 
 def shape_gradients(call: Call) -> Gradients:

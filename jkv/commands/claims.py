@@ -23,7 +23,6 @@ CLAIMS = (
     Claim("so is its derivative", ("derivative: pallas",)),
     Claim("so is attention through XLA", ("attention: xla", "derivative: xla")),
     Claim("rows are stored to the bit as scatters do", ("rows stored",)),
-    Claim("decoding in one launch equals two", ("decoding in one",)),
     Claim("a donated write copies no pool", ("memory of a donated write",)),
     Claim("a decode step has few launches and copies no pool", ("a compiled decode",)),
     Claim("collectives between devices are right", ("collectives",)),

@@ -36,7 +36,6 @@ from jkv.commands.correctness import (
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.launches import check_launches
-from jkv.commands.one_launch import check_one_launch
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 from jkv.commands.stores import check_stores
@@ -115,7 +114,6 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
             check = functools.partial(check_derivative, implementation=name)
             steps.append(Step(f"derivative: {name}", 40, check))
         steps.append(Step("prompts by cuDNN", 2, check_prompts))
-        steps.append(Step("decoding in one launch", 2, check_one_launch))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     if is_quick:
         steps.append(Step("bandwidth", 0, skip_bandwidth))

@@ -320,7 +320,7 @@ def test_cudnn_takes_a_prompt_alone_or_beside_others():
         assert "tensor<1x4096x8x128xbf16>" in call  # kv heads as they are
     # With nothing for cuDNN, and beside it.
     names = [kernel.name for kernel in find_kernels(lowered)]
-    assert names == 2 * ["jkv_decode", "jkv_join", "jkv_prefill"]
+    assert names == 2 * ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
     # The pool is read by kernels and gathers alone.
     for line in lowered.as_text().splitlines():
         if "tensor<2x64x8x16x128xui16>" in line and "stablehlo" in line:

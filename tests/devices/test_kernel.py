@@ -116,9 +116,9 @@ def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
     with use_abstract_mesh(mesh):
         traced = jax.jit(attend_step).trace(cache, rows, queries)
         lowered = traced.lower(lowering_platforms=("rocm",))
-    *stores, decode, join, prefill = find_kernels(lowered)
-    names = [kernel.name for kernel in (decode, join, prefill)]
-    assert names == ["jkv_decode", "jkv_join", "jkv_prefill"]
+    *stores, decode, join, prefill, isolate = find_kernels(lowered)
+    names = [kernel.name for kernel in (decode, join, prefill, isolate)]
+    assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
     # Rows are stored by a kernel where the card is known, as it is from JAX 0.11 on.
     assert [store.name for store in stores] == ["jkv_store"] * IS_NEWEST
     for store in stores:

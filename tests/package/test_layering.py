@@ -228,8 +228,8 @@ def test_rooms_have_no_circles_inside() -> None:
 def test_loops_are_those_that_work_inside_shard_map() -> None:
     """`lax` has its own for `jkv.sharding.loops`, and for what is no part of a step."""
     kernels = (
-        *("body", "join", "one_launch", "ordered_join", "query_gradients"),
-        *("scores", "token_gradients"),
+        *("isolation", "join", "query_gradients", "scores", "token_gradients"),
+        "walk",
     )
     own = {"sharding/loops.py", *(f"attention/kernel/{name}.py" for name in kernels)}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -518,8 +518,8 @@ MUTATIONS = (
         "kernel-unmasked-tiles-too-many",
         "attention/kernel",
         "The tile that only some rows see as a whole goes without a mask.",
-        "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0,",
-        "seen_by_all = jnp.clip(find_last(o, rows.position, variant) + tile_tokens, 0,",
+        "seen_by_all = jnp.clip(find_last(o, position, variant) + 1, 0,",
+        "seen_by_all = jnp.clip(find_last(o, position, variant) + tile_tokens, 0,",
     ),
     Mutation(
         "kernel-stores-rows-of-nobody",
@@ -546,8 +546,8 @@ MUTATIONS = (
         "kernel-window-off-by-one",
         "attention/kernel",
         "A decode row sees one token less of its window.",
-        "visible &= token >= tokens.first",
-        "visible &= token > tokens.first",
+        "visible &= token >= self.tokens.first",
+        "visible &= token > self.tokens.first",
     ),
     Mutation(
         "kernel-reads-before-the-window",
@@ -562,6 +562,20 @@ MUTATIONS = (
         "The partial result of a row's last piece is joined a second time.",
         "is_mine = piece < end",
         "is_mine = piece <= end",
+    ),
+    Mutation(
+        "kernel-hides-broken-numbers",
+        "attention/kernel",
+        "A piece whose sums are NaN counts as one that sees nothing.",
+        "is_seen = lse != HIDDEN",
+        "is_seen = lse > HIDDEN",
+    ),
+    Mutation(
+        "kernel-spreads-broken-values",
+        "attention/kernel",
+        "Rows of a tile are NaN for values that only others of them see.",
+        "times = jnp.max(is_nan.astype(jnp.int32)) *",
+        "times = jnp.max(0 * is_nan.astype(jnp.int32)) *",
     ),
     Mutation(
         "kernel-scaled-weights-in-float16",

@@ -160,7 +160,14 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
         elif branch := re.search(branch_pattern, line):
             start = labels.get(branch.group(1).rstrip(";"))
             if start is not None:
-                loops.append(lines[start:number])
+                loops.append((start, number))
+
+    # Loops around others are not walks of tiles.
+    loops = [
+        lines[start:end]
+        for start, end in loops
+        if not any(start < first and last < end for first, last in loops)
+    ]
 
     def rank(loop):
         counts = _count(loop, kinds)

@@ -92,29 +92,6 @@ def store_masked(
     triton.store(ref.at[where], value, mask=mask)
 
 
-def when(condition: jax.Array) -> Callable[[Callable[[], None]], None]:
-    """Decorate what a program does only where a scalar is true."""
-    decorate: Callable[[Callable[[], None]], None] = _pallas()[0].when(condition)
-    return decorate
-
-
-def arrive(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
-    """Count this program in, and return how many were counted before it, i32[].
-
-    What programs stored before they were counted, on any unit of the device, this one
-    sees after it. Pallas makes one atomic addition of acquire and release semantics at
-    the device's scope, by one thread; the barriers order the other threads' memory
-    before and after it. Programs that are interpreted run one after the other.
-    """
-    _, triton = _pallas()
-    if not interpret:
-        triton.debug_barrier()
-    before: jax.Array = triton.atomic_add(ref, (index,), jnp.int32(1))
-    if not interpret:
-        triton.debug_barrier()
-    return before
-
-
 class Compilation(NamedTuple):
     """How a kernel is compiled."""
 

@@ -12,48 +12,24 @@ padded, and head dims are cut into powers of two; shifts and masks instead of di
 
 Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded,
 and only scores need a mask. Scores carry a factor log2(e): the hardware has exp2.
+
+A number that is not finite stays with the rows that see it. A score that is NaN makes
+the row's sum of weights NaN, whatever a card's maximum makes of it. To a value that it
+does not see a row gives no weight, but 0 * NaN is NaN: such rows of a tile are NaN as a
+whole here, and `isolation.py` takes them up.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import round_by_bits
-from jkv.attention.kernel.loads import (
-    Operands,
-    Range,
-    TokenTile,
-    clamp_index,
-    cut_head_dims,
-    find_term_dtype,
-    load_rows,
-    load_tokens,
-    to_operands,
-)
-from jkv.attention.kernel.rows import (
-    QueryRows,
-    find_last,
-    find_range,
-    find_seen,
-    locate_rows,
-    read_window,
-    see,
-)
-from jkv.attention.kernel.scores import (
-    add_dot,
-    cap_in_log2,
-    dot_sections,
-    exp2_in_pairs,
-    hide_one,
-)
-from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.sums import HIDDEN, LN2, LOG2E, TileSums, start_sums
+from jkv.attention.kernel.loads import Operands
+from jkv.attention.kernel.rows import QueryRows, locate_rows
+from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums
 from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
 
 
 def attend_range(
@@ -72,180 +48,63 @@ def attend_range(
     alias the arrays before, are replaced.
     """
     del output_before, lse_before
-    attended = attend_rows(operands, variant)
-    rows, head, valid = attended.rows, attended.rows.head, attended.valid
+    walk = start_walk(operands, variant, locate_rows(operands, variant))
+    sums = walk_tiles(walk)
+    store_means(walk, sums if variant.is_decode else _spread_nan(sums), output_ref)
+    where = find_places(walk.rows, variant), walk.rows.head
+    lse = _find_lse(walk, sums) * (1.0 if variant.is_partial else LN2)
+    backend.store_masked(lse_ref, where, lse, walk.valid)
+
+
+def store_means(walk: Walk, sums: TileSums, output_ref: jax.Array) -> None:
+    """Store the weighted means of the values."""
     # Stores are never clamped: two of them would share an address.
-    row = rows.row
-    if variant.num_pieces:
-        row = row * variant.num_pieces + rows.piece
-    row = jnp.broadcast_to(rows.entry, head.shape) if variant.is_decode else row
-    for section, value in zip(attended.sections, attended.values, strict=True):
+    row, head = find_places(walk.rows, walk.variant), walk.rows.head
+    means = _find_means(walk, sums)
+    for section, value in zip(walk.value_sections, means, strict=True):
         where = (row[:, None], head[:, None], section.columns)
         value = value.astype(output_ref.dtype)
-        backend.store_masked(output_ref, where, value, section.over(valid))
-    lse = attended.lse if variant.is_partial else attended.lse * LN2
-    backend.store_masked(lse_ref, (row, head), lse, valid)
+        backend.store_masked(output_ref, where, value, section.over(walk.valid))
 
 
-class Attended(NamedTuple):
-    """What a tile of rows is, by the tokens of a range."""
+def find_places(rows: QueryRows, variant: Variant) -> jax.Array:
+    """Return where each row is stored, i32[rows]."""
+    if variant.is_decode:
+        return jnp.broadcast_to(rows.entry, rows.head.shape)
+    if variant.num_pieces:
+        return rows.row * variant.num_pieces + rows.piece
+    return rows.row
 
-    rows: QueryRows
-    valid: jax.Array  # bool[rows], those to store
-    sections: list[Section]  # of the value head dim
-    values: list[jax.Array]  # f32[rows, size] for each section
-    lse: jax.Array  # f32[rows], log2
+
+def _spread_nan(sums: TileSums) -> TileSums:
+    """Return sums in which no row has a total that has NaN among its values.
+
+    Infinities of both signs may be taken for it.
+    """
+    added = functools.reduce(jnp.add, [jnp.sum(each, axis=1) for each in sums.values])
+    return sums._replace(total=jnp.where(added == added, sums.total, added))
 
 
-def attend_rows(operands: Operands, variant: Variant) -> Attended:
-    """Attend from this program's tile of rows to its range, and store nothing yet."""
-    o, work = operands, operands.work
-    num_heads = o.queries.shape[1]
-    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
-    rows = locate_rows(o, variant)
-    entry, row, head, valid = rows.entry, rows.row, rows.head, rows.valid
-    window = read_window(o)
-    first, end = find_range(o, rows, window, variant)
-    seen = None
-    if not variant.is_decode:
-        seen = find_seen(o, rows, window, variant)
-        valid = seen.valid
-    dtype = find_term_dtype(o.queries.dtype, variant.operand_dtype, variant)
-    queries = [
-        load_rows(o.queries, row, head, valid, section, dtype)
-        for section in key_sections
-    ]
+def _find_means(walk: Walk, sums: TileSums) -> list[jax.Array]:
+    """Return the weighted means of the values, f32[rows, size] for each section.
 
-    # The walk starts at a multiple of the tile, so that a tile lies in one block.
-    tokens = Range(
-        layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
-        table=work.table[entry],
-        kv_head=rows.kv_head,
-        first=first,
-        end=end,
-    )
-    once = hide_one(tokens.end)
-    tile_tokens = variant.tile.tokens
-    walk_start = tokens.first & -tile_tokens
-    scale = o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
-    # One factor for all scores, which is not negative, is left out of their maximum.
-    has_one_factor = (
-        variant.tile.has_exp2_in_pairs
-        and variant.soft_cap is None
-        and o.key_scales is None
-    )
-    if has_one_factor:
-        queries = [jnp.where(scale < 0.0, -query, query) for query in queries]
-        scale = jnp.abs(scale)
+    Where all scores are -inf there is none, but NaN, unless other pieces have one.
+    """
+    total = sums.total
+    if walk.variant.is_partial:
+        total = jnp.where(total == 0.0, 1.0, total)
+    return [value / total[:, None] for value in sums.values]
 
-    def is_visible(token: jax.Array) -> jax.Array:
-        """Return which rows see which tokens, to broadcast over the scores."""
-        if seen is not None:
-            return see(seen, token)
-        visible = token < tokens.end
-        if window is not None:
-            visible &= token >= tokens.first
-        return visible[None, :]
 
-    sections = key_sections, value_sections
+def _find_lse(walk: Walk, sums: TileSums) -> jax.Array:
+    """Return the log2 of the sums of weights, f32[rows]; HIDDEN where a piece is none.
 
-    def load(trip: jax.Array) -> TokenTile:
-        start = walk_start + trip * tile_tokens
-        return load_tokens(o, tokens, start, *sections, variant)
-
-    def load_whole(trip: jax.Array) -> TokenTile:
-        # Of a range that begins with the first token.
-        start = trip * tile_tokens
-        return load_tokens(o, tokens, start, *sections, variant, is_whole=True)
-
-    exp2 = jnp.exp2
-    if variant.tile.has_exp2_in_pairs:
-        exp2 = functools.partial(exp2_in_pairs, interpret=variant.interpret)
-
-    def attend_tile(
-        trip: jax.Array,
-        tile: TokenTile,
-        sums: TileSums,
-        *,
-        masked: bool,
-        stored: TokenTile | None = None,
-    ) -> TileSums:
-        start = walk_start + trip * tile_tokens
-        scores = dot_sections(variant, queries, tile.keys, once)
-        factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
-        largest = None
-        if has_one_factor and not masked:
-            largest = scale * jnp.max(scores, axis=1)
-        scores = cap_in_log2(scores * factor, variant.soft_cap)
-        visible = is_visible(start + jnp.arange(tile_tokens, dtype=jnp.int32))
-        if masked:
-            scores = jnp.where(visible, scores, HIDDEN)
-        if largest is None:
-            largest = jnp.max(scores, axis=1)
-        maximum = jnp.maximum(sums.maximum, largest)
-        weights = exp2(scores - maximum[:, None])
-        may_see_nothing = window is not None or variant.num_pieces
-        if masked and not variant.is_decode and may_see_nothing:
-            # A row may see nothing of a tile, and its maximum may still be HIDDEN.
-            weights = jnp.where(visible, weights, 0.0)
-        shrink = jnp.exp2(sums.maximum - maximum)
-        total = sums.total * shrink + jnp.sum(weights, axis=1)
-        if stored is not None and variant.has_words:
-            # Words become values as late as here: they take few registers till then.
-            tile = to_operands(stored, len(value_sections), variant)
-        if tile.value_scales is not None:
-            weights *= tile.value_scales[None, :]
-        if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
-            weights = round_by_bits(weights)
-        weights = weights.astype(variant.weight_dtype)
-        summed = tuple(
-            add_dot(variant, old * shrink[:, None], weights, value, once)
-            for old, value in zip(sums.values, tile.values, strict=True)
-        )
-        return TileSums(maximum, total, summed)
-
-    def attend_tiles(
-        start: jax.Array,
-        stop: jax.Array,
-        sums: TileSums,
-        load_next: Callable[[jax.Array], TokenTile],
-        *,
-        masked: bool,
-    ) -> TileSums:
-        def attend_loaded(trip: jax.Array, sums: TileSums) -> TileSums:
-            return attend_tile(trip, load_next(trip), sums, masked=masked)
-
-        # The next tile is on its way while this one is used: one wait a trip.
-        def attend_carried(
-            trip: jax.Array, carry: tuple[TileSums, TokenTile]
-        ) -> tuple[TileSums, TokenTile]:
-            sums, stored = carry
-            following = load_next(jnp.minimum(trip + 1, stop - 1))
-            tile = to_operands(stored, len(value_sections), variant)
-            sums = attend_tile(trip, tile, sums, masked=masked, stored=stored)
-            return sums, following
-
-        if not variant.tile.is_carried:
-            return lax.fori_loop(start, stop, attend_loaded, sums)
-        # Of no tiles the first one lies in the range only where it is clamped.
-        return lax.fori_loop(start, stop, attend_carried, (sums, load(start)))[0]
-
-    sink = None
-    if o.sinks is not None:
-        sink = backend.load_masked(o.sinks, (clamp_index(head, num_heads),), valid)
-    sums = start_sums(head.shape, value_sections, sink)
-    num_tiles = lax.div(
-        tokens.end - walk_start + (tile_tokens - 1), jnp.int32(tile_tokens)
-    )
-    num_full = jnp.int32(0)
-    if variant.tile.has_full_loop and window is None:
-        # Tiles that every row sees as a whole come first and need no mask.
-        seen_by_all = jnp.clip(find_last(o, rows.position, variant) + 1, 0, tokens.end)
-        num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
-        sums = attend_tiles(jnp.int32(0), num_full, sums, load_whole, masked=False)
-    sums = attend_tiles(num_full, num_tiles, sums, load, masked=True)
-
-    total = jnp.where(sums.total > 0.0, sums.total, 1.0)  # rows that are not stored
-    values = [value / total[:, None] for value in sums.values]
-    lse = sums.maximum + jnp.log2(total)
-    return Attended(rows, valid, value_sections, values, lse)
+    It is -inf where a row sees tokens, but all scores are -inf.
+    """
+    lse, tokens = sums.maximum + jnp.log2(sums.total), walk.tokens
+    if not walk.variant.is_partial:
+        return lse
+    first, last = tokens.first, tokens.end - 1
+    if walk.seen is not None:
+        first, last = walk.seen.bound(first, tokens.end)
+    return jnp.where(first <= last, lse, HIDDEN)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
+from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
 from jkv.attention.kernel.launches import (
     find_compilation,
@@ -66,7 +67,7 @@ def _launch_both(
     )
     # Sinks join with the pieces.
     operands = make_operands(call, listed.work, variant)._replace(sinks=None)
-    partial, partial_lse = _launch_pieces(operands, variant)
+    partial, partial_lse = _launch_pieces(operands, variant, call.is_decoding)
     return join_pieces(
         listed.pieces,
         call.sinks,
@@ -77,7 +78,9 @@ def _launch_both(
     )
 
 
-def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def _launch_pieces(
+    operands: Operands, variant: Variant, is_decoding: bool
+) -> tuple[jax.Array, jax.Array]:
     """Return partial results, f32[R * pieces, H, Dv], and log2 sums without `Dv`.
 
     Places of pieces that a row has not are left as they are found.
@@ -85,12 +88,16 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
     num_tiles = operands.work.row.shape[0]
     num_rows, num_heads, _ = operands.queries.shape
     places = num_rows * variant.num_pieces
-    output, lse = backend.launch(
-        "jkv_position",
-        functools.partial(attend_range, variant=variant),
-        (operands, None, None),
-        shape_results((places, num_heads, variant.value_dim), jnp.float32),
+    results = shape_results((places, num_heads, variant.value_dim), jnp.float32)
+    launch = functools.partial(
+        backend.launch,
         grid=(num_tiles * variant.num_pieces * variant.head_tiles, 1),
         compilation=find_compilation(variant),
     )
+    attend = functools.partial(attend_range, variant=variant)
+    output, lse = launch("jkv_position", attend, (operands, None, None), results)
+    if not is_decoding:
+        isolate = functools.partial(isolate_range, variant=variant)
+        given = "jkv_isolate", isolate, (operands, output), results[:1]
+        (output,) = launch(*given, in_place=True)
     return output, lse

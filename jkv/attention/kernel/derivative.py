@@ -15,7 +15,10 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.launches import find_compilation, make_operands
-from jkv.attention.kernel.query_gradients import differentiate_queries
+from jkv.attention.kernel.query_gradients import (
+    differentiate_queries,
+    isolate_queries,
+)
 from jkv.attention.kernel.readers import list_readers
 from jkv.attention.kernel.table import Backward
 from jkv.attention.kernel.token_gradients import (
@@ -40,6 +43,7 @@ def differentiate_kernel(
 def _launch_all(
     call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
 ) -> Gradients:
+    cotangents = _mark_broken(call, cotangents)
     variant = query_variant(call, tuning, interpret=interpret)
     queries = _differentiate_queries(call, cotangents, variant)
     shapes = shape_gradients(call)
@@ -50,6 +54,19 @@ def _launch_all(
     return Gradients(queries, pools.keys, pools.values)
 
 
+def _mark_broken(call: Call, cotangents: Cotangents) -> Cotangents:
+    """Return NaN for the log-sum-exp of rows that have anything that is not finite.
+
+    It is -inf where a row sees nothing.
+    """
+    lse, delta = cotangents.lse, cotangents.delta
+    rows = call.queries, cotangents.d_output, delta[..., None]
+    is_whole = lse < jnp.inf
+    for each in rows:
+        is_whole &= jnp.all(jnp.isfinite(each), axis=-1)
+    return cotangents._replace(lse=jnp.where(is_whole, lse, jnp.nan))
+
+
 def _differentiate_queries(
     call: Call, cotangents: Cotangents, variant: Variant
 ) -> jax.Array:
@@ -57,17 +74,22 @@ def _differentiate_queries(
     tile_rows = variant.row_tokens
     sizes = size_prefill_work(call.num_rows, call.num_requests, tile_rows, min_rows=1)
     listed = list_prefill_work(call.requests, sizes, min_rows=1)
-    zeros = jnp.zeros(call.queries.shape, jnp.float32)
-    queries: jax.Array
-    (queries,) = backend.launch(
-        "jkv_query_gradients",
-        functools.partial(differentiate_queries, variant=variant),
-        (make_operands(call, listed.work, variant), cotangents, zeros),
-        (jax.ShapeDtypeStruct(zeros.shape, zeros.dtype),),
-        grid=(sizes.num_entries * variant.head_tiles, 1),
-        compilation=find_compilation(variant),
-        in_place=True,
-    )
+    operands = make_operands(call, listed.work, variant)
+    queries = jnp.zeros(call.queries.shape, jnp.float32)
+    kernels = {
+        "jkv_query_gradients": differentiate_queries,
+        "jkv_isolate_queries": isolate_queries,
+    }
+    for name, kernel in kernels.items():
+        (queries,) = backend.launch(
+            name,
+            functools.partial(kernel, variant=variant),
+            (operands, cotangents, queries),
+            (jax.ShapeDtypeStruct(queries.shape, queries.dtype),),
+            grid=(sizes.num_entries * variant.head_tiles, 1),
+            compilation=find_compilation(variant),
+            in_place=True,
+        )
     return queries
 
 

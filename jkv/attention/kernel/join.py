@@ -75,29 +75,30 @@ def _join_kernel(
     def join(
         trip: jax.Array, carry: tuple[jax.Array, TileSums]
     ) -> tuple[jax.Array, TileSums]:
-        highest, sums = carry
+        num_seen, sums = carry
         piece = first + trip * num_pieces + lanes
         is_mine = piece < end
         piece = jnp.minimum(piece, end - 1)
         lse = jnp.where(is_mine, partial_lse_ref[piece, head], HIDDEN)
-        highest = jnp.maximum(highest, jnp.max(lse))
-        maximum = jnp.maximum(sums.maximum, highest)
-        weights = jnp.exp2(lse - maximum)
+        is_seen = lse != HIDDEN  # NaN and -inf are
+        num_seen += jnp.sum(is_seen.astype(jnp.int32))
+        maximum = jnp.maximum(sums.maximum, jnp.max(lse))
+        weights = jnp.where(is_seen, jnp.exp2(lse - maximum), 0.0)
         shrink = jnp.exp2(sums.maximum - maximum)
         summed = []
         for section, old in zip(value_sections, sums.values, strict=True):
             part = partial_ref[piece[:, None], head, section.columns]
             summed.append(old * shrink + jnp.sum(weights[:, None] * part, axis=0))
         total = sums.total * shrink + jnp.sum(weights)
-        return highest, TileSums(maximum, total, tuple(summed))
+        return num_seen, TileSums(maximum, total, tuple(summed))
 
     sums = start_sums(
         (), value_sections, None if sinks_ref is None else sinks_ref[head]
     )
     trips = lax.div(end - first + (num_pieces - 1), jnp.int32(num_pieces))
-    carry = jnp.float32(HIDDEN), sums
-    highest, sums = lax.fori_loop(jnp.int32(0), trips, join, carry)
-    has_any = highest > HIDDEN
+    carry = jnp.int32(0), sums
+    num_seen, sums = lax.fori_loop(jnp.int32(0), trips, join, carry)
+    has_any = num_seen > 0
     total = jnp.where(has_any, sums.total, 1.0)
     for section, value in zip(value_sections, sums.values, strict=True):
         value = jnp.where(has_any, value / total, 0.0)

@@ -3,8 +3,7 @@
 Three launches: partial results of all pieces of the requests of one row (`work.py`),
 their joining, which also clears all other rows, and the tiles of the requests of
 several rows, which fill theirs in. A launch without work ends at once; where no request
-can have several rows there is no third one. Where it is asked for, the first launch
-joins, too (`one_launch.py`).
+can have several rows there is no third one.
 """
 
 import functools
@@ -16,10 +15,10 @@ from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.conversion import WORD
+from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import DecodeWork, Pieces, Work
+from jkv.attention.kernel.lists import DecodeWork, Work
 from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.one_launch import attend_and_join, make_counters
 from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
@@ -59,8 +58,6 @@ def decode_rows(
     listed = _find_decode_work(call, variant, programs)
     # Sinks join with the pieces.
     operands = make_operands(call, listed.work, variant)._replace(sinks=None)
-    if call.is_in_one_launch:
-        return _launch_joined(call, operands, listed.pieces, variant)
     partial, partial_lse = _launch_pieces(operands, variant)
     return join_pieces(
         listed.pieces,
@@ -167,27 +164,6 @@ def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax
     return output, lse
 
 
-def _launch_joined(
-    call: Call, operands: Operands, pieces: Pieces, variant: Variant
-) -> tuple[jax.Array, jax.Array]:
-    """Return the results of requests of one row; other rows are zeros and -inf."""
-    counters = None if call.work_lists is None else call.work_lists.counters
-    num_counters = call.num_rows * variant.head_tiles
-    if counters is None or counters.shape[0] < num_counters:
-        counters = make_counters(num_counters, call.requests.seq_ids)
-    num_entries = operands.work.row.shape[0]
-    partial = (num_entries, call.num_heads, variant.value_dim)
-    output, lse, _, _ = backend.launch(
-        "jkv_decode",
-        functools.partial(attend_and_join, variant=variant),
-        (operands, pieces, call.sinks, counters),
-        (*call.results, *shape_results(partial, jnp.float32)),
-        grid=(num_entries * variant.head_tiles, 1),
-        compilation=find_compilation(variant),
-    )
-    return output, lse
-
-
 def _launch_rows(
     operands: Operands,
     output: jax.Array,  # [R, H, Dv]
@@ -195,15 +171,17 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    output, lse = backend.launch(
-        "jkv_prefill",
-        functools.partial(attend_range, variant=variant),
-        (operands, output, lse),
-        shape_results(output.shape, output.dtype),
+    launch = functools.partial(
+        backend.launch,
         grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
         compilation=find_compilation(variant),
         in_place=True,
     )
+    results = shape_results(output.shape, output.dtype)
+    attend = functools.partial(attend_range, variant=variant)
+    output, lse = launch("jkv_prefill", attend, (operands, output, lse), results)
+    isolate = functools.partial(isolate_range, variant=variant)
+    (output,) = launch("jkv_isolate", isolate, (operands, output), results[:1])
     return output, lse
 
 

@@ -101,8 +101,6 @@ class WorkLists:
     prefill: tuple[PrefillWork, ...]
     # Instead of both, where bits depend on a row's position alone.
     by_position: tuple[PositionWork, ...] = ()
-    # Zeros, i32[C], where decoding takes one launch (`one_launch.py`).
-    counters: jax.Array | None = None
 
     def find_decode(self, sizes: DecodeSizes, has_window: bool) -> DecodeWork | None:
         """Return the decode list that suits a call, None if there is none."""

@@ -3,6 +3,7 @@
 Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -122,6 +123,19 @@ def load_numbers(
     return backend.load_masked(numbers, where, valid)
 
 
+def find_nan(
+    rows: jax.Array,  # [R, H, D]
+    row: jax.Array,  # i32[rows]
+    head: jax.Array,  # i32[rows]
+    valid: jax.Array,  # bool[rows]
+) -> jax.Array:
+    """Return which rows are NaN, as their first column says, bool[rows]."""
+    num_rows, num_heads, _ = rows.shape
+    row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
+    number = backend.load_masked(rows, (row, head, jnp.zeros_like(row)), valid)
+    return number != number
+
+
 def load_tokens(
     o: Operands,
     tokens: Range,
@@ -232,6 +246,22 @@ def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> Token
         shared = stored.keys[:num_sections]
         values = _convert(shared, variant.weight_dtype, variant)
     return TokenTile(keys, values, key_scales, key_scales)
+
+
+def find_broken(rows: list[jax.Array], scales: jax.Array | None = None) -> jax.Array:
+    """Return which rows have numbers that are not finite, bool[rows].
+
+    Args:
+      rows: [rows, size] for each section.
+      scales: f32[rows], which belong to them.
+    """
+    parts = [jnp.sum(_mark(each.astype(jnp.float32)), axis=1) for each in rows]
+    parts += [] if scales is None else [_mark(scales)]
+    return functools.reduce(jnp.add, parts) > 0.0
+
+
+def _mark(numbers: jax.Array) -> jax.Array:
+    return jnp.where(jnp.abs(numbers) < jnp.inf, 0.0, 1.0)
 
 
 def _convert(

@@ -21,7 +21,6 @@ from jkv.attention.kernel.lists import (
     PrefillSizes,
     WorkLists,
 )
-from jkv.attention.kernel.one_launch import is_one_launch_asked, make_counters
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.tuning import find_target, find_tuning
 from jkv.attention.kernel.variant import (
@@ -52,7 +51,6 @@ class _Sizes(NamedTuple):
     decode: tuple[DecodeSizes, ...]
     prefill: tuple[PrefillSizes, ...]
     by_position: tuple[PositionSizes, ...]
-    num_counters: int  # 0 where pieces are joined by a launch of their own
 
 
 class DeviceShare(NamedTuple):
@@ -92,7 +90,6 @@ def plan_work(
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
     decode, prefill, position = set(), set(), set()
-    num_counters = 0
     max_tokens = max_blocks * share.part_size
     for heads_per_kv in counts:
         if by_position:
@@ -110,8 +107,6 @@ def plan_work(
         row_heads = count_decode_heads(heads_per_kv, tuning)
         head_tiles = count_head_tiles(share.num_kv_heads, heads_per_kv, row_heads)
         wanted = count_pieces(tuning.programs, head_tiles)
-        if is_one_launch_asked():
-            num_counters = max(num_counters, num_rows * head_tiles)
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
         if num_rows > 1 and not is_decoding:
             tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
@@ -122,7 +117,6 @@ def plan_work(
             decode=tuple(sorted(decode)),
             prefill=tuple(sorted(prefill)),
             by_position=tuple(sorted(position)),
-            num_counters=num_counters,
         ),
         num_rows=num_rows,
         share=share,
@@ -163,11 +157,6 @@ def _list_work(
                 requests, each, num_parts=share.num_parts, part_size=share.part_size
             )
             for each in sizes.by_position
-        ),
-        counters=(
-            make_counters(sizes.num_counters, requests.seq_ids)
-            if sizes.num_counters
-            else None
         ),
     )
 

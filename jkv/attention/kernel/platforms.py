@@ -4,7 +4,6 @@ What `jkv.attention.choice` asks of a kernel: the function of a call that serves
 platform, or the reason why there is none; and the same for its derivative.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -43,10 +42,6 @@ _INTERPRETED = Tuning(
 )
 
 
-# Families whose programs are counted in behind the stores of all of their waves.
-_ORDERED = ("hopper", "other", "rdna", "rdna4")
-
-
 _INTERPRETED_BACKWARD = Backward(
     576,
     queries=Tile(rows=32, tokens=16, num_warps=1, num_stages=1),
@@ -72,54 +67,8 @@ def find_kernel(
         return None
     tuning = find_tuning(call.queries, call.pools, platform, target)
     assert tuning is not None  # or there was a reason
-    if by_position:
-        attend = attend_kernel_by_position
-    elif why_two_launches(tuning, platform, target):
-        attend = _attend_in_two_launches
-    else:
-        attend = attend_kernel
+    attend = attend_kernel_by_position if by_position else attend_kernel
     return functools.partial(attend, tuning=tuning, interpret=False)
-
-
-def why_two_launches(tuning: Tuning, platform: str, target: str | None) -> str | None:
-    """Say why decoding takes no one launch where it is asked, None if it does."""
-    # What all waves of a program stored must be seen where its count is. The barrier
-    # before the count waits for their stores on RDNA, and on CUDA that is how it is
-    # defined. On CDNA it does not, and the count waits for its own wave alone.
-    is_known = platform == "cuda" or target is not None
-    is_ordered = is_known and find_family(platform, target) in _ORDERED
-    if is_ordered or tuning.decode.num_warps == 1:
-        return None
-    return (
-        f"a program has {tuning.decode.num_warps} waves here, and in the machine code "
-        f"it is counted before all of them have stored"
-    )
-
-
-def why_not_one_launch(queries: jax.Array, pools: Pools) -> str | None:
-    """Say why decoding takes no one launch on the card at hand, None if it can.
-
-    Args:
-      queries: [R, H, D]; only shape and dtype matter.
-      pools: likewise.
-    """
-    for platform in ("rocm", "cuda"):
-        target = find_target(platform)
-        if target is None:
-            continue
-        reason = why_plain(queries, pools, platform, target)
-        tuning = find_tuning(queries, pools, platform, target)
-        if reason is None and tuning is not None:
-            return why_two_launches(tuning, platform, target)
-        return reason
-    return "there is no GPU here"
-
-
-def _attend_in_two_launches(
-    call: Call, *, tuning: Tuning, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    call = dataclasses.replace(call, is_in_one_launch=False)
-    return attend_kernel(call, tuning=tuning, interpret=interpret)
 
 
 def find_derivative(call: Call, platform: str) -> Differentiate | None:

@@ -35,6 +35,13 @@ class Seen(NamedTuple):
     before: jax.Array | None  # i32[rows], None for no window
     valid: jax.Array  # bool[rows], that see any; by position those that store
 
+    def bound(self, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the first and last token of a range that each row sees, i32[rows]."""
+        last = jnp.minimum(self.last, end - 1)
+        if self.before is None:
+            return jnp.broadcast_to(first, last.shape), last
+        return jnp.maximum(first, self.before + 1), last
+
 
 def locate_rows(o: Operands, variant: Variant) -> QueryRows:
     """Find the rows of this program."""

@@ -19,7 +19,7 @@ WORD_SIZE = 4
 class Section(NamedTuple):
     """Consecutive columns of a head dim."""
 
-    start: int
+    start: int | jax.Array
     size: int  # a power of two
     num_repeated: int = 0  # the first of them, which the section before has, too
 

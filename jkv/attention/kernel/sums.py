@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jkv.attention.kernel.sections import Section
 
-# Stands for -inf in scores: exp2(HIDDEN - HIDDEN) is not NaN.
-HIDDEN = -1e30
+# The maximum of no scores, and the log2 of no sum: exp2(-inf - HIDDEN) is not NaN.
+HIDDEN = -3e38
 
 
 LOG2E = math.log2(math.e)
@@ -32,6 +32,8 @@ def start_sums(
     """Return the sums over no token yet; a sink is a token with the value zero."""
     values = tuple(jnp.zeros((*shape, each.size), jnp.float32) for each in sections)
     if sink is not None:
-        return TileSums(sink * LOG2E, jnp.ones(shape, jnp.float32), values)
+        # Of NaN a maximum may be either; no score is less than -inf.
+        sink = jnp.where(sink * LOG2E < HIDDEN, HIDDEN, sink * LOG2E)
+        return TileSums(sink, jnp.ones(shape, jnp.float32), values)
     maximum = jnp.full(shape, HIDDEN, jnp.float32)
     return TileSums(maximum, jnp.zeros(shape, jnp.float32), values)

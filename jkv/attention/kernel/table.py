@@ -205,6 +205,7 @@ def _short(
     *,
     is_carried: bool = False,
     section: int = 512,
+    has_pairs: bool = True,
     is_rounded_by_bits: bool,
 ) -> Tile:
     """Return a tile of prefill that takes few vector instructions for its weights."""
@@ -219,7 +220,7 @@ def _short(
         inner_section=section,
         outer_section=section,
         has_scalar_ids=True,
-        has_exp2_in_pairs=True,
+        has_exp2_in_pairs=has_pairs,
         is_rounded_by_bits=is_rounded_by_bits,
     )
 
@@ -245,7 +246,13 @@ def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
             ("byte",),
             programs=4,
         ),
-        Row(576, _carried(32, 16, 4, has_words=True), carried(32, 16, 1), programs=4),
+        # Two weights a lane: looking for NaN among them takes what pairs would save.
+        Row(
+            576,
+            _carried(32, 16, 4, has_words=True),
+            carried(32, 16, 1, has_pairs=False),
+            programs=4,
+        ),
         Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
         Row(256, _carried(16, 16, 2), _full(32, 16, 4, 1), _FLOAT32, 2),
         Row(576, _carried(16, 16, 4), Tile(16, 16, 4, 1), _FLOAT32, 1),

@@ -72,14 +72,13 @@ def test_every_row_of_the_table_lowers(family, number, kind):
     }
     (platform,) = platforms_of(family)
     lowered = lower_kernels(queries, pools, tuning, platform, **options)
-    decode, join, prefill = find_kernels(lowered)
-    assert [decode.name, join.name, prefill.name] == [
-        "jkv_decode",
-        "jkv_join",
-        "jkv_prefill",
-    ]
+    kernels = find_kernels(lowered)
+    names = [kernel.name for kernel in kernels]
+    assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
+    decode, join, prefill, isolate = kernels
     decodes = tuning.decode_tile(options["soft_cap"])
-    for kernel, tile in ((decode, decodes), (prefill, row.prefill)):
+    tiles = (decode, decodes), (prefill, row.prefill), (isolate, row.prefill)
+    for kernel, tile in tiles:
         assert kernel.num_warps == tile.num_warps
         assert kernel.num_stages == tile.num_stages
         assert kernel.text.count("tt.dot") >= 2
@@ -188,16 +187,16 @@ def call_shapes(dtype):
 def test_the_platform_chooses(platform):
     """The kernel where the table has a row for any card, the plain path otherwise."""
     lowered = lower(paged_attention, call_shapes("float16"), platform)
-    assert len(find_kernels(lowered)) == 3
+    assert len(find_kernels(lowered)) == 4
     lowered = lower(paged_attention, call_shapes("float32"), platform)
-    assert len(find_kernels(lowered)) == (3 if platform == "rocm" else 0)
+    assert len(find_kernels(lowered)) == (4 if platform == "rocm" else 0)
 
 
 @pytest.mark.one_end
 def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
-    assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 3
+    assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
     for platform in ("cuda", "tpu"):
         with pytest.raises(NotImplementedError, match="no tile for"):
             lower(forced, call_shapes("float32"), platform)
@@ -224,7 +223,7 @@ def test_vmap_lowers_and_equals_a_loop():
         assert_close(one, attend(alone))
         assert np.asarray(one).any()
     lowered = lower(jax.vmap(attend), (shape(*many.shape, dtype=jnp.float16),), "rocm")
-    assert len(find_kernels(lowered)) == 3
+    assert len(find_kernels(lowered)) == 4
 
 
 def test_only_the_known_warning_is_silenced():

@@ -7,11 +7,9 @@ that the table promises, which takes half an hour. With `-k gfx942` the rows of 
 card alone are made anew.
 """
 
-import dataclasses
 import functools
 import json
 import os
-import re
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +19,12 @@ from support.kernel_lowering import (
     lower,
     lower_derivative,
     lower_kernels,
-    make_call,
     make_shapes,
     shape,
 )
 from support.paths import ROOT
 from support.slot_writes import Sizes, shape_write
 
-from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.platforms import why_two_launches
 from jkv.attention.kernel.slots import store_rows
 from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import find_backward, find_tuning
@@ -40,7 +35,6 @@ triton = pytest.importorskip(
 
 from support.triton_machine_code import (  # noqa: E402
     SHARED_LIMIT,
-    assembly_of,
     compile_kernel,
 )
 
@@ -346,82 +340,6 @@ def test_no_store_spills(platform, target, known):
         table.append(entry | {"kernel": kernel.name} | code._asdict())
         assert code.spills == code.scalar_spills == code.shared_bytes == 0, table[-1]
         assert code.registers <= 64, table[-1]
-
-
-# Of decoding in one launch.
-IN_ONE_LAUNCH = [
-    (128, {}),
-    (96, HARDEST),
-    (128, {"kv_dtype": "int8", **WHOLE}),
-    (128, {"dtype": "float32"}),
-    (256, {}),
-    (576, {"group": 128}),
-]
-# By the beginning of a target: what stands between the last store of a partial result
-# and the count, and behind it before anything is loaded; with a barrier, where a
-# program has several waves. As LLVM's memory model for AMD's cards has it.
-MEMORY_ORDER = {
-    "sm_": (r"bar\.sync.*", r"atom\.global\.gpu\.acq_rel", r".*?bar\.sync"),
-    "gfx90a": (r"s_waitcnt vmcnt\(0\)\s*", "", r"s_waitcnt vmcnt.*buffer_wbinvl1_vol"),
-    "gfx9": (
-        r"buffer_wbl2 sc1\s+s_waitcnt vmcnt\(0\)\s*",
-        "",
-        r"s_waitcnt vmcnt\(0\)\s+buffer_inv sc1",
-    ),
-    "gfx11": (
-        r"s_waitcnt_vscnt null, 0x0.*BARRIER.*",
-        "",
-        r"s_waitcnt vmcnt\(0\)\s+buffer_gl1_inv\s+buffer_gl0_inv.*BARRIER",
-    ),
-    "gfx12": (
-        r"s_wait_storecnt 0x0.*BARRIER.*",
-        "",
-        r"s_wait_loadcnt 0x0\s+global_inv scope:SCOPE_DEV.*BARRIER",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "platform, target, known",
-    [card for *card, _ in TARGETS if card[2] is not None],
-    ids=[target for _, target, known, _ in TARGETS if known is not None],
-)
-def test_one_launch_neither_spills_nor_reorders(platform, target, known):
-    """Stores are before the count, loads behind it: for the device, and all threads."""
-    place = next(place for place in MEMORY_ORDER if target.startswith(place))
-    before, count, after = MEMORY_ORDER[place]
-    served = 0
-    for head_dim, fields in IN_ONE_LAUNCH:
-        wanted = {key: fields[key] for key in fields if key != "options"}
-        queries, pools = make_shapes(head_dim, **wanted)
-        tuning = find_tuning(queries, pools, platform, known)
-        if tuning is None or why_two_launches(tuning, platform, known):
-            continue
-        served += 1
-        options = {}
-        if "options" in fields:
-            sinks = shape(queries.shape[1], dtype=jnp.float32)
-            options = {"window": shape(), "soft_cap": 30.0, "sinks": sinks}
-        call = make_call(queries, pools, max_query_length=1, **options)
-        call = dataclasses.replace(call, is_in_one_launch=True)
-        attend = functools.partial(attend_kernel, tuning=tuning, interpret=False)
-        (kernel,) = find_kernels(lower(attend, (call,), platform))
-        code, where = compile_kernel(kernel, target), (head_dim, fields)
-        assert code.spills == 0 and code.shared_bytes <= SHARED_LIMIT[target], where
-        # Without comments, so that what follows each other does in the text.
-        text = re.sub(r"^\s*[.;/].*\n", "", assembly_of(kernel, target), flags=re.M)
-        barrier = "s_barrier" if kernel.num_warps > 1 else ""
-        found = re.search(count or r"global_atomic_add.*\n", text)
-        assert found is not None, where
-        stored = text[: found.start()].rindex(
-            "global_store" if count == "" else "st.global"
-        )
-        gap = text[stored : found.start()]
-        assert re.search(before.replace("BARRIER", barrier), gap, re.S), where
-        behind = text[found.end() :][:2000]
-        assert re.match(r"\s*" + after.replace("BARRIER", barrier), behind, re.S), where
-    assert served >= 3
 
 
 def test_every_row_is_compiled():

@@ -20,7 +20,7 @@ from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel import body, conversion, loads, platforms, scores, terms
+from jkv.attention.kernel import conversion, loads, platforms, scores, terms, walk
 from jkv.attention.kernel.table import Split
 from jkv.attention.kernel.tuning import find_family, find_target, why_not
 from jkv.attention.pools import make_pools
@@ -350,7 +350,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
             called.append(name)
             return function(*arguments, **options)
 
-        monkeypatch.setattr(body, name, counted)
+        monkeypatch.setattr(walk, name, counted)
 
     for function in (loads.to_operands, scores.exp2_in_pairs, conversion.round_by_bits):
         count(function.__name__, function)

@@ -1,0 +1,149 @@
+"""Isolation: values that are not finite reach no rows that do not see them.
+
+A tile of rows gives no weight to what some of them do not see, but 0 * NaN is NaN. It
+is rare, so the kernel that attends (`body.py`) pays nothing for it: it leaves rows that
+have any NaN as NaN in all columns. A second launch over the same tiles, which ends at
+once where there are none, walks them again: by the same loops, with the same bits,
+between one such value and the next. Of these rows those that see what lies between and
+nothing else are stored anew; all others stay.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.kernel.body import find_places, store_means
+from jkv.attention.kernel.loads import (
+    Operands,
+    Range,
+    cut_head_dims,
+    find_broken,
+    find_nan,
+    to_operands,
+)
+from jkv.attention.kernel.rows import Seen, locate_rows
+from jkv.attention.kernel.sections import Section
+from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
+
+# A position that no token has.
+NOWHERE = 2**31 - 1
+# Columns at a time: those of a matrix instruction, so that it is the same one.
+_NUM_COLUMNS = 32
+
+
+def isolate_range(
+    operands: Operands,
+    output_before: jax.Array,
+    output_ref: jax.Array,
+    *,
+    variant: Variant,
+) -> None:
+    """Attend anew from one tile of rows, if any is NaN, as `attend_range` does."""
+    o, rows = operands, locate_rows(operands, variant)
+    place = find_places(rows, variant)
+    is_nan = find_nan(output_before, place, rows.head, rows.valid)
+    _, sections = cut_head_dims(o.queries, o.values, variant)
+    size = min(_NUM_COLUMNS, sections[0].size)
+    save = functools.partial(store_means, output_ref=output_ref)
+
+    def isolate(trip: jax.Array, _: None) -> None:
+        start = jnp.minimum(trip * size, variant.value_dim - size)
+        walk = start_walk(o, variant, rows)
+        walk = _of_columns(walk, Section(start, size))
+        walk = walk._replace(valid=walk.valid & is_nan)
+
+        def attend(before: jax.Array, behind: jax.Array) -> None:
+            part = _between(walk, before, behind)
+            save(part, walk_tiles(part))
+
+        find = functools.partial(_find_broken_value, walk)
+        take_between(attend, find, has_window=walk.window is not None)
+
+    times = jnp.max(is_nan.astype(jnp.int32)) * -(-variant.value_dim // size)
+    lax.fori_loop(jnp.int32(0), times, isolate, None)
+
+
+def take_between(
+    take: Callable[[jax.Array, jax.Array], None],
+    find: Callable[[jax.Array], jax.Array],
+    *,
+    has_window: bool,
+) -> None:
+    """Take rows that see only tokens between two that are broken, for all such pairs.
+
+    Args:
+      take: the rows that see what lies behind one token and before another.
+      find: the next token that is broken, i32[], behind one; NOWHERE if there is none.
+      has_window: whether rows may see tokens without all those before.
+    """
+    before = jnp.int32(-1)
+    behind = find(before)
+    if not has_window:  # who sees tokens behind the first of these sees it, too
+        take(before, behind)
+        return
+
+    def take_next(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        take(*carry)
+        return carry[1], find(carry[1])
+
+    lax.while_loop(lambda carry: carry[0] < NOWHERE, take_next, (before, behind))
+
+
+def _of_columns(walk: Walk, section: Section) -> Walk:
+    """Return the walk for some columns of the values."""
+    o = walk.operands
+    if o.values is None:
+        o = o._replace(values=o.keys, value_scales=o.key_scales)
+    return walk._replace(operands=o, value_sections=[section])
+
+
+def _between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
+    assert walk.seen is not None
+    valid, tokens = narrow(walk.valid, walk.seen, walk.tokens, before, behind)
+    start = tokens.first & -walk.variant.tile.tokens
+    return walk._replace(valid=valid, tokens=tokens, start=start)
+
+
+def narrow(
+    valid: jax.Array, seen: Seen, tokens: Range, before: jax.Array, behind: jax.Array
+) -> tuple[jax.Array, Range]:
+    """Return which rows see only tokens between two, and the range of these."""
+    first, last = seen.bound(tokens.first, tokens.end)
+    valid &= (before < first) & (last < behind)
+    first = jnp.maximum(tokens.first, before + 1)
+    return valid, tokens._replace(first=first, end=jnp.minimum(tokens.end, behind))
+
+
+def _find_broken_value(walk: Walk, before: jax.Array) -> jax.Array:
+    """Return the next token behind one whose value is not finite, i32[]."""
+
+    def is_broken(trip: jax.Array) -> jax.Array:
+        tile = walk.load(trip)
+        if walk.variant.tile.is_carried:
+            tile = to_operands(tile, len(walk.value_sections), walk.variant)
+        return find_broken(tile.values, tile.value_scales)
+
+    return find_token(is_broken, before, walk.tokens, walk.variant.tile.tokens)
+
+
+def find_token(
+    is_broken: Callable[[jax.Array], jax.Array],  # of the tokens of a tile
+    before: jax.Array,
+    tokens: Range,
+    size: int,  # of a tile
+) -> jax.Array:
+    """Return the first token of a range that is broken and behind one, or NOWHERE."""
+    start = tokens.first & -size
+
+    def find(trip: jax.Array, found: jax.Array) -> jax.Array:
+        token = start + trip * size + jnp.arange(size, dtype=jnp.int32)
+        is_next = is_broken(trip) & (token > before) & (token < tokens.end)
+        return jnp.minimum(found, jnp.min(jnp.where(is_next, token, NOWHERE)))
+
+    num_tiles = lax.div(tokens.end - start + (size - 1), jnp.int32(size))
+    found: jax.Array = lax.fori_loop(jnp.int32(0), num_tiles, find, jnp.int32(NOWHERE))
+    return found

@@ -1,0 +1,248 @@
+"""The walk of a program's rows over its tokens, tile by tile: what `body.py` stores."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.conversion import round_by_bits
+from jkv.attention.kernel.loads import (
+    Operands,
+    Range,
+    TokenTile,
+    clamp_index,
+    cut_head_dims,
+    find_term_dtype,
+    load_rows,
+    load_tokens,
+    to_operands,
+)
+from jkv.attention.kernel.rows import (
+    QueryRows,
+    Seen,
+    find_last,
+    find_range,
+    find_seen,
+    read_window,
+    see,
+)
+from jkv.attention.kernel.scores import (
+    add_dot,
+    cap_in_log2,
+    dot_sections,
+    exp2_in_pairs,
+    hide_one,
+)
+from jkv.attention.kernel.sections import Section
+from jkv.attention.kernel.sums import LOG2E, TileSums, start_sums
+from jkv.attention.kernel.variant import Variant
+
+
+class Walk(NamedTuple):
+    """A program's rows and the range of tokens that they are taken over."""
+
+    operands: Operands
+    variant: Variant
+    rows: QueryRows
+    valid: jax.Array  # bool[rows], those to store
+    window: jax.Array | None  # i32[]
+    seen: Seen | None  # None: the one row sees all tokens of the range
+    tokens: Range
+    key_sections: list[Section]
+    value_sections: list[Section]
+    queries: list[jax.Array]  # [rows, size] for each section of the keys
+    scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
+    once: jax.Array  # i32[], 1
+    start: jax.Array  # i32[], a multiple of the tile, so that a tile lies in one block
+
+    @property
+    def has_one_factor(self) -> bool:
+        """Whether one factor of all scores, not negative, is left out of a maximum."""
+        return (
+            self.variant.tile.has_exp2_in_pairs
+            and self.variant.soft_cap is None
+            and self.operands.key_scales is None
+        )
+
+    @property
+    def has_full_loop(self) -> bool:
+        """Whether tiles that every row sees as a whole come first, without a mask."""
+        return self.variant.tile.has_full_loop and self.window is None
+
+    def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
+        """Load a tile; a whole one is of a range that begins with the first token."""
+        start = trip * self.variant.tile.tokens
+        start = start if is_whole else self.start + start
+        sections = self.key_sections, self.value_sections
+        given = self.operands, self.tokens, start, *sections, self.variant
+        return load_tokens(*given, is_whole=is_whole)
+
+    def is_visible(self, trip: jax.Array) -> jax.Array:
+        """Return which rows see which tokens of a tile, to broadcast over scores."""
+        size = self.variant.tile.tokens
+        token = self.start + trip * size + jnp.arange(size, dtype=jnp.int32)
+        if self.seen is not None:
+            return see(self.seen, token)
+        visible = token < self.tokens.end
+        if self.window is not None:
+            visible &= token >= self.tokens.first
+        return visible[None, :]
+
+
+def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
+    """Find what the rows of this program see, and load their queries."""
+    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
+    window = read_window(o)
+    first, end = find_range(o, rows, window, variant)
+    seen = None if variant.is_decode else find_seen(o, rows, window, variant)
+    valid = rows.valid if seen is None else seen.valid
+    dtype = find_term_dtype(o.queries.dtype, variant.operand_dtype, variant)
+    queries = [
+        load_rows(o.queries, rows.row, rows.head, valid, section, dtype)
+        for section in key_sections
+    ]
+    walk = Walk(
+        operands=o,
+        variant=variant,
+        rows=rows,
+        valid=valid,
+        window=window,
+        seen=seen,
+        tokens=Range(
+            layer=jnp.clip(o.layer[0], 0, o.keys.shape[0] - 1),
+            table=o.work.table[rows.entry],
+            kv_head=rows.kv_head,
+            first=first,
+            end=end,
+        ),
+        key_sections=key_sections,
+        value_sections=value_sections,
+        queries=queries,
+        scale=o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0),
+        once=hide_one(end),
+        start=first & -variant.tile.tokens,
+    )
+    if not walk.has_one_factor:
+        return walk
+    queries = [jnp.where(walk.scale < 0.0, -query, query) for query in queries]
+    return walk._replace(queries=queries, scale=jnp.abs(walk.scale))
+
+
+def walk_tiles(walk: Walk) -> TileSums:
+    """Return the sums over all tiles of the range."""
+    o, variant, tokens = walk.operands, walk.variant, walk.tokens
+    tile_tokens = variant.tile.tokens
+    head, sink = walk.rows.head, None
+    if o.sinks is not None:
+        where = (clamp_index(head, o.queries.shape[1]),)
+        sink = backend.load_masked(o.sinks, where, walk.valid)
+    sums = start_sums(head.shape, walk.value_sections, sink)
+    num_tiles = lax.div(
+        tokens.end - walk.start + (tile_tokens - 1), jnp.int32(tile_tokens)
+    )
+    num_full = jnp.int32(0)
+    attend = functools.partial(_attend_tiles, walk)
+    if walk.has_full_loop:
+        position = walk.rows.position
+        seen_by_all = jnp.clip(find_last(o, position, variant) + 1, 0, tokens.end)
+        num_full = lax.div(seen_by_all, jnp.int32(tile_tokens))
+        load_whole = functools.partial(walk.load, is_whole=True)
+        whole = jnp.int32(0), num_full
+        sums = attend(*whole, sums, load_whole, masked=False)
+    return attend(num_full, num_tiles, sums, walk.load, masked=True)
+
+
+def _attend_tiles(
+    walk: Walk,
+    start: jax.Array,
+    stop: jax.Array,
+    sums: TileSums,
+    load_next: Callable[[jax.Array], TokenTile],
+    *,
+    masked: bool,
+) -> TileSums:
+    """Add the tiles from one up to another to the sums."""
+    variant = walk.variant
+    attend = functools.partial(_attend_tile, walk, masked=masked)
+
+    def attend_loaded(trip: jax.Array, sums: TileSums) -> TileSums:
+        return attend(trip, load_next(trip), sums)
+
+    # The next tile is on its way while this one is used: one wait a trip.
+    def attend_carried(
+        trip: jax.Array, carry: tuple[TileSums, TokenTile]
+    ) -> tuple[TileSums, TokenTile]:
+        sums, stored = carry
+        following = load_next(jnp.minimum(trip + 1, stop - 1))
+        tile = to_operands(stored, len(walk.value_sections), variant)
+        return attend(trip, tile, sums, stored=stored), following
+
+    if not variant.tile.is_carried:
+        return lax.fori_loop(start, stop, attend_loaded, sums)
+    # Of no tiles the first one lies in the range only where it is clamped.
+    return lax.fori_loop(start, stop, attend_carried, (sums, walk.load(start)))[0]
+
+
+def _attend_tile(
+    walk: Walk,
+    trip: jax.Array,
+    tile: TokenTile,
+    sums: TileSums,
+    *,
+    masked: bool,
+    stored: TokenTile | None = None,
+) -> TileSums:
+    """Add one tile to the sums.
+
+    Args:
+      walk: the rows.
+      trip: which tile of their range it is.
+      tile: its tokens.
+      sums: over the tokens before.
+      masked: whether some row may not see some token.
+      stored: the tokens as they were carried.
+    """
+    variant, scale = walk.variant, walk.scale
+    scores = dot_sections(variant, walk.queries, tile.keys, walk.once)
+    factor = scale
+    if tile.key_scales is not None:
+        # Times numbers, an infinite one would be -inf for some rows: 0 * inf is NaN.
+        factor = scale * (tile.key_scales + 0.0 * tile.key_scales)[None, :]
+    largest, added = None, None
+    if walk.has_one_factor and not masked:
+        largest, added = scale * jnp.max(scores, axis=1), jnp.sum(scores, axis=1)
+    scores = cap_in_log2(scores * factor, variant.soft_cap)
+    visible = walk.is_visible(trip)
+    if masked:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    if largest is None:
+        largest = jnp.max(scores, axis=1)
+    maximum = jnp.maximum(sums.maximum, largest)
+    exponents = scores - maximum[:, None]
+    shrink = jnp.exp2(sums.maximum - maximum)
+    if variant.tile.has_exp2_in_pairs:
+        weights = exp2_in_pairs(exponents, interpret=variant.interpret)
+        total = sums.total * shrink + jnp.sum(weights, axis=1)
+        # It may make a number of NaN, but a sum of what is not above 0 does not.
+        added = jnp.sum(exponents, axis=1) if added is None else added
+        total = jnp.where(added == added, total, added)
+    else:
+        weights = jnp.exp2(exponents)
+        total = sums.total * shrink + jnp.sum(weights, axis=1)
+    if stored is not None and variant.has_words:
+        # Words become values as late as here: they take few registers till then.
+        tile = to_operands(stored, len(walk.value_sections), variant)
+    if tile.value_scales is not None:
+        weights *= tile.value_scales[None, :]
+    if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
+        weights = round_by_bits(weights)
+    weights = weights.astype(variant.weight_dtype)
+    summed = tuple(
+        add_dot(variant, old * shrink[:, None], weights, value, walk.once)
+        for old, value in zip(sums.values, tile.values, strict=True)
+    )
+    return TileSums(maximum, total, summed)
