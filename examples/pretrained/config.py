@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jkv.config.layer_states import LayerState
 from jkv.config.text_part import DEFAULTS
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
-from .kept_by_layers import read_windows
+from .kept_by_layers import read_state, read_windows
 from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
@@ -108,6 +109,7 @@ class DecoderConfig:
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
     delta_rule, state_space, convolution: the sizes of layers with those mixers; None if
         there are none.
+    state: what a layer with a state keeps, as jkv reads it; None if none has one.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
@@ -170,6 +172,7 @@ class DecoderConfig:
     delta_rule: DeltaRule | None = None
     state_space: StateSpace | None = None
     convolution: Convolution | None = None
+    state: LayerState | None = None
     scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
@@ -297,6 +300,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if row.has_windows:
         fields["windows"] = read_windows(settings, num_layers)
     fields |= row.choices | row.read(settings)
+    if "mixers" in fields:
+        fields["state"] = read_state(settings, fields.get("num_layers", num_layers))
     if "ropes" not in fields:
         dim = settings.count("qk_rope_head_dim", head_dim)
         rope = read_rope(settings, dim, can_be_partial=row.can_turn_partly)

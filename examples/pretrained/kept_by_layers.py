@@ -1,13 +1,16 @@
-"""What layers of a model keep, which jkv reads of a config.json: kinds, windows, heads.
+"""What layers of a model keep, which jkv reads of a config.json.
 
-A cache is planned by the same reader before the weights are there.
+Their kinds, windows, heads and states: a cache is planned by the same reader before the
+weights are there.
 """
 
 from typing import Any
 
 from jkv.config.layer_heads import Heads, list_heads
 from jkv.config.layer_kinds import ALL_HAVE_WINDOW, WINDOWED, name_layers
+from jkv.config.layer_states import LayerState
 from jkv.config.layer_windows import list_windows
+from jkv.config.state_readings import list_states
 
 from .settings import Settings
 
@@ -63,6 +66,16 @@ def list_windowed(settings: Settings, num_layers: int) -> tuple[bool, ...]:
             f"sliding_attention; unknown {unknown}"
         )
     return tuple(kind == WINDOWED for kind in kinds)
+
+
+def read_state(settings: Settings, num_layers: int) -> LayerState | None:
+    """Return what each layer with a state keeps, None if there is none.
+
+    Raises:
+        ValueError: for sizes that are none.
+    """
+    states = list_states(_merge(settings), list_kinds(settings, num_layers))
+    return next(filter(None, states), None)
 
 
 def list_turned(settings: Settings, num_layers: int) -> tuple[bool, ...]:

@@ -114,6 +114,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "sampling",
         "scheduler",
         "speculation",
+        "arguments",
         "beams",
         "scoring",
         "extension",

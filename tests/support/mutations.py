@@ -875,8 +875,8 @@ MUTATIONS = (
         "variant-lost-in-added-prompts",
         "decoding",
         "Prompts that are added are all steered by the first variant.",
-        "added = with_variants(added, steering, variants)",
-        "added = with_variants(added, steering, 0 * jnp.asarray(variants))",
+        "added = with_variants(added, steering)",
+        "added = with_variants(dataclasses.replace(added, variants=None), steering)",
     ),
     Mutation(
         "thoughts-of-the-prompt-not-counted",

@@ -32,12 +32,12 @@ class Stops:
         """Take what stops all prompts, or with an axis more each of Q prompts.
 
         Args:
-          tokens: i32[E] or i32[Q, E].
+          tokens: i32[E] or i32[Q, E]; None for none.
           sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end, or lists of
             them, of different lengths too.
           num_prompts: Q.
         """
-        tokens = jnp.asarray(as_stop_tokens(tokens))
+        tokens = jnp.asarray(as_stop_tokens(() if tokens is None else tokens))
         if tokens.ndim != 2:
             tokens = tokens.reshape(1, -1)
         _check_rows("stop_tokens", tokens, num_prompts)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.prefixes.verbs import clear_prefixes
@@ -50,13 +51,12 @@ class Loop:
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
+        how: How,
         kept: KeptPrograms | None,
-        speculate: PromptLookup | DraftModel | None,
-        steering: Steering | None = None,
     ):
         self._params, self._sizes, self.cache = params, sizes, cache
-        self._steering = as_steering(steering)
-        draft = speculate if isinstance(speculate, DraftModel) else None
+        self._steering = as_steering(how.steering)
+        draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_model = None if draft is None else draft.model
         self._draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
@@ -97,7 +97,7 @@ class Loop:
         """
         return Limits(
             max_prompt_tokens=self._sizes.max_prompt_tokens,
-            max_new_tokens=self._sizes.max_new_tokens,
+            max_new_tokens=self._sizes.steps.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,

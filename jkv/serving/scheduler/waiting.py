@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from jkv.serving.request.request import Client
+from jkv.serving.request.ask import Client
 
 # A number of a request, and the first of the samples that share the prompt.
 Prompt = tuple[int, int]
