@@ -1,10 +1,12 @@
 """The parts of a cache, in the order in which storage follows them."""
 
+from collections.abc import Sequence
+
 import jax
 
 from jkv.metadata import tables
 from jkv.metadata.block_part import Blocks
-from jkv.metadata.part import Part
+from jkv.metadata.part import Done, Exchanging, Judged, Moves, Part
 from jkv.metadata.state_part import OfStates
 from jkv.state import Metadata
 
@@ -14,6 +16,17 @@ def parts_of(metadata: Metadata) -> tuple[Part, ...]:
     blocks = (Blocks(number) for number in range(len(metadata.groups)))
     states = (OfStates(),) if metadata.states is not None else ()
     return (*blocks, *states)
+
+
+def apply_plans(
+    metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
+) -> tuple[Metadata, tuple[Moves, ...]]:
+    """Do what is served in each part, and return what its storage is to follow."""
+    moves = []
+    for plan in plans:
+        metadata, of_part = plan.apply(metadata, done)
+        moves.append(of_part)
+    return metadata, tuple(moves)
 
 
 def close_sequences(

@@ -40,7 +40,7 @@ class PrefixIndex(IndexArrays):
     arrays (`IndexArrays`).
     """
 
-    is_there = True
+    is_there = True  # `NoIndex` says False
 
     @property
     def snapshot_every(self) -> int | None:

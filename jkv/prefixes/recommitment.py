@@ -74,6 +74,8 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
 
 def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Metadata:
     """Tell the texts of sequences to what keeps them for snapshots."""
+    if metadata.index.snapshot_every is None:
+        return metadata
     is_live = requests.is_live_once(metadata, seq_ids)
     row = jnp.where(is_live, seq_ids, metadata.max_sequences)[:, None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Done, Moves, Opening
-from jkv.metadata.parts import close_sequences, parts_of
+from jkv.metadata.parts import apply_plans, close_sequences, parts_of
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -160,15 +160,13 @@ def _allocate(
     # Found blocks are pinned before any block is taken, so that none of them is.
     for plan in decision.plans:
         metadata = plan.pin(metadata, row)
-    done, moves = Done(served, seq_ids), []
-    for plan in decision.plans:
-        metadata, of_part = plan.apply(metadata, done)
-        moves.append(of_part)
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, decision.plans, done)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
     sequences = counters.settle(metadata.sequences, decision.status, served)
     metadata = dataclasses.replace(metadata, sequences=sequences)
-    return metadata, Allocation(seq_ids, decision.status, num_cached), tuple(moves)
+    return metadata, Allocation(seq_ids, decision.status, num_cached), moves
 
 
 @jax.jit

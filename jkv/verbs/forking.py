@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
 from jkv.metadata.part import Done, Judged, Look, Moves
-from jkv.metadata.parts import parts_of
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata, Sequences
 from jkv.state.entry import takes_cache
@@ -91,17 +91,15 @@ def _fork(
         wrong = requests.any_of([length.tokens != lengths, *wrongs])
     status, served, plans = _judge(metadata, looks, parents, wrong)
     metadata, children = tables.open_rows(metadata, served)
-    done, moves = Done(served, children), []
-    for plan in plans:
-        metadata, of_part = plan.apply(metadata, done)
-        moves.append(of_part)
+    done = Done(served, children)
+    metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
     of_all = _note_children(metadata.sequences, row, length.tokens, parent)
     of_all = counters.settle(of_all, status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, Fork(children, status), tuple(moves)
+    return metadata, Fork(children, status), moves
 
 
 def _judge(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing
 from jkv.metadata.part import Done, Exchanging, Moves
-from jkv.metadata.parts import parts_of
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -76,10 +76,8 @@ def _reorder(
         padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
     )
     served = changes & ~no_block
-    done, moves = Done(served, seq_ids), []
-    for plan in plans:
-        metadata, of_part = plan.apply(metadata, done)
-        moves.append(of_part)
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
     of_all = metadata.sequences
@@ -87,7 +85,7 @@ def _reorder(
     of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
     of_all = counters.settle(counters.mark_used(of_all, row), status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, status, tuple(moves)
+    return metadata, status, moves
 
 
 def _lacks_blocks(

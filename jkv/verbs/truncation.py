@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, requests
 from jkv.metadata.part import Done, Moves
-from jkv.metadata.parts import parts_of
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -82,10 +82,8 @@ def _truncate(
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
 
-    done, moves = Done(served, seq_ids), []
-    for plan in plans:
-        metadata, of_part = plan.apply(metadata, done)
-        moves.append(of_part)
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     of_all = metadata.sequences
     shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
@@ -94,4 +92,4 @@ def _truncate(
     metadata = metadata.index.cut(metadata, row, lengths)
     of_all = counters.mark_used(metadata.sequences, row)
     of_all = counters.settle(of_all, status, served)
-    return dataclasses.replace(metadata, sequences=of_all), status, tuple(moves)
+    return dataclasses.replace(metadata, sequences=of_all), status, moves
