@@ -7,7 +7,13 @@ weights are there.
 from typing import Any
 
 from jkv.config.layer_heads import Heads, list_heads
-from jkv.config.layer_kinds import ALL_HAVE_WINDOW, WINDOWED, name_layers
+from jkv.config.layer_kinds import (
+    ALL_HAVE_WINDOW,
+    EARLY_HAVE_WINDOW,
+    LATE_HAVE_WINDOW,
+    WINDOWED,
+    name_layers,
+)
 from jkv.config.layer_states import LayerState
 from jkv.config.layer_windows import list_windows
 from jkv.config.state_readings import list_states
@@ -27,6 +33,13 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
     Raises:
         ValueError: for kinds of another number of layers.
     """
+    listed = settings.get("layer_types", [])
+    if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
+        raise ValueError(f"config.json: 'layer_types' must be a list, got {listed!r}")
+    for name in ("attn_layer_indices", "full_attn_idxs", "no_rope_layers"):
+        settings.ints(name)
+    if settings.get("sliding_window_pattern") is not None:
+        settings.count("sliding_window_pattern")
     kinds = name_layers(_merge(settings), num_layers)
     if kinds is not None and num_layers not in (0, len(kinds)):
         raise ValueError(
@@ -41,9 +54,12 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     Raises:
         ValueError: for settings that do not fit each other.
     """
+    windowed, model = list_windowed(settings, num_layers), _merge(settings)
     if settings.get("sliding_window") is not None:
         settings.count("sliding_window")
-    windowed, model = list_windowed(settings, num_layers), _merge(settings)
+    counts_layers = model["model_type"] in LATE_HAVE_WINDOW | EARLY_HAVE_WINDOW
+    if settings.flag("use_sliding_window") and counts_layers:
+        settings.count("max_window_layers", least=0)
     has_window = model.get("sliding_window") and model.get("use_sliding_window", True)
     if has_window and model["model_type"] in ALL_HAVE_WINDOW and not all(windowed):
         raise ValueError(
