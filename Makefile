@@ -8,7 +8,7 @@ TEST = $(RUN) test --jobs=$(or $(JOBS),2) --suites="$(SUITES)" --extras="$(EXTRA
   bench rollouts peers clean
 
 help: ; $(RUN) --help
-generate: ; $(RUN) generate
+generate: ; $(RUN) generate $(MODEL)
 test: ; $(TEST) $(PYTEST_ARGS)
 test-oldest: ; $(TEST) --jax=oldest $(PYTEST_ARGS)
 test-newest: ; $(TEST) --jax=newest $(PYTEST_ARGS)

@@ -21,7 +21,11 @@ from generating.options import BUNDLED
 def main():
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add(
+        "--model",
+        default=BUNDLED,
+        help="a Hugging Face folder or GGUF file",
+    )
     add("--context", type=number, default=2048, help="tokens of a conversation")
     add("--branches", type=number, default=4, help="at most; %(default)s")
     add("--max-new-tokens", type=number, default=128, help="of an answer; %(default)s")

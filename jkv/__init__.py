@@ -36,6 +36,17 @@ from jkv.inspection.invariants import check
 from jkv.inspection.memory import MemoryProfile, memory_profile
 from jkv.inspection.statistics import GroupStats, Stats, stats
 from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+from jkv.making.initialization import init
+from jkv.making.partitioning import partition_specs
+from jkv.making.saving import load, save
+from jkv.prefixes.face import PrefixIndex
+from jkv.prefixes.verbs import (
+    clear_prefixes,
+    evict_cached,
+    invalidate,
+    match,
+    snapshots,
+)
 from jkv.state import (
     NO_SEQUENCE,
     Batch,
@@ -44,7 +55,6 @@ from jkv.state import (
     Cache,
     GroupLayer,
     Metadata,
-    PrefixIndex,
     Ring,
     Sequences,
     Slots,
@@ -72,6 +82,7 @@ from jkv.trees import TextTree
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
+from jkv.verbs.commitment import commit
 from jkv.verbs.compaction import compact
 from jkv.verbs.eviction import (
     clock,
@@ -82,7 +93,6 @@ from jkv.verbs.eviction import (
 )
 from jkv.verbs.folding import fold_state
 from jkv.verbs.forking import Fork, fork
-from jkv.verbs.initialization import init
 from jkv.verbs.lookups import (
     BlockInfo,
     block_ids,
@@ -91,16 +101,12 @@ from jkv.verbs.lookups import (
     kept_from,
     num_free_blocks,
     slots,
-    snapshots,
     tokens,
 )
-from jkv.verbs.partitioning import partition_specs
 from jkv.verbs.pooling import over_pools, split_pools
-from jkv.verbs.prefixes import clear_prefixes, commit, evict_cached, invalidate, match
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
 from jkv.verbs.resizing import resize
-from jkv.verbs.saving import load, save
 from jkv.verbs.states import read_pending, read_state, write_state
 from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 from jkv.verbs.truncation import truncate

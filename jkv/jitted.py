@@ -32,8 +32,8 @@ import jax
 
 from jkv import decoding
 from jkv.decoding.sampling.options import check_sampling
-from jkv.decoding.sampling.stopping import as_stop_sequences, as_stop_tokens
 from jkv.decoding.speculation.options import check_speculation
+from jkv.decoding.texts.stops import as_stop_sequences, as_stop_tokens
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import as_domains, read_prompts, saturated
 
@@ -44,7 +44,7 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 # Arguments that shapes and programs depend on, of all loops.
 STATIC = frozenset(
     {
-        *("model", "config", "max_new_tokens", "num_samples", "max_running"),
+        *("model", "config", "steps", "max_new_tokens", "num_samples", "max_running"),
         *("chunk_size", "row_counts", "exact", "mesh", "heads"),
         *("num_beams", "num_return", "early_stopping"),
     }
@@ -69,14 +69,17 @@ CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
     """Return a loop jitted, with the type and the documentation of the loop."""
     signature = inspect.signature(loop)
-    static = [name for name in signature.parameters if name in STATIC]
+    names = {*signature.parameters} if "fields" not in signature.parameters else STATIC
+    static = sorted(STATIC & names)
     jitted = jax.jit(loop, static_argnames=static, donate_argnames=donated)
 
     @functools.wraps(loop)
     def call(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options)
-        for name, value in given.arguments.items():
-            given.arguments[name] = _as_argument(name, value)
+        fields = given.arguments.get("fields", {})
+        for arguments in (given.arguments, fields):
+            for name, value in arguments.items():
+                arguments[name] = _as_argument(name, value)
         return jitted(*given.args, **given.kwargs)
 
     return cast(Loop, call)

@@ -20,6 +20,8 @@ from jkv import decoding, state
 from jkv.attention.kernel import lists
 from jkv.decoding.beams.state import BeamStatistics
 from jkv.decoding.texts.results import Statistics
+from jkv.prefixes.arrays import Beside, Snapshots
+from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
@@ -31,8 +33,9 @@ from jkv.verbs.swapping import SwapIn
 
 DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
-    *(state.PrefixIndex, state.Beside, state.Everything, state.SlidingWindow),
-    *(state.States, state.Snapshots, state.BlockStorage, state.StateStorage),
+    *(state.NoIndex, PrefixIndex, Beside, Snapshots),
+    *(state.Everything, state.SlidingWindow),
+    *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, lists.WorkLists),
     *(lists.DecodeWork, lists.PrefillWork, lists.PositionWork),
     *(decoding.Sampling, decoding.PromptLookup),

@@ -25,6 +25,7 @@ from environments import (
     is_there,
     python_of,
 )
+from models import MODELS, fetch
 from parallel import Job, run_jobs, show_table
 from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 
@@ -43,7 +44,8 @@ NO_NEWEST = (
     f"NEWEST JAX NOT TESTED: no Python {', '.join(NEWER_PYTHONS)} found beside "
     f"{sys.executable}"
 )
-TAKE_ARGUMENTS = ("test", "machine-code", "tunix", "rollouts", "peers")
+TAKE_ARGUMENTS = ("generate", "test", "machine-code", "tunix", "rollouts", "peers")
+QUESTION = "What is a key/value cache of a language model?"
 NO_TESTS = 5  # pytest's status where none was found
 
 
@@ -73,7 +75,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     test.add_argument("--extras", default="", help=f"with them: {' '.join(EXTRAS)}")
     test.add_argument("--jobs", type=int, default=2, help="processes side by side")
     for name, what in {
-        "generate": "continue a prompt with the bundled model",
+        "generate": "continue a prompt with the bundled model, or ask a published one",
         "lint": "ruff: rules and format",
         "types": "mypy",
         "docs": "the documentation, in site/",
@@ -110,7 +112,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
             chosen = tuple(arguments) or suite.arguments
             return run_tasks({name: suite._replace(arguments=chosen)})
         case "generate":
-            return run_scripts(("examples",), [["examples/generate.py"]])
+            return run_scripts(("examples",), [make_generate(arguments)])
         case "bench":
             scripts = [[f"benchmarks/{name}.py"] for name in BENCHMARKS]
             return run_scripts(("oldest", "parity"), scripts)
@@ -176,6 +178,18 @@ def report_of(name: str, task: Task) -> list[str]:
     folder = os.environ.get("JKV_REPORTS")
     is_suite = task.tool == "pytest"
     return [f"--junitxml={folder}/{name}.xml"] if folder and is_suite else []
+
+
+def make_generate(arguments: Sequence[str]) -> list[str]:
+    """The script that generates: with the bundled model, or a published one by name."""
+    script = ["examples/generate.py"]
+    for name in arguments[:1]:
+        if name not in MODELS:
+            raise SystemExit(
+                f"no model is called {name}; there are {', '.join(MODELS)}"
+            )
+        script += ["--model", str(fetch(name)), "--chat", QUESTION]
+    return script
 
 
 def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:

@@ -149,6 +149,8 @@ SUITES = {
         *("-W", "ignore::DeprecationWarning"),
         flags=WITHOUT_MLIR,
     ),
+    # Two published models, 350 MB, as GGUF files.
+    "real-models": tests(OLDEST, "tests/models"),
     "further": tests(
         OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
@@ -161,7 +163,7 @@ SUITES = {
 }
 # Too heavy to be a part of every run.
 FURTHER = ("further", "further-programs", "further-devices")
-EXTRAS = ("machine-code", "tunix", "ray", *FURTHER)
+EXTRAS = ("machine-code", "tunix", "ray", "real-models", *FURTHER)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -1,6 +1,7 @@
 """A file of prompts: read, continued by an engine, written line by line."""
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -118,7 +119,8 @@ def submit_some(
             )
             if len(asked.prompts) > 1:
                 raise ValueError("a line has one prompt")
-            yield served.engine.submit(asked.prompts[0], **asked.options), number
+            ask = dataclasses.replace(asked.ask, tokens=asked.prompts[0])
+            yield served.engine.submit(ask), number
             room -= 1
         except (RequestRefused, ValueError, OverflowError) as error:
             results.write(number, name_of(lines[number]) | {"error": str(error)})

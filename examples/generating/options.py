@@ -19,7 +19,11 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add = parser.add_argument
     add("prompts", nargs="*", help="texts to continue; without any, an example")
     add("--file", help="read prompts from here, one a line; - is standard input")
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add(
+        "--model",
+        default=BUNDLED,
+        help="a Hugging Face folder or GGUF file",
+    )
     add("--chat", action="store_true", help="prompts are questions in a chat")
     text, number = "of each text; %(default)s", at_least(1)
     add("--max-new-tokens", type=number, default=120, help=text)

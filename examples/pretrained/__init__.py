@@ -5,7 +5,8 @@
     cache = jkv.init(model.cache_config(4096, max_sequences=8))
 
 ``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
-is read as it is: config.json, one or many safetensors files, tokenizer.json.
+is read as it is: config.json, one or many safetensors files, tokenizer.json. So is a
+GGUF file (``gguf_reading``).
 
 Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: in what
 each differs from Llama; some with experts in ``expert_architectures.py``, Gemma's in
@@ -31,6 +32,7 @@ from .architecture import Architecture
 from .architectures import ARCHITECTURES
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, fix_context, parse_config, read_config
+from .gguf_reading import find_folder
 from .keeping import keep_programs
 from .model import Decoder
 from .rope import Rope
@@ -46,6 +48,7 @@ __all__ = [
     "Params",
     "Rope",
     "find_divided_axis",
+    "find_folder",
     "has_chat_template",
     "keep_programs",
     "load",
@@ -68,10 +71,10 @@ def load(
     scan_layers: bool = False,
     max_context_length: int | None = None,
 ) -> tuple[Decoder, Params]:
-    """Read a checkpoint folder.
+    """Read a checkpoint.
 
     Args:
-        folder: a Hugging Face checkpoint: config.json and safetensors.
+        folder: a Hugging Face checkpoint, config.json and safetensors, or a GGUF file.
         dtype: type of weights and activations; float32 on a CPU and the checkpoint's
             own elsewhere when it is None.
         mesh: devices over whose axis "tp" the weights are spread as they are read.

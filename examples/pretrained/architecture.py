@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .settings import Settings
-from .windows import Pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,7 @@ class Architecture:
         belongs together alternates in the "columns", or it is [experts, out, in] and
         one lies below the other in the "rows".
     ignored: how names of tensors begin that are not read: layers that guess tokens.
-    windows: which layers have the window that config.json speaks of.
+    has_windows: whether layers may have the window that config.json speaks of.
     biases: of the projections: those that config.json asks for, those of queries, keys
         and values, or none.
     can_turn_partly: whether positions may turn a part of each head only.
@@ -37,6 +36,6 @@ class Architecture:
     prefix: str = "model."
     fused_experts: Literal["columns", "rows"] = "columns"
     ignored: tuple[str, ...] = ()
-    windows: Pattern = "none"
+    has_windows: bool = False
     biases: Literal["asked", "qkv", "none"] = "asked"
     can_turn_partly: bool = False

@@ -35,10 +35,8 @@ COHERE = Architecture(
 
 DEEPSEEK = Architecture(
     defaults=dict(
-        kv_lora_rank=512,
         q_lora_rank=1536,
         qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
         v_head_dim=128,
         routed_scaling_factor=1.0,
         rope_interleave=True,
@@ -56,24 +54,22 @@ GPT_OSS_ROPE = dict(
     original_max_position_embeddings=4096,
 )
 
-QWEN = dict(max_window_layers=28, max_position_embeddings=32_768, sliding_window=4096)
+QWEN = dict(max_position_embeddings=32_768)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(defaults=dict(max_position_embeddings=2048)),
     "mistral": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            sliding_window=4096,
             max_position_embeddings=131_072,
         ),
-        windows="all",
+        has_windows=True,
         biases="none",
     ),
-    "qwen2": Architecture(defaults=QWEN, windows="late", biases="qkv"),
+    "qwen2": Architecture(defaults=QWEN, has_windows=True, biases="qkv"),
     "qwen3": Architecture(
-        defaults=QWEN | dict(head_dim=128),
+        defaults=QWEN,
         choices=dict(qk_norm="head"),
-        windows="late",
+        has_windows=True,
     ),
     "phi3": Architecture(
         defaults=dict(
@@ -83,7 +79,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         tensors=dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj.weight")
         | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
-        windows="all",
+        has_windows=True,
         biases="none",
         can_turn_partly=True,
     ),
@@ -96,34 +92,30 @@ ARCHITECTURES: dict[str, Architecture] = {
             max_position_embeddings=2048,
             rms_norm_eps=1e-5,
             rope_theta=500_000.0,
-            sliding_window=4096,
         ),
         choices=dict(norms="after", qk_norm="all"),
         read=readings.read_olmo3,
-        windows=4,
+        has_windows=True,
     ),
     "exaone4": Architecture(
         defaults=dict(
-            num_key_value_heads=32,
             max_position_embeddings=2048,
             rms_norm_eps=1e-5,
-            sliding_window=4096,
         ),
         choices=dict(norms="after", qk_norm="head"),
         read=readings.read_exaone4,
-        windows=4,
+        has_windows=True,
         biases="none",
     ),
     "smollm3": Architecture(
         defaults=dict(
-            num_key_value_heads=4,
             max_position_embeddings=32_768,
             no_rope_layer_interval=4,
             rope_theta=2_000_000.0,
             tie_word_embeddings=True,
         ),
         read=readings.read_smollm3,
-        windows="unturned",
+        has_windows=True,
     ),
     "granite": Architecture(
         defaults=dict(
@@ -137,8 +129,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "seed_oss": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            head_dim=128,
             max_position_embeddings=524_288,
             attention_bias=True,
         ),
@@ -147,13 +137,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere": COHERE,
     "cohere2": dataclasses.replace(
         COHERE,
-        defaults=COHERE.defaults | dict(rope_theta=10_000.0, sliding_window=4096),
+        defaults=COHERE.defaults | dict(rope_theta=10_000.0),
         read=readings.read_cohere2,
-        windows=4,
+        has_windows=True,
     ),
     "mixtral": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
             max_position_embeddings=131_072,
             rope_theta=1e6,
             rms_norm_eps=1e-5,
@@ -167,13 +156,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             expert_down="block_sparse_moe.experts.{}.w2.weight",
         ),
         read=readings.read_mixtral,
-        windows="all",
+        has_windows=True,
         biases="none",
     ),
     "qwen3_moe": Architecture(
         defaults=QWEN
         | dict(
-            num_key_value_heads=4,
             decoder_sparse_step=1,
             moe_intermediate_size=768,
             num_experts_per_tok=8,
@@ -181,17 +169,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         choices=dict(qk_norm="head"),
         read=readings.read_qwen3_moe,
-        windows="used",
+        has_windows=True,
     ),
     "gpt_oss": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            head_dim=64,
             max_position_embeddings=131_072,
             rms_norm_eps=1e-5,
             rope_theta=150_000.0,
             rope_parameters=GPT_OSS_ROPE,
-            sliding_window=128,
             attention_bias=True,
             num_local_experts=128,
             num_experts_per_tok=4,
@@ -210,7 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             expert_down_bias="mlp.experts.down_proj_bias",
         ),
         read=readings.read_gpt_oss,
-        windows=2,
+        has_windows=True,
     ),
     "deepseek_v2": dataclasses.replace(
         DEEPSEEK,

@@ -6,7 +6,6 @@ from typing import Any
 import jkv
 
 from .config import ATTENTION, DecoderConfig
-from .mixers import MIXERS, Mixer
 
 
 def attention_fields(config: DecoderConfig, num_layers: int) -> dict[str, Any]:
@@ -173,7 +172,10 @@ def _group_by_mixer(
                 max_sequences=sizes["max_sequences"],
                 max_context_length=max_context_length,
                 block_size=sizes["block_size"],
-                **_list_arrays(config, MIXERS[kind], bool(of_states["max_pending"])),
+                # States are kept in float32, whatever the model computes in.
+                **config.state.as_fields(
+                    "float32", has_inputs=bool(of_states["max_pending"])
+                ),
                 **of_states,
             )
         groups.append(group)
@@ -183,17 +185,3 @@ def _group_by_mixer(
         layer_groups=tuple(each[0] if len(each) == 1 else each for each in numbers),
         prefix_caching=prefix_caching,
     )
-
-
-def _list_arrays(
-    config: DecoderConfig, mixer: Mixer, has_pending: bool
-) -> dict[str, Any]:
-    """Return the arrays of a mixer's state, and of what a pending token brings."""
-    state = mixer.list_state(config)
-    inputs = mixer.list_inputs(config) if has_pending else {}
-    axes = {
-        name: axis
-        for name, axis in mixer.heads_axes.items()
-        if name in state or name in inputs
-    }
-    return dict(arrays=state, inputs=inputs, heads_axes=axes)

@@ -20,6 +20,7 @@ import numpy as np
 from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
 from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
+from .gguf_reading import find_folder
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
@@ -50,7 +51,7 @@ def read_params(
             way that config.json does not name.
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
-    tensors = Tensors(find_tensors(Path(folder)), config.quantization)
+    tensors = Tensors(find_tensors(find_folder(folder)), config.quantization)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
         name: put(name, _read_stack(tensors, source, (source.name,), dtype)[0])
@@ -152,14 +153,20 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
-    """Refuse tensors that would be silently left out of the computation."""
+def list_names(config: DecoderConfig) -> set[str]:
+    """Return the names of all tensors that a model's checkpoint may have."""
     known = {source.name for source in model_tensors(config).values()}
     known.add("lm_head.weight")
     for run in config.runs:
         for source in layer_tensors(config, run).values():
             for name in _layer_names(config, source.name, run):
                 known |= {name.format(e) for e in range(max(source.num_experts, 1))}
+    return known
+
+
+def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
+    """Refuse tensors that would be silently left out of the computation."""
+    known = list_names(config)
     method = config.quantization.method if config.quantization else ""
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}

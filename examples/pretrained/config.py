@@ -11,15 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jkv.config.layer_states import LayerState
+from jkv.config.text_part import DEFAULTS
+
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .gguf_reading import find_folder
+from .kept_by_layers import read_state, read_windows
 from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
 from .settings import Settings, read_json
 from .text_part import TEXT_PARTS, find_text_part
-from .windows import read_windows
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
@@ -106,6 +110,7 @@ class DecoderConfig:
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
     delta_rule, state_space, convolution: the sizes of layers with those mixers; None if
         there are none.
+    state: what a layer with a state keeps, as jkv reads it; None if none has one.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
@@ -168,6 +173,7 @@ class DecoderConfig:
     delta_rule: DeltaRule | None = None
     state_space: StateSpace | None = None
     convolution: Convolution | None = None
+    state: LayerState | None = None
     scan_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
@@ -255,11 +261,11 @@ def read_config(folder: str | Path) -> DecoderConfig:
         FileNotFoundError: when there is no config.json.
         ValueError: when it asks for something that this model does not compute.
     """
-    path = Path(folder) / "config.json"
+    path = find_folder(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: a checkpoint is a folder with config.json, "
-            "*.safetensors and tokenizer.json"
+            "*.safetensors and tokenizer.json, or a GGUF file"
         )
     config = parse_config(read_json(path))
 
@@ -280,7 +286,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    settings = Settings(raw, row.defaults, row.aliases)
+    defaults = {**DEFAULTS.get(model_type, {}), **row.defaults}
+    settings = Settings(raw, defaults, row.aliases)
     # A list of layers tells their number as well.
     listed = settings.get("layer_types")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
@@ -289,9 +296,13 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         num_heads=settings.count("num_attention_heads"),
         num_kv_heads=_read_kv_heads(settings),
         head_dim=head_dim,
-        windows=read_windows(settings, row.windows, num_layers),
+        windows=(None,) * num_layers,
     )
+    if row.has_windows:
+        fields["windows"] = read_windows(settings, num_layers)
     fields |= row.choices | row.read(settings)
+    if "mixers" in fields:
+        fields["state"] = read_state(settings, fields.get("num_layers", num_layers))
     if "ropes" not in fields:
         dim = settings.count("qk_rope_head_dim", head_dim)
         rope = read_rope(settings, dim, can_be_partial=row.can_turn_partly)

@@ -32,8 +32,6 @@ SHARED_EXPERT_TENSORS = {
 
 QWEN3_NEXT = Architecture(
     defaults=dict(
-        head_dim=256,
-        num_key_value_heads=2,
         max_position_embeddings=32_768,
         partial_rotary_factor=0.25,
         full_attention_interval=4,
@@ -72,8 +70,7 @@ QWEN3_NEXT = Architecture(
 
 QWEN3_5 = dataclasses.replace(
     QWEN3_NEXT,
-    defaults=QWEN3_NEXT.defaults
-    | dict(num_key_value_heads=4, num_experts=256, num_experts_per_tok=8),
+    defaults=QWEN3_NEXT.defaults | dict(num_experts=256, num_experts_per_tok=8),
     tensors=QWEN3_NEXT.tensors
     | dict.fromkeys(
         ("delta_query", "delta_key", "delta_value"), "linear_attn.in_proj_qkv.weight"
@@ -91,7 +88,7 @@ DELTA_ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": dataclasses.replace(
         QWEN3_5,
-        defaults=QWEN3_5.defaults | dict(num_key_value_heads=2),
+        defaults=QWEN3_5.defaults,
         read=delta_readings.read_qwen3_5_moe,
     ),
     "olmo_hybrid": Architecture(
@@ -110,9 +107,7 @@ DELTA_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi_linear": Architecture(
         defaults=dict(
-            kv_lora_rank=512,
             qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
             v_head_dim=128,
             max_position_embeddings=1_048_576,
             rms_norm_eps=1e-5,

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.config.layer_kinds import FULL, STATE
+
+from .kept_by_layers import list_kinds
 from .parts import DeltaRule, Experts
 from .readings import read_deepseek, read_qwen3_moe
 from .rope_settings import read_rope, rope_parameters
 from .settings import Settings
-
-# Kinds of layers, as `layer_types` names them.
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def read_qwen3_next(settings: Settings) -> dict[str, Any]:
@@ -91,41 +91,36 @@ def read_kimi_linear(settings: Settings) -> dict[str, Any]:
         norm_epsilon=settings.number("rms_norm_eps"),
         gate="sigmoid",
     )
+    _check_kimi_layers(linear, num_layers)
     fields = read_deepseek(settings)
     return fields | dict(
-        mixers=_read_mixers(settings, _name_kimi_layers(linear, num_layers)),
+        mixers=_read_mixers(settings),
         delta_rule=delta_rule,
         ropes=(None,) * num_layers,
     )
 
 
-def _name_kimi_layers(linear: Settings, num_layers: int) -> list[str] | None:
-    """Return the kinds of layers where a file counts those of each, from 1 on."""
+def _check_kimi_layers(linear: Settings, num_layers: int) -> None:
+    """Refuse a file that does not name each layer once, from 1 on."""
     full, states = linear.ints("full_attn_layers"), linear.ints("kda_layers")
     if full is None or states is None:
-        return None
+        return
     if sorted([*full, *states]) != list(range(1, num_layers + 1)):
         raise ValueError(
             f"config.json: linear_attn_config must name each of {num_layers} layers "
             f"once, got full_attn_layers {full} and kda_layers {states}"
         )
-    return [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
 
 
-def _read_mixers(
-    settings: Settings, kinds: list[str] | None = None
-) -> tuple[tuple[str, ...], ...]:
+def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
     """Return what mixes tokens in each layer: attention, or the delta rule."""
     num_layers = settings.count("num_hidden_layers")
-    kinds = kinds or settings.get("layer_types")
-    if kinds is None:
-        every = settings.count("full_attention_interval")
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
-    names = {FULL: ("attention",), LINEAR: ("delta_rule",)}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {*names}:
+    kinds = list_kinds(settings, num_layers)
+    names = {FULL: ("attention",), STATE: ("delta_rule",)}
+    if kinds is None or set(kinds) - {*names}:
         raise ValueError(
             f"config.json: layer_types must name {num_layers} layers, each {FULL} or "
-            f"{LINEAR}, got {kinds!r}"
+            f"{STATE}, got {kinds!r}"
         )
     return tuple(names[kind] for kind in kinds)
 

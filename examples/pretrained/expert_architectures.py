@@ -12,8 +12,6 @@ from .delta_architectures import SHARED_EXPERT_TENSORS
 
 GLM = Architecture(
     defaults=dict(
-        num_key_value_heads=2,
-        head_dim=128,
         max_position_embeddings=131_072,
         rms_norm_eps=1.5625e-07,
         partial_rotary_factor=0.5,
@@ -27,7 +25,6 @@ GLM = Architecture(
 
 GLM4_MOE = Architecture(
     defaults=dict(
-        num_key_value_heads=8,
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
@@ -61,8 +58,6 @@ HUNYUAN = Architecture(
 
 ERNIE = Architecture(
     defaults=dict(
-        num_key_value_heads=2,
-        head_dim=128,
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
         rope_theta=500_000.0,
@@ -91,10 +86,8 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
             num_key_value_heads=20,
             max_position_embeddings=202_752,
             partial_rotary_factor=1.0,
-            kv_lora_rank=512,
             q_lora_rank=768,
             qk_nope_head_dim=192,
-            qk_rope_head_dim=64,
             v_head_dim=256,
             rope_interleave=True,
             moe_intermediate_size=1536,
@@ -122,8 +115,6 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
         ERNIE,
         defaults=ERNIE.defaults
         | dict(
-            num_key_value_heads=4,
-            head_dim=None,
             moe_intermediate_size=1536,
             moe_num_shared_experts=2,
             moe_layer_start_index=1,
@@ -145,10 +136,7 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2_moe": Architecture(
         defaults=dict(
-            num_key_value_heads=16,
             max_position_embeddings=32_768,
-            sliding_window=4096,
-            max_window_layers=28,
             decoder_sparse_step=1,
             moe_intermediate_size=1408,
             shared_expert_intermediate_size=5632,
@@ -158,13 +146,11 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
         ),
         tensors=SHARED_EXPERT_TENSORS,
         read=expert_readings.read_qwen2_moe,
-        windows="early",
+        has_windows=True,
         biases="none",
     ),
     "minimax_m2": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            head_dim=128,
             max_position_embeddings=196_608,
             rope_theta=5e6,
             num_experts_per_tok=8,
@@ -183,7 +169,6 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phimoe": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
             max_position_embeddings=131_072,
             rms_norm_eps=1e-5,
             rope_theta=1e6,
@@ -199,6 +184,6 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
             expert_down="block_sparse_moe.experts.{}.w2.weight",
         ),
         read=expert_readings.read_phimoe,
-        windows="all",
+        has_windows=True,
     ),
 }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from .gguf_reading.folders import INDEX
 from .quantized import Quantization, decode_mxfp4, scale_blocks
 from .text_part import name_tensors
 
@@ -48,6 +49,9 @@ def find_tensors(folder: Path) -> dict[str, Path]:
                 f"{folder} lacks shards named by {index.name}: {sorted(missing)}"
             )
         return {name: folder / file for name, file in weight_map.items()}
+    gguf = folder / INDEX
+    if gguf.is_file():
+        return dict.fromkeys(json.loads(gguf.read_text("utf-8"))["weight_map"], gguf)
     pickled = [p.name for p in folder.glob("pytorch_model*.bin")]
     hint = f"; convert {sorted(pickled)} to safetensors first" if pickled else ""
     raise FileNotFoundError(
@@ -150,6 +154,11 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _open(path: Path) -> Any:
+    if path.name == INDEX:
+        # Imported here: other checkpoints need no package gguf.
+        from .gguf_reading.tensors import GGUFTensors
+
+        return GGUFTensors(path)
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:

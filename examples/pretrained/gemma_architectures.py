@@ -10,11 +10,8 @@ from .architecture import Architecture
 
 GEMMA = Architecture(
     defaults=dict(
-        num_key_value_heads=4,
-        head_dim=256,
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=256,
-        sliding_window=4096,
         tie_word_embeddings=True,
     ),
     choices=dict(norms="both", norm_offset=1.0),
@@ -31,7 +28,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             final_logit_softcapping=30.0,
         ),
         read=gemma_readings.read_gemma,
-        windows=2,
+        has_windows=True,
     ),
     "gemma3_text": dataclasses.replace(
         GEMMA,
@@ -49,7 +46,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
         ),
         choices=GEMMA.choices | dict(qk_norm="head"),
         read=gemma_readings.read_gemma3,
-        windows=6,
+        has_windows=True,
     ),
     "gemma4_text": Architecture(
         defaults=dict(
@@ -59,12 +56,9 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             intermediate_size=9216,
             num_hidden_layers=30,
             num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=256,
             global_head_dim=512,
             hidden_activation="gelu_pytorch_tanh",
             max_position_embeddings=131_072,
-            sliding_window=512,
             tie_word_embeddings=True,
             vocab_size_per_layer_input=262_144,
             hidden_size_per_layer_input=256,
@@ -94,6 +88,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
         ),
         read=gemma_readings.read_gemma4,
         fused_experts="rows",
-        windows=6,
+        has_windows=True,
     ),
 }

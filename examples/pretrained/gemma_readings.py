@@ -6,10 +6,10 @@ They return fields of `DecoderConfig`; `gemma_architectures.py` says whose they 
 from collections.abc import Sequence
 from typing import Any
 
+from .kept_by_layers import list_windowed, read_layer_heads
 from .parts import Experts, LayerInputs
 from .rope_settings import pair_rope_parameters, read_rope, rope_parameters
 from .settings import Settings
-from .windows import list_windowed
 
 # Of Gemma 4, where config.json says nothing.
 ROPES = dict(
@@ -45,7 +45,7 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
     # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
     return read_gemma(settings) | dict(
         soft_cap=None,
-        ropes=tuple(ropes[kind] for kind in list_windowed(settings, 6, num_layers)),
+        ropes=tuple(ropes[kind] for kind in list_windowed(settings, num_layers)),
     )
 
 
@@ -54,54 +54,23 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
     if settings.get("use_bidirectional_attention") == "all":
         raise ValueError("config.json: bidirectional attention is not supported")
     num_layers = settings.count("num_hidden_layers")
-    windowed = list_windowed(settings, 6, num_layers)
-    windowed = (*windowed[:-1], False)  # whatever config.json says of the last one
-    heads = _list_heads(settings, windowed)
+    windowed = list_windowed(settings, num_layers)
+    heads = read_layer_heads(settings, windowed)
     key_layers = _share_keys(settings, windowed)
     shares = [layer != i for i, layer in enumerate(key_layers)]
     inner = settings.count("intermediate_size")
     wide = 2 if settings.flag("use_double_wide_mlp") else 1
     of_keys = settings.flag("attention_k_eq_v")
-    window = settings.count("sliding_window")
     return dict(
         layer_heads=heads,
         key_layers=key_layers if any(shares) else (),
         values_of_keys=tuple(of_keys and not each for each in windowed),
         inner_sizes=tuple(inner * (wide if each else 1) for each in shares),
-        windows=tuple(window if each else None for each in windowed),
         ropes=_list_ropes(settings, windowed, heads),
         embedding_scale=settings.count("hidden_size") ** 0.5,
         logit_cap=settings.maybe_number("final_logit_softcapping"),
         layer_inputs=_read_inputs(settings),
     ) | _read_experts(settings, inner, num_layers)
-
-
-def _list_heads(
-    settings: Settings, windowed: Sequence[bool]
-) -> tuple[tuple[int, int], ...]:
-    """Return the key-value heads and the head dim of each layer."""
-    usual = settings.count("num_key_value_heads"), settings.count("head_dim")
-    wide = (usual[0], settings.count("global_head_dim"))
-    if settings.flag("attention_k_eq_v"):
-        wide = (settings.count("num_global_key_value_heads", usual[0]), wide[1])
-    given = settings.get("per_layer_config")
-    if given is None:
-        return tuple(usual if has_window else wide for has_window in windowed)
-    entries = {int(layer): entry for layer, entry in given.items()}
-    known = {"num_key_value_heads", "head_dim"}
-    unknown = {name for entry in entries.values() for name in entry} - known
-    if unknown:
-        raise ValueError(
-            f"config.json: per_layer_config changes {sorted(unknown)} of single "
-            "layers, which is not supported"
-        )
-    own = [
-        Settings(dict(settings.raw) | entries.get(i, {}), settings.defaults)
-        for i in range(len(windowed))
-    ]
-    return tuple(
-        (each.count("num_key_value_heads"), each.count("head_dim")) for each in own
-    )
 
 
 def _share_keys(settings: Settings, windowed: Sequence[bool]) -> tuple[int, ...]:

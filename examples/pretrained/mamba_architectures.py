@@ -49,7 +49,6 @@ BACKBONE = dict(
 
 LFM2 = Architecture(
     defaults=dict(
-        num_key_value_heads=8,
         max_position_embeddings=128_000,
         rms_norm_eps=1e-5,
         rope_theta=1e6,
@@ -88,7 +87,6 @@ MAMBA_ARCHITECTURES: Mapping[str, Architecture] = {
     "bamba": Architecture(
         defaults=BAMBA_SIZES
         | dict(
-            num_key_value_heads=8,
             max_position_embeddings=262_144,
             rms_norm_eps=1e-5,
             partial_rotary_factor=0.5,
@@ -100,7 +98,6 @@ MAMBA_ARCHITECTURES: Mapping[str, Architecture] = {
     "falcon_h1": Architecture(
         defaults=BAMBA_SIZES
         | dict(
-            num_key_value_heads=8,
             max_position_embeddings=8192,
             rms_norm_eps=1e-5,
             mamba_norm_before_gate=True,
@@ -195,8 +192,6 @@ MAMBA_ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "nemotron_h": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            head_dim=128,
             hidden_act="relu2",
             max_position_embeddings=4096,
             rms_norm_eps=1e-5,

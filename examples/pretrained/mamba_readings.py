@@ -9,6 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jkv.config.layer_kinds import BOTH
+
+from .kept_by_layers import list_kinds
 from .parts import Convolution, Experts, StateSpace
 from .readings import read_granite
 from .rope_settings import read_rope
@@ -23,20 +26,16 @@ MIXERS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
     "conv": CONVOLUTION,
+    BOTH: (*ATTENTION, *MAMBA),
     "mlp": (),
     "moe": (),
 }
 
-# Of Nemotron-H's layers, which older files name by letters.
-LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-
 
 def read_bamba(settings: Settings) -> dict[str, Any]:
     """Read which layers attend, and the others' sizes."""
-    num_layers = settings.count("num_hidden_layers")
-    attending = settings.ints("attn_layer_indices") or ()
     return dict(
-        mixers=tuple(ATTENTION if i in attending else MAMBA for i in range(num_layers)),
+        mixers=_read_mixers(settings),
         state_space=_read_state_space(settings, _find_inner(settings)),
     )
 
@@ -62,7 +61,7 @@ def read_falcon_h1(settings: Settings) -> dict[str, Any]:
         settings.count("hidden_size") // settings.count("num_attention_heads"),
     )
     return dict(
-        mixers=((*ATTENTION, *MAMBA),) * settings.count("num_hidden_layers"),
+        mixers=_read_mixers(settings),
         state_space=state_space,
         scale=settings.number("key_multiplier") * head_dim**-0.5,
         attention_scales=(
@@ -78,7 +77,6 @@ def read_falcon_h1(settings: Settings) -> dict[str, Any]:
 def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
     """Read Granite's multipliers, and experts beside a perceptron of all tokens."""
     num_layers = settings.count("num_hidden_layers")
-    kinds = settings.get("layer_types") or ["mamba"] * num_layers
     shared = settings.count("shared_intermediate_size")
     kind = settings.get("position_embedding_type")
     if kind not in (None, "rope", "nope"):
@@ -89,7 +87,7 @@ def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
     head_dim = settings.count("hidden_size") // settings.count("num_attention_heads")
     rope = read_rope(settings, head_dim) if kind == "rope" else None
     fields = read_granite(settings) | dict(
-        mixers=_read_mixers(kinds, num_layers),
+        mixers=_read_mixers(settings),
         state_space=_read_state_space(settings, _find_inner(settings)),
         ropes=(rope,) * num_layers,
     )
@@ -110,7 +108,7 @@ def read_mamba2(settings: Settings) -> dict[str, Any]:
     num_layers = settings.count("num_hidden_layers")
     inner = settings.count("mamba_n_heads", 128) * settings.count("mamba_d_head", 64)
     return dict(
-        mixers=(MAMBA,) * num_layers,
+        mixers=_read_mixers(settings),
         fed_layers=(False,) * num_layers,
         ropes=(None,) * num_layers,
         state_space=_read_state_space(settings, inner),
@@ -119,17 +117,14 @@ def read_mamba2(settings: Settings) -> dict[str, Any]:
 
 def read_nemotron_h(settings: Settings) -> dict[str, Any]:
     """Read layers that attend, remember, or only feed; none of them knows positions."""
-    kinds = settings.get("layer_types")
-    if kinds is None:
-        pattern = settings.get("hybrid_override_pattern", "")
-        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    kinds = list_kinds(settings) or []
     num_layers = len(kinds)
     inner = settings.count("mamba_n_heads") * settings.count("mamba_d_head")
     has_bias = settings.flag("use_bias")
     fields = dict(
         num_layers=num_layers,
         windows=(None,) * num_layers,
-        mixers=_read_mixers(kinds, num_layers),
+        mixers=_name_mixers(kinds),
         fed_layers=tuple(kind in ("mlp", "moe") for kind in kinds),
         ropes=(None,) * num_layers,
         state_space=_read_state_space(
@@ -162,20 +157,12 @@ def read_nemotron_h(settings: Settings) -> dict[str, Any]:
 
 def read_lfm2(settings: Settings) -> dict[str, Any]:
     """Read which layers attend, and how wide the perceptrons are."""
-    num_layers = settings.count("num_hidden_layers")
-    kinds = settings.get("layer_types")
-    if kinds is None:
-        attending = settings.ints("full_attn_idxs")
-        attending = range(num_layers) if attending is None else attending
-        kinds = [
-            "full_attention" if i in attending else "conv" for i in range(num_layers)
-        ]
     convolution = Convolution(
         width=settings.count("conv_L_cache"), has_bias=settings.flag("conv_bias")
     )
     tied = "tie_embedding" if "tie_embedding" in settings.raw else "tie_word_embeddings"
     return dict(
-        mixers=_read_mixers(kinds, num_layers),
+        mixers=_read_mixers(settings),
         convolution=convolution,
         intermediate_size=_adjust_inner(settings),
         tied=settings.flag(tied),
@@ -204,12 +191,16 @@ def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _read_mixers(kinds: Any, num_layers: int) -> tuple[tuple[str, ...], ...]:
-    """Return what mixes tokens in each layer."""
-    is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
-    if not is_list or len(kinds) != num_layers or set(kinds) - MIXERS.keys():
+def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
+    """Return what mixes tokens in each layer; without a word of them all attend."""
+    num_layers = settings.count("num_hidden_layers")
+    return _name_mixers(list_kinds(settings, num_layers) or ["attention"] * num_layers)
+
+
+def _name_mixers(kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    if set(kinds) - MIXERS.keys():
         raise ValueError(
-            f"config.json: the kinds of {num_layers} layers must be some of "
+            f"config.json: the kinds of {len(kinds)} layers must be some of "
             f"{', '.join(MIXERS)}, got {kinds!r}"
         )
     return tuple(MIXERS[kind] for kind in kinds)

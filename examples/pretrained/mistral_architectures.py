@@ -19,8 +19,6 @@ YARN = dict(
 MISTRAL_ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": Architecture(
         defaults=dict(
-            num_key_value_heads=8,
-            head_dim=128,
             max_position_embeddings=262_144,
             rms_norm_eps=1e-5,
             rope_parameters=YARN
@@ -31,16 +29,14 @@ MISTRAL_ARCHITECTURES: dict[str, Architecture] = {
             ),
         ),
         read=mistral_readings.read_ministral3,
-        windows="all",
+        has_windows=True,
         biases="none",
     ),
     "mistral4": Architecture(
         defaults=dict(
             max_position_embeddings=1_048_576,
-            kv_lora_rank=256,
             q_lora_rank=1024,
             qk_nope_head_dim=64,
-            qk_rope_head_dim=64,
             v_head_dim=128,
             rope_interleave=True,
             rope_parameters=YARN

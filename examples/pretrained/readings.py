@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from .kept_by_layers import list_turned, list_windowed, read_windows
 from .parts import Experts, Latent
 from .rope import Rope
 from .rope_settings import (
@@ -16,7 +17,6 @@ from .rope_settings import (
     yarn_magnitude,
 )
 from .settings import Settings
-from .windows import list_turned, list_windowed, read_windows
 
 
 def read_olmo3(settings: Settings) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def read_olmo3(settings: Settings) -> dict[str, Any]:
     theta = {"rope_theta": settings.number("rope_theta")}
     given = pair_rope_parameters(settings, full=theta, windowed=theta)
     ropes = [read_rope(settings, _head_dim(settings), each) for each in given]
-    windowed = list_windowed(settings, 4, settings.count("num_hidden_layers"))
+    windowed = list_windowed(settings, settings.count("num_hidden_layers"))
     return dict(ropes=tuple(ropes[kind] for kind in windowed))
 
 
@@ -42,7 +42,7 @@ def read_cohere2(settings: Settings) -> dict[str, Any]:
         read_rope(settings, _head_dim(settings)),
         settings.count("num_hidden_layers"),
     )
-    windows = read_windows(settings, 4, num_layers)
+    windows = read_windows(settings, num_layers)
     return read_cohere(settings) | dict(
         ropes=tuple(rope if window else None for window in windows)
     )
@@ -68,7 +68,7 @@ def read_exaone4(settings: Settings) -> dict[str, Any]:
     num_layers = settings.count("num_hidden_layers")
     if settings.get("sliding_window") is None:
         return dict(ropes=(rope,) * num_layers)
-    windowed = list_windowed(settings, 4, num_layers)
+    windowed = list_windowed(settings, num_layers)
     return dict(ropes=tuple(rope if has_window else None for has_window in windowed))
 
 

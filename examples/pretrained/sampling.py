@@ -7,6 +7,7 @@ what it leaves out has the library's default, and without ``do_sample`` it is gr
 from pathlib import Path
 from typing import Any
 
+from .gguf_reading import find_folder
 from .settings import read_json
 
 # The library's defaults, by the names that `jkv.Sampling` has, too.
@@ -25,7 +26,7 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: when a setting is not of its type.
     """
-    path = Path(folder) / "generation_config.json"
+    path = find_folder(folder) / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
     given = {
         name: settings[name] for name in DEFAULTS if settings.get(name) is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from .gguf_reading import find_folder
 from .settings import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -23,7 +24,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         FileNotFoundError: when there is none.
         ValueError: when it cannot be read.
     """
-    path = Path(folder) / "tokenizer.json"
+    path = find_folder(folder) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing; older formats (tokenizer.model, vocab.json) must be "
@@ -92,7 +93,7 @@ def has_chat_template(folder: str | Path) -> bool:
 
 def _read_settings(folder: str | Path) -> dict[str, Any]:
     """Read tokenizer_config.json, if there is one."""
-    path = Path(folder) / "tokenizer_config.json"
+    path = find_folder(folder) / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
 
 
@@ -100,7 +101,7 @@ def _find_template(
     folder: str | Path, settings: Mapping[str, Any], *, has_tools: bool = False
 ) -> str:
     """Return the template, from a file of its own or from the tokenizer's settings."""
-    path = Path(folder) / "chat_template.jinja"
+    path = find_folder(folder) / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")

@@ -6,6 +6,7 @@ connection of a whole reply is watched meanwhile.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -31,7 +32,7 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
         Refused: when too many wait, for now or always; when the engine has failed.
         RequestRefused: for what can never be served.
     """
-    most, num = served.max_waiting, asked.options["n"]
+    most, num = served.max_waiting, asked.ask.n
     if most is not None and (len(asked.prompts) - 1) * num >= most:
         raise Refused(
             f"{len(asked.prompts)} prompts with {num} texts each are more than may "
@@ -40,9 +41,8 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
     numbers: list[int] = []
     try:
         for prompt in asked.prompts:
-            numbers.append(
-                served.engine.submit(prompt, variant=variant, **asked.options)
-            )
+            ask = dataclasses.replace(asked.ask, tokens=prompt, variant=variant)
+            numbers.append(served.engine.submit(ask))
     except BaseException as error:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):
@@ -104,7 +104,7 @@ async def gather(
     served: Served, numbers: list[int], asked: Asked, shown: Shown
 ) -> tuple[list[Completion], int]:
     """Return what came of each choice, and the tokens that all texts took."""
-    n = asked.options["n"]
+    n = asked.ask.n
     texts = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
         for number in numbers

@@ -1,6 +1,6 @@
 """What a line of a batch or a client of the API asks for, in the API's words.
 
-Both give the options of the engine; what only a reply has is in `showing.py`.
+Both give an `Ask` of the engine; what only a reply has is in `showing.py`.
 """
 
 import functools
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jkv
+from jkv.serving import Ask
 
 from .languages import Language
 from .loading import MOST_STOP_TOKENS, Served
@@ -30,7 +31,7 @@ class Asked(NamedTuple):
     """Requests that one body makes, one for each prompt."""
 
     prompts: list[list[int]]  # token ids
-    options: dict[str, Any]  # of `Engine.submit`
+    ask: Ask  # for each of them, but for the prompt and how it is steered
     n: int
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
@@ -63,7 +64,8 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
             "messages" if is_chat else "prompt",
             code="context_length_exceeded",
         )
-    options = dict(
+    ask = Ask(
+        (),
         n=n,
         max_new_tokens=_read_most_tokens(served, body, longest),
         sampling=_read_sampling(body),
@@ -74,7 +76,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         salt=_read_salt(body),
         timeout=_read_timeout(body),
     )
-    return Asked(prompts, options, n, tools)
+    return Asked(prompts, ask, n, tools)
 
 
 def _read_most_tokens(served: Served, body: Mapping[str, Any], longest: int) -> int:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from jkv.grammar import Catalog, CatalogFull, Grammar, Vocabulary
-from jkv.serving.request.limits import NOT_STEERED
+from jkv.serving.request.ask import NOT_STEERED
 
 from .languages import Language
 from .mistakes import Refused

@@ -76,7 +76,11 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
         may_share: whether several processes may share the model.
     """
     add = parser.add_argument
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
+    add(
+        "--model",
+        default=BUNDLED,
+        help="a Hugging Face folder or GGUF file",
+    )
     add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
     add("--context", type=int, default=512, help="tokens of a text; %(default)s")
     add("--max-new-tokens", type=int, default=256, help="of a text; %(default)s")

@@ -1,5 +1,6 @@
 """What a client of the API asks for: checked field by field, and how it is shown."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -59,12 +60,12 @@ def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, 
     rules = read_rules(
         served,
         fields,
-        stop_tokens=asked.options["stop_tokens"],
-        max_new_tokens=asked.options["max_new_tokens"],
+        stop_tokens=asked.ask.stop_tokens,
+        max_new_tokens=asked.ask.max_new_tokens,
         has_language=language is not None,
     )
-    options = asked.options | {"n": best_of}
-    return asked._replace(options=options, language=language, rules=rules), shown
+    ask = dataclasses.replace(asked.ask, n=best_of)
+    return asked._replace(ask=ask, language=language, rules=rules), shown
 
 
 def check_model(served: Served, model: Any) -> None:

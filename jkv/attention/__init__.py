@@ -146,11 +146,10 @@ def paged_attention(
     already. Rows that no request owns give zeros. Query head h reads kv head
     `h // (H // K)`. Scores, softmax and sums are float32 whatever the inputs are.
 
-    What no row of a request sees is not let through: table entries past the end of a
-    sequence may be any number, unused slots may hold NaN. Rows of one request are
-    computed together, so a NaN or infinity in the values of a token that one of them
-    sees may reach those that do not: their weight of it is 0, and 0 * NaN is NaN. In
-    the keys it reaches only rows that see the token. Other requests never notice.
+    What a row does not see is not let through: table entries past the end of a sequence
+    may be any number, unused slots may hold NaN. A NaN or infinity in a token's keys or
+    values makes the rows that see the token NaN or infinite, and leaves all others, of
+    its own request too, with the bits that they have without.
 
     Args:
       queries: float[R, H, D].

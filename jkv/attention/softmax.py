@@ -54,10 +54,14 @@ def join_sums(one: Sums, other: Sums) -> Sums:
 def finish_sums(sums: Sums, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the weighted means and the log-sum-exp; rows that see nothing are zero.
 
+    A row whose scores are all -inf has no mean: it is NaN.
+
     Args:
       sums: the sums over all tokens of each row.
       sees: bool, of equal rank with `sums.total`, which rows see any token.
     """
     total = jnp.where(sees, sums.total, 1.0)
-    output = jnp.where(sees[..., None], sums.values / total[..., None], 0.0)
+    # What is not seen scores HIDDEN, which is all that such a row has met.
+    mean = sums.values / jnp.where(sums.maximum > HIDDEN, total, jnp.nan)[..., None]
+    output = jnp.where(sees[..., None], mean, 0.0)
     return output, jnp.where(sees, sums.maximum + jnp.log(total), -jnp.inf)

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jkv.commands.report import Report
 from jkv.config.cache_config import CacheConfig
 from jkv.inspection.invariants import check
+from jkv.making.initialization import init
 from jkv.state import Cache
 from jkv.status import InvariantError
 from jkv.verbs.allocation import allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.forking import fork
-from jkv.verbs.initialization import init
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write

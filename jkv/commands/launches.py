@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Report
 from jkv.config.cache_config import CacheConfig
+from jkv.making.initialization import init
 from jkv.state import Cache
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
-from jkv.verbs.initialization import init
-from jkv.verbs.prefixes import commit
+from jkv.verbs.commitment import commit
 from jkv.verbs.writing import write
 
 # Attention in the shapes of Llama 3 8B, in fewer layers, and 2 GiB of cache.

@@ -20,8 +20,8 @@ from jkv.attention.kernel.tuning import find_target
 from jkv.config.cache_config import CacheConfig
 from jkv.config.dtypes import needs_scales
 from jkv.config.huggingface import read_sizes
+from jkv.making.initialization import init
 from jkv.verbs.attention_plan import pools_of
-from jkv.verbs.initialization import init
 
 # Fields of `CacheConfig` that the choice depends on.
 OF_HEADS = ("num_kv_heads", "head_dim", "value_head_dim", "values_in_keys")

@@ -58,7 +58,13 @@ ALL_WITH_STATE = {"falcon_mamba", "granitemoehybrid", "mamba", "mamba2"}
 # The letters of Nemotron-H's layers.
 LETTERS = {"M": "mamba", "*": FULL, "-": "mlp", "E": "moe"}
 
-# Models of which every other layer has the window, before `max_window_layers`.
+# Models whose layers all have the window that config.json speaks of.
+ALL_HAVE_WINDOW = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe"}
+
+# Models whose layers have the window from `max_window_layers` on, and those of which
+# every other one before it has.
+LATE_HAVE_WINDOW = {"qwen2", "qwen3"}
+
 EARLY_HAVE_WINDOW = {"qwen2_moe"}
 
 # Models in which positions turn the keys of some layers: whether those have the window.
@@ -84,6 +90,11 @@ def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
     if isinstance(types := model.get("attn_type_list"), list):
         # MiniMax: 1 attends, 0 is lightning attention.
         return [FULL if attends == 1 else STATE for attends in types]
+    if model_type in ALL_HAVE_WINDOW:
+        return [WINDOWED for _ in layers]
+    if model_type in LATE_HAVE_WINDOW:
+        first = model.get("max_window_layers") or 0
+        return [WINDOWED if layer >= first else FULL for layer in layers]
     if model_type in EARLY_HAVE_WINDOW:
         last = model.get("max_window_layers") or 0
         return [WINDOWED if i % 2 == 0 and i < last else FULL for i in layers]

@@ -18,7 +18,11 @@ from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.config.arrays import ArrayLayout, Arrays, within
 from jkv.config.dtypes import needs_scales
 from jkv.config.layer_windows import find_leader
-from jkv.config.state_layout import StateSizes, lay_out_state_storage, lay_out_states
+from jkv.config.state_layout import (
+    StateSizes,
+    lay_out_snapshots,
+    lay_out_state_storage,
+)
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -73,7 +77,9 @@ def lay_out(
     leader = find_leader([sizes.sliding_window for sizes in groups])
     has_tokens = prefix_caching or any(sizes.record_tokens for sizes in groups)
     max_sequences = (groups[0] if groups else states[0]).max_sequences
-    arrays = within("metadata.sequences", _lay_out_sequences(max_sequences))
+    has_pending = bool(states and states[0].max_pending)
+    sequences = _lay_out_sequences(max_sequences, has_pending)
+    arrays = within("metadata.sequences", sequences)
     for i, sizes in enumerate(groups):
         of_group = _lay_out_group(sizes, prefix_caching, has_tokens and i == leader)
         arrays |= within(f"metadata.groups.{i}", of_group)
@@ -82,8 +88,9 @@ def lay_out(
         of_leader = groups[leader] if groups else None
         index = _lay_out_index(max_sequences, of_leader, followers)
         arrays |= within("metadata.index", index)
-    if states:
-        arrays |= within("metadata.states", lay_out_states(states[0], prefix_caching))
+        if states:
+            snapshots = lay_out_snapshots(states[0])
+            arrays |= within("metadata.index.snapshots", snapshots)
     for i, sizes in enumerate(groups):
         arrays |= within(f"storage.{i}", lay_out_storage(sizes))
     for i, each in enumerate(states):
@@ -108,10 +115,10 @@ def lay_out_storage(sizes: Sizes) -> Arrays:
     return arrays
 
 
-def _lay_out_sequences(max_sequences: int) -> Arrays:
+def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     """Return the arrays of `Sequences`."""
     rows = (max_sequences,)
-    return {
+    arrays = {
         "context_lengths": ArrayLayout(rows, _I32, fill=0),
         "is_open": ArrayLayout(rows, _BOOL, fill=False),
         **within("free_rows", _lay_out_ring(max_sequences)),
@@ -120,6 +127,9 @@ def _lay_out_sequences(max_sequences: int) -> Arrays:
         "num_uses": ArrayLayout(rows, _U32, fill=0),
         "counters": ArrayLayout((NUM_COUNTERS, 2), _U32, fill=0),
     }
+    if has_pending:
+        arrays["num_pending"] = ArrayLayout(rows, _I32, fill=0)
+    return arrays
 
 
 def _lay_out_group(sizes: Sizes, prefix_caching: bool, has_tokens: bool) -> Arrays:

@@ -71,7 +71,7 @@ class StateConfig:
       num_layers: layers of the group, L.
       arrays: the shape and dtype of each array that one sequence has in one layer, by
         name, as in `{"memory": ((8, 128, 128), "float32")}`; dtypes are float32,
-        float16, bfloat16 or an integer's.
+        float16, bfloat16 or an integer's of whole bytes.
       max_sequences: sequences open at one time, S.
       max_context_length: tokens one sequence may have.
       block_size: that of the groups with blocks, if there are some.
@@ -207,10 +207,11 @@ def _checked_array(field: str, name: str, array: Any) -> tuple[tuple[int, ...], 
         ) from None
     if any(size < 1 for size in shape) or math.prod(shape) > 2**31 - 1:
         raise ValueError(f"{field}[{name!r}] cannot have the shape {shape}")
-    known = dtype in STORED_AS or jnp.issubdtype(dtype, jnp.integer)
-    if not known or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1):
+    is_integer = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits >= 8
+    is_byte = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    if not (dtype in STORED_AS or is_integer) or is_byte:
         raise ValueError(
-            f"{field}[{name!r}] must be float32, float16, bfloat16 or an integer type, "
-            f"got {dtype.name}"
+            f"{field}[{name!r}] must be float32, float16, bfloat16 or an integer type "
+            f"of whole bytes, got {dtype.name}"
         )
     return shape, dtype

@@ -41,26 +41,19 @@ class StateSizes(NamedTuple):
         return -(-self.max_context_length // self.block_size)
 
 
-def lay_out_states(sizes: StateSizes, prefix_caching: bool) -> Arrays:
-    """Return the arrays of `States`, the same for all groups with a state."""
-    rows, length = sizes.max_sequences, sizes.max_context_length
-    arrays: Arrays = {}
-    if sizes.max_pending:
-        arrays["num_pending"] = ArrayLayout((rows,), _I32, fill=0)
-    if prefix_caching:
-        arrays["texts"] = ArrayLayout((rows, length), _I32, fill=-1)
-        places = (sizes.num_snapshots,)
-        snapshots = {
-            "lengths": ArrayLayout(places, _I32, fill=0),
-            "salts": ArrayLayout(places, _I32, fill=0),
-            "hashes": ArrayLayout(places, _U32, fill=0),
-            "num_pending": ArrayLayout(places, _I32, fill=0),
-            "last_used": ArrayLayout(places, _U32, fill=0),
-            "num_uses": ArrayLayout((), _U32, fill=0),
-            "texts": ArrayLayout((*places, length), _I32, fill=-1),
-        }
-        arrays |= within("snapshots", snapshots)
-    return arrays
+def lay_out_snapshots(sizes: StateSizes) -> Arrays:
+    """Return the arrays of `Snapshots`, the same for all groups with a state."""
+    places, length = (sizes.num_snapshots,), sizes.max_context_length
+    return {
+        "lengths": ArrayLayout(places, _I32, fill=0),
+        "salts": ArrayLayout(places, _I32, fill=0),
+        "hashes": ArrayLayout(places, _U32, fill=0),
+        "num_pending": ArrayLayout(places, _I32, fill=0),
+        "last_used": ArrayLayout(places, _U32, fill=0),
+        "num_uses": ArrayLayout((), _U32, fill=0),
+        "texts": ArrayLayout((*places, length), _I32, fill=-1),
+        "sequence_texts": ArrayLayout((sizes.max_sequences, length), _I32, fill=-1),
+    }
 
 
 def lay_out_state_storage(sizes: StateSizes, prefix_caching: bool) -> Arrays:

@@ -1,5 +1,6 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.beams.search import beam_search
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
@@ -7,6 +8,7 @@ from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.sampling.best_of import select_best
 from jkv.decoding.sampling.draws import sample
 from jkv.decoding.sampling.filters import filter_logits
@@ -18,6 +20,7 @@ from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scoring.scores import score
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.stepping import begin, decode, prefill
+from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation, Statistics
 from jkv.decoding.texts.text_tree import TextTree
 
@@ -30,10 +33,13 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationState",
+    "How",
     "Model",
     "PromptLookup",
+    "Prompts",
     "Sampling",
     "Statistics",
+    "Steps",
     "TextTree",
     "add_prompts",
     "beam_search",

@@ -19,11 +19,12 @@ from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score
 from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import Texts, as_prompts, check_counts
+from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import CacheError, raise_for_status
@@ -132,20 +133,20 @@ def check_exact(
       >>> report.raise_for_status().difference is None
       True
     """
-    check_counts(max_new_tokens=max_new_tokens)
+    steps = Steps(max_new_tokens, exact=exact)
     rows = np.asarray(as_prompts(prompts, "prompts")).tolist()
     texts = [[token for token in row if token >= 0] for row in rows]
-    player = _Player(model, params, cache, texts, max_new_tokens, sampling, exact)
-    everyone = list(range(len(texts)))
-    known = player.extend(everyone)
+    player = _Player(model, params, cache, texts, steps, sampling)
+    numbers = list(range(len(texts)))
+    known = player.extend(numbers)
     plays: dict[str, Callable[[], _Played]] = {
-        "reverse order": lambda: player.extend(everyone[::-1]),
-        "alone": lambda: player.extend_alone(everyone),
+        "reverse order": lambda: player.extend(numbers[::-1]),
+        "alone": lambda: player.extend_alone(numbers),
         "one at a time from a queue": player.generate,
         "computed anew from the middle": lambda: player.recompute(known),
     }
-    if cache.metadata.index is not None:
-        plays["found in the cache"] = lambda: player.extend(everyone, known=everyone)
+    if cache.metadata.index.is_there:
+        plays["found in the cache"] = lambda: player.extend(numbers, known=numbers)
     if config is not None:
         plays["scored"] = lambda: player.score(known, config)
     for name, play in plays.items():
@@ -162,9 +163,8 @@ class _Player(NamedTuple):
     params: Any
     cache: Cache
     texts: list[list[int]]
-    max_new_tokens: int
+    steps: Steps
     sampling: Sampling
-    exact: ExactShape
 
     def extend(
         self,
@@ -209,9 +209,8 @@ class _Player(NamedTuple):
             cache,
             opened.seq_ids,
             jnp.asarray(rest, jnp.int32),
-            max_new_tokens=self.max_new_tokens,
+            steps=self.steps,
             sampling=self._sampling_of(chosen),
-            exact=self.exact,
         )
         return cache, result, opened.seq_ids
 
@@ -235,10 +234,8 @@ class _Player(NamedTuple):
             self.params,
             self.cache,
             self.texts,
-            max_new_tokens=self.max_new_tokens,
+            steps=dataclasses.replace(self.steps, max_running=1),
             sampling=self._sampling_of(list(range(len(self.texts)))),
-            max_running=1,
-            exact=self.exact,
         )
         return _Played(np.asarray(result.tokens), np.asarray(result.logprobs))
 
@@ -248,9 +245,8 @@ class _Player(NamedTuple):
             text + [token for token in new[:-1].tolist() if token >= 0]
             for text, new in zip(self.texts, known.tokens, strict=True)
         ]
-        found = self._replace(max_new_tokens=1).extend(
-            list(range(len(texts))), begun=texts
-        )
+        one = self._replace(steps=dataclasses.replace(self.steps, max_new_tokens=1))
+        found = one.extend(list(range(len(texts))), begun=texts)
         return known._replace(kept=found.kept)
 
     def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
@@ -261,14 +257,13 @@ class _Player(NamedTuple):
             self.texts,
             known.tokens,
             config=config,
-            exact=self.exact,
+            exact=self.steps.exact,
         )
         return _Played(known.tokens, np.asarray(found))
 
 
-_SHAPES = ("model", "max_new_tokens", "exact")
-_extend_jitted = jax.jit(extend, static_argnames=_SHAPES)
-_generate_jitted = jax.jit(generate, static_argnames=(*_SHAPES, "max_running"))
+_extend_jitted = jax.jit(extend, static_argnames=("model", "steps"))
+_generate_jitted = jax.jit(generate, static_argnames=("model", "steps"))
 _score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
 
 

@@ -7,26 +7,22 @@ a search. One loop feeds the tokens that are new, in chunks; one decodes.
 Symbols: B sequences, P most new tokens given, G most tokens generated, C of a chunk.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.exact import Exact, ExactShape
+from jkv.decoding.arguments.asked import Asked, How
+from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
-from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
-from jkv.decoding.sampling.stopping import Bounds, Stops, judge_prompts
-from jkv.decoding.steering.rows import (
-    as_steering,
-    begin_rows,
-    resume_rows,
-    with_variants,
-)
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts.blocks import (
     BlockSize,
     blocks_to_take,
@@ -36,14 +32,29 @@ from jkv.decoding.texts.blocks import (
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import requests
-from jkv.metadata.prefixes.prompt_search import find_partings
+from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
-from jkv.status import Status
+from jkv.status import Status, UsageError
 from jkv.steering import Steering
 from jkv.verbs.lookups import context_lengths
+
+
+class OfExtension(TypedDict, total=False):
+    """What `extend` takes by name of `Steps`, `How` and `Prompts.of`."""
+
+    max_new_tokens: int
+    chunk_size: int
+    exact: ExactShape
+    limits: Integers | None
+    stop_tokens: Integers | None
+    stop_sequences: requests.Texts | None
+    variants: Integers | None
+    sampling: Sampling
+    steering: Steering | None
+    steering_state: Any  # of a result
 
 
 @takes_cache(argument=2)
@@ -52,18 +63,11 @@ def extend(
     params: Any,
     cache: Cache,
     seq_ids: Integers,  # i32[B]
-    tokens: requests.Texts,  # i32[B, P]
+    tokens: requests.Texts | Prompts,  # i32[B, P]
     *,
-    max_new_tokens: int,
-    limits: Integers | None = None,  # i32[B]
-    stop_tokens: Integers = (),  # i32[E]
-    stop_sequences: requests.Texts | None = None,  # i32[F, C]
-    sampling: Sampling = GREEDY,
-    chunk_size: int = CHUNK_SIZE,
-    steering: Steering | None = None,
-    variants: Integers = 0,
-    steering_state: Any = None,
-    exact: ExactShape = False,
+    steps: Steps | None = None,
+    how: How | None = None,
+    **fields: Unpack[OfExtension],
 ) -> tuple[Cache, Generation]:
     """Give open sequences their next tokens, continue them, and leave them open.
 
@@ -83,20 +87,15 @@ def extend(
       cache: where the sequences are open.
       seq_ids: i32[B]; -1 is padding.
       tokens: i32[B, P], what of each text is not in the cache yet, one token at least;
-        -1 after the end. Or a list of token ids for each.
-      max_new_tokens: most generated tokens of each, G; static.
-      limits: i32[B], most generated tokens of each, at most G; None is G for all.
-      stop_tokens: i32[E] or i32[B, E], as for `generate`.
-      stop_sequences: i32[F, C] or i32[B, F, C], as for `generate`; looked for in the
-        generated tokens of this call.
-      sampling: how tokens are chosen. Numbers are drawn by seed and place in this call;
-        the repetition penalty counts the tokens given and generated in it.
-      chunk_size: rows in which the tokens given are computed; static.
-      steering: which tokens texts may have, as for `generate`.
-      variants: i32[B] or int, how each is steered, as for `generate`.
-      steering_state: what `steering_state` of an earlier result says, to go on from
-        there; the tokens given are no part of what is steered then. None begins anew.
-      exact: as for `generate`; static. At most W sequences.
+        -1 after the end. Or a list of token ids for each, or `Prompts`.
+      steps: how many tokens are generated, `chunk_size`, in which those given are
+        computed, and `exact`, of at most W sequences; nothing else. Static.
+      how: how tokens are chosen, without guesses. Numbers are drawn by seed and place
+        in this call; the repetition penalty counts the tokens given and generated in
+        it, and stop sequences are looked for in those generated in it.
+      fields: those of `Steps`, `How` and `Prompts.of` instead, each by its name; and
+        `steering_state`, what an earlier result says of that name, to go on from there:
+        the tokens given are no part of what is steered then.
 
     Returns:
       The cache and a `Generation`.
@@ -121,13 +120,13 @@ def extend(
       >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
       ([[41, 42]], [7, 0])
     """
-    check_sampling(sampling)
-    requests.check_counts(chunk_size=chunk_size)
+    asked = Asked.of("extend", tokens, steps, how, fields, OfExtension)
+    given, stops, steps, how = asked
+    steps.check_only("extend", "max_new_tokens", "chunk_size", "exact")
+    if how.speculate is not None:
+        raise UsageError("extend guesses no tokens: leave out speculate")
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     ids = jnp.asarray(ids)
-    given = Prompts.of(tokens, limits=limits, max_new_tokens=max_new_tokens, salts=0)
-    steering = as_steering(steering)
-    given = with_variants(given, steering, variants)
     num_sequences = given.lengths.shape[0]
     if ids.shape != (num_sequences,):
         raise ValueError(
@@ -137,11 +136,11 @@ def extend(
     before = context_lengths(cache).at[ids].get(mode="clip")
     # What a text may still take.
     room = cache.max_context_length - before
-    shape = Exact.of(exact)
+    shape = steps.exact_shape
     if shape is None:
-        size = min(max(1, chunk_size // num_sequences), given.tokens.shape[1])
+        size = min(max(1, steps.chunk_size // num_sequences), given.tokens.shape[1])
     else:
-        shape.check_alone(None, chunk_size)
+        shape.check_alone(None, steps.chunk_size)
         shape.check_fits("the number of sequences", num_sequences)
         size = shape.num_rows
     block_size = find_block_size(cache, (size,))
@@ -150,15 +149,14 @@ def extend(
     bounds = Bounds(room, block_size, num_blocks)
     runner = Runner(model, params, shape)
     vocabulary = runner.count_vocabulary(cache, num_sequences)
-    reasons = judge_prompts(given, bounds, vocabulary, steering)
+    reasons = judge_prompts(given, bounds, vocabulary, how.steering)
     reasons = _judge(cache, ids, before + given.lengths, reasons, block_size)
-    begun = begin_rows(steering, given, 1)
-    if steering_state is not None:
-        begun = resume_rows(steering, begun, steering_state)
-    result = Generation.empty(reasons, max_new_tokens, begun)
-    stops = Stops.of(stop_tokens, stop_sequences, num_sequences)
-    num_rows = None if shape is None else shape.num_requests
-    extension = _Extension(runner, ids, before, Choice(sampling, steering, num_rows))
+    begun = begin_rows(how.steering, given, 1)
+    if (state := fields.get("steering_state")) is not None:
+        begun = resume_rows(how.steering, begun, state)
+    result = Generation.empty(reasons, steps.max_new_tokens, begun)
+    choice = how.choice(None if shape is None else shape.num_requests)
+    extension = _Extension(runner, ids, before, choice)
     progress = Progress(given, stops, bounds, result)
     cache, progress = extension.feed(cache, progress, size)
     cache, progress = extension.decode(cache, progress)
@@ -192,9 +190,11 @@ def _judge(
     mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in groups]
     kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in groups]
     needs = blocks_to_take(lengths, tuple(mapped), tuple(kept), block_size)
-    agreed = requests.agree(
-        groups, tuple(jnp.where(reasons == running, need, 0) for need in needs)
-    )
+    lacks = [
+        (Lack.of(group, jnp.where(reasons == running, need, 0)),)
+        for group, need in zip(groups, needs, strict=True)
+    ]
+    agreed = requests.agree(lacks)
     return jnp.where(agreed.no_block, jnp.int32(FinishReason.OUT_OF_BLOCKS), reasons)
 
 
@@ -210,7 +210,10 @@ class _Extension(NamedTuple):
         self, cache: Cache, progress: Progress, most_each: int
     ) -> tuple[Cache, Progress]:
         """Feed what was given, at most so many tokens of each text at a time."""
-        prompts = progress.prompts
+        prompts, index = progress.prompts, cache.metadata.index
+        partings = index.find_partings_behind(
+            cache.metadata, self.seq_ids, self.before, prompts.tokens
+        )
 
         def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
             column = position - self.before[text]
@@ -227,12 +230,11 @@ class _Extension(NamedTuple):
         return prefill(
             self.runner,
             cache,
-            Pending(self.seq_ids, find_tokens),
+            Pending(self.seq_ids, find_tokens, partings=partings),
             progress,
             self.share_rows(prompts.lengths.shape[0], most_each),
             count_left=count_left,
             note=note,
-            partings=self.find_partings(cache, prompts),
         )
 
     def share_rows(self, num_sequences: int, most_each: int) -> Sizes:
@@ -240,27 +242,6 @@ class _Extension(NamedTuple):
         if self.runner.exact is not None:
             return Sizes(self.runner.exact.num_rows)
         return Sizes(num_sequences * most_each, most_each=most_each)
-
-    def find_partings(self, cache: Cache, prompts: Prompts) -> jax.Array | None:
-        """Return up to where whole texts are like one that is known, i32[B].
-
-        None where no layer keeps a state that could be found again.
-        """
-        metadata = cache.metadata
-        if metadata.index is None or metadata.states is None:
-            return None
-        texts = metadata.states.texts
-        assert texts is not None, "states with an index have texts"
-        num_sequences, most = len(self.seq_ids), texts.shape[1]
-        position = jnp.arange(most, dtype=jnp.int32)[None]
-        known = texts.at[self.seq_ids].get(mode="clip")
-        known = jnp.where(position < self.before[:, None], known, -1)
-        column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)[None]
-        at = jnp.where(prompts.tokens >= 0, self.before[:, None] + column, most)
-        row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
-        whole = known.at[row, at].set(prompts.tokens, mode="drop")
-        salts = metadata.index.sequence_salts.at[self.seq_ids].get(mode="clip")
-        return find_partings(metadata, whole, salts)
 
     def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:
         """Feed the newest token of each text until all have ended."""

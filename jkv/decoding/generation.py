@@ -4,36 +4,24 @@ One loop does steps (`jkv.decoding.scheduler.step`) until every sequence has end
 sequences run, the others wait in order: the allocator is inside the jit, so a sequence
 that ends makes room for the next one without the host. Prompts and single tokens share
 a step.
-
-Symbols: Q prompts, N sequences, W places, P most prompt tokens, G most new tokens, V
-tokens in the vocabulary.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 
-from jkv.decoding.model.exact import Exact, ExactShape
+from jkv.decoding.arguments.asked import Asked, Fields, How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.sampling.stopping import Stops
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
-from jkv.decoding.scheduler.start import Sizes, begin_generation
-from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.steering.rows import as_steering, with_variants
+from jkv.decoding.scheduler.start import begin_generation
+from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import Integers, Texts
+from jkv.metadata.requests import Texts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
-from jkv.steering import Steering
-
-# What a generation does beside its model: how it guesses, and what steers it.
-Options = tuple[Speculation | None, Steering | None]
 
 
 @takes_cache(argument=2, any_pools=True)
@@ -41,22 +29,11 @@ def generate(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts,  # i32[B, P]
+    prompts: Texts | Prompts,  # i32[B, P]
     *,
-    max_new_tokens: int,
-    limits: Integers | None = None,  # i32[B]
-    stop_tokens: Integers = (),  # i32[E]
-    stop_sequences: Texts | None = None,  # i32[F, C]
-    sampling: Sampling = GREEDY,
-    num_samples: int = 1,
-    max_running: int | None = None,
-    chunk_size: int = CHUNK_SIZE,
-    row_counts: tuple[int, ...] | None = None,
-    salts: Integers = 0,
-    speculate: PromptLookup | DraftModel | None = None,
-    steering: Steering | None = None,
-    variants: Integers = 0,
-    exact: ExactShape = False,
+    steps: Steps | None = None,
+    how: How | None = None,
+    **fields: Unpack[Fields],
 ) -> tuple[Cache, Generation]:
     """Continue B prompts until each has ended, and free them.
 
@@ -81,39 +58,11 @@ def generate(
         weights computed: after new ones give it to `clear_prefixes`, or other `salts`.
       cache: may hold other sequences, which stay as they are.
       prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
-        one that is empty is not begun. Lists of other lengths compile anew.
-      max_new_tokens: most new tokens of any sequence, G; static.
-      limits: i32[B], most new tokens of each, at most G; None is G for all.
-      stop_tokens: i32[E], tokens that end a sequence; they are kept in the result. Each
-        prompt can have its own, i32[B, E] with -1 for none.
-      stop_sequences: i32[F, C], -1 after each one's end, or a list of token ids for
-        each: a sequence ends when its new tokens end with one of them; they are kept.
-        Of each prompt: i32[B, F, C], or a list of such lists.
-      sampling: how tokens are chosen, one number or B * num_samples; greedy by default.
-      num_samples: continuations of each prompt, which is computed once (`fork`);
-        static. Sample j of prompt i is sequence `i * num_samples + j` of the result.
-      max_running: most sequences that run at one time, W; static. None is all of them.
-        A cache with fewer rows runs fewer. With several pools it holds for each.
-      chunk_size: rows of a step that computes prompts, unless `row_counts` says;
-        static. Take few where the prefix cache leaves few.
-      row_counts: rows that a step may have, ascending, the last at least W; static. A
-        step takes the smallest that holds its work, each is a program to compile. None
-        is W and the larger of W and `chunk_size`, which is B * P at most.
-      salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
-        earlier prompts of a domain left behind is not computed again. The number of the
-        weights keeps versions apart.
-      speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
-        or a `DraftModel`; None does not. The model must take `all_rows`. With several
-        pools each guesses for its own; the cache of a draft lies on the whole mesh.
-      steering: which tokens texts may have, see `Steering`; None leaves them all. A
-        token that steering says is the only one is guessed without fail, if `speculate`
-        is given.
-      variants: i32[B] or int, how each prompt is steered, of `steering.num_variants`
-        ways; -1 is not at all.
-      exact: static; True or (W, R): tokens and log-probabilities are the same bits
-        whatever else is in the call or came before, as `jkv.check_exact` shows for a
-        model of your own. Every call of the model has W requests and R rows, 64 and 64
-        for True, and costs that much.
+        or `Prompts`, which say more of each.
+      steps: how much is done, and in which sizes; static.
+      how: how tokens are chosen.
+      fields: those of `Steps`, `How` and `Prompts.of` instead, each by its name, as in
+        `max_new_tokens=9`.
 
     Returns:
       The cache, all sequences of this call freed, and a `Generation`.
@@ -136,38 +85,29 @@ def generate(
       >>> [jkv.FinishReason(reason).name for reason in result.reasons.tolist()]
       ['STOP', 'LENGTH', 'LENGTH']
     """
-    given = Prompts.of(
-        prompts, limits=limits, max_new_tokens=max_new_tokens, salts=salts
-    )
-    steering = as_steering(steering)
-    given = with_variants(given, steering, variants)
-    stops = Stops.of(stop_tokens, stop_sequences, given.lengths.shape[0])
-    options = speculate, steering
-    sizes = Sizes(
-        max_new_tokens,
-        num_samples,
-        max_running,
-        chunk_size,
-        row_counts,
-        Exact.of(exact),
-    )
+    asked = Asked.of("generate", prompts, steps, how, fields)
+    num_samples = asked.steps.num_samples
 
     def run(
-        params: Any, cache: Cache, prompts: Prompts, options: Options
+        params: Any, cache: Cache, prompts: Prompts, how: How
     ) -> tuple[Cache, Generation]:
         """Do steps on one pool until nothing runs."""
-        runner, (speculate, steering) = Runner(model, params), options
-        state = begin_generation(runner, cache, prompts, stops, sizes, steering)
+        runner = Runner(model, params)
+        state = begin_generation(
+            runner, cache, prompts, asked.stops, asked.steps, how.steering
+        )
         cache, state = run_steps(
             runner,
             cache,
-            begin_speculation(state, speculate),
-            Choice(sampling, steering),
+            begin_speculation(state, how.speculate),
+            how.choice(),
             lambda state, _: jnp.any(state.is_running),
-            speculate,
+            how.speculate,
         )
         return cache, state.result
 
     if cache.pools is not None:
-        return generate_on_pools(run, params, cache, given, options, num_samples)
-    return run(params, cache, given, options)
+        return generate_on_pools(
+            run, params, cache, asked.prompts, asked.how, num_samples
+        )
+    return run(params, cache, asked.prompts, asked.how)

@@ -6,6 +6,7 @@ so that two that differ once have different sums but for a chance of 2**-128.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from jkv.grammar.automaton import (
     merge_states,
 )
 from jkv.grammar.errors import NoText, TooLarge
-from jkv.grammar.progress import track
 from jkv.grammar.token_trie import TokenTrie, trie_of
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -53,7 +53,8 @@ def make_table(
       TooLarge: states times classes exceed `max_bytes`.
     """
     trie = trie_of(vocabulary)
-    class_of_token, firsts = _find_classes(automaton.transitions, trie)
+    tell = vocabulary.progress or (lambda _done, _all: None)
+    class_of_token, firsts = _find_classes(automaton.transitions, trie, tell)
     num_states = len(automaton.transitions)
     # Two such tables, of four bytes an entry, live at a time.
     if num_states * len(firsts) * 8 > max_bytes:
@@ -74,7 +75,9 @@ def make_table(
     return TokenTable(table, accepting[merged], classes.astype(np.int32))
 
 
-def _find_classes(transitions: Ints, trie: TokenTrie) -> tuple[Ints, list[int]]:
+def _find_classes(
+    transitions: Ints, trie: TokenTrie, tell: Callable[[int, int], None]
+) -> tuple[Ints, list[int]]:
     """Return the class of each token, i32[V], and a token of each class.
 
     A class of tokens that lead nowhere has the token -1.
@@ -86,12 +89,13 @@ def _find_classes(transitions: Ints, trie: TokenTrie) -> tuple[Ints, list[int]]:
     end = rng.integers(0, 2**64 - 1, shape, np.uint64)
     hashes = np.zeros((2, num_nodes), np.uint64)
     at_once = max(1, _PAIRS_AT_ONCE // max(1, num_nodes))
-    for first in track(range(0, num_states, at_once), "walking the vocabulary"):
+    for first in range(0, num_states, at_once):
         states = np.arange(first, min(first + at_once, num_states), dtype=np.int32)
         for origins, nodes, reached in trie.walk(transitions, states):
             for half in range(2):
                 parts = begin[half, states[origins]] * end[half, reached]
                 np.add.at(hashes[half], nodes, parts)
+        tell(first + len(states), num_states)
     of_token = hashes[:, trie.node_of_token]
     of_token[:, trie.node_of_token == 0] = 0
     order = np.lexsort(of_token)

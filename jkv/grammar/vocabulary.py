@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 
@@ -27,10 +27,13 @@ class Vocabulary:
       tokens: bytes of each id. A token of None (a special token, an id without a
         meaning) or of no bytes is never allowed by a grammar.
       end_tokens: ids that end a text. They spell nothing, whatever `tokens` says.
+      progress: called while a grammar is made with the states that have been walked so
+        far and with all of them: large ones take seconds.
     """
 
     tokens: Sequence[bytes | None]
     end_tokens: Sequence[int]
+    progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for end tokens that are none or no ids."""

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.inspection.answers import WatchedBatch, as_plain_batch, watched_kind
 from jkv.inspection.findings import (
     DebugError,
     Watch,
@@ -30,6 +29,16 @@ from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WatchedBatch(Batch):
+    """A batch planned in debug mode."""
+
+    stamp: jax.Array  # u32[], the clock after the call
+    created: jax.Array  # u32[B], when each sequence was opened
+    watch: Watch = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +72,7 @@ class StepWatcher:
         if role in _LOOKS and isinstance(batch, Batch):
             step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
             after = _LOOKS[role](step, named.get("layer"))
-            named["batch"] = as_plain_batch(batch)
+            named["batch"] = Batch(**_fields_of(batch))
         # The loops of this package give tokens to any cache.
         if named.get("tokens") is not None and not plain.metadata.records_tokens:
             if is_called_from_outside(depth=2):
@@ -78,7 +87,7 @@ class StepWatcher:
             self._raise_findings(cache)
         if role is Role.SETS_DEBUG:
             return answer
-        return after._watch_answer(plain, name, answer)
+        return after._watch_answer(plain, answer)
 
     def _watched(self, name: str, batch: Batch) -> WatchedBatch:
         """Return a batch that was planned on this cache; refuse any other."""
@@ -89,12 +98,11 @@ class StepWatcher:
             )
         return batch
 
-    def _watch_answer(self, before: Cache, name: str, answer: Any) -> Any:
-        """Return an answer with the watcher beside the cache, and its status watched.
+    def _watch_answer(self, before: Cache, answer: Any) -> Any:
+        """Return an answer with the watcher beside the cache.
 
         Args:
           before: the cache that the function was given.
-          name: of the function.
           answer: what it returned.
         """
         if isinstance(answer, Cache):
@@ -104,10 +112,6 @@ class StepWatcher:
         cache, result = answer
         if isinstance(result, Batch):
             return self._watch_append(before, cache, result)
-        if "status" in getattr(result, "_fields", ()):
-            site = self.watch.watch_status(name, find_caller(), result.status)
-            kind: Any = type(result)
-            result = watched_kind(kind).of(result, site)
         return dataclasses.replace(cache, watcher=self), result
 
     def _watch_append(
@@ -119,7 +123,7 @@ class StepWatcher:
         row = jnp.where(served, batch.seq_ids, before.max_sequences)
         created = before.metadata.sequences.created
         created = created.at[row].get(mode="fill", fill_value=0)
-        if cache.metadata.index is not None:
+        if cache.metadata.index.is_there:
             pending = self.uncommitted.at[row].get(mode="fill", fill_value=0)
             _note(
                 self.watch,
@@ -130,13 +134,11 @@ class StepWatcher:
             )
             after = self._with_uncommitted(row, cache.metadata.now)
         after = after._watch_unwritten(cache, batch, row, created, where)
-        fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
         watched = WatchedBatch(
-            **fields,
+            **_fields_of(batch),
             stamp=cache.metadata.now,
             created=created,
             watch=self.watch,
-            site=self.watch.watch_status("append", where, batch.status),
         )
         return dataclasses.replace(cache, watcher=after), watched
 
@@ -206,7 +208,6 @@ def debug(cache: Cache, enabled: bool = True) -> Cache:
     * a batch of another cache of the same sizes, or one whose sequence was freed since,
       its id perhaps given out again;
     * steps not committed although the cache has a prefix index;
-    * refused requests of `allocate`, `append` or `fork` whose status nothing looked at;
     * a pool that was copied since the cache was not donated.
 
     Steps are compiled for each cache in debug mode, and take longer.
@@ -362,7 +363,7 @@ def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
 
 def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     """Look whether the step is written to all layers, and note that it is committed."""
-    if step.cache.metadata.index is None:  # then it does nothing
+    if not step.cache.metadata.index.is_there:  # then it does nothing
         return step.watcher
     behind = [
         _is_before(written, step.batch.stamp)
@@ -381,6 +382,11 @@ _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
     Role.READS_STATE: _look_at_state,
     Role.COMMITS: _look_at_commit,
 }
+
+
+def _fields_of(batch: Batch) -> dict[str, Any]:
+    """Return what a batch has without debug mode."""
+    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
 
 
 def _note(watch: Watch, where: str, text: str, *is_wrong: jax.Array) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.state import Beside, PrefixIndex
+from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
 
 
-def check_indexed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield the indexed blocks that could not be found, or found for another text.
 
     Args:
@@ -48,7 +48,7 @@ def check_indexed(index: PrefixIndex, found: Recount) -> Iterator[str]:
 
 
 def _check_order(
-    index: PrefixIndex, found: Recount, indexed: np.ndarray
+    index: IndexArrays, found: Recount, indexed: np.ndarray
 ) -> Iterator[str]:
     """A parent is handed out after its children: it is live, or behind them."""
     ring, live = found.group.free_blocks, found.owners > 0
@@ -60,7 +60,7 @@ def _check_order(
             yield f"block {block} outlives its parent {parents[block]}"
 
 
-def check_committed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield the rows that committed what is no chain, or map indexed blocks behind it.
 
     Args:
@@ -87,7 +87,7 @@ def check_committed(index: PrefixIndex, found: Recount) -> Iterator[str]:
 
 
 def check_beside(
-    index: PrefixIndex, leader: Recount, found: Recount, beside: Beside
+    index: IndexArrays, leader: Recount, found: Recount, beside: Beside
 ) -> Iterator[str]:
     """Yield the blocks of a group that are found beside what they do not belong to.
 
@@ -132,6 +132,26 @@ def _find_outside(ids: np.ndarray, nothing: int) -> list[tuple[int, int]]:
     return list(zip(blocks.tolist(), ids[blocks].tolist(), strict=True))
 
 
-def _num_committed(index: PrefixIndex, found: Recount, row: int) -> int:
+def _num_committed(index: IndexArrays, found: Recount, row: int) -> int:
     """Return the columns of a row that were made visible."""
     return max(int(np.asarray(index.committed)[row]), 0) // found.group.block_size
+
+
+def check_snapshots(snapshots: Snapshots, max_pending: int) -> Iterator[str]:
+    """Yield the snapshots of texts that cannot be, and two of one text."""
+    known = dict[tuple[int, bytes], int]()
+    lengths, texts = np.asarray(snapshots.lengths), np.asarray(snapshots.texts)
+    for place in np.flatnonzero(lengths).tolist():
+        length, pending = int(lengths[place]), int(snapshots.num_pending[place])
+        if not 0 < length <= texts.shape[1] or length % snapshots.every:
+            yield f"the snapshot at place {place} has length {length}"
+            continue
+        if not 0 <= pending <= min(max_pending, length):
+            yield f"the snapshot at place {place} has {pending} tokens pending"
+        text = texts[place, :length]
+        if np.any(text < 0):
+            yield f"the snapshot at place {place} has tokens that were not told"
+        key = int(snapshots.salts[place]), text.tobytes()
+        if key in known:
+            yield f"the snapshots at places {known[key]} and {place} have one text"
+        known[key] = place

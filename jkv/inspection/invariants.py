@@ -17,6 +17,7 @@ from jkv.inspection import index_invariants as prefixes
 from jkv.inspection import state_invariants as states
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
+from jkv.prefixes.arrays import IndexArrays
 from jkv.state import Cache, Metadata
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -65,7 +66,6 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("closed_rows", blocks.check_closed_lengths),
     ("free_sequences", blocks.check_free_rows),
     ("pending_rows", states.check_pending),
-    ("snapshots", states.check_snapshots),
 )
 
 
@@ -88,7 +88,12 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
 def _find_broken_index(metadata: Metadata, groups: list[Recount]) -> Iterator[_Broken]:
     """Yield what is wrong with the prefix index, if there is one."""
     index = metadata.index
-    if index is None or not groups:
+    if not isinstance(index, IndexArrays):
+        return
+    if index.snapshots is not None:
+        for text in prefixes.check_snapshots(index.snapshots, metadata.max_pending):
+            yield _Broken("snapshots", "", text)
+    if not groups:
         return
     leader = groups[metadata.leader]
     for text in prefixes.check_indexed(index, leader):
@@ -109,7 +114,7 @@ def _shapes(cache: Cache) -> Iterator[str]:
     numbers = range(len(cache.storage))
     try:
         sizes = tuple(_implied_sizes(cache, number) for number in numbers)
-        has_index = cache.metadata.index is not None
+        has_index = cache.metadata.index.is_there
         expected = lay_out(sizes, has_index, states.implied_sizes(cache))
     except IndexError:
         yield "the block tables, reference counts or pools of a group lack an axis"

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes import prefix_index
-from jkv.metadata.prefixes.snapshots import num_places, snapshots_of
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import NUM_COUNTERS, Counter, Status
@@ -201,7 +199,7 @@ def stats(cache: Cache) -> Stats:
         clock=count["CLOCK"],
         groups=groups,
         snapshots=sums.snapshots,
-        max_snapshots=num_places(cache.metadata),
+        max_snapshots=cache.metadata.index.num_places,
     )
 
 
@@ -239,7 +237,7 @@ def tally(cache: Cache) -> Tally:
         for _ in cache.metadata.groups
     )
     (live_sequences,), (tokens,) = take(1), take_wide(1)
-    (snapshots,) = take(1) if num_places(cache.metadata) else (0,)
+    (snapshots,) = take(1) if cache.metadata.index.num_places else (0,)
     return Tally(groups, live_sequences, tokens, snapshots, take_wide(NUM_COUNTERS))
 
 
@@ -274,17 +272,17 @@ def _sums(metadata: Metadata) -> jax.Array:
 
 def _count_snapshots(metadata: Metadata) -> list[jax.Array]:
     """Return the word for snapshots, u32[1], of a cache that can have some."""
-    snapshots = snapshots_of(metadata)
-    if snapshots is None:
+    if metadata.index.num_places == 0:
         return []
-    return [_count_true(snapshots.lengths > 0)[None].astype(jnp.uint32)]
+    return [metadata.index.count_snapshots()[None].astype(jnp.uint32)]
 
 
 def _sum_group(metadata: Metadata, number: int) -> jax.Array:
     """Return the words of a `GroupTally`, u32[...]."""
     group = metadata.groups[number]
     live = group.reference_counts > 0
-    known = prefix_index.find_known(metadata, number)
+    block = jnp.arange(group.num_blocks, dtype=jnp.int32)
+    known = metadata.index.knows(metadata, number, block)
     # At most S * M, which the configuration keeps below 2**30.
     mapped = jnp.sum(group.num_mapped_blocks, dtype=jnp.int32)
     kept = jnp.sum(group.num_kept_blocks, dtype=jnp.int32)

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import mentions, ring
-from jkv.metadata.prefixes import prefix_index
 from jkv.metadata.xla_cpu import stage, written_after
 from jkv.state import BlockGroup, Metadata, Ring
 
@@ -86,7 +85,7 @@ def _enter(
 
 def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
-    metadata, num_forgotten = prefix_index.forget_taken(metadata, number, block)
+    metadata, num_forgotten = metadata.index.forget(metadata, number, block)
     group = metadata.groups[number]
     free = group.free_blocks
     if free.indices is None:

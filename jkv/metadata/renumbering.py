@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, mentions, ring
-from jkv.metadata.prefixes import rebuilding
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import BlockGroup, Metadata, Ring, Sequences
 from jkv.status import Counter
@@ -80,7 +79,7 @@ def renumber(
         tokens=None if tokens is None else moved(tokens, -1),
     )
     metadata = metadata.with_group(number, group)
-    return rebuilding.rename_blocks(metadata, number, renamed, moved)
+    return metadata.index.rename(metadata, number, renamed, moved)
 
 
 def _refill(ring: Ring, free: FreeBlocks, num_old: int, num_new: int) -> Ring:

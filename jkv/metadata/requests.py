@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import mentions
+from jkv.metadata.part import Granted, Lack
 from jkv.metadata.xla_cpu import running_sum, stage
-from jkv.state import NO_SEQUENCE, BlockGroup, Metadata
+from jkv.state import NO_SEQUENCE, Metadata
 from jkv.status import Status, UsageError
 
 # Arrays of any integer type. JAX's own do not tell type checkers what they hold.
@@ -213,7 +214,7 @@ def saturated(name: str, value: Integers) -> jax.Array:
             bounds = (array.dtype.type(bound) for bound in (low, I32.max))
             array = xp.clip(array, *bounds)
         array = xp.asarray(array, np.int32)
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 def _namespace(array: Any) -> Any:
@@ -266,44 +267,35 @@ def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
 
 
 class Agreed(NamedTuple):
-    """Which requests are served as far as blocks go."""
+    """Which requests are served as far as pools go."""
 
     no_block: jax.Array  # bool[B], requests that the free blocks do not reach
-    # Of each group i32[B]: the blocks taken by the requests before each served one.
-    before: tuple[jax.Array, ...]
+    granted: tuple[tuple[Granted, ...], ...]  # of each part, of each of its pools
 
 
-def agree(
-    groups: tuple[BlockGroup, ...],
-    needs: tuple[jax.Array, ...],
-    wants: tuple[jax.Array, ...] | None = None,
-    keep_free: Blocks = 0,
-) -> Agreed:
-    """Judge in order which requests the free blocks of all groups reach.
+def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
+    """Judge in order which requests the free blocks of all pools reach.
 
-    From the first that does not fit in some group on, all that need a block in any
-    group are refused. One that needs none never is.
+    From the first that does not fit in some pool on, all that need a block in any pool
+    are refused. One that needs none never is.
 
     Args:
-      groups: as they are before the call.
-      needs: of each group i32[B], blocks each request asks for, 0 where it is refused
-        already.
-      wants: of each group bool[B], requests that cannot be served without its blocks;
-        those with a need.
-      keep_free: i32[], free blocks that are not theirs to take, or one for each group.
+      lacks: of each part what the requests would take of its pools.
+      keep_free: i32[], free blocks that are not theirs to take, or one for each pool.
     """
-    if wants is None:
-        wants = tuple(need > 0 for need in needs)
-    if not groups:  # no request ever lacks a block
-        return Agreed(jnp.zeros((1,), bool), ())
-    kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(groups)
-    is_over, before = [], []
-    for group, need, keep in zip(groups, needs, kept, strict=True):
-        limit = group.num_blocks + 1
-        taken = saturating_cumsum(jnp.minimum(need, limit), limit)
-        is_over.append(taken > group.free_blocks.count - keep)
-        before.append(taken - need)
-    return Agreed(any_of(wants) & any_of(is_over), tuple(before))
+    pools = [lack for of_part in lacks for lack in of_part]
+    if not pools:  # no request ever lacks a block
+        return Agreed(jnp.zeros((1,), bool), tuple(() for _ in lacks))
+    kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(pools)
+    is_over, granted = [], []
+    for lack, keep in zip(pools, kept, strict=True):
+        limit = lack.most + 1
+        taken = saturating_cumsum(jnp.minimum(lack.num, limit), limit)
+        is_over.append(taken > lack.free - keep)
+        granted.append(Granted(lack.num, taken - lack.num))
+    wants, of_pools = [lack.wants for lack in pools], iter(granted)
+    of_parts = tuple(tuple(next(of_pools) for _ in of_part) for of_part in lacks)
+    return Agreed(any_of(wants) & any_of(is_over), of_parts)
 
 
 def any_of(masks: Sequence[jax.Array | np.ndarray]) -> jax.Array:

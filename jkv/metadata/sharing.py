@@ -10,12 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, states
+from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.states import Cut, StateMoves
+from jkv.metadata.part import Done, Lengths
 from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
+from jkv.state.index import Found, FoundBlocks
 from jkv.state.windows import Columns
 
 
@@ -24,14 +25,6 @@ class Past(NamedTuple):
 
     blocks: jax.Array  # i32[B, M], its row of the block tables
     gap: Columns  # i32[B] or 0, of the full blocks, those given back
-
-
-class Lengths(NamedTuple):
-    """How long the pasts of B parents are, and how that lies in blocks."""
-
-    tokens: jax.Array  # i32[B], the context length, or how much of it counts
-    num_full: jax.Array  # i32[B], blocks that are full
-    tail: jax.Array  # i32[B], tokens in the block after them
 
 
 def find_lengths(
@@ -87,14 +80,9 @@ def count_owners(
 
 
 def adopt(
-    metadata: Metadata,
-    number: int,
-    past: Past,
-    length: Lengths,
-    served: jax.Array,
-    seq_ids: jax.Array,
+    metadata: Metadata, number: int, past: Past, length: Lengths, done: Done
 ) -> tuple[Metadata, BlockCopies]:
-    """Map the parents' full blocks into these empty rows; copy partly filled tails.
+    """Map the parents' full blocks into empty rows; copy partly filled tails.
 
     The counts of the full blocks are already raised (`count_owners`).
 
@@ -103,18 +91,16 @@ def adopt(
       number: of the group.
       past: the parents', in the group.
       length: of the pasts.
-      served: bool[B].
-      seq_ids: i32[B], the sequences that continue, distinct where served.
+      done: the sequences that continue.
 
     Returns:
       The metadata, recorded tokens copied, and the copies due in storage.
     """
-    group = metadata.groups[number]
-    row = jnp.where(served, seq_ids, group.max_sequences)
+    group, row = metadata.groups[number], done.rows(metadata)
     column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)
     is_full = column[None, :] < length.num_full[:, None]
     shared = jnp.where(is_full, past.blocks, group.num_blocks)
-    copied = served & (length.tail > 0)
+    copied = done.served & (length.tail > 0)
     last_column = jnp.minimum(length.num_full, column.shape[0] - 1)[:, None]
     source = jnp.take_along_axis(past.blocks, last_column, axis=1)[:, 0]
     mapped = length.num_full + copied.astype(jnp.int32)
@@ -125,7 +111,58 @@ def adopt(
         window=group.window.with_gaps(row, past.gap),
     )
     metadata = metadata.with_group(number, group)
-    return take_tails(metadata, number, copied, seq_ids, length.num_full, source)
+    return take_tails(metadata, number, copied, done.seq_ids, length.num_full, source)
+
+
+def enter_found(
+    metadata: Metadata, number: int, row: jax.Array, found: Found
+) -> Metadata:
+    """Enter the whole blocks found in a group in table rows, i32[B].
+
+    They get an owner more each, so a cached one is not taken by others any more. A row
+    of S or above is dropped.
+    """
+    group, of_group = metadata.groups[number], found.groups[number]
+    if of_group.part is None:
+        return metadata
+    return metadata.with_group(number, _enter_found(group, row, of_group))
+
+
+def _enter_found(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
+    nothing, no_row = group.num_blocks, group.max_sequences
+    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
+    columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.where(blocks < nothing, row[:, None], no_row)
+    group = dataclasses.replace(
+        group,
+        block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
+        window=group.window.with_gaps(row, found.gap),
+    )
+    return allocator.add_references(group, blocks.reshape(-1))
+
+
+def copy_part(
+    metadata: Metadata, number: int, row: jax.Array, found: Found
+) -> tuple[Metadata, BlockCopies | None]:
+    """Have the part of a block that was found copied into the first fresh one.
+
+    Args:
+      metadata: the state; the fresh blocks are mapped already.
+      number: of the group.
+      row: i32[B], table rows; one of S or above gets no copy.
+      found: what was found.
+
+    Returns:
+      The metadata, tokens copied, and the copies due in storage, None where nothing was
+      looked for.
+    """
+    group, part = metadata.groups[number], found.groups[number].part
+    if part is None:
+        return metadata, None
+    fresh = tables.blocks_at(group, row, found.num_blocks)
+    target = jnp.where(found.num_part > 0, fresh, group.num_blocks)
+    copies = BlockCopies(jnp.minimum(part, group.num_blocks - 1), target)
+    return metadata.with_group(number, copy_tokens(group, copies)), copies
 
 
 def take_tails(
@@ -158,37 +195,3 @@ def take_tails(
     group = metadata.groups[number]
     copies = BlockCopies(source, jnp.where(copied, block, group.num_blocks))
     return metadata.with_group(number, copy_tokens(group, copies)), copies
-
-
-def take_states(
-    metadata: Metadata,
-    row: jax.Array,
-    parents: jax.Array,
-    lengths: jax.Array,
-    cut: Cut | None,
-    *,
-    is_exchange: bool = False,
-) -> tuple[Metadata, StateMoves | None]:
-    """Let rows, i32[B], go on from the states that their parents have at lengths.
-
-    Args:
-      metadata: the state.
-      row: i32[B]; one of S is dropped.
-      parents: i32[B].
-      lengths: i32[B], tokens that each row takes over.
-      cut: what the parents have at these lengths; None without states.
-      is_exchange: whether a parent may be a row of another request.
-    """
-    if cut is None:
-        return metadata, None
-    no_row = metadata.max_sequences
-    is_taken = (row < no_row) & (lengths > 0)
-    source = jnp.where(is_taken, parents, no_row)
-    place = None
-    if metadata.states is not None and metadata.states.snapshots is not None:
-        none = metadata.states.snapshots.lengths.shape[0]
-        place = jnp.where(is_taken, cut.place, none)
-    base = jnp.where(is_taken, lengths - cut.num_pending, 0)
-    moves = StateMoves(row, base, source, place, is_exchange)
-    metadata = states.copy_texts(metadata, moves)
-    return states.set_pending(metadata, row, cut.num_pending), moves

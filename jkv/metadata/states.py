@@ -1,7 +1,7 @@
 """What the rows of sequences hold in groups with a state: pending tokens, and moves.
 
-The metadata says how many tokens of each sequence are pending and which texts have
-snapshots; `jkv.storage.state_copies` then does to the arrays what a call decided.
+The metadata says how many tokens of each sequence are pending;
+`jkv.storage.state_copies` then does to the arrays what a call decided.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.sharding.loops import when
-from jkv.state import Metadata, States
+from jkv.state import Metadata
+from jkv.state.index import FoundState
 
 Carry = TypeVar("Carry")
 
@@ -39,67 +39,31 @@ class Cut(NamedTuple):
 
     is_wrong: jax.Array  # bool[B], no state stands at that length or can be had there
     num_pending: jax.Array  # i32[B], tokens that are pending then
-    place: jax.Array  # i32[B], the snapshot that is at that length, P for none
+    snapshot: FoundState | None  # what is at that length; None without snapshots
 
 
-def states_of(metadata: Metadata) -> States:
-    """Return what the cache notes of states; it has some."""
-    assert metadata.states is not None, "a group with a state has its metadata"
-    return metadata.states
+def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
+    """Return what sequences cut back to lengths go on from.
 
+    The length may be the present one, 0, any from the base on, or a snapshot's.
 
-def with_states(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its `States`."""
-    states = dataclasses.replace(states_of(metadata), **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(metadata, states=states)
-
-
-def set_pending(metadata: Metadata, row: jax.Array, count: jax.Array | int) -> Metadata:
-    """Note how many tokens of rows, i32[B], are pending; a row of S is dropped."""
-    pending = states_of(metadata).num_pending
-    if pending is None:
-        return metadata
-    pending = pending.at[row].set(jnp.asarray(count, jnp.int32), mode="drop")
-    return with_states(metadata, num_pending=pending)
-
-
-def record_texts(
-    metadata: Metadata,
-    row: jax.Array,
-    position: jax.Array,
-    tokens: jax.Array,
-) -> Metadata:
-    """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
-    texts = states_of(metadata).texts
-    if texts is None:
-        return metadata
-    texts = texts.at[row, position].set(tokens, mode="drop")
-    return with_states(metadata, texts=texts)
-
-
-def copy_texts(metadata: Metadata, moves: StateMoves) -> Metadata:
-    """Let the rows of moves have the texts of the rows that they come from."""
-    texts = states_of(metadata).texts
-    if texts is None or moves.source is None:
-        return metadata
-    is_copied = moves.source < metadata.max_sequences
-
-    if moves.is_exchange:
-
-        def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
-            rows = texts.at[source].get(mode="clip")
-            return texts.at[moves.target].set(rows, mode="drop")
-
-        texts = when(jnp.any(is_copied), exchange, texts, moves.source)
-    else:
-
-        def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
-            assert moves.source is not None
-            row = texts.at[moves.source[request]].get(mode="clip")
-            return texts.at[moves.target[request]].set(row, mode="drop")
-
-        texts = for_each_of(is_copied, copy, texts)
-    return with_states(metadata, texts=texts)
+    Args:
+      metadata: the state.
+      seq_ids: i32[B].
+      lengths: i32[B].
+    """
+    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    base = length - metadata.sequences.pending_of(seq_ids)
+    stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))
+    pending = jnp.where(lengths == 0, 0, lengths - base)
+    looked_for = jnp.where(stands | (lengths > length), 0, lengths)
+    looked_for = jnp.maximum(looked_for, 0)
+    found = metadata.index.find_state(metadata, seq_ids, looked_for)
+    if found is None:
+        return Cut(~stands, pending, None)
+    is_there = found.place < found.none
+    pending = jnp.where(is_there, found.num_pending, pending)
+    return Cut(~(stands | is_there), pending, found)
 
 
 def for_each_of(

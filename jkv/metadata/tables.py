@@ -84,7 +84,7 @@ def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Arra
 
 
 def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
-    """Give back the rows and blocks of sequences, i32[B], distinct where bool[B]."""
+    """Give back the rows of sequences, i32[B], distinct where bool[B]."""
     sequences = metadata.sequences
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
     lengths = sequences.context_lengths.at[row].set(0, mode="drop")
@@ -94,14 +94,13 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
         is_open=sequences.is_open.at[row].set(False, mode="drop"),
         free_rows=ring.push(sequences.free_rows, seq_ids, closable),
     )
-    groups = tuple(_close_rows(each, seq_ids, closable) for each in metadata.groups)
-    return dataclasses.replace(metadata, sequences=sequences, groups=groups)
+    return dataclasses.replace(metadata, sequences=sequences)
 
 
-def _close_rows(
+def empty_rows(
     group: BlockGroup, seq_ids: jax.Array, closable: jax.Array
 ) -> BlockGroup:
-    """Give back all blocks of sequences in one group."""
+    """Give back all blocks of sequences, i32[B], distinct where bool[B], in a group."""
     mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
     last = jnp.where(closable, mapped, 0)
     row = jnp.where(closable, seq_ids, group.max_sequences)

@@ -76,7 +76,7 @@ def stage(function: Callable[P, T]) -> Callable[P, T]:
         computed = iter(
             jax.lax.platform_dependent(*leaves, cpu=as_stage, default=compute)
         )
-        return jax.tree.unflatten(  # type: ignore[no-any-return]
+        return jax.tree.unflatten(
             result, [next(computed) if i is None else leaves[i] for i in origins]
         )
 
@@ -132,7 +132,7 @@ def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
         return number
     nothing = lengths[0]
     number = vary_over(jnp.asarray(number), varying_axes(nothing))
-    return jax.lax.platform_dependent(  # type: ignore[no-any-return]
+    return jax.lax.platform_dependent(
         number, nothing, cpu=_add_nothing, default=lambda number, _: number
     )
 

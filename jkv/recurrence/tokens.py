@@ -37,8 +37,9 @@ def replay(rule: Rule, state: Arrays, pending: Pending, lacking: Arrays) -> Arra
 
     def step(t: jax.Array, state: Arrays) -> Arrays:
         is_read = t < pending.counts
-        nobody = jnp.zeros_like(pending.first)
-        given = take_rows(lacking, nobody, jnp.zeros_like(is_read))
+        # No row is valid: what is taken are the zeros.
+        no_rows = jnp.zeros_like(pending.first), jnp.zeros_like(is_read)
+        given = take_rows(lacking, *no_rows)
         given |= _take_pending(pending, t, is_read)
         return keep_where(is_read, jax.vmap(rule)(state, given)[0], state)
 

@@ -10,17 +10,18 @@ This file is the face. Which thread does the steps is in `threads`, what a step 
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from jkv.commands.compiled_programs import keep_compiled_programs
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import CHUNK_SIZE
-from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
@@ -28,8 +29,9 @@ from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.sizes import find_sizes
 from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
-from jkv.serving.request.limits import NOT_STEERED, RequestRefused, StopSizes
-from jkv.serving.request.request import Client, Request, RequestState
+from jkv.serving.request.ask import Ask, Client, OfAsk
+from jkv.serving.request.limits import RequestRefused, StopSizes
+from jkv.serving.request.request import Request, RequestState
 from jkv.serving.request.results import (
     Completion,
     Event,
@@ -167,28 +169,30 @@ class Engine:
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
+        check_counts(max_samples=max_samples)
         sizes = find_sizes(
-            max_running=max_running,
+            Steps(
+                max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
+            ),
             num_ahead=num_ahead,
-            max_samples=max_samples,
             max_prompt_tokens=(
                 most_tokens if max_prompt_tokens is None else max_prompt_tokens
             ),
-            max_new_tokens=max_new_tokens,
             num_steps=num_steps,
-            chunk_size=chunk_size,
-            row_counts=row_counts,
-            exact=exact,
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        arguments = model, params, cache, sizes, kept_programs, speculate, steering
-        mesh = find_shared_mesh(cache)
-        loop = (
-            Loop(*arguments)
-            if mesh is None
-            else SharedLoop(mesh, *arguments, checks=checks)
-        )
+        how = How(steering=steering, speculate=speculate)
+        loop: Loop
+        if find_shared_mesh(cache) is None:
+            loop = Loop(model, params, cache, sizes, how, kept_programs)
+        elif kept_programs is None:
+            loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
+        else:
+            raise UsageError(
+                "kept_programs are those of one process: on a mesh of several, give "
+                "None and let JAX keep compiled programs (warm_up(programs_folder=))"
+            )
         self._shared = loop if isinstance(loop, SharedLoop) else None
         self._limits = loop.find_limits(
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None
@@ -211,47 +215,12 @@ class Engine:
 
     # Requests.
 
-    def submit(
-        self,
-        tokens: Integers,
-        *,
-        n: int = 1,
-        max_new_tokens: int | None = None,
-        sampling: Sampling = GREEDY,
-        stop_tokens: Integers | None = None,
-        stop_sequences: Sequence[Integers] = (),
-        stop_strings: Sequence[str] | str = (),
-        salt: int = 0,
-        priority: int = 0,
-        client: Client = None,
-        variant: int = NOT_STEERED,
-        timeout: float | None = None,
-    ) -> int:
+    def submit(self, tokens: Integers | Ask, **fields: Unpack[OfAsk]) -> int:
         """Take a request in, and return at once.
 
         Args:
-          tokens: i32[P] or a list, the prompt.
-          n: sequences that continue it.
-          max_new_tokens: most new tokens of each; None is the engine's most.
-          sampling: how tokens are chosen, each field one number or n. Of one seed
-            each sequence has its own (`jkv.decoding.spread_seeds`).
-          stop_tokens: tokens that end a sequence, and are kept; None: the engine's.
-          stop_sequences: lists of tokens, likewise.
-          stop_strings: a sequence ends where its text has one, or the only one. It is
-            not in the text; the tokens that it took are in the tokens. Looked for
-            between windows.
-          salt: domain of the prefix cache.
-          priority: of those that have not begun, smaller ones go first.
-          client: who asks. Of requests that wait with one priority, one of the client
-            goes next that has had the least service for its share (`shares`); those
-            of one client go in the order in which they came. Service is a request's
-            tokens as they are computed: its prompt, whether or not it is found in the
-            prefix cache, once for `max_samples` sequences, and new ones. A client that
-            has nothing here saves nothing up. None is one client: all who are not
-            named.
-          variant: how its sequences are steered, one of `steering.num_variants` ways;
-            -1 is not at all.
-          timeout: seconds from now after which the request ends with what it has.
+          tokens: i32[P] or a list, the prompt; or an `Ask`, which says all.
+          fields: those of `Ask`, each by its name, as in `max_new_tokens=20`.
 
         Returns:
           The request's number.
@@ -262,44 +231,25 @@ class Engine:
             one more may.
           EngineError: if the engine has failed for good.
         """
-        return self._take_in(
-            None,
-            tokens,
-            n=n,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            stop_sequences=stop_sequences,
-            stop_strings=stop_strings,
-            salt=salt,
-            priority=priority,
-            client=client,
-            variant=variant,
-            timeout=timeout,
-        )
+        return self._take_in(None, Ask.of(tokens, fields))
 
     def generate(
         self,
         prompts: Texts,
         *,
-        n: int = 1,
-        max_new_tokens: int | None = None,
-        sampling: Sampling = GREEDY,
         limits: Integers | None = None,
         salts: Integers = 0,
-        **options: Any,
+        **fields: Unpack[OfAsk],
     ) -> list[Completion]:
         """Continue prompts until each has ended.
 
         Args:
           prompts: i32[B, P], -1 after each one's end, or a list of token ids for each.
-          n: sequences of each prompt, which is `num_samples` of `jkv.generate`.
-          max_new_tokens: most new tokens of any; None is the engine's most.
-          sampling: each field one number or B * n; of one seed each sequence has its
-            own.
           limits: i32[B], most new tokens of each.
           salts: i32[B] or int, domains of the prefix cache.
-          **options: of `submit`, the same for all.
+          fields: those of `Ask`, the same for all: `n` is `num_samples` of
+            `jkv.generate`, and each field of `sampling` one number or B * n; of one
+            seed each sequence has its own.
 
         Returns:
           What `jkv.generate` returns: sample j of prompt i is number `i * n + j`. One
@@ -309,21 +259,12 @@ class Engine:
           RequestRefused: for what this engine has no room for.
           EngineError: if a request failed.
         """
-        most = self._limits.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if fields.get("max_new_tokens") is None:
+            fields["max_new_tokens"] = self._limits.max_new_tokens
         found: list[Request | list[Completion]] = []
         try:
-            for asked in split_batch(prompts, n, sampling, limits, salts):
-                tokens, chosen, limit, salt = asked
-                found.append(
-                    self._begin(
-                        tokens,
-                        n=n,
-                        max_new_tokens=min(limit, most),
-                        sampling=chosen,
-                        salt=salt,
-                        **options,
-                    )
-                )
+            for ask in split_batch(prompts, limits, salts, fields):
+                found.append(self._begin(ask))
             for each in found:
                 if isinstance(each, Request):
                     self._wait(each)
@@ -376,7 +317,12 @@ class Engine:
         self._turns.tell()
 
     def resume(
-        self, request_id: int, tokens: Integers, *, sample: int = 0, **options: Any
+        self,
+        request_id: int,
+        tokens: Integers,
+        *,
+        sample: int = 0,
+        **fields: Unpack[OfAsk],
     ) -> int:
         """Go on from a parked text and further tokens, as `submit` does with all.
 
@@ -386,7 +332,7 @@ class Engine:
           request_id: of `park`.
           tokens: i32[P] or a list, what follows the text, such as a tool's answer.
           sample: which of the request's sequences.
-          **options: of `submit`, but for `salt`, which is the text's.
+          fields: those of `Ask`, but for `salt`, which is the text's.
 
         Returns:
           The new request's number.
@@ -399,7 +345,10 @@ class Engine:
         try:
             more = as_token_ids("tokens", tokens)
             text = np.concatenate([parked.text, more])
-            return self._take_in(parked, text, salt=parked.salt, **options)
+            if "salt" in fields:
+                raise UsageError("the salt of a parked text is its own: leave it out")
+            fields["salt"] = parked.salt
+            return self._take_in(parked, Ask.of(text, fields))
         except BaseException:
             self._scheduler.put_back(parked)
             raise
@@ -498,7 +447,7 @@ class Engine:
         return await_events(self._turns, request, self._scheduler.cancel)
 
     async def astream(
-        self, tokens: Integers, **options: Any
+        self, tokens: Integers | Ask, **fields: Unpack[OfAsk]
     ) -> AsyncGenerator[int, None]:
         """Submit a request and yield its tokens, in an event loop.
 
@@ -506,9 +455,9 @@ class Engine:
 
         Args:
           tokens: the prompt.
-          **options: of `submit`, but for n.
+          fields: as for `submit`, but for n.
         """
-        events = self.aevents(self.submit(tokens, **options))
+        events = self.aevents(self.submit(tokens, **fields))
         try:
             async for event in events:
                 for token in event.tokens:
@@ -688,11 +637,11 @@ class Engine:
                 "others call follow() alone"
             )
 
-    def _take_in(self, parked: Parked | None, tokens: Integers, **options: Any) -> int:
+    def _take_in(self, parked: Parked | None, ask: Ask) -> int:
         """Submit a prompt that goes on from a parked text, or from none."""
         self._check_leads()
         try:
-            request = read_request(self._limits, tokens, **options)
+            request = read_request(self._limits, ask)
         except RequestRefused:
             self._scheduler.count_refused()
             raise
@@ -705,18 +654,16 @@ class Engine:
         self._turns.wait_for(lambda: request.has_ended)
         request.raise_error()
 
-    def _begin(
-        self, tokens: Integers, *, n: int, **options: Any
-    ) -> Request | list[Completion]:
+    def _begin(self, ask: Ask) -> Request | list[Completion]:
         """Submit a prompt as soon as it may wait; return what it is if it never may."""
         while True:
             self._turns.wait_for(lambda: self._scheduler.has_room)
             try:
-                return self._scheduler.find(self.submit(tokens, n=n, **options))
+                return self._scheduler.find(self.submit(ask))
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
-                return complete_refused(n, refused.reason)
+                return complete_refused(ask.n, refused.reason)
             except QueueFull:  # another thread was faster
                 continue
 

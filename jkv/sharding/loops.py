@@ -25,7 +25,7 @@ def while_loop(
 ) -> Carry:
     """Make trips for as long as `goes_on(carry)`, as `lax.while_loop`."""
     if not is_manual():
-        return lax.while_loop(goes_on, trip, carry)  # type: ignore[no-any-return]
+        return lax.while_loop(goes_on, trip, carry)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, carry))
 
     def trip_leaves(*leaves: jax.Array) -> list[jax.Array]:
@@ -37,7 +37,7 @@ def while_loop(
         lambda leaves: jaxpr_as_fun(traced)(*leaves),
         leaves,
     )
-    return jax.tree.unflatten(structure, leaves)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def fori_loop(
@@ -48,9 +48,7 @@ def fori_loop(
 ) -> Carry:
     """Make the trips i32[] `start` to `end - 1`, as `lax.fori_loop`."""
     if not is_manual():
-        return lax.fori_loop(  # type: ignore[no-any-return]
-            start, end, trip, carry
-        )
+        return lax.fori_loop(start, end, trip, carry)
 
     def next_trip(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         i, carry = state

@@ -123,4 +123,4 @@ def with_whole_blocks(
     parts = vary_over(jnp.zeros(shape, blocks.dtype), frozenset({axis}))
     start = jax.lax.axis_index(axis) * size
     parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, array_axis)
-    return jax.lax.psum(parts, axis)  # type: ignore[no-any-return]
+    return jax.lax.psum(parts, axis)

@@ -6,36 +6,30 @@ about blocks can be tested, simulated and jitted without touching storage.
 
 from jkv.state.batch import Batch, Slots
 from jkv.state.cache import Cache, GroupLayer, LayerPlaces, StateLayer
-from jkv.state.metadata import (
-    NO_SEQUENCE,
-    Beside,
-    BlockGroup,
-    Metadata,
-    PrefixIndex,
-    Sequences,
-)
+from jkv.state.index import Index
+from jkv.state.metadata import NO_SEQUENCE, BlockGroup, Metadata, Sequences
+from jkv.state.no_index import NoIndex
 from jkv.state.rings import Ring
-from jkv.state.states import Snapshots, States, StateStorage
+from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.state.windows import Everything, SlidingWindow
 
 __all__ = [
     "NO_SEQUENCE",
     "Batch",
-    "Beside",
     "BlockGroup",
     "BlockStorage",
     "Cache",
     "Everything",
     "GroupLayer",
+    "Index",
     "LayerPlaces",
     "Metadata",
-    "PrefixIndex",
+    "NoIndex",
     "Ring",
     "Sequences",
     "SlidingWindow",
     "Slots",
-    "Snapshots",
     "StateLayer",
     "StateStorage",
     "States",

@@ -56,10 +56,10 @@ class StateLayer(NamedTuple):
 
 
 class LayerPlaces(NamedTuple):
-    """A layer that keeps both keys and values, and a state."""
+    """Where a layer keeps keys and values, and where a state; None: it keeps none."""
 
-    blocks: GroupLayer
-    state: StateLayer
+    blocks: GroupLayer | None
+    state: StateLayer | None
 
 
 class Role(enum.Enum):
@@ -160,25 +160,14 @@ class Cache:
           UsageError: with several groups for a traced number; for one that no layer
             has, or for a layer that keeps no keys and values.
         """
-        if isinstance(layer, GroupLayer):
-            return layer
-        if isinstance(layer, LayerPlaces):
-            return layer.blocks
-        # In the only group of all layers a layer has the model's number, traced or not.
-        if not self.state_numbers and set(self.layer_groups) == {(0,)}:
-            return GroupLayer(0, layer)
-        number = None if isinstance(layer, StateLayer) else self._known(layer)
-        group = None if number is None else self._group_of(number, has_state=False)
-        if number is None or group is None:
-            has_state = number is None or self.layer_groups[number]
+        found = self._find(layer)
+        if found.blocks is None:
+            state = "; it keeps a state, for read_state and write_state"
             raise UsageError(
                 f"layer {layer} keeps no keys and values: layer_groups names no group "
-                f"with blocks for it"
-                + "; it keeps a state, for read_state and write_state"
-                * bool(has_state)
+                f"with blocks for it{state * (found.state is not None)}"
             )
-        place = group - sum(each < group for each in self.state_numbers)
-        return GroupLayer(place, self._count_before(number, group))
+        return found.blocks
 
     def find_state(self, layer: Any) -> StateLayer:
         """Return where the state of a layer is.
@@ -191,21 +180,41 @@ class Cache:
           UsageError: with several groups for a traced number; for one that no layer
             has, or for a layer that keeps no state.
         """
-        if isinstance(layer, StateLayer):
-            return layer
-        if isinstance(layer, LayerPlaces):
-            return layer.state
-        if set(self.layer_groups) == {(0,)} and self.state_numbers == (0,):
-            return StateLayer(0, layer)
-        number = None if isinstance(layer, GroupLayer) else self._known(layer)
-        group = None if number is None else self._group_of(number, has_state=True)
-        if number is None or group is None:
+        found = self._find(layer)
+        if found.state is None:
             raise UsageError(
                 f"layer {layer} keeps no state: layer_groups names no group with a "
                 f"state (jkv.StateConfig) for it"
             )
-        place = self.state_numbers.index(group)
-        return StateLayer(place, self._count_before(number, group))
+        return found.state
+
+    def _find(self, layer: Any) -> LayerPlaces:
+        """Return where a layer keeps what it keeps: an int, or what says so already."""
+        if isinstance(layer, LayerPlaces):
+            return layer
+        if isinstance(layer, GroupLayer):
+            return LayerPlaces(layer, None)
+        if isinstance(layer, StateLayer):
+            return LayerPlaces(None, layer)
+        # In the only group of all layers a layer has the model's number, traced or not.
+        if set(self.layer_groups) == {(0,)}:
+            return self._place((0,), lambda _: layer)
+        number = self._known(layer)
+        groups = self.layer_groups[number]
+        return self._place(groups, lambda group: self._count(group, number))
+
+    def _place(
+        self, groups: tuple[int, ...], layer_in: Callable[[int], int | jax.Array]
+    ) -> LayerPlaces:
+        """Return the places of a layer of some groups, by its number in each."""
+        blocks, state = None, None
+        for group in groups:
+            if group in self.state_numbers:
+                place = self.state_numbers.index(group)
+                state = StateLayer(place, layer_in(group))
+            else:
+                blocks = GroupLayer(self.find_group(group), layer_in(group))
+        return LayerPlaces(blocks, state)
 
     def _known(self, layer: Any) -> int:
         """Return the number of a layer; refuse one that is traced or not there."""
@@ -220,12 +229,7 @@ class Cache:
             raise UsageError(f"layer must be in 0..{len(known) - 1}, got {number}")
         return number
 
-    def _group_of(self, layer: int, *, has_state: bool) -> int | None:
-        """Return the number of a layer's group of one kind, if it is in one."""
-        groups = self.layer_groups[layer]
-        return next((g for g in groups if (g in self.state_numbers) == has_state), None)
-
-    def _count_before(self, layer: int, group: int) -> int:
+    def _count(self, group: int, layer: int) -> int:
         """Return how many layers of a group come before one."""
         return sum(groups.count(group) for groups in self.layer_groups[:layer])
 
@@ -251,23 +255,13 @@ class Cache:
                 f"the groups of the layers, {groups}, do not repeat after {period}, or "
                 f"layer {layer} is not in 0..{period - 1}"
             )
-        blocks, state = (
-            self._group_of(layer, has_state=has_state) for has_state in (False, True)
+        found = self._place(
+            groups[layer],
+            lambda group: self._count(group, layer) + step * self._count(group, period),
         )
-
-        def steps_of(group: int | None) -> int | jax.Array:
-            return step * sum(each.count(group) for each in pattern)
-
-        if state is None:
-            first = self.find_layer(layer)
-            return GroupLayer(first.group, first.layer + steps_of(blocks))
-        of_state = self.find_state(layer)
-        of_state = StateLayer(of_state.group, of_state.layer + steps_of(state))
-        if blocks is None:
-            return of_state
-        first = self.find_layer(layer)
-        first = GroupLayer(first.group, first.layer + steps_of(blocks))
-        return LayerPlaces(first, of_state)
+        if found.state is None:
+            return self.find_layer(layer) if found.blocks is None else found.blocks
+        return found.state if found.blocks is None else found
 
     def find_group(self, number: int) -> int:
         """Return the place of a group among those with blocks.

@@ -53,7 +53,7 @@ def takes_cache(
                 _refuse_pools(function, cache.pools, argument, is_on_host)
             try:
                 if cache.watcher is not None:
-                    return cache.watcher.call(function, cache, (args, kwargs), role)  # type: ignore[no-any-return]
+                    return cache.watcher.call(function, cache, (args, kwargs), role)
                 return function(*args, **kwargs)
             except Exception as error:
                 _explain(function, cache, error)

@@ -15,6 +15,7 @@ from typing import Self
 import jax
 
 from jkv.config.layer_windows import find_leader
+from jkv.state.index import Index
 from jkv.state.rings import Ring
 from jkv.state.states import States
 from jkv.state.windows import Window
@@ -38,10 +39,19 @@ class Sequences:
     last_used: jax.Array  # u32[S], clock when it was last appended to, forked, touched
     num_uses: jax.Array  # u32[S], how often it was, since it was opened
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
+    # i32[S], of each sequence's newest tokens those that no state stands behind yet, so
+    # that they can be taken back; None if none ever are.
+    num_pending: jax.Array | None
     # Most tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
     # T of all groups; static, as there may be no group with blocks.
     block_size: int = dataclasses.field(metadata={"static": True})
+
+    def pending_of(self, seq_ids: jax.Array) -> jax.Array:
+        """Return how many tokens of sequences, i32[B], are pending, i32[B]."""
+        if self.num_pending is None:
+            return jax.numpy.zeros(seq_ids.shape, jax.numpy.int32)
+        return self.num_pending.at[seq_ids].get(mode="clip")
 
     @property
     def max_sequences(self) -> int:
@@ -98,54 +108,6 @@ class BlockGroup:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beside:
-    """Which blocks of a group stood beside those of the leading group, N_0 of them.
-
-    A block is found only where both agree: `partners[f] == w` and `beside[w] == f`. The
-    group forgets `beside[w]` when it hands w out, and the leader sets `partners[f]`
-    anew when f enters the index.
-    """
-
-    partners: jax.Array  # i32[N_0], the block beside each of the leader's, N for none
-    beside: jax.Array  # i32[N], the leader's block beside each one, N_0 for none
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefixIndex:
-    """Which full blocks can be found by the tokens that lead up to their end.
-
-    The blocks of the *leading* group are indexed, N of them: the first group that sees
-    everything, or else the one that sees furthest. The blocks of the others are found
-    beside them. A block is indexed from the `commit` that made it visible until the
-    pool hands it out again, whether live or free (then it is a *cached* block). Its
-    parent is the block before it; the parents of a block lead back to the first block
-    of a prompt. A parent stays indexed as long as its children: every table row that
-    names a child names the parent one column before, and rows are released from their
-    end. (Not with a sliding window: see the fields at the end.)
-
-    Buckets and children are hash tables with 8 and 16 entries to a row. What they name
-    need not be indexed any more: a reader compares with the arrays below.
-    """
-
-    buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
-    children: jax.Array  # i32[N, 16], blocks by the hash of their parent, N where empty
-    hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
-    parents: jax.Array  # i32[N], the block before, N for the first of a prompt
-    salts: jax.Array  # i32[N], domain of the block
-    committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
-    sequence_salts: jax.Array  # i32[S], domain of each sequence
-    epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
-    # Where the leading group has a window, which gives parents back before their
-    # children: no block has a parent, and what came before it is known by more hashes.
-    wide_hashes: jax.Array | None  # u32[N, 2], of the prefix to the block's end
-    hashes_above: jax.Array | None  # u32[N], of the prefix to its beginning
-    # Of each group but the leading one, in their order.
-    followers: tuple[Beside, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Metadata:
     """Which sequence has which blocks: what verbs decide on, without the K/V arrays.
 
@@ -179,7 +141,7 @@ class Metadata:
 
     sequences: Sequences  # which are open, and how long
     groups: tuple[BlockGroup, ...]  # what they have in each group with blocks
-    index: PrefixIndex | None  # if the configuration has prefix caching
+    index: "Index[Metadata]"  # what can be found again: with prefix caching, or nothing
     states: States | None = None  # if there are groups with a state
 
     def with_group(self, number: int, group: BlockGroup) -> Self:
@@ -189,11 +151,24 @@ class Metadata:
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])
         return dataclasses.replace(self, groups=groups)
 
+    def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
+        """Note how many tokens of rows, i32[B], are pending; one of S is dropped."""
+        pending = self.sequences.num_pending
+        if pending is None:
+            return self
+        pending = pending.at[row].set(jax.numpy.int32(count), mode="drop")
+        sequences = dataclasses.replace(self.sequences, num_pending=pending)
+        return dataclasses.replace(self, sequences=sequences)
+
+    @property
+    def max_pending(self) -> int:
+        """Tokens of a sequence that may be pending, 0 without states."""
+        return 0 if self.states is None else self.states.max_pending
+
     @property
     def records_tokens(self) -> bool:
         """Whether `append` keeps the tokens that it is told."""
-        has_texts = self.states is not None and self.states.texts is not None
-        return has_texts or self.tokens is not None
+        return self.index.is_there or self.tokens is not None
 
     @property
     def leader(self) -> int:

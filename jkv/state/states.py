@@ -17,39 +17,11 @@ import numpy as np
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshots:
-    """Whose states the places for snapshots hold: copies made at the end of a text.
-
-    A place knows its text by its tokens. The one unused for longest is given up first.
-    """
-
-    lengths: jax.Array  # i32[P], tokens of the text, 0 where the place is empty
-    salts: jax.Array  # i32[P], domain of the text
-    hashes: jax.Array  # u32[P], of the text: it proposes, and the tokens decide
-    num_pending: jax.Array  # i32[P], of the text's last tokens those pending
-    last_used: jax.Array  # u32[P], the number of the use of each place that came last
-    num_uses: jax.Array  # u32[], uses of all places so far
-    texts: jax.Array  # i32[P, X], the tokens of each; nothing counts past its length
-    # The lengths are multiples of this; static, as prompts are cut by it.
-    every: int = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """What the sequences have in all groups with a state, as far as tokens go."""
+    """That there are groups with a state: they agree in what may be pending."""
 
-    # i32[S], of each sequence's newest tokens those pending; None if none ever are.
-    num_pending: jax.Array | None
-    texts: jax.Array | None  # i32[S, X], the tokens told of each sequence, -1 for none
-    snapshots: Snapshots | None  # with prefix caching
-    max_pending: int = dataclasses.field(metadata={"static": True})  # Q
-
-    def pending_of(self, rows: jax.Array) -> jax.Array:
-        """Return how many tokens of rows, i32[B], are pending, i32[B]."""
-        if self.num_pending is None:
-            return jax.numpy.zeros(rows.shape, jax.numpy.int32)
-        return self.num_pending.at[rows].get(mode="clip")
+    # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
+    max_pending: int = dataclasses.field(metadata={"static": True})
 
 
 # The fields of `StateStorage` that hold arrays by name.
@@ -101,13 +73,16 @@ class StateStorage:
     @property
     def divided_axes(self) -> dict[str, int]:
         """The axis of each of these arrays that a mesh may divide, -1 for none."""
+        # By name: groups without snapshots have none of them, and files another order.
+        of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))
+        of_inputs = dict(zip(sorted(self.inputs), self.input_axes, strict=True))
         axes = {}
-        for part in PARTS:
+        for path in self.arrays:
+            part, name = path.split(".")
             is_state = part.endswith("rows")
-            of_part = self.row_axes if is_state else self.input_axes
+            axis = of_rows[name] if is_state else of_inputs[name]
             before = 2 if is_state else 3  # layers, rows or places, tokens
-            for name, axis in zip(getattr(self, part), of_part, strict=True):
-                axes[f"{part}.{name}"] = axis + before if axis >= 0 else -1
+            axes[path] = axis + before if axis >= 0 else -1
         return axes
 
     @property

@@ -7,30 +7,24 @@ import numpy as np
 from jkv.attention import lazy_chex as chex
 from jkv.metadata.tails import BlockCopies
 from jkv.sharding.loops import fori_loop
-from jkv.state import Cache, Metadata
+from jkv.state import Cache
 
 
-def with_copies(
-    cache: Cache, metadata: Metadata, copies: tuple[BlockCopies | None, ...] | None
-) -> Cache:
-    """Return the cache with new metadata and the tail blocks copied, if there are any.
+def copy_blocks(cache: Cache, number: int, copies: BlockCopies) -> Cache:
+    """Return the cache with blocks of a group copied, if there are any.
 
     Outside jit there is no pass over the storage if nothing is to be copied.
 
     Args:
       cache: the cache.
-      metadata: what it is to have.
-      copies: the blocks of each group, None for a group, or for all, without any.
+      number: of the group.
+      copies: its blocks.
     """
-    cache = cache.with_metadata(metadata)
-    for number, of_group in enumerate(copies or ()):
-        storage = cache.storage[number]
-        if of_group is None or storage.num_layers == 0:
-            continue
-        if _copies_any(of_group, storage.num_blocks):
-            arrays = _copy_blocks(storage.arrays, of_group)
-            cache = cache.with_group_storage(number, storage.with_arrays(arrays))
-    return cache
+    storage = cache.storage[number]
+    if storage.num_layers == 0 or not _copies_any(copies, storage.num_blocks):
+        return cache
+    arrays = _copy_blocks(storage.arrays, copies)
+    return cache.with_group_storage(number, storage.with_arrays(arrays))
 
 
 def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:

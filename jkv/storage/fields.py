@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 
 Value = TypeVar("Value")
+Kinds: TypeAlias = Mapping[str, tuple[type, ...]]  # by path
 
 _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
@@ -40,42 +41,47 @@ def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from list_leaves(part, _join(name, field))
 
 
-def build(kind: type[Value], leaves: dict[str, Any], name: str = "") -> Value:
+def build(
+    kind: type[Value], leaves: dict[str, Any], kinds: Kinds, name: str = ""
+) -> Value:
     """Make a value of its leaves.
 
     Args:
       kind: the dataclass to make.
       leaves: by the names that `list_leaves` gives them, dtypes and tuples as JSON has
         them too. They are taken out: what remains does not belong to the value.
+      kinds: the classes of which one stands where a field's type is a face.
       name: of the value itself.
 
     Raises:
       ValueError: if a leaf is missing that cannot be None.
     """
     parts = {
-        field: _build_field(hint, leaves, _join(name, field))
+        field: _build_field(hint, leaves, kinds, _join(name, field))
         for field, hint in _type_hints(kind).items()
     }
     return kind(**parts)
 
 
-def _build_field(hint: Any, leaves: dict[str, Any], path: str) -> Any:
-    """Make what a field of that type holds; of a union, what the leaves belong to."""
+def _build_field(hint: Any, leaves: dict[str, Any], kinds: Kinds, path: str) -> Any:
+    """Make what a field of that type holds; of several, what the leaves belong to."""
     if path in leaves:
         return _of_json(leaves.pop(path))
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options: tuple[Any, ...] = kinds.get(path, (hint,))
+    if isinstance(hint, types.UnionType):
+        options = typing.get_args(hint)
     prefix = f"{path}."
     within = [leaf for leaf in leaves if leaf.startswith(prefix)]
     for option in options:
         origin, inner = typing.get_origin(option), typing.get_args(option)
         if _is_dataclass(option):
-            # One without fields is what the union holds where there are no leaves.
+            # One without fields is what stands there where there are no leaves.
             if bool(dataclasses.fields(option)) == bool(within):
-                return build(option, leaves, path)
+                return build(option, leaves, kinds, path)
         elif origin is tuple and _is_dataclass(inner[0]):
             numbers = {leaf.removeprefix(prefix).split(".")[0] for leaf in within}
             paths = [f"{prefix}{number}" for number in range(len(numbers))]
-            return tuple(build(inner[0], leaves, path) for path in paths)
+            return tuple(build(inner[0], leaves, kinds, path) for path in paths)
         elif origin is dict:
             return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
     if type(None) in options:

@@ -31,9 +31,10 @@ from jkv.status import CacheError
 
 Path: TypeAlias = str | os.PathLike[str]
 
-FORMAT, VERSION = "jkv", 2
+FORMAT, VERSION = "jkv", 3
 
-READABLE_VERSIONS = ("1", "2")  # `jkv.storage.version_1` knows the names of the first
+# `jkv.storage.saved` knows the names of the second.
+READABLE_VERSIONS = ("2", "3")
 
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
@@ -73,7 +74,7 @@ logger = logging.getLogger("jkv")
 class FileError(CacheError):
     """A file does not hold what `save` wrote; the message says what is wrong with it.
 
-    It is foreign (not one of ours), truncated, damaged, or of a newer version. A file
+    It is foreign (not one of ours), truncated, damaged, or of another version. A file
     that is not there, or cannot be read, raises an `OSError` as always.
 
     Example:
@@ -230,7 +231,7 @@ def _read_header(
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
     if version not in READABLE_VERSIONS:
-        readable = " and ".join(READABLE_VERSIONS)
+        readable = ", ".join(READABLE_VERSIONS)
         raise FileError(
             path, f"has version {version} of the format, this jkv reads {readable}"
         )

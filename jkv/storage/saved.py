@@ -23,7 +23,7 @@ from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files, version_1
+from jkv.storage import contents, fields, files
 from jkv.storage.contents import HostArray
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
@@ -34,6 +34,14 @@ _KINDS: dict[str, type[Cache] | type[Swapped]] = {
     "cache": Cache,
     "pools": Cache,
     "sequences": Swapped,
+}
+
+# How version 2 of the format named what has another place now: paths, or beginnings of
+# some.
+_RENAMED = {
+    "metadata.states.num_pending": "metadata.sequences.num_pending",
+    "metadata.states.texts": "metadata.index.snapshots.sequence_texts",
+    "metadata.states.snapshots.": "metadata.index.snapshots.",
 }
 
 
@@ -69,8 +77,12 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
         files.write_file(path, tensors, metadata)
 
 
-def read_value(path: Path) -> Cache | Swapped:
+def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     """Return what a file holds, its arrays mapped from the file.
+
+    Args:
+      path: the file.
+      kinds: what may stand where a field of a cache has a face.
 
     Raises:
       FileError: if the file is not one that `write_value` wrote.
@@ -83,22 +95,24 @@ def read_value(path: Path) -> Cache | Swapped:
     try:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
-        if metadata["version"] == "1":
-            leaves = version_1.rename(metadata["holds"], leaves)
-        # Caches of before there were states say neither of these.
-        size = leaves.get("metadata.groups.0.block_size")
-        if kind is Cache and size is not None:
-            leaves.setdefault("metadata.sequences.block_size", size)
-            leaves.setdefault("state_numbers", ())
+        leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
-        value = fields.build(kind, leaves)
+        value = fields.build(kind, leaves, kinds)
         if leaves:
             raise ValueError(f"it holds {sorted(leaves)}, which this jkv does not know")
     except (LookupError, TypeError, ValueError) as error:
         raise FileError(path, f"is damaged: {error}") from error
     return value
+
+
+def _present_name(name: str) -> str:
+    """Return the name that a leaf has now, of a file of any version."""
+    for before, now in _RENAMED.items():
+        if name.startswith(before):
+            return now + name.removeprefix(before)
+    return name
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:

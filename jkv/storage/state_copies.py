@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.prefixes.snapshots import num_places
 from jkv.metadata.states import StateMoves, for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, StateStorage
@@ -14,16 +13,16 @@ from jkv.state import Cache, StateStorage
 Arrays = dict[str, jax.Array]
 
 
-def with_moves(cache: Cache, moves: StateMoves | None) -> Cache:
+def move_states(cache: Cache, moves: StateMoves) -> Cache:
     """Return the cache with states moved between rows, and from snapshots to rows.
 
     Outside jit nothing is done if no row is a target.
 
     Args:
       cache: the cache, with the metadata of after the call.
-      moves: what the call does; None without states.
+      moves: what the call does.
     """
-    if moves is None or not cache.num_layers:
+    if not cache.num_layers:
         return cache
     if not _has_any(moves.target, cache.max_sequences):
         return cache
@@ -40,7 +39,7 @@ def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> C
     """
     if places is None or not cache.num_layers:
         return cache
-    if not _has_any(places, num_places(cache.metadata)):
+    if not _has_any(places, cache.metadata.index.num_places):
         return cache
     return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
 
@@ -79,7 +78,7 @@ def read_rows(
 
         return jax.tree.map(get, arrays)
 
-    return jax.lax.platform_dependent(arrays, cpu=clear, default=fill)  # type: ignore[no-any-return]
+    return jax.lax.platform_dependent(arrays, cpu=clear, default=fill)
 
 
 def _has_any(numbers: jax.Array, none: int) -> bool:

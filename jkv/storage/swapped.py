@@ -1,7 +1,6 @@
 """Sequences on the host, apart from any cache."""
 
 import dataclasses
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jkv.metadata import requests
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
-from jkv.storage import contents, fields, version_1
+from jkv.storage import contents
 from jkv.storage.contents import Contents
 from jkv.storage.swapped_states import SwappedStates, compare_states, fetch_states
 
@@ -65,7 +64,7 @@ class Swapped:
     groups: tuple[SwappedGroup, ...]  # what they have in each group with blocks
     block_size: int  # tokens per block, T
     states: tuple[SwappedStates, ...] = ()  # and in each group with a state
-    num_pending: np.ndarray | None = None  # i32[B], as in `States`
+    num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property
     def num_sequences(self) -> int:
@@ -91,13 +90,6 @@ class Swapped:
         """Pickle plain numpy arrays, wherever the pieces are."""
         arrays = jax.tree.map(np.asarray, (self.groups, self.states))
         return {**self.__dict__, "groups": arrays[0], "states": arrays[1]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was pickled, by version 0.1 too."""
-        if "groups" not in state:
-            leaves = version_1.rename_sequences(dict(fields.list_leaves(state)))
-            state = fields.build(Swapped, leaves).__dict__
-        self.__dict__.update({"states": (), "num_pending": None} | state)
 
     def __repr__(self) -> str:
         """Fit one line."""
@@ -175,7 +167,8 @@ class _Found(NamedTuple):
 def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
-    sequences, index = metadata.sequences, metadata.index
+    sequences = metadata.sequences
+    committed, salts = metadata.index.leave(seq_ids) or (None, None)
 
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
@@ -187,14 +180,14 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         rows(sequences.context_lengths),
         rows(sequences.num_uses),
-        None if index is None else rows(index.committed),
-        None if index is None else rows(index.sequence_salts),
+        committed,
+        salts,
         tuple(
             (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
             for group in metadata.groups
         ),
         seq_ids,
-        None if metadata.states is None else metadata.states.pending_of(seq_ids),
+        None if metadata.states is None else sequences.pending_of(seq_ids),
     )
 
 
@@ -298,8 +291,3 @@ def _check_given_back(cache: Cache, swapped: Swapped, number: int) -> None:
             "these sequences have given back tokens that this cache's layers see: make "
             "it with the sliding_window and num_sink_tokens of the cache they left"
         )
-
-
-# What version 0.1 pickled names these classes by the modules of its day.
-sys.modules["jkv.transfer"] = sys.modules[__name__]
-sys.modules["jkv.contents"] = contents

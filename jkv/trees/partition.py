@@ -111,7 +111,7 @@ def _deal(
 def _find_missing(
     parents: np.ndarray[Any, Any], segment: int, held: Iterable[int]
 ) -> list[int]:
-    """Return a segment and those that it continues, without those that are held."""
+    """Return a segment and its ancestors, without those that a part holds already."""
     missing = []
     while segment >= 0 and segment not in held:
         missing.append(segment)
@@ -122,7 +122,10 @@ def _find_missing(
 def _walk(
     parents: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> Iterable[int]:
-    """Yield segments depth first, of siblings those with fewer tokens below first."""
+    """Yield each segment before its children, the child with the fewest tokens first.
+
+    Tokens of a child are its own and those of all segments that continue it.
+    """
     below = lengths.astype(np.int64)
     children: dict[int, list[int]] = {}
     for segment in reversed(range(len(parents))):

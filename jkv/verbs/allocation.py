@@ -11,18 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, counters, requests, states, tables
-from jkv.metadata.entries import for_each_entry
-from jkv.metadata.prefixes import prompt_search
-from jkv.metadata.prefixes.snapshots import mark_used
+from jkv.metadata import counters, requests, tables
+from jkv.metadata.part import Done, Moves, Opening
+from jkv.metadata.parts import apply_plans, close_sequences, parts_of
 from jkv.metadata.requests import Blocks, Integers, Texts
-from jkv.metadata.states import StateMoves
-from jkv.metadata.tails import BlockCopies
-from jkv.state import NO_SEQUENCE, BlockGroup, Cache, Metadata
+from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
+from jkv.state.index import Found
 from jkv.status import Status
-from jkv.storage.copies import with_copies
-from jkv.storage.state_copies import with_moves
+from jkv.storage.following import follow
 
 
 class Allocation(NamedTuple):
@@ -89,10 +86,8 @@ def allocate(
         salts=requests.as_domains("salts", salts),
     )
     kept = jax.tree.map(requests.as_index, keep_free)
-    metadata, result, copies, moves = _allocate(
-        cache.metadata, counts, prompts, domains, kept
-    )
-    return with_moves(with_copies(cache, metadata, copies), moves), result
+    metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
+    return follow(cache, metadata, moves), result
 
 
 @takes_cache()
@@ -156,61 +151,27 @@ def _allocate(
     tokens: jax.Array | None,
     salts: jax.Array,
     keep_free: Blocks,
-) -> tuple[Metadata, Allocation, tuple[BlockCopies, ...] | None, StateMoves | None]:
-    found = prompt_search.find(metadata, tokens, salts)
+) -> tuple[Metadata, Allocation, tuple[Moves, ...]]:
+    found = metadata.index.find(metadata, tokens, salts)
     decision = _judge_openings(metadata, num_tokens, found, keep_free)
     served = decision.served
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
-    metadata = prompt_search.share(metadata, row, found)
-    for number, num_fresh in enumerate(decision.num_fresh):
-        metadata = _reserve(metadata, number, row, found.num_blocks, num_fresh)
-    metadata, copies = prompt_search.copy_part(metadata, row, found)
+    for plan in decision.plans:
+        metadata = plan.pin(metadata, row)
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, decision.plans, done)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
-    metadata = prompt_search.note_found(metadata, row, salts, num_cached)
-    metadata, moves = _open_states(metadata, row, tokens, found, num_cached)
-    metadata = prompt_search.count_queries(metadata, served, tokens, num_cached)
+    metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
     sequences = counters.settle(metadata.sequences, decision.status, served)
     metadata = dataclasses.replace(metadata, sequences=sequences)
-    return metadata, Allocation(seq_ids, decision.status, num_cached), copies, moves
-
-
-def _open_states(
-    metadata: Metadata,
-    row: jax.Array,
-    tokens: jax.Array | None,
-    found: prompt_search.Found,
-    num_cached: jax.Array,
-) -> tuple[Metadata, StateMoves | None]:
-    """Let rows, i32[B], begin with the states of the snapshots found, or with none.
-
-    Args:
-      metadata: the state.
-      row: i32[B]; one of S is dropped.
-      tokens: i32[B, P], the prompts, if there are some.
-      found: what was found of them.
-      num_cached: i32[B], the tokens found of served ones.
-    """
-    if metadata.states is None:
-        return metadata, None
-    snapshots = metadata.states.snapshots
-    if snapshots is None or found.place is None or tokens is None:
-        metadata = states.set_pending(metadata, row, 0)
-        return metadata, StateMoves(row, jnp.zeros_like(row))
-    none = snapshots.lengths.shape[0]
-    place = jnp.where(row < metadata.max_sequences, found.place, none)
-    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
-    metadata = states.set_pending(metadata, row, pending)
-    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    metadata = states.record_texts(metadata, row[:, None], position, tokens)
-    metadata = mark_used(metadata, place)
-    return metadata, StateMoves(row, num_cached - pending, place=place)
+    return metadata, Allocation(seq_ids, decision.status, num_cached), moves
 
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
-    found = prompt_search.find(metadata, None, num_tokens)
+    found = metadata.index.find(metadata, None, num_tokens)
     return _judge_openings(metadata, num_tokens, found).status == Status.OK
 
 
@@ -219,7 +180,7 @@ def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
     padding = requests.is_padding(seq_ids)
     closable = requests.is_live_once(metadata, seq_ids)
     status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
-    metadata = tables.close_rows(metadata, seq_ids, closable)
+    metadata = close_sequences(metadata, seq_ids, closable)
     sequences = counters.settle(metadata.sequences, status, closable)
     return dataclasses.replace(metadata, sequences=sequences), status
 
@@ -229,14 +190,13 @@ class _Decision(NamedTuple):
 
     status: jax.Array  # i32[B], `Status`
     served: jax.Array  # bool[B], OK and not padding
-    # Of each group i32[B], blocks to take from the pool, 0 unless served.
-    num_fresh: tuple[jax.Array, ...]
+    plans: list[Opening]  # of each part
 
 
 def _judge_openings(
     metadata: Metadata,
     num_tokens: jax.Array,
-    found: prompt_search.Found,
+    found: Found,
     keep_free: Blocks = 0,
 ) -> _Decision:
     """Judge requests, i32[B], by the blocks free before the call, less some."""
@@ -244,16 +204,10 @@ def _judge_openings(
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
     eligible = ~(negative | too_long)
-    lacks = [
-        _count_lacking(group, num_tokens, eligible, found, number)
-        for number, group in enumerate(metadata.groups)
+    plans = [
+        part.open(metadata, found, num_tokens, eligible) for part in parts_of(metadata)
     ]
-    no_block = requests.agree(
-        metadata.groups,
-        tuple(each.fresh + each.revivals.costs for each in lacks),
-        tuple((each.fresh > 0) | each.revivals.wants for each in lacks),
-        keep_free,
-    ).no_block
+    no_block = requests.agree([plan.lacks for plan in plans], keep_free).no_block
     no_row = tables.lacks_row(metadata, eligible, no_block)
     status = requests.find_status(
         padding,
@@ -265,75 +219,4 @@ def _judge_openings(
         ],
     )
     served = (status == Status.OK) & ~padding
-    num_fresh = tuple(jnp.where(served, each.fresh, 0) for each in lacks)
-    return _Decision(status, served, num_fresh)
-
-
-class _Lacking(NamedTuple):
-    """What B requests lack in one group."""
-
-    fresh: jax.Array  # i32[B], blocks to reserve beside those found
-    revivals: allocator.Revivals  # what those found cost
-
-
-def _count_lacking(
-    group: BlockGroup,
-    num_tokens: jax.Array,
-    eligible: jax.Array,
-    found: prompt_search.Found,
-    number: int,
-) -> _Lacking:
-    """Count what eligible requests, bool[B], lack in the group of that number.
-
-    What is found need not be taken, but a cached block is free no more: it costs the
-    request that is the first to revive it.
-    """
-    size, of_group = group.block_size, found.groups[number]
-    total = tables.num_blocks_for(num_tokens, size)
-    cached = tables.num_blocks_for(found.num_tokens(size), size)
-    fresh = jnp.maximum(
-        group.window.to_reserve(total, found.num_blocks, of_group.gap, size),
-        cached - found.num_blocks,
-    )
-    blocks = jnp.where(eligible[:, None], of_group.blocks, group.num_blocks)
-    revivals = allocator.find_revivals(group, blocks)
-    return _Lacking(jnp.where(eligible, fresh, 0), revivals)
-
-
-def _reserve(
-    metadata: Metadata,
-    number: int,
-    row: jax.Array,
-    first: jax.Array,
-    num_fresh: jax.Array,
-) -> Metadata:
-    """Map fresh blocks of a group behind those that rows have already.
-
-    Args:
-      metadata: the state.
-      number: of the group.
-      row: i32[B], of the tables; one of S or above is dropped.
-      first: i32[B], columns that each row has.
-      num_fresh: i32[B], blocks that each row takes.
-    """
-    num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
-    metadata, taken = allocator.take(metadata, number, num_taken)
-    group = metadata.groups[number]
-    mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
-    group = dataclasses.replace(group, num_mapped_blocks=mapped)
-    metadata = metadata.with_group(number, group)
-
-    # Entry e of the call's reservations is block e of those taken.
-    def reserve(
-        metadata: Metadata,
-        entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Metadata:
-        table_row = jnp.where(valid, row[request], metadata.max_sequences)
-        column, block = first[request] + rank, taken.block(entry)
-        return allocator.enter(metadata, number, table_row, column, block)
-
-    most = num_fresh.shape[0] * group.max_blocks_per_sequence
-    return for_each_entry(num_fresh, min(group.num_blocks, most), reserve, metadata)
+    return _Decision(status, served, plans)

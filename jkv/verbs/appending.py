@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, tables
+from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.prefixes import sequences
+from jkv.metadata.part import Done, Granted, Growing, Step
+from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import record_texts, set_pending, states_of
-from jkv.state import Batch, BlockGroup, Cache, Metadata
+from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
@@ -126,31 +126,28 @@ def _append(
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
-    cells = _find_cells(metadata, seq_ids, rows, growth)
-    row = jnp.where(growth.served, seq_ids, metadata.max_sequences)
-    block_ids = []
-    for number in range(len(metadata.groups)):
-        metadata = _give_back(metadata, number, seq_ids, growth)
-        metadata = _map_cells(metadata, number, rows, growth, cells)
-        group = _grow(metadata.groups[number], row, growth.needs[number])
-        metadata = metadata.with_group(number, group)
-        block_ids.append(tables.blocks_at(group, cells.table_row, cells.column))
-    metadata = _note_growth(metadata, row, growth)
-    metadata = _record(metadata, block_ids, cells, tokens)
-    metadata, pending_counts = _note_pending(
-        metadata, seq_ids, row, growth, num_pending
-    )
+    step = _make_step(metadata, seq_ids, tokens, rows, growth)
+    blocks = []
+    for plan, granted in zip(growth.plans, growth.granted, strict=True):
+        metadata, of_part = plan.apply(metadata, step, granted)
+        blocks += [] if of_part is None else [of_part]
+    if tokens is not None:
+        metadata = metadata.index.record(
+            metadata, step.table_row, step.position, tokens
+        )
+    metadata = _note_growth(metadata, step.done.rows(metadata), growth)
+    metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
         query_starts=rows.starts,
         query_lengths=growth.query_lengths,
         context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
-        positions=cells.position,
-        valid=cells.valid,
-        offsets=cells.offset,
-        blocks_of_groups=tuple(block_ids),
-        epochs=sequences.epochs(metadata, seq_ids),
+        positions=step.position,
+        valid=step.valid,
+        offsets=step.offset,
+        blocks_of_groups=tuple(blocks),
+        epochs=metadata.index.epochs_of(seq_ids),
         pending_counts=pending_counts,
     )
 
@@ -199,11 +196,8 @@ class _Growth(NamedTuple):
     length: jax.Array  # i32[B], tokens before the call
     new_length: jax.Array  # i32[B], tokens after it
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
-    # Of each group i32[B]: blocks before the call; blocks to take, 0 unless served; and
-    # blocks taken by the requests before.
-    mapped: tuple[jax.Array, ...]
-    needs: tuple[jax.Array, ...]
-    taken_before: tuple[jax.Array, ...]
+    plans: list[Growing]  # of each part
+    granted: tuple[tuple[Granted, ...], ...]  # of each part, of each of its pools
 
 
 def _judge_growth(
@@ -220,8 +214,7 @@ def _judge_growth(
     is_first = requests.is_first_mention(metadata, seq_ids)
     wrong = num_tokens < 0
     if num_pending is not None:
-        most = states_of(metadata).max_pending
-        wrong |= (num_pending < 0) | (num_pending > most)
+        wrong |= (num_pending < 0) | (num_pending > metadata.max_pending)
     causes = [
         (Status.INVALID_SEQUENCE, ~(live & is_first)),
         (Status.INVALID_ARGUMENT, wrong),
@@ -231,15 +224,11 @@ def _judge_growth(
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
     new_length = length + jnp.where(eligible, num_tokens, 0)
-    blocks = tables.num_blocks_for(new_length, metadata.block_size)
-    mapped = tuple(
-        group.num_mapped_blocks.at[seq_ids].get(mode="clip")
-        for group in metadata.groups
-    )
-    needs = tuple(
-        jnp.where(eligible, jnp.maximum(blocks - each, 0), 0) for each in mapped
-    )
-    no_block, taken_before = requests.agree(metadata.groups, needs)
+    plans = [
+        part.grow(metadata, seq_ids, new_length, eligible)
+        for part in parts_of(metadata)
+    ]
+    no_block, granted = requests.agree([plan.lacks for plan in plans])
     served = eligible & ~no_block
     return _Growth(
         status=jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status),
@@ -248,63 +237,35 @@ def _judge_growth(
         length=length,
         new_length=jnp.where(served, new_length, length),
         query_lengths=jnp.where(served, num_tokens, 0),
-        mapped=mapped,
-        needs=tuple(jnp.where(served, need, 0) for need in needs),
-        taken_before=taken_before,
+        plans=plans,
+        granted=granted,
     )
 
 
-class _Cells(NamedTuple):
-    """Where in the tables of any group the token of each of R rows stands."""
-
-    valid: jax.Array  # bool[R], whether a served request owns the row
-    position: jax.Array  # i32[R], in its sequence, 0 if invalid
-    table_row: jax.Array  # i32[R], S if invalid
-    column: jax.Array  # i32[R]
-    offset: jax.Array  # i32[R], in the block
-
-
-def _find_cells(
-    metadata: Metadata, seq_ids: jax.Array, rows: _Rows, growth: _Growth
-) -> _Cells:
+def _make_step(
+    metadata: Metadata,
+    seq_ids: jax.Array,
+    tokens: jax.Array | None,
+    rows: _Rows,
+    growth: _Growth,
+) -> Step:
     """Give the new tokens of each served request the positions behind its old ones."""
+    served = growth.served
     valid = (rows.rank >= 0) & (rows.rank < rows.spread(growth.query_lengths))
     position = jnp.where(valid, rows.spread(growth.length) + rows.rank, 0)
     column, offset = tables.locate(position, metadata.block_size)
-    table_row = jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences)
-    return _Cells(valid, position, table_row, column, offset)
-
-
-def _give_back(
-    metadata: Metadata, number: int, seq_ids: jax.Array, growth: _Growth
-) -> Metadata:
-    """Return the blocks of a group that no row of the step or of a later one sees."""
-    grows, group = growth.query_lengths > 0, metadata.groups[number]
-    group = tables.give_back(group, seq_ids, growth.length, grows)
-    return metadata.with_group(number, group)
-
-
-def _map_cells(
-    metadata: Metadata, number: int, rows: _Rows, growth: _Growth, cells: _Cells
-) -> Metadata:
-    """Have each row that begins an unmapped block of a group map a fresh one."""
-    fresh = cells.column - rows.spread(growth.mapped[number])
-    opens_block = cells.valid & (cells.offset == 0) & (fresh >= 0)
-    metadata, _ = allocator.grant(
-        metadata,
-        number,
-        jnp.where(opens_block, cells.table_row, metadata.max_sequences),
-        cells.column,
-        rows.spread(growth.taken_before[number]) + fresh,
-        jnp.sum(growth.needs[number], dtype=jnp.int32),
+    return Step(
+        done=Done(served, seq_ids),
+        length=growth.length,
+        query_lengths=growth.query_lengths,
+        spread=rows.spread,
+        valid=valid,
+        position=position,
+        table_row=jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences),
+        column=column,
+        offset=offset,
+        tokens=tokens,
     )
-    return metadata
-
-
-def _grow(group: BlockGroup, row: jax.Array, need: jax.Array) -> BlockGroup:
-    """Note the blocks that rows, i32[B], have now; one of S or above is dropped."""
-    mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
-    return dataclasses.replace(group, num_mapped_blocks=mapped)
 
 
 def _note_growth(metadata: Metadata, row: jax.Array, growth: _Growth) -> Metadata:
@@ -316,32 +277,9 @@ def _note_growth(metadata: Metadata, row: jax.Array, growth: _Growth) -> Metadat
     return dataclasses.replace(metadata, sequences=sequences)
 
 
-def _record(
-    metadata: Metadata,
-    blocks: list[jax.Array],
-    cells: _Cells,
-    tokens: jax.Array | None,
-) -> Metadata:
-    """Record the token of each row, i32[R], if tokens are recorded.
-
-    In its slot of the leading group, and with states in the sequence's text.
-    """
-    if tokens is None:
-        return metadata
-    if metadata.states is not None:
-        metadata = record_texts(metadata, cells.table_row, cells.position, tokens)
-    if metadata.tokens is None:
-        return metadata
-    block, group = blocks[metadata.leader], metadata.leading
-    recorded = metadata.tokens.at[block, cells.offset].set(tokens, mode="drop")
-    group = dataclasses.replace(group, tokens=recorded)
-    return metadata.with_group(metadata.leader, group)
-
-
 def _note_pending(
     metadata: Metadata,
-    seq_ids: jax.Array,
-    row: jax.Array,
+    step: Step,
     growth: _Growth,
     num_pending: jax.Array | None,
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
@@ -352,11 +290,12 @@ def _note_pending(
     """
     if num_pending is None:
         return metadata, None
-    before = states_of(metadata).pending_of(seq_ids)
+    seq_ids = step.done.seq_ids
+    before = metadata.sequences.pending_of(seq_ids)
     before = jnp.where(growth.is_live & ~requests.is_padding(seq_ids), before, 0)
     newest = jnp.minimum(num_pending, before + growth.query_lengths)
     after = jnp.where(growth.query_lengths > 0, newest, before)
-    return set_pending(metadata, row, after), (before, after)
+    return metadata.with_pending(step.done.rows(metadata), after), (before, after)
 
 
 def _read_pending_counts(
@@ -366,7 +305,7 @@ def _read_pending_counts(
 
     Without a number that is as many of the new ones as can be.
     """
-    most = 0 if metadata.states is None else metadata.states.max_pending
+    most = metadata.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
     if is_known and np.any(np.asarray(num_pending) > most):
         raise UsageError(

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, requests, tables
+from jkv.metadata import counters, requests
+from jkv.metadata.parts import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
@@ -225,16 +226,17 @@ def _evict(
 ) -> tuple[Metadata, jax.Array]:
     seq_ids, _ = _oldest_first(metadata, protect)
     num_listed = jnp.sum(seq_ids != NO_SEQUENCE, dtype=jnp.int32)
+    parts = parts_of(metadata)
 
     def lacks_blocks(metadata: Metadata) -> jax.Array:
-        counts = [group.free_blocks.count for group in metadata.groups]
-        return requests.any_of([count < num_blocks for count in counts])
+        counts = [num for part in parts for num in part.num_free(metadata)]
+        return requests.any_of([num < num_blocks for num in counts])
 
     # One by one, as what a sequence gives back depends on which share its blocks.
     def close_next(state: tuple[Metadata, jax.Array]) -> tuple[Metadata, jax.Array]:
         metadata, i = state
         seq_id = jax.lax.dynamic_slice(seq_ids, (i,), (1,))
-        closed = tables.close_rows(metadata, seq_id, jnp.ones((1,), bool))
+        closed = close_sequences(metadata, seq_id, jnp.ones((1,), bool))
         return closed, i + 1
 
     metadata, num = while_loop(
@@ -251,7 +253,7 @@ def _evict_older_than(
 ) -> tuple[Metadata, jax.Array]:
     seq_ids, ages = _oldest_first(metadata, protect)
     old = (seq_ids != NO_SEQUENCE) & (ages > age)
-    metadata = tables.close_rows(metadata, seq_ids, old)
+    metadata = close_sequences(metadata, seq_ids, old)
     return _count_evicted(metadata, seq_ids, jnp.sum(old, dtype=jnp.int32))
 
 

@@ -14,16 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import sequences
-from jkv.metadata.prefixes.snapshots import find_cut
+from jkv.metadata.part import Done, Judged, Look, Moves
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import Cut, StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata, Sequences
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.copies import with_copies
-from jkv.storage.state_copies import with_moves
+from jkv.storage.following import follow
 
 
 class Fork(NamedTuple):
@@ -77,76 +74,43 @@ def fork(
         kept = None
     else:
         parents, kept = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
-    metadata, result, copies, moves = _fork(cache.metadata, parents, kept)
-    return with_moves(with_copies(cache, metadata, copies), moves), result
+    metadata, result, moves = _fork(cache.metadata, parents, kept)
+    return follow(cache, metadata, moves), result
 
 
 @jax.jit
 def _fork(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None
-) -> tuple[Metadata, Fork, tuple[BlockCopies, ...], StateMoves | None]:
-    """Return the metadata, the children, and the copies due in each group's storage."""
+) -> tuple[Metadata, Fork, tuple[Moves, ...]]:
     length = sharing.find_lengths(metadata, parents, lengths)
-    cut = find_cut(metadata, parents, length.tokens)
-    wrong = _are_wrong(metadata, parents, lengths, length, cut)
-    status, served = _judge(metadata, parents, length, wrong)
+    looks = [part.share(metadata, parents, length) for part in parts_of(metadata)]
+    wrong = jnp.zeros(parents.shape, bool)
+    if lengths is not None:
+        wrongs = [mask for look in looks for mask in look.wrongs]
+        # A length that the parent does not have was clipped, and differs.
+        wrong = requests.any_of([length.tokens != lengths, *wrongs])
+    status, served, plans = _judge(metadata, looks, parents, wrong)
     metadata, children = tables.open_rows(metadata, served)
-    copies = []
-    for number, group in enumerate(metadata.groups):
-        past = sharing.find_past(group, parents, length)
-        group = sharing.count_owners(group, past, length, served)
-        metadata, copied = sharing.adopt(
-            metadata.with_group(number, group), number, past, length, served, children
-        )
-        copies.append(copied)
-    row = jnp.where(served, children, metadata.max_sequences)
-    metadata, moves = sharing.take_states(metadata, row, parents, length.tokens, cut)
-    metadata = sequences.inherit(metadata, metadata, row, parents, length.tokens)
+    done = Done(served, children)
+    metadata, moves = apply_plans(metadata, plans, done)
+    row = done.rows(metadata)
+    metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
     of_all = _note_children(metadata.sequences, row, length.tokens, parent)
     of_all = counters.settle(of_all, status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, Fork(children, status), tuple(copies), moves
-
-
-def _are_wrong(
-    metadata: Metadata,
-    parents: jax.Array,
-    lengths: jax.Array | None,
-    length: sharing.Lengths,
-    cut: Cut | None,
-) -> jax.Array:
-    """Return which lengths are none that a child of the parent can go on from, bool[B].
-
-    Args:
-      metadata: the state.
-      parents: i32[B].
-      lengths: i32[B], as asked; None takes all.
-      length: what they come to within the parents.
-      cut: what states there are at those lengths; None without states.
-    """
-    if lengths is None:
-        return jnp.zeros(parents.shape, bool)
-    cuts_off = (
-        group.window.cuts_off(parents, length.tokens, group.block_size)
-        for group in metadata.groups
-    )
-    # A length that the parent does not have was clipped, and differs.
-    has_no_state = [] if cut is None else [cut.is_wrong]
-    return requests.any_of([length.tokens != lengths, *cuts_off, *has_no_state])
+    return metadata, Fork(children, status), moves
 
 
 def _judge(
-    metadata: Metadata, parents: jax.Array, length: sharing.Lengths, wrong: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return each request's status, i32[B], and which are served, bool[B]."""
+    metadata: Metadata, looks: list[Look], parents: jax.Array, wrong: jax.Array
+) -> tuple[jax.Array, jax.Array, list[Judged]]:
+    """Return each request's status, i32[B], which are served, bool[B], and plans."""
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
     eligible = live & ~wrong & ~padding
-    # The same in all groups: a block for a partly filled tail.
-    need = (eligible & (length.tail > 0)).astype(jnp.int32)
-    needs = (need,) * len(metadata.groups)
-    no_block = requests.agree(metadata.groups, needs).no_block
+    plans = [look.judge(eligible) for look in looks]
+    no_block = requests.agree([plan.lacks for plan in plans]).no_block
     status = requests.find_status(
         padding,
         [
@@ -156,7 +120,7 @@ def _judge(
             (Status.OUT_OF_BLOCKS, no_block),
         ],
     )
-    return status, eligible & (status == Status.OK)
+    return status, eligible & (status == Status.OK), plans
 
 
 def _note_children(

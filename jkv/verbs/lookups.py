@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import requests, tables
-from jkv.metadata.prefixes import prefix_index
-from jkv.metadata.prefixes.prefix_index import index_of
-from jkv.metadata.prefixes.snapshots import snapshots_of
 from jkv.metadata.requests import Integer, Integers
-from jkv.metadata.states import states_of
 from jkv.state import BlockGroup, Cache, Metadata, Slots
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -117,15 +113,12 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
       >>> jkv.tokens(cache, 0).tolist()
       [7, 8, 9, -1, -1, -1]
     """
-    states = cache.metadata.states
-    if not cache.metadata.groups and states is not None and states.texts is not None:
-        return _text(cache.metadata, states.texts, requests.as_index(seq_id))
-    if cache.metadata.tokens is None:
+    if not cache.metadata.records_tokens:
         raise ValueError(
             "this cache does not record tokens; configure it with "
             "CacheConfig(record_tokens=True) and pass tokens= to append"
         )
-    return _tokens(cache.metadata, cache.metadata.tokens, requests.as_index(seq_id))
+    return _tokens(cache.metadata, requests.as_index(seq_id))
 
 
 @takes_cache()
@@ -223,37 +216,6 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
 
 
 @takes_cache()
-def snapshots(cache: Cache, seq_id: Integer) -> jax.Array:
-    """Tell at which lengths of a sequence there is a snapshot of its states.
-
-    `truncate`, and `fork` with lengths, can go back to them.
-
-    Args:
-      cache: the cache.
-      seq_id: i32[] or int; may be traced.
-
-    Returns:
-      bool[max_context_length + 1]; all False for an id that is not open, and without
-      layers with a state or without prefix caching.
-
-    Example:
-      >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.GroupedConfig(groups=(jkv.StateConfig(
-      ...     num_layers=1, arrays={"sum": ((3,), "float32")}, max_sequences=2,
-      ...     max_context_length=8, block_size=2, num_snapshots=4, snapshot_every=4),),
-      ...     layer_groups=(0,), prefix_caching=True)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
-      >>> cache, batch = jkv.append(cache, [0], [4], capacity=4, tokens=jnp.arange(4))
-      >>> cache = jkv.commit(cache, batch)  # after the last layer's write_state
-      >>> jnp.flatnonzero(jkv.snapshots(cache, 0)).tolist()
-      [4]
-    """
-    if cache.metadata.states is None:
-        return jnp.zeros((cache.max_context_length + 1,), bool)
-    return _snapshots(cache.metadata, requests.as_index(seq_id))
-
-
-@takes_cache()
 def num_free_blocks(cache: Cache) -> jax.Array:
     """Return the number of blocks that can be handed out.
 
@@ -282,7 +244,7 @@ def num_free_blocks(cache: Cache) -> jax.Array:
 def table_of(metadata: Metadata, seq_id: jax.Array, *, number: int) -> jax.Array:
     """Return a sequence's row of a group's block tables, i32[M], N if it is closed."""
     group = metadata.groups[number]
-    return group.block_tables.at[_row(metadata, seq_id)].get(
+    return group.block_tables.at[row_of(metadata, seq_id)].get(
         mode="fill", fill_value=group.num_blocks
     )
 
@@ -290,7 +252,7 @@ def table_of(metadata: Metadata, seq_id: jax.Array, *, number: int) -> jax.Array
 @jax.jit
 def length_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     """Return the context length of a sequence, i32[], 0 if it is not open."""
-    return metadata.context_lengths.at[_row(metadata, seq_id)].get(
+    return metadata.context_lengths.at[row_of(metadata, seq_id)].get(
         mode="fill", fill_value=0
     )
 
@@ -302,46 +264,25 @@ def _slots(
     group: BlockGroup = metadata.groups[number]
     column, offset = tables.locate(positions, group.block_size)
     column = jnp.where(positions < 0, group.max_blocks_per_sequence, column)
-    found = group.block_tables.at[_row(metadata, seq_ids), column].get(
+    found = group.block_tables.at[row_of(metadata, seq_ids), column].get(
         mode="fill", fill_value=group.num_blocks
     )
     return Slots(found, jnp.where(found < group.num_blocks, offset, 0))
 
 
 @jax.jit
-def _tokens(metadata: Metadata, recorded: jax.Array, seq_id: jax.Array) -> jax.Array:
-    most, group = metadata.max_context_length, metadata.leading
-    table = table_of(metadata, seq_id, number=metadata.leader)
-    rows = recorded.at[table].get(mode="clip")
+def _tokens(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
+    most = metadata.max_context_length
     position = jnp.arange(most, dtype=jnp.int32)
     valid = position < length_of(metadata, seq_id)
-    valid &= group.window.is_kept(seq_id, position, group.block_size)
-    return jnp.where(valid, rows.reshape(-1)[:most], -1)
-
-
-@jax.jit
-def _text(metadata: Metadata, texts: jax.Array, seq_id: jax.Array) -> jax.Array:
-    row = texts.at[_row(metadata, seq_id)].get(mode="fill", fill_value=-1)
-    position = jnp.arange(row.shape[0], dtype=jnp.int32)
-    return jnp.where(position < length_of(metadata, seq_id), row, -1)
-
-
-@jax.jit
-def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
-    snapshots, states = snapshots_of(metadata), states_of(metadata)
-    length = metadata.max_context_length
-    if snapshots is None or states.texts is None:
-        return jnp.zeros((length + 1,), bool)
-    row = _row(metadata, seq_id)
-    text = states.texts.at[row].get(mode="fill", fill_value=-1)
-    salt = index_of(metadata).sequence_salts.at[row].get(mode="clip")
-    position = jnp.arange(length, dtype=jnp.int32)[None]
-    counts = position < snapshots.lengths[:, None]
-    alike = jnp.all((snapshots.texts == text[None]) | ~counts, axis=1)
-    alike &= snapshots.salts == salt
-    alike &= snapshots.lengths <= length_of(metadata, seq_id)
-    at = jnp.where(alike & (snapshots.lengths > 0), snapshots.lengths, length + 1)
-    return jnp.zeros((length + 1,), bool).at[at].set(True, mode="drop")
+    if metadata.tokens is None:  # no group has blocks
+        told = metadata.index.texts_of(metadata, row_of(metadata, seq_id))
+    else:
+        group = metadata.leading
+        table = table_of(metadata, seq_id, number=metadata.leader)
+        told = metadata.tokens.at[table].get(mode="clip").reshape(-1)[:most]
+        valid &= group.window.is_kept(seq_id, position, group.block_size)
+    return jnp.where(valid, told, -1)
 
 
 @functools.partial(jax.jit, static_argnames="number")
@@ -350,11 +291,11 @@ def _block_info(metadata: Metadata, block_id: jax.Array, *, number: int) -> Bloc
     known = (block_id >= 0) & (block_id < group.num_blocks)
     count = jnp.where(known, group.reference_counts.at[block_id].get(mode="clip"), 0)
     is_free = known & (count == 0)
-    is_cached = is_free & prefix_index.is_known(metadata, number, block_id)
+    is_cached = is_free & metadata.index.knows(metadata, number, block_id)
     return BlockInfo(count, is_free, is_cached)
 
 
-def _row(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
+def row_of(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return table rows for sequence ids, i32[...], S for those that are not open."""
     return jnp.where(
         requests.is_live(metadata, seq_ids), seq_ids, metadata.max_sequences

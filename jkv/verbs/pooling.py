@@ -119,7 +119,7 @@ class _Keywords:
             next(rest) if is_array else other
             for is_array, other in zip(self.is_array, self.others, strict=True)
         ]
-        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def _is_array(leaf: object) -> bool:

@@ -5,19 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
-from jkv.metadata.prefixes import sequences
-from jkv.metadata.prefixes.snapshots import find_cut
+from jkv.metadata import counters, requests, sharing
+from jkv.metadata.part import Done, Exchanging, Moves
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
-from jkv.state import BlockGroup, Cache, Metadata
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.copies import with_copies
-from jkv.storage.state_copies import with_moves
+from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -58,114 +55,72 @@ def reorder(
       [[2, 1], [2, 3]]
     """
     seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
-    metadata, status, copies, moves_of_states = _reorder(
-        cache.metadata, seq_ids, parents
-    )
-    return with_moves(with_copies(cache, metadata, copies), moves_of_states), status
+    metadata, status, moves = _reorder(cache.metadata, seq_ids, parents)
+    return follow(cache, metadata, moves), status
 
 
 @jax.jit
 def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
-) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...], StateMoves | None]:
+) -> tuple[Metadata, jax.Array, tuple[Moves, ...]]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
-    moves = live & ~padding & (seq_ids != parents)
+    changes = live & ~padding & (seq_ids != parents)
     length = sharing.find_lengths(metadata, parents)
-    pasts = tuple(
-        sharing.find_past(group, parents, length) for group in metadata.groups
-    )
-    needs = moves & (length.tail > 0)
-    no_block = _lacks_blocks(metadata, seq_ids, pasts, length, moves, needs)
+    plans = [
+        part.exchange(metadata, seq_ids, parents, length) for part in parts_of(metadata)
+    ]
+    no_block = _lacks_blocks(metadata, plans, changes, changes & (length.tail > 0))
     status = requests.find_status(
         padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
     )
-    served = moves & ~no_block
-    before, copies = metadata, []
-    for number, past in enumerate(pasts):
-        group = _exchange(metadata.groups[number], seq_ids, past, length, served)
-        metadata, copied = sharing.adopt(
-            metadata.with_group(number, group), number, past, length, served, seq_ids
-        )
-        copies.append(copied)
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
-    metadata, moves_of_states = sharing.take_states(
-        metadata,
-        row,
-        parents,
-        length.tokens,
-        find_cut(before, parents, length.tokens),
-        is_exchange=True,
-    )
-    metadata = sequences.inherit(metadata, before, row, parents, length.tokens)
+    served = changes & ~no_block
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, plans, done)
+    row = done.rows(metadata)
+    metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
     of_all = metadata.sequences
     lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
     of_all = counters.settle(counters.mark_used(of_all, row), status, served)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, status, tuple(copies), moves_of_states
+    return metadata, status, moves
 
 
 def _lacks_blocks(
-    metadata: Metadata,
-    seq_ids: jax.Array,
-    pasts: tuple[sharing.Past, ...],
-    length: sharing.Lengths,
-    moves: jax.Array,
-    needs: jax.Array,
+    metadata: Metadata, plans: list[Exchanging], changes: jax.Array, needs: jax.Array
 ) -> jax.Array:
-    """Return which requests find no block for their tail in some group, bool[B].
+    """Return which requests find no block for their tail in some pool, bool[B].
 
     Usually the free blocks suffice and the loop makes no trip. Else ever fewer requests
     are tried, with what they would give up.
 
     Args:
       metadata: the state before the call.
-      seq_ids: i32[B].
-      pasts: of the parents, in each group.
-      length: of the pasts.
-      moves: bool[B], requests that change something.
-      needs: bool[B], those of them that need a block in each group.
+      plans: of each part.
+      changes: bool[B], requests that change something.
+      needs: bool[B], those of them that need a block in each pool.
     """
-    if not metadata.groups:
+    parts = parts_of(metadata)
+    if not any(part.num_free(metadata) for part in parts):  # there is no pool
         return jnp.zeros_like(needs)
     rank = running_sum(needs.astype(jnp.int32))
     wanted = rank[-1] if rank.shape[0] else jnp.int32(0)
 
-    def reaches(groups: tuple[BlockGroup, ...], num: jax.Array) -> jax.Array:
-        return ~requests.any_of([num > each.free_blocks.count for each in groups])
+    def reaches(metadata: Metadata, num: jax.Array) -> jax.Array:
+        counts = [count for part in parts for count in part.num_free(metadata)]
+        return ~requests.any_of([num > count for count in counts])
 
     def try_fewer(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         num_served, _ = state
-        served = moves & ~(needs & (rank > num_served))
-        tried = tuple(
-            _exchange(group, seq_ids, past, length, served)
-            for group, past in zip(metadata.groups, pasts, strict=True)
-        )
+        served, tried = changes & ~(needs & (rank > num_served)), metadata
+        for plan in plans:
+            tried = plan.release(tried, served)
         fits = reaches(tried, num_served)
         return jnp.where(fits, num_served, num_served - 1), fits
 
     num_served, _ = while_loop(
-        lambda state: ~state[1],
-        try_fewer,
-        (wanted, reaches(metadata.groups, wanted)),
+        lambda state: ~state[1], try_fewer, (wanted, reaches(metadata, wanted))
     )
     return needs & (rank > num_served)
-
-
-def _exchange(
-    group: BlockGroup,
-    seq_ids: jax.Array,
-    past: sharing.Past,
-    length: sharing.Lengths,
-    served: jax.Array,
-) -> BlockGroup:
-    """Count the new owners of full blocks, and release what the sequences had.
-
-    In this order a block that only changes hands stays live.
-    """
-    group = sharing.count_owners(group, past, length, served)
-    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    gap = group.window.gaps_of(seq_ids)
-    return tables.release_kept(group, seq_ids, jnp.where(served, mapped, 0), gap)

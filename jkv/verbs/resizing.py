@@ -16,8 +16,6 @@ import numpy as np
 
 from jkv.config.counts import checked_num_blocks
 from jkv.config.units import human_bytes
-from jkv.metadata.prefixes.prefix_index import find_known
-from jkv.metadata.prefixes.rebuilding import reenter
 from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -74,8 +72,9 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     # What the leading group loses is found in no other any more.
     for number in (metadata.leader, *metadata.followers):
         if sizes[number] != metadata.groups[number].num_blocks:
-            known = np.asarray(find_known(cache.metadata, number))
-            plan = _plan_resize(known, *orders[number], sizes[number])
+            plan = _plan_resize(
+                _find_known(cache.metadata, number), *orders[number], sizes[number]
+            )
             cache = _apply(cache, number, plan)
             compacts |= bool(plan.compacts)
     if not compacts:
@@ -94,8 +93,7 @@ def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> list[int]:
             f"got {num_blocks!r}; now they are "
             f"{[group.num_blocks for group in metadata.groups]}"
         )
-    is_indexed = metadata.index is not None
-    return [checked_num_blocks(size, is_indexed) for size in given]
+    return [checked_num_blocks(size, metadata.index.is_there) for size in given]
 
 
 def _order_blocks(
@@ -114,6 +112,12 @@ def _order_blocks(
             f"sequences first, or resize to {num_live} blocks or more"
         )
     return blocks[:num_live], blocks[num_live:]
+
+
+def _find_known(metadata: Metadata, number: int) -> np.ndarray:
+    """Return which blocks of a group the index finds, bool[N]."""
+    block = jnp.arange(metadata.groups[number].num_blocks, dtype=jnp.int32)
+    return np.asarray(metadata.index.knows(metadata, number, block))
 
 
 def _apply(cache: Cache, number: int, plan: "Resizing") -> Cache:
@@ -198,7 +202,8 @@ def _resize(metadata: Metadata, number: int, plan: Resizing) -> Metadata:
     )
     metadata = renumber(metadata, number, jnp.asarray(plan.source), free)
     # Only the leading group's blocks stand in hash tables, a row for each of them.
-    return reenter(metadata) if number == metadata.leader else metadata
+    is_leader = number == metadata.leader
+    return metadata.index.reenter(metadata) if is_leader else metadata
 
 
 _count_compaction = jax.jit(count_compaction)

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, states, tables
-from jkv.metadata.prefixes import sequences
+from jkv.metadata import allocator, counters, requests, tables
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -265,24 +264,11 @@ def _open(
         num_uses=enter(opened.num_uses, entering.num_uses),
     )
     metadata = dataclasses.replace(metadata, sequences=opened)
-    metadata = sequences.note_opened(metadata, row, entering.salts, entering.committed)
-    metadata = _enter_states(metadata, row, entering.num_pending)
+    metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
+    metadata = metadata.with_pending(row, entering.num_pending)
     settled = counters.settle(metadata.sequences, status, served)
     metadata = dataclasses.replace(metadata, sequences=settled)
     return metadata, SwapIn(seq_ids, status), tuple(rows)
-
-
-def _enter_states(
-    metadata: Metadata, row: jax.Array, num_pending: jax.Array
-) -> Metadata:
-    """Note what rows, i32[B], have pending; their texts are not told here."""
-    if metadata.states is None:
-        return metadata
-    metadata = states.set_pending(metadata, row, num_pending)
-    if metadata.states is not None and metadata.states.texts is not None:
-        texts = metadata.states.texts.at[row].set(-1, mode="drop")
-        metadata = states.with_states(metadata, texts=texts)
-    return metadata
 
 
 def _fill_rows(

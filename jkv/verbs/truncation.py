@@ -1,22 +1,18 @@
 """truncate: tokens dropped from the end of sequences."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, states, tables
-from jkv.metadata.prefixes import prefix_index, sequences
-from jkv.metadata.prefixes.snapshots import find_cut, mark_used, num_places
+from jkv.metadata import counters, requests
+from jkv.metadata.part import Done, Moves
+from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
-from jkv.metadata.states import Cut, StateMoves
-from jkv.metadata.tails import BlockCopies
-from jkv.state import BlockGroup, Cache, Metadata
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.copies import with_copies
-from jkv.storage.state_copies import with_moves
+from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -63,125 +59,37 @@ def truncate(
       (5, 6)
     """
     seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
-    metadata, status, copies, moves = _truncate(cache.metadata, seq_ids, lengths)
-    return with_moves(with_copies(cache, metadata, copies), moves), status
+    metadata, status, moves = _truncate(cache.metadata, seq_ids, lengths)
+    return follow(cache, metadata, moves), status
 
 
 @jax.jit
 def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-) -> tuple[Metadata, jax.Array, tuple[BlockCopies, ...], StateMoves | None]:
+) -> tuple[Metadata, jax.Array, tuple[Moves, ...]]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
-    cut = find_cut(metadata, seq_ids, lengths)
-    wrong = requests.any_of(
-        [
-            *([] if cut is None else [cut.is_wrong]),
-            (lengths < 0) | (lengths > length),
-            *(
-                group.window.cuts_off(seq_ids, lengths, group.block_size)
-                for group in metadata.groups
-            ),
-        ]
-    )
+    outside = (lengths < 0) | (lengths > length)
+    looks = [part.cut(metadata, seq_ids, lengths) for part in parts_of(metadata)]
+    wrong = requests.any_of([outside, *(m for look in looks for m in look.wrongs)])
     causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
-
     lengths = jnp.where(eligible, lengths, 0)
-    column, tail = tables.locate(lengths, metadata.block_size)
-    has_tail = eligible & (tail > 0)
-    tails = [_find_tail(each, seq_ids, column, has_tail) for each in metadata.groups]
-    needs = tuple(each.is_shared.astype(jnp.int32) for each in tails)
-    no_block = requests.agree(metadata.groups, needs).no_block
+    plans = [look.judge(eligible) for look in looks]
+    no_block = requests.agree([plan.lacks for plan in plans]).no_block
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
 
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
-    copies = []
-    for number, each in enumerate(tails):
-        metadata, copied = _cut(metadata, number, each, seq_ids, lengths, served)
-        copies.append(copied)
-    metadata, moves = _cut_states(metadata, row, lengths, cut)
+    done = Done(served, seq_ids)
+    metadata, moves = apply_plans(metadata, plans, done)
+    row = done.rows(metadata)
     of_all = metadata.sequences
     shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
     of_all = dataclasses.replace(of_all, context_lengths=shortened)
     metadata = dataclasses.replace(metadata, sequences=of_all)
-    metadata = sequences.cut_back(metadata, row, lengths)
+    metadata = metadata.index.cut(metadata, row, lengths)
     of_all = counters.mark_used(metadata.sequences, row)
     of_all = counters.settle(of_all, status, served)
-    metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, status, tuple(copies), moves
-
-
-def _cut_states(
-    metadata: Metadata, row: jax.Array, lengths: jax.Array, cut: Cut | None
-) -> tuple[Metadata, StateMoves | None]:
-    """Let rows, i32[B], have the states at lengths, i32[B]; a row of S is dropped."""
-    if cut is None:
-        return metadata, None
-    metadata = states.set_pending(metadata, row, cut.num_pending)
-    no_row, none = metadata.max_sequences, num_places(metadata)
-    place = jnp.where(row < no_row, cut.place, none)
-    metadata = mark_used(metadata, place)
-    # Where the state stands before the cut already, only tokens are pending no more.
-    changes = (lengths == 0) | (place < none)
-    target = jnp.where(changes, row, no_row)
-    base = jnp.where(lengths == 0, 0, lengths - cut.num_pending)
-    return metadata, StateMoves(target, base, place=place if none else None)
-
-
-class _Tail(NamedTuple):
-    """The block of each of B requests that is cut through, in one group."""
-
-    column: jax.Array  # i32[B], of the block tables
-    is_cut: jax.Array  # bool[B], whether there is such a block
-    block: jax.Array  # i32[B]
-    is_shared: jax.Array  # bool[B], whether it is cut and others have it, too
-
-
-def _find_tail(
-    group: BlockGroup, seq_ids: jax.Array, column: jax.Array, is_cut: jax.Array
-) -> _Tail:
-    block = group.block_tables.at[seq_ids, column].get(mode="clip")
-    has_others = group.reference_counts.at[block].get(mode="clip") > 1
-    return _Tail(column, is_cut, block, is_cut & has_others)
-
-
-def _cut(
-    metadata: Metadata,
-    number: int,
-    tail: _Tail,
-    seq_ids: jax.Array,
-    lengths: jax.Array,
-    served: jax.Array,
-) -> tuple[Metadata, BlockCopies]:
-    """Cut served sequences, bool[B], back to lengths, i32[B], in one group."""
-    group = metadata.groups[number]
-    copied = tail.is_shared & served
-    kept = tables.num_blocks_for(lengths, group.block_size)
-    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    group = tables.release_blocks(
-        group,
-        seq_ids,
-        kept - copied.astype(jnp.int32),
-        jnp.where(served, mapped, 0),
-    )
-    metadata = metadata.with_group(number, group)
-    metadata, copies = sharing.take_tails(
-        metadata, number, copied, seq_ids, tail.column, tail.block
-    )
-    rewritten = served & tail.is_cut & ~copied
-    metadata = prefix_index.forget_rewritten(
-        metadata, number, jnp.where(rewritten, tail.block, group.num_blocks)
-    )
-    group = metadata.groups[number]
-    row = jnp.where(served, seq_ids, metadata.max_sequences)
-    emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
-    group = dataclasses.replace(
-        group,
-        num_mapped_blocks=group.num_mapped_blocks.at[row].set(kept, mode="drop"),
-        window=group.window.with_gaps(emptied, 0),
-    )
-    return metadata.with_group(number, group), copies
+    return dataclasses.replace(metadata, sequences=of_all), status, moves

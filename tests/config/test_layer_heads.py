@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import pretrained
 import pytest
 from support.config_json import LLAMA, folder
 
@@ -9,8 +10,11 @@ import jkv
 from jkv.commands.capacity import make_plan
 from jkv.config.huggingface import read_sizes
 from jkv.config.layer_kinds import (
+    ALL_HAVE_WINDOW,
+    EARLY_HAVE_WINDOW,
     FULL_EVERY,
     FULL_FIRST_OF,
+    LATE_HAVE_WINDOW,
     TURNED_HAVE_WINDOW,
 )
 
@@ -168,6 +172,35 @@ def test_windows_that_the_model_type_decides(tmp_path, model_type):
     for name in TELLING:
         settings.pop(name, None)
     assert [*read_sizes(folder(tmp_path, **settings), {}).layer_windows] == expected
+
+
+@needs_transformers
+@pytest.mark.parametrize("model_type", [*LATE_HAVE_WINDOW, *EARLY_HAVE_WINDOW])
+@pytest.mark.parametrize("late", [{}, dict(max_window_layers=5)])
+def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
+    """In jkv and in the loader; without `max_window_layers` 28 are none, or early."""
+    changes = dict(num_hidden_layers=32, use_sliding_window=True, **late)
+    settings, config = of_transformers(model_type, **changes)
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    expected = [config.sliding_window if kind else None for kind in kinds]
+    left_out = {"layer_types", "sliding_window", "max_window_layers"} - {*late}
+    settings = {name: settings[name] for name in settings.keys() - left_out}
+    assert [*read_sizes(folder(tmp_path, **settings), {}).layer_windows] == expected
+    loaded = pretrained.parse_config(settings | dict(vocab_size=32, architectures=[]))
+    assert [*loaded.windows] == expected
+
+
+@needs_transformers
+@pytest.mark.parametrize("model_type", sorted(ALL_HAVE_WINDOW))
+def test_windows_of_all_layers(tmp_path, model_type):
+    """Whatever else a file says of windows, as classes of transformers ignore it."""
+    changes = dict(sliding_window=8, max_window_layers=1, sliding_window_pattern=2)
+    if model_type == "qwen3_moe":
+        changes |= dict(use_sliding_window=True)
+    settings, config = of_transformers(model_type, **changes)
+    assert config.sliding_window == 8 and getattr(config, "layer_types", None) is None
+    found = read_sizes(folder(tmp_path, **settings), {}).layer_windows
+    assert found == (8,) * config.num_hidden_layers
 
 
 @needs_transformers

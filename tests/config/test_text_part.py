@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from jkv.config.text_part import LEFT_OUT, SIZES
+from jkv.config.text_part import DEFAULTS, LEFT_OUT, SIZES
 
 pytestmark = [
     pytest.mark.one_end,
@@ -21,3 +21,14 @@ def test_sizes_left_out_are_those_of_transformers(model_type):
     defaults = CONFIG_MAPPING[model_type]()
     expected = {size: getattr(defaults, size) for size in SIZES}
     assert dict(zip(SIZES, LEFT_OUT[model_type], strict=True)) == expected
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_settings_left_out_are_those_of_transformers(model_type):
+    """Where a window is switched off, its length stands in the class's signature."""
+    from transformers import CONFIG_MAPPING
+
+    own = DEFAULTS[model_type]
+    switched = {"use_sliding_window": True} if "use_sliding_window" in own else {}
+    defaults = CONFIG_MAPPING[model_type](**switched).to_dict()
+    assert {name: defaults[name] for name in own} == own | switched

@@ -252,6 +252,26 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
         assert texts(result)[0] == text
 
 
+@pytest.mark.one_end
+def test_a_text_whose_numbers_broke_ends_alone():
+    """A token overflows that only some texts choose; attention goes in loops."""
+    model = functools.partial(attention_model, implementation="xla")
+    sound, prompts = attention_params(), [[*PROMPTS[i % 4], i] for i in range(ROWS)]
+    values = arguments(prompts) | dict(row_counts=ONE_SIZE)
+    expected = texts(generate(model, sound, fresh_cache(), **values)[1])
+    prompted = {token for prompt in prompts for token in prompt}
+    (token, *_) = (t for t in expected[0][1:6] if t not in prompted)
+    embedding = np.array(sound["embedding"])
+    embedding[token] = np.inf
+    broken = dict(sound, embedding=jax.device_put(embedding))
+    _, result = generate(model, broken, fresh_cache(), **values)
+    # A text ends where the token is read that it has chosen.
+    ends = [[*text, token].index(token) + 1 for text in expected]
+    assert texts(result) == [text[:n] for text, n in zip(expected, ends, strict=True)]
+    why = ["NAN_LOGITS" if n < NEW_TOKENS else "LENGTH" for n in ends]
+    assert reasons(result) == why and {*why} == {"NAN_LOGITS", "LENGTH"}
+
+
 @pytest.mark.one_end  # the newest JAX has the queue's own tests
 def test_a_queue_changes_no_text_of_a_real_model():
     options = dict(temperature=[0.0, 1.0, 0.0, 1.5] + [0.0] * 4)

@@ -1,6 +1,7 @@
 """`jkv.jitted`: the loops as they are, traced once, the cache donated."""
 
 import inspect
+import typing
 
 import numpy as np
 import pytest
@@ -20,14 +21,19 @@ TRACED = {
     *("params", "cache", "state", "prompts", "tokens", "continuations", "seq_ids"),
     *("limits", "stop_tokens", "stop_sequences", "salts", "variants", "num_steps"),
     *("sampling", "speculate", "steering", "steering_state", "length_penalty"),
+    "how",
 }
 
 
 @pytest.mark.parametrize("name", jitted.__all__)
 def test_every_argument_is_either_static_or_traced(name: str) -> None:
-    parameters = {*inspect.signature(getattr(decoding, name)).parameters}
-    assert parameters <= jitted.STATIC | TRACED and not jitted.STATIC & TRACED
-    assert inspect.signature(getattr(jitted, name)).parameters.keys() == parameters
+    signature = inspect.signature(getattr(decoding, name))
+    assert inspect.signature(getattr(jitted, name)) == signature
+    parameters = {**signature.parameters}
+    if fields := parameters.pop("fields", None):
+        (named,) = typing.get_args(fields.annotation)
+        parameters |= named.__annotations__
+    assert {*parameters} <= jitted.STATIC | TRACED and not jitted.STATIC & TRACED
     assert {*jitted.READERS, *jitted.CHECKS} <= TRACED
 
 

@@ -56,7 +56,7 @@ def test_a_queue_of_a_model_without_keys():
     """A shared beginning has a snapshot from its second use on."""
     cache = jkv.init(make_config("state"))
     cache, result = generate("state", cache, PROMPTS[:1], max_running=1)
-    lengths = sorted(cache.metadata.states.snapshots.lengths.tolist())
+    lengths = sorted(cache.metadata.index.snapshots.lengths.tolist())
     # Before the end of the prompt, and where new tokens reached multiples.
     assert lengths[-3:] == [16, 24, 32]
     cache, result = generate("state", cache, PROMPTS[1:2], max_running=1)

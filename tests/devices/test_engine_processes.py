@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
+from jkv.decoding import Steps
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
@@ -26,15 +27,10 @@ from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
 SIZES = find_sizes(
-    max_running=4,
+    Steps(8, num_samples=2, max_running=4, chunk_size=8),
     num_ahead=2,
-    max_samples=2,
     max_prompt_tokens=40,
-    max_new_tokens=8,
     num_steps=2,
-    chunk_size=8,
-    row_counts=None,
-    exact=False,
     stop_sizes=StopSizes(3, 2, 2),
     speculate=None,
 )

@@ -175,7 +175,7 @@ def test_each_rank_guesses_tokens_of_its_own_texts(guess):
 @pytest.mark.one_end
 def test_each_prompt_goes_where_most_blocks_are_left():
     """They need 3, 2, 3, 2, no and 2 blocks, with four new tokens."""
-    prompts = Prompts.of(PROMPTS, limits=None, max_new_tokens=4, salts=0)
+    prompts, _ = Prompts.of(PROMPTS).divide(4)
     free = jax.numpy.array([3, 9], np.int32)
     assert deal(prompts, free, 4, 1).tolist() == [1, 1, 1, 0, 0, 0]
 

@@ -1,5 +1,6 @@
 """States on several devices: spread like heads over one axis, in pools over another."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,36 @@ def test_states_are_spread_where_the_configuration_says():
     specs = jkv.partition_specs(cache)
     assert specs.states[0].snapshot_rows["fold"] == spread
     assert specs.states[0].bases == PartitionSpec()
+
+
+@pytest.mark.parametrize("snapshots", [0, 3])
+@pytest.mark.parametrize("pools", [None, "dp"])
+def test_states_are_spread_again_when_they_are_loaded(tmp_path, snapshots, pools):
+    """With snapshots or without, where names come in another order than sizes."""
+    arrays = {"count": ((3,), "int16"), "sum": ((5, 4), "float32")}
+    state = jkv.StateConfig(
+        **dict(num_layers=2, max_sequences=4, max_context_length=16, block_size=4),
+        **dict(num_snapshots=snapshots, snapshot_every=8 if snapshots else None),
+        **dict(arrays=arrays, inputs={"x": ((2,), "int8")}, max_pending=1),
+        heads_axes={"sum": 1, "x": 0},
+    )
+    config = jkv.GroupedConfig(
+        groups=(state,), layer_groups=(0, 0), prefix_caching=bool(snapshots)
+    )
+    where = dict(mesh=MESH, heads="tp", pools=pools)
+    cache = jkv.init(config, **where)
+    ones = jax.tree.map(lambda rows: rows + 1, cache.states[0].rows)
+    states = dataclasses.replace(cache.states[0], rows=ones)
+    cache = cache.with_states((states,))
+    jkv.save(tmp_path / "cache", cache)
+    loaded = jkv.load(tmp_path / "cache", **where)
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(cache), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_array_equal(found, wanted)
+        assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
+    spread = loaded.states[0].rows["sum"].sharding.spec
+    assert spread == PartitionSpec(*[pools] * bool(pools), None, None, None, "tp")
 
 
 @pytest.mark.further

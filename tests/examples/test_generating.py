@@ -311,10 +311,14 @@ def test_ctrl_c_is_answered_while_jax_is_imported(monkeypatch, capsys):
         ("max_window_layers", None),
         ("layer_types", "full_attention"),
         ("sliding_window", 0.5),
+        ("sliding_window_pattern", "6"),
+        ("no_rope_layers", [1, "0"]),
     ],
 )
 def test_every_key_of_a_config_is_checked_by_type(key, value):
+    windowed = key.startswith("sliding_window_") or key == "no_rope_layers"
     kind = "qwen2" if "window" in key or key == "layer_types" else "llama3"
+    kind = "smollm3" if windowed else kind
     raw = json.loads((FIXTURES / "checkpoints" / kind / "config.json").read_text())
     if kind == "qwen2":
         raw |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}

@@ -173,8 +173,9 @@ def test_mamba_layers(case):
         expected = module(torch.from_numpy(x)[None])[0].numpy()
 
     gates, inputs = mamba2.project(sizes, weights, jnp.asarray(x))
-    rules, arrays = mamba2.Rules(sizes, weights), mamba2.list_state(config)
-    state = {name: jnp.zeros(*array) for name, array in arrays.items()}
+    rules, past = mamba2.Rules(sizes, weights), sizes.width - 1
+    state = {f"past_{n}": jnp.zeros((past, *inputs[n].shape[1:])) for n in "xbc"}
+    state["memory"] = jnp.zeros((sizes.num_heads, sizes.head_dim, sizes.state_dim))
     _, in_piece = jax.jit(rules.read_piece)(state, inputs, jnp.int32(LENGTH))
     _, by_token = jax.jit(lambda *given: jax.lax.scan(rules.read_token, *given))(
         state, inputs

@@ -180,8 +180,8 @@ class Echo:
     def close(self):
         pass
 
-    def submit(self, prompt, *, n, **_):
-        self.asked.append((prompt, n))
+    def submit(self, ask):
+        self.asked.append((ask.tokens, ask.n))
         return len(self.asked) - 1
 
     def step(self):

@@ -197,9 +197,9 @@ def test_stop_tokens_of_a_request(client, continued):
 def test_options_reach_the_engine(post, served, monkeypatch):
     told, submit = [], served.engine.submit
 
-    def note(tokens, **options):
-        told.append((tokens, options))
-        return submit(tokens, **options)
+    def note(ask):
+        told.append(vars(ask))
+        return submit(ask)
 
     monkeypatch.setattr(served.engine, "submit", note)
     body = {
@@ -219,27 +219,29 @@ def test_options_reach_the_engine(post, served, monkeypatch):
     }
     for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
         assert post(json.dumps(body | changes).encode())[0] == 200
-    options = told[0][1]
-    sampling = options.pop("sampling")
-    assert options == dict(
+    asked = {**told[0]}
+    sampling = asked.pop("sampling")
+    assert asked == dict(
+        tokens=[5, 6],
         n=1,
         max_new_tokens=2,
         stop_strings=["x"],
         stop_tokens=[0, 9],
+        stop_sequences=(),
         priority=-3,
         client="me",
         salt=0,
         variant=-1,
         timeout=250.0,
     )
-    assert told[0][0] == [5, 6] and told[1][1]["stop_tokens"] == [9]
+    assert told[1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.01, 1.5)
     assert sampling.seeds == 7
-    salts = [options["salt"] for _, options in told]
+    salts = [each["salt"] for each in told]
     assert len(set(salts)) == 3
     assert post(json.dumps(body | {"cache_salt": "a"}).encode())[0] == 200
-    assert told[3][1]["salt"] == salts[1]
+    assert told[3]["salt"] == salts[1]
 
 
 def test_logits_without_numbers_are_an_error_of_their_own(client):

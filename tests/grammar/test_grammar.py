@@ -1,5 +1,7 @@
 """A grammar inside jit: masks, states, ends, variants."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jkv.grammar import (
     from_choices,
     from_regex,
     join,
+    token_table,
 )
 
 # Of 40 tokens, so that a set is more than a word.
@@ -131,6 +134,20 @@ def test_what_takes_too_much_is_refused():
 
 
 @pytest.mark.one_end
+def test_how_far_a_grammar_is_can_be_told(monkeypatch):
+    monkeypatch.setattr(token_table, "_PAIRS_AT_ONCE", 1)
+    told = []
+    vocabulary = dataclasses.replace(
+        VOCABULARY, progress=lambda done, of_all: told.append((done, of_all))
+    )
+    grammar = from_regex("(ab|1){3}", vocabulary)
+    num_states = len(told)
+    assert told == [(done + 1, num_states) for done in range(num_states)]
+    assert num_states >= 7
+    silent = from_regex("(ab|1){3}", VOCABULARY)
+    chex.assert_trees_all_equal(grammar, silent)
+
+
 def test_vocabularies_that_differ_are_not_joined():
     other = Vocabulary(TOKENS[:39], end_tokens=[38])
     with pytest.raises(ValueError, match="vocabularies"):

@@ -17,7 +17,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 
 pytestmark = pytest.mark.one_end
 

@@ -26,11 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "state": {"config", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     "storage": {"attention", "config", "metadata", "sharding", "state", "status"},
-    "inspection": {"config", "metadata", "state", "status"},
     "verbs": {
         "attention",
         "config",
-        "inspection",
         "metadata",
         "recurrence",
         "sharding",
@@ -38,8 +36,23 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
+    # What a cache may have besides.
+    "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
+    "inspection": {"config", "metadata", "prefixes", "state", "status"},
+    "making": {
+        "config",
+        "inspection",
+        "metadata",
+        "prefixes",
+        "sharding",
+        "state",
+        "status",
+        "storage",
+        "verbs",
+    },
     "decoding": {
         "config",
+        "making",
         "metadata",
         "sharding",
         "state",
@@ -49,11 +62,19 @@ ALLOWED: dict[str, set[str]] = {
     },
     "jitted": {"decoding", "metadata"},
     "trees": {"decoding", "metadata", "status", "verbs"},
-    "serialization": {"attention", "decoding", "state", "status", "verbs"},
+    "serialization": {
+        "attention",
+        "decoding",
+        "prefixes",
+        "state",
+        "status",
+        "verbs",
+    },
     "commands": {
         "attention",
         "config",
         "inspection",
+        "making",
         "state",
         "status",
         "storage",
@@ -64,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "decoding",
         "inspection",
         "metadata",
+        "prefixes",
         "sharding",
         "state",
         "status",
@@ -78,6 +100,11 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"commands"},
     "plan": {"commands"},
 }
+# What a user of the cache reads: it knows kinds of things by their faces alone.
+CORE = {
+    *("status", "sharding", "attention", "recurrence", "config", "state", "metadata"),
+    *("storage", "verbs"),
+}
 # The doors of rooms that have many, from the ground up: each may use those before it.
 DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
@@ -87,6 +114,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "sampling",
         "scheduler",
         "speculation",
+        "arguments",
         "beams",
         "scoring",
         "extension",
@@ -100,7 +128,6 @@ RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
 EXTRAS = {
     "prometheus_client": "serving/prometheus.py",
-    "rich": "grammar/progress.py",
 }
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 
@@ -144,6 +171,11 @@ def test_the_list_is_in_order() -> None:
         below.add(room)
 
 
+def test_the_core_imports_nothing_beside_it() -> None:
+    for room in CORE:
+        assert ALLOWED[room] <= CORE, room
+
+
 @pytest.mark.parametrize("room", DOORS)
 def test_imports_point_down_inside_rooms(room: str) -> None:
     order = {f"jkv.{room}.{door}": rank for rank, door in enumerate(DOORS[room])}
@@ -165,6 +197,7 @@ def test_check_shares_no_code_with_the_verbs() -> None:
     names = "invariants", "recount", "block_invariants", "index_invariants", "arrays"
     for name in names:
         used = imported_modules(PACKAGE / "inspection" / f"{name}.py")
+        used -= {"jkv.prefixes.arrays"}
         assert not any(module.startswith("jkv.metadata") for module in used), name
 
 

@@ -56,7 +56,7 @@ def test_the_design_page_names_every_module() -> None:
 
 
 def test_the_rooms_of_the_design_page_import_down() -> None:
-    """A row uses those below it; attention, grammar and metadata are one room each."""
+    """A row uses those below it; attention and grammar are one room each."""
     rows = re.findall(r"^\| `([\w/]+)` \|.*\|$", DESIGN, re.MULTILINE)
     ranks = {room: rank for rank, room in enumerate(rows)}
     for path in (ROOT / "jkv").rglob("*.py"):
@@ -69,7 +69,7 @@ def test_the_rooms_of_the_design_page_import_down() -> None:
                 assert below, (path, used)
                 below = below.rpartition("/")[0]
             tops = {room.split("/")[0], below.split("/")[0]}
-            if tops not in ({"attention"}, {"grammar"}, {"metadata"}):
+            if tops not in ({"attention"}, {"grammar"}):
                 assert ranks[room] <= ranks[below], (path, used)
 
 

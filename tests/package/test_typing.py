@@ -127,8 +127,6 @@ def test_no_type_of_the_package_is_unknown():
         for each in exported
         if not each["isTypeKnown"] and not each["isTypeAmbiguous"]
     }
-    # Its base is registered as a pytree by a decorator that JAX leaves untyped.
-    unknown.discard("jkv.inspection.answers.WatchedBatch")
     # Not all of the client library's `Metric` has a type.
     collector = "jkv.serving.prometheus.EngineCollector"
     unknown -= {collector, f"{collector}.collect"}

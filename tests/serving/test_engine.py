@@ -22,7 +22,8 @@ from support.small_engines import (
 )
 
 from jkv.decoding import FinishReason, Sampling, spread_seeds
-from jkv.serving import RequestRefused, RequestState
+from jkv.serving import Ask, RequestRefused, RequestState
+from jkv.status import UsageError
 
 
 @pytest.mark.parametrize("seed", few([0, 1, 2, *further([3, 4, 5])], 1))
@@ -77,6 +78,18 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
         assert_alone(found[first : first + MOST_SAMPLES], asked | stops)
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
     assert_given_back(engine)
+
+
+@pytest.mark.one_end
+def test_an_ask_is_its_fields():
+    engine, request = make_engine(), draw_request(np.random.default_rng(4))
+    numbers = [engine.submit(**request), engine.submit(Ask(**request))]
+    named, asked = ([each[2:] for each in engine.results(n)] for n in numbers)
+    assert repr(named) == repr(asked) and named[0][0]
+    with pytest.raises(UsageError, match="n, salt beside an Ask"):
+        engine.submit(Ask([1]), n=2, salt=3)
+    with pytest.raises(TypeError, match="max_tokens"):
+        engine.submit([1], max_tokens=3)
 
 
 @pytest.mark.one_end

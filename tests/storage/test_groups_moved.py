@@ -19,7 +19,6 @@ from support.jax_versions import further
 from support.small_caches import assert_unchanged, with_storage_filled
 
 import jkv
-from jkv.metadata.prefixes.prefix_index import find_known
 from jkv.status import UsageError
 
 pytestmark = pytest.mark.one_end
@@ -316,11 +315,11 @@ class TestNewPools:
 
     def test_the_oldest_cached_blocks_of_a_group_go_first(self):
         cache, _ = jkv.free(busy(), list(TEXTS))
-        known = int(find_known(cache.metadata, 0).sum())
+        known = jkv.stats(cache).groups[0].cached_blocks
         assert known > 3
         smaller = jkv.resize(cache, (3, 12))
         jkv.check(smaller)
-        assert int(find_known(smaller.metadata, 0).sum()) == 3
+        assert jkv.stats(smaller).groups[0].cached_blocks == 3
         forgotten = [
             int(each.metadata.groups[0].free_blocks.num_forgotten[0])
             for each in (cache, smaller)

@@ -228,7 +228,7 @@ class TestTheFile:
         jkv.save(path, cache)
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata()
-            assert metadata["format"] == "jkv" and metadata["version"] == "2"
+            assert metadata["format"] == "jkv" and metadata["version"] == "3"
             assert metadata["holds"] == "cache"
             constants = json.loads(metadata["fields"])
             assert constants["storage.0.dtype"] == np.dtype(dtype).name
@@ -397,9 +397,9 @@ class TestRefusedFiles:
         raw = self.saved(path)
 
         def newer(header):
-            header["__metadata__"]["version"] = "3"
+            header["__metadata__"]["version"] = "4"
 
-        self.assert_refused(path, resealed(raw, newer), "version 3 .* reads 1 and 2")
+        self.assert_refused(path, resealed(raw, newer), "version 4 .* reads 2, 3")
 
     def test_with_a_right_checksum_but_not_a_cache(self, path):
         raw = self.saved(path)

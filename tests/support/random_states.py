@@ -280,21 +280,22 @@ class StateGame(ReuseGame):
 
     def compare_state(self):
         super().compare_state()
-        oracle, states = self.oracle, jax.device_get(self.cache.metadata.states)
+        oracle, sequences = self.oracle, jax.device_get(self.cache.metadata.sequences)
         if self.rules.max_pending:
             for seq_id, mine in oracle.open.items():
                 pending = len(mine.tokens) - mine.base
-                assert int(states.num_pending[seq_id]) == pending
-        self.compare_snapshots(states)
+                assert int(sequences.num_pending[seq_id]) == pending
+        self.compare_snapshots()
         if self.has_storage:
             for storage in jax.device_get(self.cache.states):
                 self.compare_rows(storage)
             if self.rng.random() < 0.2:
                 self.fill_unused()
 
-    def compare_snapshots(self, states):
+    def compare_snapshots(self):
         """The snapshots, in the order in which they are given up."""
-        oracle, snapshots = self.oracle, states.snapshots
+        index = jax.device_get(self.cache.metadata.index)
+        oracle, snapshots = self.oracle, index.snapshots
         order = np.argsort(snapshots.last_used, kind="stable")
         places = [int(p) for p in order if snapshots.lengths[p]]
         found = {}

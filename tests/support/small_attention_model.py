@@ -32,7 +32,9 @@ def attention_params():
     return jax.device_put(params)
 
 
-def attention_model(params, tokens, cache, batch, *, all_rows=False, window=None):
+def attention_model(
+    params, tokens, cache, batch, *, all_rows=False, window=None, implementation=None
+):
     hidden = params["embedding"][tokens] + params["positions"][batch.positions]
     num_rows = tokens.shape[0]
 
@@ -43,7 +45,14 @@ def attention_model(params, tokens, cache, batch, *, all_rows=False, window=None
         values = (hidden @ weights["value"]).reshape(num_rows, KV_HEADS, DIM)
         queries = (hidden @ weights["query"]).reshape(num_rows, HEADS, DIM)
         cache = jkv.write(cache, layer, batch, keys, values)
-        attended = jkv.attend(cache, layer, batch, queries, window=window)
+        attended = jkv.attend(
+            cache,
+            layer,
+            batch,
+            queries,
+            window=window,
+            implementation=implementation,
+        )
         return (jnp.tanh(hidden + attended.reshape(num_rows, -1)), cache), None
 
     layers = (jnp.arange(LAYERS, dtype=jnp.int32), params["layers"])

@@ -164,7 +164,7 @@ def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
     count = len(num_tokens if tokens is None else tokens)
     num_tokens = np.broadcast_to(num_tokens, count)
     options: dict[str, Any] = dict(keep_free=keep_free)
-    if cache.metadata.index is not None:
+    if cache.metadata.index.is_there:
         options |= dict(tokens=prompts(tokens or []), salts=_padded(salts, count, 0))
     cache, result = jkv.allocate(cache, _padded(num_tokens, count, -1), **options)
     return cache, _without_padding(result, count)

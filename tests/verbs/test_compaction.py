@@ -34,8 +34,8 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.prefixes import hash_tables
 from jkv.metadata.renumbering import in_order
+from jkv.prefixes import hash_tables
 
 pytestmark = pytest.mark.one_end
 

@@ -21,7 +21,7 @@ from support.small_caches import (
 from test_random_operations import EFFORT
 
 import jkv
-from jkv.metadata.prefixes import hashing
+from jkv.prefixes import hashing
 
 MODES = ["donated", "jitted", "eager"]
 # Shapes in which prompts are found again; in others blocks are hardly ever filled.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.metadata.prefixes import hashing
+from jkv.prefixes import hashing
 from jkv.status import Status
 
 pytestmark = pytest.mark.one_end

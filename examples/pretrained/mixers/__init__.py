@@ -5,10 +5,10 @@
 
 from .delta_layer import DELTA_RULE
 from .mamba2 import MAMBA2
-from .mixer import Arrays, Mixer
+from .mixer import Mixer
 from .short_convolution import SHORT_CONVOLUTION
 
-__all__ = ["MIXERS", "Arrays", "Mixer"]
+__all__ = ["MIXERS", "Mixer"]
 
 # By the names that `DecoderConfig.mixers` has.
 MIXERS: dict[str, Mixer] = {

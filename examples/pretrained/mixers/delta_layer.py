@@ -20,7 +20,7 @@ from ..parts import DeltaRule
 from ..sources import Source, list_whole
 from .convolution import convolve_piece, convolve_token
 from .delta_rule import Tokens, correct_once, correct_piece
-from .mixer import Arrays, Fold, Mixer
+from .mixer import Fold, Mixer
 
 # Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU, and the
 # triangular system of a piece costs less than its products.
@@ -133,35 +133,7 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
     return table
 
 
-def list_state(config: DecoderConfig) -> Arrays:
-    """Return the arrays of a sequence's state."""
-    sizes = config.delta_rule
-    shape = sizes.num_heads, sizes.key_dim, sizes.value_dim
-    past = {
-        f"past_{name}": ((sizes.width - 1, *heads), "float32")
-        for name, heads in _list_heads(sizes).items()
-    }
-    return {"memory": (shape, "float32")} | past
-
-
-def list_inputs(config: DecoderConfig) -> Arrays:
-    """Return what the state after a token follows from."""
-    sizes = config.delta_rule
-    rates = 1 if sizes.gates is None else sizes.key_dim
-    gates = {"decay": (sizes.num_heads, rates), "strength": (sizes.num_heads,)}
-    shapes = _list_heads(sizes) | gates
-    return {name: (shape, "float32") for name, shape in shapes.items()}
-
-
-DELTA_RULE = Mixer(
-    list_tensors,
-    list_state,
-    list_inputs,
-    {"memory": 0}
-    | {f"past_{name}": 1 for name in CONVOLVED}
-    | dict.fromkeys((*CONVOLVED, "decay", "strength"), 0),
-    apply,
-)
+DELTA_RULE = Mixer(list_tensors, apply)
 
 
 def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from ..layers import Weights, linear, scale_to_unit
 from ..parts import StateSpace
 from ..sources import Shape, Source, list_whole
 from .convolution import convolve_piece, convolve_token
-from .mixer import Arrays, Fold, Mixer
+from .mixer import Fold, Mixer
 from .state_space import Tokens, remember_piece, remember_token
 
 # Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU.
@@ -188,25 +188,7 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
     return list_whole(**shapes)
 
 
-def list_state(config: DecoderConfig) -> Arrays:
-    """Return the arrays of a sequence's state."""
-    sizes = config.state_space
-    shape = sizes.num_heads, sizes.head_dim, sizes.state_dim
-    past = {
-        f"past_{name}": ((sizes.width - 1, *heads), "float32")
-        for name, heads in _list_heads(sizes).items()
-    }
-    return {"memory": (shape, "float32")} | past
-
-
-def list_inputs(config: DecoderConfig) -> Arrays:
-    """Return what the state after a token follows from."""
-    sizes = config.state_space
-    shapes = _list_heads(sizes) | {"step": (sizes.num_heads,)}
-    return {name: (shape, "float32") for name, shape in shapes.items()}
-
-
-MAMBA2 = Mixer(list_tensors, list_state, list_inputs, {"memory": 0, "past_x": 1}, apply)
+MAMBA2 = Mixer(list_tensors, apply)
 
 
 def _list_heads(sizes: StateSpace) -> dict[str, tuple[int, int]]:

@@ -16,7 +16,7 @@ from ..config import DecoderConfig
 from ..layers import Weights, linear
 from ..sources import Source, list_whole
 from .convolution import convolve_piece, convolve_token
-from .mixer import Arrays, Fold, Mixer
+from .mixer import Fold, Mixer
 
 # Tokens of a piece. Its work is that of its tokens, however many.
 CHUNK = 64
@@ -83,14 +83,4 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
     return table
 
 
-def list_state(config: DecoderConfig) -> Arrays:
-    """Return the arrays of a sequence's state."""
-    return {"past": ((config.convolution.width - 1, config.hidden_size), "float32")}
-
-
-def list_inputs(config: DecoderConfig) -> Arrays:
-    """Return what the state after a token follows from."""
-    return {"x": ((config.hidden_size,), "float32")}
-
-
-SHORT_CONVOLUTION = Mixer(list_tensors, list_state, list_inputs, {"past": 1}, apply)
+SHORT_CONVOLUTION = Mixer(list_tensors, apply)

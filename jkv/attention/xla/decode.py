@@ -183,12 +183,19 @@ def _join_lanes(
     maximum = jnp.maximum(old.maximum, lane_maxima.max(axis=1))
     shrink = jnp.exp(old.maximum - maximum)
     lane_shrink = jnp.exp(found.maximum - gather(maximum, segment))
+    lane_values = found.values * lane_shrink[..., None]
+    # Of a lane with NaN or infinity the total alone says so: 0 * NaN is NaN, and what
+    # is added up by a product would reach all requests of the trip.
+    is_sound = jnp.isfinite(lane_values)
+    lane_totals = found.total * lane_shrink
+    lane_totals = jnp.where(is_sound.all(axis=-1), lane_totals, jnp.nan)
+    lane_totals = jnp.where(owns[..., None, None], lane_totals[None], 0.0)
     joins = owns.astype(jnp.float32)
-    total = multiply("mp,pkg->mkg", joins, found.total * lane_shrink)
-    values = multiply("mp,pkgd->mkgd", joins, found.values * lane_shrink[..., None])
+    lane_values = jnp.where(is_sound, lane_values, 0.0)
+    values = multiply("mp,pkgd->mkgd", joins, lane_values)
     return Sums(
         maximum,
-        old.total * shrink + total,
+        old.total * shrink + lane_totals.sum(axis=1),
         old.values * shrink[..., None] + values,
     )
 

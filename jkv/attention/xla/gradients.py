@@ -14,7 +14,7 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
 from jkv.attention.pools import add_blocks
-from jkv.attention.xla.operations import multiply
+from jkv.attention.xla.operations import multiply, set_broken_apart
 from jkv.attention.xla.plain_path import scale_queries
 from jkv.attention.xla.tiling import (
     RowTile,
@@ -35,6 +35,7 @@ class Rows(NamedTuple):
     lse: jax.Array  # f32[...], finite
     d_output: jax.Array  # f32[..., Dv]
     delta: jax.Array  # f32[...]
+    marks: jax.Array  # f32[...], NaN for a row with a broken number in it, else 0
 
 
 class Sums(NamedTuple):
@@ -50,12 +51,16 @@ def differentiate_plainly(call: Call, cotangents: Cotangents) -> Gradients:
     queries = scale_queries(call)
     by_group = queries.shape[:3]
     d_output, lse, delta = cotangents
+    d_output = d_output.astype(jnp.float32).reshape(*by_group, -1)
+    clean_queries, query_marks = set_broken_apart(queries, jnp.bool_(True))
+    d_output, output_marks = set_broken_apart(d_output, jnp.bool_(True))
     rows = Rows(
-        queries=queries,
+        queries=clean_queries,
         # Rows that see nothing have weights of zero whatever their log-sum-exp.
         lse=jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(by_group),
-        d_output=d_output.astype(jnp.float32).reshape(*by_group, -1),
+        d_output=d_output,
         delta=delta.reshape(by_group),
+        marks=query_marks + output_marks,
     )
     shapes = shape_gradients(call)
     tiling = make_tiling(call, min_rows=1)
@@ -109,17 +114,19 @@ def _add_chunk(
     pools, layer, soft_cap = tiling.call.pools, tiling.call.layer, tiling.call.soft_cap
     blocks, visible, used = locate_chunk(tiling, tile, index)
     keys, values = gather_heads(pools, layer, blocks)
-    # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
-    keys = jnp.where(used[None, :, None], keys, 0.0)
-    values = jnp.where(used[None, :, None], values, 0.0)
-    scores = score_chunk(rows.queries, keys, visible, soft_cap)
-    weights = jnp.exp(scores - rows.lse[..., None])
-    weights = jnp.where(visible[None, None], weights, 0.0)
+    used, seen = used[None, :, None], visible[None, None]
+    keys, key_marks = set_broken_apart(keys, used)
+    values, value_marks = set_broken_apart(values, used)
+    marks = key_marks + value_marks
+    scores = score_chunk(rows.queries, keys, visible, soft_cap, marks)
+    weights = jnp.exp(scores + (rows.marks - rows.lse)[..., None])
+    weights = jnp.where(seen, weights, 0.0)
     d_weights = multiply("kgqd,ksd->kgqs", rows.d_output, values)
     d_scores = weights * (d_weights - rows.delta[..., None])
     if soft_cap is not None:
-        slope = 1.0 - jnp.square(scores / soft_cap)
-        d_scores = jnp.where(visible[None, None], d_scores * slope, 0.0)
+        d_scores *= 1.0 - jnp.square(scores / soft_cap)
+    # The other rows of a tile are of others, whose cotangents may be NaN.
+    d_scores = jnp.where(seen, d_scores, 0.0)
 
     d_key_pool, d_value_pool = sums.keys, sums.values
     if d_key_pool is not None:

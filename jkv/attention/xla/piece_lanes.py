@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.pools import Pools, gather_pieces, gather_scales, read_twice
 from jkv.attention.softmax import HIDDEN, Sums
-from jkv.attention.xla.operations import cap_scores, gather, multiply
+from jkv.attention.xla.operations import cap_scores, gather, multiply, set_broken_apart
+
+_WEIGH = "pkgs,pksd->pkgd"
 
 
 class Lanes(NamedTuple):
@@ -58,7 +61,7 @@ def attend_lanes(
     hidden = read_twice(gathered.flat_keys, lanes.never, HIDDEN)
     scores = _score_pieces(call, gather(queries, lanes.row), gathered)
     scores = _hide_scores(scores, lanes.visible, hidden)
-    sums = _sum_pieces(scores, gathered)
+    sums = _sum_pieces(scores, gathered, lanes.visible)
     total = sums.total + read_twice(gathered.flat_values, lanes.never, 0.0)
     return sums._replace(total=total)
 
@@ -140,11 +143,35 @@ def _hide_scores(
 def _sum_pieces(
     scores: jax.Array,  # f32[P, K, Q * G, S], masked
     gathered: Gathered,
+    visible: jax.Array,  # bool[P, Q, S]
 ) -> Sums:
     """Return the softmax sums of each piece, `f32[P, K, Q * G, ...]`."""
     maximum = scores.max(axis=3)
     weights = jnp.exp(scores - maximum[..., None])
     total = weights.sum(axis=3)
+    num_rows, values = visible.shape[1], gathered.values
+    seen = None
+    if num_rows > 1:  # which do not see the same tokens
+        seen = jnp.repeat(visible, scores.shape[2] // num_rows, axis=1)[:, None]
     if gathered.value_scales is not None:
         weights *= gathered.value_scales[:, :, None]
-    return Sums(maximum, total, multiply("pkgs,pksd->pkgd", weights, gathered.values))
+        weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+    summed = multiply(_WEIGH, weights, values)
+    if seen is not None:
+        # Looking at the sums costs less than looking at all values.
+        is_sound = jnp.isfinite(summed).all()
+        given = summed, weights, values, seen
+        summed = lax.cond(is_sound, lambda sums, *_: sums, _sum_apart, *given)
+    return Sums(maximum, total, summed)
+
+
+def _sum_apart(
+    _: jax.Array,  # f32[P, K, Q * G, Dv]
+    weights: jax.Array,  # f32[P, K, Q * G, S]
+    values: jax.Array,  # f32[P, K, S, Dv]
+    seen: jax.Array,  # bool[P, 1, Q * G, S]
+) -> jax.Array:
+    """Return the sums anew, where a broken value reaches only rows that see it."""
+    values, marks = set_broken_apart(values, jnp.bool_(True))
+    row_marks = jnp.where(seen, marks[:, :, None], 0.0).sum(axis=3)
+    return multiply(_WEIGH, weights, values) + row_marks[..., None]

@@ -14,7 +14,7 @@ from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums
-from jkv.attention.xla.operations import multiply
+from jkv.attention.xla.operations import multiply, set_broken_apart
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,
@@ -81,9 +81,8 @@ def _attend_chunk(
     call = tiling.call
     chunk = locate_chunk(tiling, tile, index)
     keys, values = gather_heads(call.pools, call.layer, chunk.blocks)
-    # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
-    values = jnp.where(chunk.used[None, :, None], values, 0.0)
-    scores = score_chunk(rows, keys, chunk.visible, call.soft_cap)
+    values, marks = set_broken_apart(values, chunk.used[None, :, None])
+    scores = score_chunk(rows, keys, chunk.visible, call.soft_cap, marks)
     maximum = jnp.maximum(sums.maximum, scores.max(axis=3))
     weights = jnp.exp(scores - maximum[..., None])
     shrink = jnp.exp(sums.maximum - maximum)

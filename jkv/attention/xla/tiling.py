@@ -130,9 +130,11 @@ def score_chunk(
     keys: jax.Array,  # f32[K, C * T, D]
     visible: jax.Array,  # bool[Q, C * T]
     soft_cap: float | None,
+    marks: jax.Array,  # f32[K, C * T], of broken tokens
 ) -> jax.Array:
     """Return the masked scores, `f32[K, G, Q, C * T]`."""
     scores = cap_scores(multiply("kgqd,ksd->kgqs", queries, keys), soft_cap)
+    scores += marks[:, None, None]
     return jnp.where(visible[None, None], scores, HIDDEN)
 
 

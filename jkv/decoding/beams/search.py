@@ -4,21 +4,24 @@ Symbols: Q prompts, K beams of each, P most prompt tokens, G most new tokens.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jkv.decoding.arguments.asked import Asked
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.beams.state import BeamSearch, SearchState
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.stopping import Bounds, as_stop_tokens, judge_prompts
-from jkv.decoding.steering.rows import as_steering, begin_rows, with_variants
+from jkv.decoding.model.steps import Steps
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
@@ -26,24 +29,33 @@ from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 from jkv.steering import Steering
 
+_STOPS = "beam_search has stop_tokens i32[E], the same for all prompts, and no others"
+
+
+class OfSearch(TypedDict, total=False):
+    """What `beam_search` takes by name: rules, and of `Steps` and `Prompts.of`."""
+
+    length_penalty: jax.Array | float
+    early_stopping: EarlyStopping
+    num_return: int
+    max_new_tokens: int
+    chunk_size: int
+    salts: Integers
+    variants: Integers | None
+    stop_tokens: Integers
+    steering: Steering | None
+
 
 @takes_cache(argument=2)
 def beam_search(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts,  # i32[B, P]
+    prompts: Texts | Prompts,  # i32[B, P]
     *,
     num_beams: int,
-    max_new_tokens: int,
-    stop_tokens: Integers = (),  # i32[E]
-    length_penalty: jax.Array | float = 1.0,
-    early_stopping: EarlyStopping = False,
-    num_return: int = 1,
-    chunk_size: int = CHUNK_SIZE,
-    salts: Integers = 0,
-    steering: Steering | None = None,
-    variants: Integers = 0,
+    steps: Steps | None = None,
+    **fields: Unpack[OfSearch],
 ) -> tuple[Cache, BeamSearch]:
     """Find the most likely continuations of B prompts by beam search, and free them.
 
@@ -67,20 +79,21 @@ def beam_search(
         one that is empty is not begun.
       num_beams: texts of each prompt that run at one time, K; one is greedy search.
         Static.
-      max_new_tokens: most new tokens of any text, G; static.
-      stop_tokens: i32[E], tokens that end a text; they are kept in the result.
-      length_penalty: f32[] or float; above 0 it favours long texts, below short ones.
-      early_stopping: when a search with K texts that have ended stops: True at once;
-        False when the best beam, at its length, scores no better than the worst of
-        them; "never" like False, but a beam may have G tokens if the length penalty is
-        above 0. Static.
-      num_return: texts of each prompt that are returned, at most K; static.
-      chunk_size: rows of a step that computes prompts; static.
-      salts: i32[B] or int, domains of the prefix cache, if the cache has one.
-      steering: which tokens texts may have, as for `generate`. A search of which no
-        beam is allowed a token ends with the texts that it has found; without any it
-        ends by NOTHING_ALLOWED, with the beams of that moment.
-      variants: i32[B] or int, how each prompt is steered, as for `generate`.
+      steps: how many tokens a text may get, and `chunk_size`; nothing else. Static.
+      fields: by name, instead of steps, `max_new_tokens` and `chunk_size`; of
+        `Prompts.of` `salts`, `variants`, `stop_tokens`, the same for all prompts; and
+
+        * `length_penalty`, f32[] or float: above 0 it favours long texts, below short
+          ones; 1.0 if it is left out.
+        * `early_stopping`: when a search with K texts that have ended stops: True at
+          once; False, as it is if left out, when the best beam, at its length, scores
+          no better than the worst of them; "never" like False, but a beam may have G
+          tokens if the length penalty is above 0. Static.
+        * `num_return`: texts of each prompt that are returned, 1 if it is left out, at
+          most K; static.
+        * `steering`: which tokens texts may have, as for `generate`. A search of which
+          no beam is allowed a token ends with the texts that it has found; without any
+          it ends by NOTHING_ALLOWED, with the beams of that moment.
 
     Returns:
       The cache, all sequences of this call freed, and a `BeamSearch`. A search ends by
@@ -103,15 +116,14 @@ def beam_search(
       >>> found.tokens.tolist()
       [[[3, 4, 5, 6], [3, 4, 5, 9]]]
     """
-    check_counts(
-        num_beams=num_beams,
-        num_return=num_return,
-        chunk_size=chunk_size,
-    )
-    rules = _make_rules(
-        num_beams, max_new_tokens, stop_tokens, length_penalty, early_stopping
-    )
-    steering = as_steering(steering)
+    if np.ndim(fields.get("stop_tokens", 0)) > 1:
+        raise UsageError(_STOPS)
+    asked = Asked.of("beam_search", prompts, steps, None, fields, OfSearch)
+    texts, stops, steps, how = asked
+    steering, num_return = how.steering, fields.get("num_return", 1)
+    steps.check_only("beam_search", "max_new_tokens", "chunk_size")
+    check_counts(num_beams=num_beams, num_return=num_return)
+    rules = _make_rules(num_beams, steps.max_new_tokens, stops, fields)
     if steering is not None:
         rules = rules._replace(num_end_tokens=steering.num_end_tokens)
     if num_return > num_beams:
@@ -119,15 +131,13 @@ def beam_search(
             f"num_return must be at most num_beams, as a search keeps so many texts; "
             f"got {num_return} of {num_beams}"
         )
-    texts = Prompts.of(prompts, limits=None, max_new_tokens=max_new_tokens, salts=salts)
-    texts = with_variants(texts, steering, variants)
-    num_rows = max(texts.lengths.shape[0], min(chunk_size, texts.tokens.size))
+    num_rows = max(texts.lengths.shape[0], min(steps.chunk_size, texts.tokens.size))
     size = find_block_size(cache, (num_rows,))
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
     reasons = judge_prompts(texts, bounds, vocabulary, steering)
-    state = SearchState.begin(texts, reasons, num_beams, max_new_tokens)
+    state = SearchState.begin(texts, reasons, num_beams, steps.max_new_tokens)
     state = dataclasses.replace(
         state, steering_state=begin_rows(steering, texts, num_beams)
     )
@@ -148,27 +158,20 @@ def beam_search(
 
 
 def _make_rules(
-    num_beams: int,
-    max_new_tokens: int,
-    stop_tokens: Integers,
-    length_penalty: jax.Array | float,
-    early_stopping: EarlyStopping,
+    num_beams: int, max_new_tokens: int, stops: Stops, fields: OfSearch
 ) -> Rules:
+    early_stopping = fields.get("early_stopping", False)
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise UsageError(
             f'early_stopping must be True, False or "never", got {early_stopping!r}'
         )
-    stops = jnp.asarray(as_stop_tokens(stop_tokens))
-    if stops.ndim > 1:
-        raise UsageError(
-            f"stop_tokens must be i32[E], the same for all prompts, got shape "
-            f"{list(stops.shape)}"
-        )
-    penalty = jnp.asarray(length_penalty, jnp.float32)
+    if stops.tokens.shape[0] != 1 or stops.sequences is not None:
+        raise UsageError(_STOPS)
+    penalty = jnp.asarray(fields.get("length_penalty", 1.0), jnp.float32)
     if penalty.ndim:
         raise UsageError(
             f"length_penalty must be one number, got shape {list(penalty.shape)}"
         )
     # One beam is greedy search: its first text that ends is the one.
     stops_at_once = True if num_beams == 1 else early_stopping
-    return Rules(num_beams, max_new_tokens, stops.reshape(-1), penalty, stops_at_once)
+    return Rules(num_beams, max_new_tokens, stops.tokens[0], penalty, stops_at_once)

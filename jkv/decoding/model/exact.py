@@ -75,11 +75,10 @@ class Exact(NamedTuple):
 
     def check_cache(self, cache: Cache) -> None:
         """Refuse a cache that keeps inputs of tokens which may be taken back."""
-        states = cache.metadata.states
-        if states is not None and states.max_pending:
+        if most := cache.metadata.max_pending:
             raise UsageError(
                 f"exact= takes no guesses, so no tokens of a state are taken back: "
-                f"leave out max_pending of StateConfig, which is {states.max_pending}"
+                f"leave out max_pending of StateConfig, which is {most}"
             )
 
     def pad(

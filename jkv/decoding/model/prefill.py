@@ -24,6 +24,7 @@ class Pending(NamedTuple):
     # Returns the tokens, i32[R], of texts i32[R] at positions i32[R].
     find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     commits: bool = True  # whether full blocks can be found afterwards
+    partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
 
     def count_done(self, cache: Cache) -> jax.Array:
         """Return the tokens of each that are in the cache, i32[B]; 0 for none."""
@@ -98,10 +99,10 @@ def end_at_snapshots(
     Returns:
       i32[B], rows of each, at least one where there was one.
     """
-    states = cache.metadata.states
-    if states is None or states.snapshots is None:
+    snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
+    if snapshot_every is None:
         return counts
-    every, end = jnp.int32(states.snapshots.every), done + counts
+    every = jnp.int32(snapshot_every)
 
     def floor(lengths: jax.Array) -> jax.Array:
         return jax.lax.div(lengths, every) * every
@@ -132,7 +133,6 @@ def prefill(
     *,
     count_left: Callable[[Carry, jax.Array], jax.Array],
     note: Callable[[Cache, Carry, Chunk], Carry],
-    partings: jax.Array | None = None,
 ) -> tuple[Cache, Carry]:
     """Compute texts in chunks, until nothing is left or no text finds a block.
 
@@ -145,7 +145,6 @@ def prefill(
       count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
         how many more are to be computed.
       note: returns what becomes of the carry after a chunk.
-      partings: as for `end_at_snapshots`.
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
@@ -158,7 +157,7 @@ def prefill(
     ) -> tuple[Cache, Carry, jax.Array]:
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
-        counts = end_at_snapshots(cache, done, sizes.share(left), left, partings)
+        counts = end_at_snapshots(cache, done, sizes.share(left), left, texts.partings)
         cache, batch, logits = run_chunk(
             runner, cache, texts, done, counts, sizes.num_rows
         )

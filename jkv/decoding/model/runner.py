@@ -11,7 +11,7 @@ from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.prefixes import commit
+from jkv.verbs.commitment import commit
 
 
 class Runner(NamedTuple):

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.sampling.stopping import Bounds, Stops, judge_texts
+from jkv.decoding.sampling.stopping import Bounds, judge_texts
 from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.sharding.loops import when
 
 

@@ -21,7 +21,6 @@ from jkv.decoding.scheduler.state import GenerationState, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason
-from jkv.metadata.prefixes.prompt_search import find_partings
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -74,12 +73,13 @@ def _open_seated(
     has_states = cache.metadata.states is not None
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
-    partings = find_partings(cache.metadata, texts, state.prompts.salts[lanes.prompts])
+    salts = state.prompts.salts[lanes.prompts]
+    partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
         tokens=texts,
-        salts=state.prompts.salts[lanes.prompts],
+        salts=salts,
         keep_free=attempt.keep_free,
     )
     seq_ids, holder = opened.seq_ids, state.holder

@@ -4,11 +4,12 @@ Symbols: N sequences, Q prompts, K prompts of a call, P most prompt tokens.
 """
 
 import dataclasses
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.sampling.stopping import Stops, judge_prompts
+from jkv.decoding.sampling.stopping import judge_prompts
 from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.steering.rows import (
@@ -17,12 +18,13 @@ from jkv.decoding.steering.rows import (
     check_steering_of,
     with_variants,
 )
-from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.prompts import OfPrompts, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
+from jkv.status import UsageError
 from jkv.steering import Steering
 
 
@@ -31,16 +33,12 @@ def add_prompts(
     cache: Cache,
     state: GenerationState,
     indices: Integers,
-    prompts: Texts,
+    prompts: Texts | Prompts,
     *,
-    limits: Integers | None = None,
-    stop_tokens: Integers | None = None,
-    stop_sequences: Texts | None = None,
     num_samples: Integers | None = None,
-    salts: Integers = 0,
     priorities: Integers = 0,
     steering: Steering | None = None,
-    variants: Integers = 0,
+    **fields: Unpack[OfPrompts],
 ) -> GenerationState:
     """Let more prompts wait, instead of some that have ended.
 
@@ -54,17 +52,14 @@ def add_prompts(
       indices: i32[K], which prompts of the generation to replace, -1 for none. All
         sequences of such a prompt must have ended, or it stays as it is; the first
         mention counts.
-      prompts: i32[K, P], -1 after each one's end, P as in the first call.
-      limits: i32[K], most new tokens of each; None is as many as there is room for.
-      stop_tokens: i32[K, E], those of each prompt, -1 for none, E as in the first call.
-        None leaves those of the first call, which then hold for all prompts.
-      stop_sequences: i32[K, F, C], likewise, -1 after each one's end.
+      prompts: i32[K, P], -1 after each one's end, P as in the first call; or `Prompts`.
+        Limits of None are as many tokens as there is room for. What stops them has the
+        shape of the first call, which is left as it is where nothing is said.
       num_samples: i32[K], how many of its sequences each prompt wants; the others
         count as CANCELLED. None is all.
-      salts: i32[K] or int, domains of the prefix cache.
       priorities: i32[K] or int; of those that have not begun, smaller ones go first.
       steering: as for `begin`.
-      variants: i32[K] or int, as for `begin`.
+      fields: those of `Prompts.of`, each by its name.
 
     Returns:
       The state; a prompt that cannot begin has a reason at once.
@@ -89,13 +84,13 @@ def add_prompts(
     """
     num_prompts, width = state.prompts.tokens.shape
     (indices,) = broadcast(indices=indices)
-    added = Prompts.of(
-        prompts,
-        limits=limits,
-        max_new_tokens=state.result.tokens.shape[1],
-        salts=salts,
-        priorities=priorities,
-    )
+    if not isinstance(prompts, Prompts):
+        prompts = Prompts.of(prompts, **fields)
+    elif fields:
+        raise UsageError(f"{', '.join(fields)} beside Prompts, which say it: give one")
+    added, stops = prompts.divide(state.result.tokens.shape[1])
+    (order,) = broadcast(added.lengths.shape[0], priorities=priorities)
+    added = dataclasses.replace(added, priorities=jnp.asarray(order))
     if added.tokens.shape != (len(indices), width):
         raise ValueError(
             f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
@@ -103,7 +98,7 @@ def add_prompts(
         )
     steering = as_steering(steering)
     check_steering_of(state.result.steering_state, steering)
-    added = with_variants(added, steering, variants)
+    added = with_variants(added, steering)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~is_busy.at[index].get(mode="fill", fill_value=True)
@@ -112,11 +107,10 @@ def add_prompts(
     kept = jax.tree.map(
         lambda old, new: old.at[index].set(new, mode="drop"), state.prompts, added
     )
-    stops = state.stops
-    if stop_tokens is not None or stop_sequences is not None:
-        none = () if stop_tokens is None else stop_tokens
-        added_stops = Stops.of(none, stop_sequences, len(indices))
-        stops = stops.replace(index, added_stops, num_prompts)
+    if prompts.stops is None:
+        stops = state.stops
+    else:
+        stops = state.stops.replace(index, stops, num_prompts)
     state = dataclasses.replace(state, prompts=kept, stops=stops)
     most = state.num_samples if num_samples is None else num_samples
     (wanted,) = broadcast(len(indices), num_samples=most)

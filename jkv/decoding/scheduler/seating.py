@@ -125,7 +125,7 @@ def _find_offer(
             jnp.where(leads, whole, jnp.where(is_first, rest, own))
             for whole, rest, own in zip(costs, held, beside, strict=True)
         )
-    may_cost_less = leads & (cache.metadata.index is not None)
+    may_cost_less = leads & cache.metadata.index.is_there
     return _Offer(candidates, ended, costs, may_cost_less)
 
 

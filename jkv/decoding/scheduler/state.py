@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.exact import Exact
-from jkv.decoding.sampling.stopping import Bounds, Stops
+from jkv.decoding.sampling.stopping import Bounds
 from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.places import Places
 from jkv.decoding.scheduler.samples import Holder
 from jkv.decoding.texts.blocks import Blocks, BlockSize, find_block_size
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.stops import Stops
 from jkv.state import NO_SEQUENCE, Cache, Ring
 
 

@@ -6,10 +6,10 @@ import jax
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
+from jkv.making.initialization import init
 from jkv.sharding.varying import vary_with
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.verbs.initialization import init
 
 
 class Devices(NamedTuple):

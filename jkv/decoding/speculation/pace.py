@@ -1,10 +1,10 @@
-"""When to guess, and for which texts: where it pays; after a failure only later.
+"""Which steps of decoding guess tokens, and for which texts.
 
-What a step costs cannot be measured inside a jit, so the caller says how much longer
-one with guesses takes. What it brings is the share of each text's guesses that were
-right, of late. A text is guessed for where its own guesses are worth a step, and a step
-has guesses where those of all texts together are. Else it goes without, and a later one
-tries again, as if guesses were just good enough; each failure makes the pause longer.
+A step with guesses takes longer, which cannot be measured inside a jit: the caller
+says how much. It gains the share of guesses that were right lately, which is kept for
+each text. Tokens of a text are guessed if its own share is worth the time, and a step
+guesses if those of all texts together are. Otherwise some steps go without guesses, and
+then one tries again with the share that just pays; each failure makes the pause longer.
 
 Symbols: W places.
 """

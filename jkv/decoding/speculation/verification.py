@@ -28,12 +28,11 @@ from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.prompts import find_tokens
-from jkv.metadata.prefixes import sequences
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.attention_plan import plan_attention
-from jkv.verbs.prefixes import commit
+from jkv.verbs.commitment import commit
 from jkv.verbs.truncation import truncate
 
 
@@ -238,6 +237,6 @@ def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
         batch,
         query_lengths=kept,
         context_lengths=jnp.where(kept > 0, lengths, batch.context_lengths),
-        epochs=sequences.epochs(cache.metadata, batch.seq_ids),
+        epochs=cache.metadata.index.epochs_of(batch.seq_ids),
     )
     return commit(cache, shorter)

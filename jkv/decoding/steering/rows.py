@@ -17,7 +17,6 @@ from jax import lax
 
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import Integers, broadcast
 from jkv.status import UsageError
 from jkv.steering import Steering
 
@@ -169,7 +168,7 @@ def as_steering(steering: Steering | None) -> Steering | None:
                 f"@jax.tree_util.register_dataclass over its dataclass, and mark what "
                 f"is no array as static; got {type(leaf).__name__} in it"
             )
-    return jax.tree.map(jnp.asarray, steering)  # type: ignore[no-any-return]
+    return jax.tree.map(jnp.asarray, steering)
 
 
 def check_steering_of(state: Any, steering: Steering | None) -> None:
@@ -187,37 +186,39 @@ def check_steering_of(state: Any, steering: Steering | None) -> None:
         )
 
 
-def with_variants(
-    prompts: Prompts, steering: Steering | None, variants: Integers
-) -> Prompts:
-    """Return prompts that say how each is steered.
-
-    Args:
-      prompts: Q of them.
-      steering: what steers them.
-      variants: i32[Q] or int.
+def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
+    """Return prompts that say how each is steered, if something steers them.
 
     Raises:
       UsageError: for variants that are not there, where their numbers are known:
         outside of jit.
     """
+    given = prompts.variants
     if steering is None:
-        if not isinstance(variants, int) or variants not in (0, -1):
+        if given is not None and not _say_nothing(given):
             raise UsageError(
                 "variants say how a text is steered: give steering=, too, or leave "
                 "variants out"
             )
-        return prompts
-    (array,) = broadcast(prompts.lengths.shape[0], variants=variants)
-    if not isinstance(array, jax.core.Tracer):
-        wrong = np.asarray(array)[_find_unknown(np.asarray(array), steering)]
+        return dataclasses.replace(prompts, variants=None)
+    if given is None:
+        given = jnp.zeros_like(prompts.lengths)
+    if not isinstance(given, jax.core.Tracer):
+        wrong = np.asarray(given)[_find_unknown(np.asarray(given), steering)]
         if wrong.size:
             raise UsageError(
                 f"variants of {_name(steering)} are from 0 to "
                 f"{steering.num_variants - 1}, or -1 for a text that is not steered; "
                 f"got {int(wrong[0])}"
             )
-    return dataclasses.replace(prompts, variants=jnp.asarray(array))
+    return dataclasses.replace(prompts, variants=jnp.asarray(given))
+
+
+def _say_nothing(variants: jax.Array) -> bool:
+    """Return whether variants, i32[Q], are known to be the first, or none, of all."""
+    if isinstance(variants, jax.core.Tracer):
+        return False
+    return bool(np.isin(np.asarray(variants), (0, -1)).all())
 
 
 def find_unknown(prompts: Prompts, steering: Steering | None) -> jax.Array | None:

@@ -5,66 +5,106 @@ Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lane
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import (
-    Integers,
-    Texts,
-    as_prompts,
-    broadcast,
-    check_counts,
-)
+from jkv.decoding.texts.stops import Stops
+from jkv.metadata.requests import I32, Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts:
-    """Q prompts, each continued by as many sequences as there are samples."""
+    """Q prompts, each continued by as many sequences as there are samples.
+
+    Example:
+      >>> from jkv.decoding import Prompts
+      >>> Prompts.of([[5, 6, 7], [40]], limits=[4, 2]).lengths.tolist()
+      [3, 1]
+    """
 
     tokens: jax.Array  # i32[Q, P]
     lengths: jax.Array  # i32[Q]
     limits: jax.Array  # i32[Q], most new tokens of each of its sequences
     salts: jax.Array  # i32[Q], domain of the prefix index
     priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
-    # i32[Q], how each is steered, -1 not at all; None where nothing is
+    # i32[Q], how each is steered, -1 not at all; None if nothing was said, or is
     variants: jax.Array | None = None
+    stops: Stops | None = None  # what ends them; None if nothing was said, or is apart
 
     @classmethod
     def of(
         cls,
         texts: Texts,
         *,
-        limits: Integers | None,
-        max_new_tokens: int,
-        salts: Integers,
-        priorities: Integers = 0,
+        limits: Integers | None = None,
+        salts: Integers = 0,
+        variants: Integers | None = None,
+        stop_tokens: Integers | None = None,
+        stop_sequences: Texts | None = None,
     ) -> "Prompts":
         """Take the tokens before each row's first negative entry.
+
+        Args:
+          texts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
+            one that is empty is not begun. Lists of other lengths compile anew.
+          limits: i32[B], most new tokens of each; None is as many as of any.
+          salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
+            earlier prompts of a domain left behind is not computed again. The number of
+            the weights keeps versions apart.
+          variants: i32[B] or int, how each prompt is steered, of
+            `steering.num_variants` ways; -1 is not at all, None the first of them.
+          stop_tokens: i32[E], tokens that end a sequence; they are kept in the result.
+            Each prompt can have its own, i32[B, E] with -1 for none.
+          stop_sequences: i32[F, C], -1 after each one's end, or a list of token ids for
+            each: a sequence ends when its new tokens end with one of them; they are
+            kept. Of each prompt: i32[B, F, C], or a list of such lists.
 
         Raises:
           UsageError: for arguments of a wrong shape or type.
         """
-        check_counts(max_new_tokens=max_new_tokens)
         tokens = as_prompts(texts, "prompts")
         if tokens.shape[0] == 0:
             raise ValueError("prompts is empty; give at least one prompt")
         if tokens.shape[1] == 0:
             tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
         num_prompts = tokens.shape[0]
-        salts, priorities = broadcast(num_prompts, salts=salts, priorities=priorities)
+        (salts,) = broadcast(num_prompts, salts=salts)
+        if variants is not None:
+            (variants,) = broadcast(num_prompts, variants=variants)
+        stops = None
+        if stop_tokens is not None or stop_sequences is not None:
+            stops = Stops.of(stop_tokens, stop_sequences, num_prompts)
         return cls(
             tokens=tokens,
             lengths=count_tokens(tokens),
-            limits=_fill_limits(limits, num_prompts, max_new_tokens),
+            limits=_fill_limits(limits, num_prompts),
             salts=jnp.asarray(salts),
-            priorities=jnp.asarray(priorities),
+            priorities=jnp.zeros((num_prompts,), jnp.int32),
+            variants=variants,
+            stops=stops,
         )
+
+    def divide(self, max_new_tokens: int) -> "tuple[Prompts, Stops]":
+        """Return them with limits of so many new tokens, and apart what ends them."""
+        limits = jnp.minimum(self.limits, max_new_tokens)
+        stops = self.stops or Stops.of(None, None, self.lengths.shape[0])
+        return dataclasses.replace(self, limits=limits, stops=None), stops
+
+
+class OfPrompts(TypedDict, total=False):
+    """What is said of each prompt, as arguments of a loop; as `Prompts.of` has it."""
+
+    limits: Integers | None
+    salts: Integers
+    variants: Integers | None
+    stop_tokens: Integers | None
+    stop_sequences: Texts | None
 
 
 def count_tokens(texts: jax.Array) -> jax.Array:
@@ -170,11 +210,9 @@ def find_texts(
     return jnp.where(position < lengths[:, None], tokens, -1), lengths
 
 
-def _fill_limits(
-    limits: Integers | None, num_prompts: int, max_new_tokens: int
-) -> jax.Array:
+def _fill_limits(limits: Integers | None, num_prompts: int) -> jax.Array:
     """Return the most new tokens of each prompt's sequences, i32[Q]."""
-    limits = max_new_tokens if limits is None else limits
+    limits = I32.max if limits is None else limits
     # A list may hold tracers, which numpy does not read.
     if not isinstance(limits, Sequence) and np.ndim(limits) == 0:
         (counts,) = broadcast(num_prompts, limits=limits)
@@ -185,4 +223,4 @@ def _fill_limits(
             f"limits must be i32[{num_prompts}], one for each prompt, got "
             f"i32{list(counts.shape)}"
         )
-    return jnp.minimum(counts, max_new_tokens)
+    return jnp.asarray(counts)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import (
     begin_empty,
@@ -27,7 +29,6 @@ from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
-from jkv.verbs.prefixes import clear_prefixes
 
 Progress = Callable[[str, int, int], object]
 
@@ -50,13 +51,12 @@ class Loop:
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
+        how: How,
         kept: KeptPrograms | None,
-        speculate: PromptLookup | DraftModel | None,
-        steering: Steering | None = None,
     ):
         self._params, self._sizes, self.cache = params, sizes, cache
-        self._steering = as_steering(steering)
-        draft = speculate if isinstance(speculate, DraftModel) else None
+        self._steering = as_steering(how.steering)
+        draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_model = None if draft is None else draft.model
         self._draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
@@ -97,7 +97,7 @@ class Loop:
         """
         return Limits(
             max_prompt_tokens=self._sizes.max_prompt_tokens,
-            max_new_tokens=self._sizes.max_new_tokens,
+            max_new_tokens=self._sizes.steps.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -196,7 +196,7 @@ class Loop:
 
     def forget_cached(self) -> None:
         """Let nothing be found that was computed until now."""
-        if self.cache.metadata.index is not None:
+        if self.cache.metadata.index.is_there:
             self.cache = clear_prefixes(self.cache)
 
     def preempt_all(self) -> None:
@@ -313,8 +313,7 @@ class _First(NamedTuple):
         )
         metadata = put(self.shapes.metadata, self.metadata)
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
-        has_index = metadata.index is not None
-        return clear_prefixes(cache) if has_index else cache
+        return clear_prefixes(cache) if metadata.index.is_there else cache
 
 
 def _check_owned(name: str, cache: Cache | None) -> None:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.prefixes.recommitment import recommit
 from jkv.state import Cache
 from jkv.status import Status
 from jkv.storage.swapped import Swapped
 from jkv.verbs.allocation import allocate, free
-from jkv.verbs.recommitment import recommit
 from jkv.verbs.swapping import swap_in, swap_out
 
 

@@ -15,17 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.decoding.speculation.options import DraftModel
 from jkv.inspection.invariants import check
-from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport
 from jkv.serving.device.weights import check_weights
 from jkv.serving.request.request import EngineError
-from jkv.sharding.processes import Broadcast, is_shared, replicate
+from jkv.sharding.processes import (
+    Broadcast,
+    find_shared_mesh,
+    is_shared,
+    replicate,
+)
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
@@ -45,28 +50,23 @@ class SharedLoop(Loop):
 
     def __init__(
         self,
-        mesh: jax.sharding.Mesh,
         model: Model,
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
-        kept: KeptPrograms | None,
-        speculate: PromptLookup | DraftModel | None,
-        steering: Steering | None,
+        how: How,
         *,
         checks: bool,
     ):
-        if kept is not None:
-            raise UsageError(
-                "kept_programs are those of one process: on a mesh of several, give "
-                "None and let JAX keep compiled programs (warm_up(programs_folder=))"
-            )
+        mesh = find_shared_mesh(cache)
+        assert mesh is not None, "a cache on devices of several processes"
         self._mesh, self._checks = mesh, checks
-        params, steering = self._spread(params), self._spread(steering)
+        params, speculate = self._spread(params), how.speculate
         if isinstance(speculate, DraftModel):
             draft_params = self._spread(speculate.params)
             speculate = dataclasses.replace(speculate, params=draft_params)
-        super().__init__(model, params, cache, sizes, None, speculate, steering)
+        how = How(steering=self._spread(how.steering), speculate=speculate)
+        super().__init__(model, params, cache, sizes, how, None)
         # Of what was started last, arrays that are there when all is; None: unknown.
         self._newest: Any = None
         self._is_report_whole: bool | None = None  # on each process, as it is computed
@@ -76,8 +76,8 @@ class SharedLoop(Loop):
             {
                 "params": _describe(params),
                 "cache": _describe(cache),
-                "steering": _describe(steering),
-                "speculate": _describe(speculate),
+                "steering": _describe(how.steering),
+                "speculate": _describe(how.speculate),
                 "checks": repr(checks),
                 "one of the sizes": repr(sizes),
             },

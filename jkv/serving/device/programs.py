@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv import decoding
+from jkv.decoding import How, Prompts
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.scheduler.state import GenerationState
@@ -23,7 +24,7 @@ from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
 from jkv.decoding.texts.results import Statistics
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
 from jkv.serving.device.transfers import Arrivals, WindowReport, make_empty_sequences
-from jkv.serving.request.limits import NOT_STEERED
+from jkv.serving.request.ask import NOT_STEERED
 from jkv.state import Cache
 from jkv.steering import Steering
 
@@ -43,30 +44,21 @@ def begin_empty(
     sizes: EngineSizes,
 ) -> tuple[GenerationState, Sampling]:
     """Begin a generation of empty prompts: none waits."""
-    stops, num_sequences = sizes.stops, sizes.num_sequences
+    stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
     speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
     # Behind the barrier they are no constants, of which XLA would add up a million
     # while it compiles: half a minute for 128 prompts of up to 8,192 tokens.
-    prompts = jnp.full((sizes.num_prompts, sizes.max_prompt_tokens), -1, jnp.int32)
-    prompts = jax.lax.optimization_barrier(prompts)
-    state = decoding.begin(
-        model,
-        params,
-        cache,
-        prompts,
-        max_new_tokens=sizes.max_new_tokens,
+    texts = jax.lax.optimization_barrier(jnp.full(empty, -1, jnp.int32))
+    prompts = Prompts.of(
+        texts,
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
-        num_samples=sizes.num_samples,
-        max_running=sizes.max_running,
-        row_counts=sizes.row_counts,
-        exact=False if sizes.exact is None else sizes.exact,
-        speculate=speculate,
-        steering=steering,
         variants=NOT_STEERED,
     )
+    how = How(steering=steering, speculate=speculate)
+    state = decoding.begin(model, params, cache, prompts, steps=sizes.steps, how=how)
     fields = {
-        name: jnp.zeros((num_sequences,), dtype)
+        name: jnp.zeros((sizes.num_sequences,), dtype)
         for name, dtype in SAMPLING_DTYPES.items()
     }
     return state, Sampling(**fields)
@@ -138,15 +130,9 @@ def run_window(
     guessing = state.speculation
     draft_cache = None if guessing is None else guessing.draft_cache
     speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
+    how = How(sampling, steering, speculate)
     cache, state = decoding.decode(
-        model,
-        params,
-        cache,
-        state,
-        sampling=sampling,
-        num_steps=num_steps,
-        speculate=speculate,
-        steering=steering,
+        model, params, cache, state, num_steps=num_steps, how=how
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]

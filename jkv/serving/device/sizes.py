@@ -4,10 +4,11 @@ Symbols: Q prompts, N sequences of the generation, K lanes, S steps of a window 
 U new tokens of a sequence in one.
 """
 
+import dataclasses
 from typing import NamedTuple
 
-from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.model.steps import Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
@@ -27,12 +28,8 @@ class EngineSizes(NamedTuple):
     """Everything that the programs are compiled for, beside model and cache."""
 
     num_prompts: int  # Q
-    num_samples: int  # sequences of a prompt
     max_prompt_tokens: int
-    max_new_tokens: int
-    max_running: int
-    row_counts: tuple[int, ...] | None  # None where `exact` says
-    exact: Exact | None
+    steps: Steps
     num_steps: int  # S
     num_lanes: int  # K, prompts that one call of `exchange` takes
     stops: StopSizes
@@ -41,26 +38,27 @@ class EngineSizes(NamedTuple):
     @property
     def num_sequences(self) -> int:
         """Sequences of the generation, N."""
-        return self.num_prompts * self.num_samples
+        return self.num_prompts * self.steps.num_samples
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that run at one time."""
+        assert self.steps.max_running is not None
+        return self.steps.max_running
 
     @property
     def max_window_tokens(self) -> int:
         """Most new tokens of a sequence in a window, U."""
         guesses = 0 if self.guesses is None else self.guesses.num_tokens
-        return min(self.num_steps * (1 + guesses), self.max_new_tokens)
+        return min(self.num_steps * (1 + guesses), self.steps.max_new_tokens)
 
 
 def find_sizes(
+    steps: Steps,
     *,
-    max_running: int,
     num_ahead: int | None,
-    max_samples: int,
     max_prompt_tokens: int,
-    max_new_tokens: int,
     num_steps: int,
-    chunk_size: int,
-    row_counts: tuple[int, ...] | None,
-    exact: ExactShape,
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
@@ -69,32 +67,25 @@ def find_sizes(
     Raises:
       ValueError: for sizes that cannot be.
     """
+    running = steps.max_running
+    assert running is not None, "an engine says how many sequences run"
     check_counts(
-        max_running=max_running,
-        max_samples=max_samples,
-        num_steps=num_steps,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        chunk_size=chunk_size,
+        max_running=running, num_steps=num_steps, max_prompt_tokens=max_prompt_tokens
     )
-    ahead = max_running if num_ahead is None else num_ahead
+    ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
-    num_prompts = max_running + ahead
-    shape = Exact.of(exact)
-    if shape is not None:
-        shape.check_alone(row_counts, chunk_size)
-        shape.check_fits("max_running", max_running)
-    elif row_counts is None:
-        most_rows = min(chunk_size, num_prompts * max_prompt_tokens)
-        row_counts = spread_row_counts(max_running, most_rows)
+    num_prompts = running + ahead
+    if (exact := steps.exact_shape) is not None:
+        exact.check_alone(steps.row_counts, steps.chunk_size)
+        exact.check_fits("max_running", running)
+    elif steps.row_counts is None:
+        most_rows = min(steps.chunk_size, num_prompts * max_prompt_tokens)
+        counts = spread_row_counts(running, most_rows)
+        steps = dataclasses.replace(steps, row_counts=counts)
     return EngineSizes(
         num_prompts=num_prompts,
-        num_samples=max_samples,
         max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        max_running=max_running,
-        row_counts=row_counts,
-        exact=shape,
+        steps=steps,
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,

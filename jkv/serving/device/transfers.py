@@ -13,7 +13,8 @@ import numpy as np
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.request.limits import NOT_STEERED, StopSizes
+from jkv.serving.request.ask import NOT_STEERED
+from jkv.serving.request.limits import StopSizes
 from jkv.serving.request.request import Request, RequestState
 
 # What `WindowReport.stages` counts.
@@ -48,7 +49,7 @@ class Arrivals(NamedTuple):
           dispatched: at most K requests, each with the first of the samples that share
             the prompt; these know their sequences.
         """
-        count, samples, stops = sizes.num_lanes, sizes.num_samples, sizes.stops
+        count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
             return np.full((count, *shape), value, np.int32)

@@ -49,8 +49,8 @@ def check_weights(name: str, old: Any, new: Any) -> None:
     paths = dict(olds).keys() ^ dict(news).keys()
     if paths:
         path = min(paths, key=str)
-        who = "the new ones" if path in dict(olds) else "those of the engine"
-        raise UsageError(f"{name}{jax.tree_util.keystr(path)} is not among {who}")
+        others = "the new ones" if path in dict(olds) else "those of the engine"
+        raise UsageError(f"{name}{jax.tree_util.keystr(path)} is not among {others}")
     if structure != new_structure:
         raise UsageError(
             f"{name} must have the structure that the engine was made with, "

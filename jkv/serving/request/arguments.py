@@ -1,111 +1,85 @@
-"""From the arguments of `Engine.submit` and `Engine.generate` to requests, in numpy.
+"""From what is asked of an engine to requests, in numpy.
 
 Symbols: n sequences of a request, B prompts of a batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jkv.decoding.sampling.options import (
-    GREEDY,
     SAMPLING_DTYPES,
     Sampling,
     check_sampling,
     spread_seeds,
 )
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
-from jkv.serving.request.limits import NOT_STEERED, Limits, RequestRefused
-from jkv.serving.request.request import Client, Request
+from jkv.serving.request.ask import Ask, Client, OfAsk
+from jkv.serving.request.limits import Limits, RequestRefused
+from jkv.serving.request.request import Request
 
 
-def read_request(
-    limits: Limits,
-    tokens: Integers,
-    *,
-    n: int = 1,
-    max_new_tokens: int | None = None,
-    sampling: Sampling = GREEDY,
-    stop_tokens: Integers | None = None,
-    stop_sequences: Sequence[Integers] = (),
-    stop_strings: Sequence[str] | str = (),
-    salt: int = 0,
-    priority: int = 0,
-    client: Client = None,
-    variant: int = NOT_STEERED,
-    timeout: float | None = None,
-) -> Request:
-    """Return the request that was asked for; the arguments are those of `submit`.
+def read_request(limits: Limits, ask: Ask) -> Request:
+    """Return the request that was asked for.
 
     Raises:
       RequestRefused: for what is no request, or what the limits do not allow.
     """
-    most = limits.max_new_tokens if max_new_tokens is None else max_new_tokens
-    counts = {
-        "n": n,
-        "max_new_tokens": most,
-        "salt": salt,
-        "priority": priority,
-        "variant": variant,
-    }
-    for name, count in counts.items():
+    if ask.max_new_tokens is None:
+        ask = dataclasses.replace(ask, max_new_tokens=limits.max_new_tokens)
+    for name in ("n", "max_new_tokens", "salt", "priority", "variant"):
+        count = getattr(ask, name)
         if not isinstance(count, int | np.integer):
             raise RequestRefused(f"{name} must be an int, got {count!r:.60}")
-    if not isinstance(timeout, int | float | np.number | None):
-        raise RequestRefused(f"timeout must be seconds or None, got {timeout!r:.60}")
-    stops = limits.stop_tokens if stop_tokens is None else stop_tokens
-    if isinstance(stop_strings, str):
-        stop_strings = (stop_strings,)
-    for name, values in (
-        ("stop_sequences", stop_sequences),
-        ("stop_strings", stop_strings),
-    ):
+    if not isinstance(ask.timeout, int | float | np.number | None):
+        raise RequestRefused(
+            f"timeout must be seconds or None, got {ask.timeout!r:.60}"
+        )
+    stops = limits.stop_tokens if ask.stop_tokens is None else ask.stop_tokens
+    strings, sequences = ask.stop_strings, ask.stop_sequences
+    if isinstance(strings, str):
+        strings = (strings,)
+    for name, values in (("stop_sequences", sequences), ("stop_strings", strings)):
         if not isinstance(values, Iterable):
             raise RequestRefused(f"{name} must be a list, got {values!r:.60}")
-    stop_strings = tuple(stop_strings)
-    if not all(isinstance(each, str) for each in stop_strings):
-        raise RequestRefused(f"stop_strings must be texts, got {stop_strings!r:.60}")
+    strings = tuple(strings)
+    if not all(isinstance(each, str) for each in strings):
+        raise RequestRefused(f"stop_strings must be texts, got {strings!r:.60}")
+    assert ask.max_new_tokens is not None
     request = Request(
-        tokens=as_token_ids("the prompt", tokens),
-        n=n,
-        max_new_tokens=int(most),
-        sampling=_spread_sampling(sampling, n),
+        tokens=as_token_ids("the prompt", ask.tokens),
+        n=ask.n,
+        max_new_tokens=int(ask.max_new_tokens),
+        sampling=_spread_sampling(ask.sampling, ask.n),
         stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
         stop_sequences=tuple(
             tuple(as_token_ids("a stop sequence", sequence).tolist())
-            for sequence in stop_sequences
+            for sequence in sequences
         ),
-        stop_strings=stop_strings,
-        salt=int(np.asarray(as_domains("salt", salt))),
-        priority=priority,
-        client=_read_client(client),
-        variant=int(variant),
-        timeout=timeout,
+        stop_strings=strings,
+        salt=int(np.asarray(as_domains("salt", ask.salt))),
+        priority=ask.priority,
+        client=_read_client(ask.client),
+        variant=int(ask.variant),
+        timeout=ask.timeout,
     )
     limits.check(request)
     return request
 
 
 def split_batch(
-    prompts: Texts,
-    n: int,
-    sampling: Sampling,
-    limits: Integers | None,
-    salts: Integers,
-) -> Iterator[tuple[np.ndarray[Any, Any], Sampling, int, int]]:
-    """Return the arguments of `submit` for each prompt of a batch.
+    prompts: Texts, limits: Integers | None, salts: Integers, asked: OfAsk
+) -> Iterator[Ask]:
+    """Return what is asked for each prompt of a batch.
 
     Args:
       prompts: i32[B, P], -1 after each one's end, or a list of lists.
-      n: sequences of each prompt.
-      sampling: each field one number or B * n.
       limits: i32[B], None is no limit.
       salts: i32[B] or int.
-
-    Returns:
-      The tokens, sampling, limit and salt of each prompt.
+      asked: what holds for all; each field of sampling one number or B * n.
 
     Raises:
       RequestRefused: for a field of `sampling` of another length.
@@ -113,15 +87,20 @@ def split_batch(
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
-    tokens = [row[: np.argmax(np.append(row, -1) < 0)] for row in rows]
-    fields = _spread_sampling(sampling, len(rows) * n)
-    of_prompts = [
-        Sampling(**{k: v[i * n : (i + 1) * n] for k, v in fields.items()})
-        for i in range(len(rows))
-    ]
-    most = np.broadcast_to(I32.max if limits is None else np.asarray(limits), len(rows))
+    one = Ask((), **asked)
+    n, fields = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
+    bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
+    most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
     domains = np.broadcast_to(np.asarray(as_domains("salts", salts)), len(rows))
-    return zip(tokens, of_prompts, map(int, most), map(int, domains), strict=True)
+    for i, row in enumerate(rows):
+        own = {name: values[i * n : (i + 1) * n] for name, values in fields.items()}
+        yield dataclasses.replace(
+            one,
+            tokens=row[: np.argmax(np.append(row, -1) < 0)],
+            max_new_tokens=min(int(most[i]), bound),
+            sampling=Sampling(**own),
+            salt=int(domains[i]),
+        )
 
 
 def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:

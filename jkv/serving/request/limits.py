@@ -7,11 +7,9 @@ import numpy as np
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32
+from jkv.serving.request.ask import NOT_STEERED
 from jkv.serving.request.request import Request
 from jkv.status import UsageError
-
-# The variant of a request that is not steered.
-NOT_STEERED = -1
 
 
 class RequestRefused(ValueError):

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
+from jkv.serving.request.ask import Client
 from jkv.serving.request.texts import Detokenize, TextStream
-
-# Who asks; None is all who are not named.
-Client = str | int | None
 
 
 class RequestState(enum.Enum):
@@ -115,7 +113,7 @@ class Request:
     Times are seconds of the engine's clock.
     """
 
-    # What was asked: the arguments of `Engine.submit`.
+    # What was asked, read from an `Ask`.
     tokens: np.ndarray[Any, Any]  # i32[P], the prompt
     n: int
     max_new_tokens: int

@@ -242,7 +242,7 @@ class Parking:
         """Whether the requests can have what they may need until the next look."""
         pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
         # A prompt may be held for samples that wait.
-        most = self._sizes.max_running + (self._sizes.num_samples > 1)
+        most = self._sizes.max_running + (self._sizes.steps.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
             return False
         longest = sorted(lengths, reverse=True)[:most]

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.request import Client, Request, RequestState, Sample
+from jkv.serving.request.ask import Client
+from jkv.serving.request.request import Request, RequestState, Sample
 from jkv.serving.scheduler.waiting import Waiting
 
 

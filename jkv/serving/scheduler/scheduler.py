@@ -19,8 +19,8 @@ from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
+from jkv.serving.request.ask import Client
 from jkv.serving.request.request import (
-    Client,
     EngineError,
     Extension,
     Request,
@@ -91,7 +91,7 @@ class Scheduler:
         lock: AbstractContextManager[Any],
     ):
         self.loop, self.measures = loop, Measures()
-        self.queue = Queue(sizes.num_prompts, sizes.num_samples, options.shares)
+        self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         self.parking = Parking(loop, sizes, options.parking, options.clock)
         self._versions = Versions()
@@ -200,7 +200,7 @@ class Scheduler:
                 "texts are parked on one process: on several, submit the text again, "
                 "and the prefix index finds what is left of it"
             )
-        if self.loop.cache.metadata.index is None:
+        if not self.loop.cache.metadata.index.is_there:
             raise UsageError(
                 "a parked text is found by the prefix index: give the engine a cache "
                 "with CacheConfig(prefix_caching=True)"
@@ -323,7 +323,9 @@ class Scheduler:
                 changes.append((dispatched, self.queue.take_cancelled()))
                 self.measures.begun.add(len(dispatched), self._options.clock())
                 for request, first in dispatched:
-                    sharing = request.samples[first : first + self._sizes.num_samples]
+                    sharing = request.samples[
+                        first : first + self._sizes.steps.num_samples
+                    ]
                     self._versions.begin(sharing)
             samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work

@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from jkv.serving.request.request import Client
+from jkv.serving.request.ask import Client
 
 # A number of a request, and the first of the samples that share the prompt.
 Prompt = tuple[int, int]
@@ -169,15 +169,16 @@ class FairQueue:
             if line.waiting or (not line.num_open and line.service > service):
                 self._put(line)
             elif not line.num_open:
-                # All who wait have had as much: it would start where a new one does.
+                # Clients that wait have all had as much service as this one, so that
+                # a new line would begin at the same place.
                 del self._lines[client]
         return None
 
     def _find_floor(self) -> float:
         """Return the service from which a client starts that begins to wait.
 
-        It is the virtual time, and never goes back: all who wait have had as much as
-        the line that a prompt was taken of last had then.
+        It is the virtual time and never decreases: every client that waits has had at
+        least the service of the line from which a prompt was taken last.
         """
         line = self._find_first() or self._newest
         return 0.0 if line is None else line.service

@@ -1,0 +1,79 @@
+"""The tensors of a GGUF file, by a checkpoint's names and as a checkpoint has them."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .configs import find_kind
+from .files import GGUFile, dequantize, read_file
+
+# Worked out of what the config says.
+DERIVED = ("rope_freqs.weight",)
+
+
+def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
+    """Return the names in the file by those of a checkpoint.
+
+    Args:
+        file: all of its tensors are named, those that nobody knows as they are.
+        known: the checkpoint's names.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(numbers[file.architecture], file.need("block_count"))
+    stored = {
+        name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in known
+    }
+    found = {name: other for name, other in stored.items() if other in file.tensors}
+    strange = file.tensors.keys() - {*found.values()} - {*DERIVED}
+    return found | {name: name for name in strange}
+
+
+class GGUFTensors:
+    """What `safetensors.safe_open` gives, of a GGUF file."""
+
+    def __init__(self, index: Path) -> None:
+        """Map the file that an index names."""
+        written = json.loads(index.read_text(encoding="utf-8"))
+        self._names = written["weight_map"]
+        self._file = read_file(Path(written["file"]))
+        self._kind = find_kind(self._file)
+
+    def get_slice(self, name: str) -> "_Stored":
+        """Return a tensor that is read when it is indexed."""
+        return _Stored(functools.partial(self.get_tensor, name))
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Return a tensor as the checkpoint had it."""
+        tensor = dequantize(self._file.tensors[self._names[name]])
+        if self._kind.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - np.float32(self._kind.norm_offset)
+        if self._kind.is_permuted:
+            for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv")):
+                if f".{part}." in name:
+                    heads = self._file.need(f"attention.{key}")
+                    tensor = _halve_heads(tensor, heads)
+        return tensor
+
+
+class _Stored:
+    """A tensor of floats, whatever it is stored as."""
+
+    def __init__(self, read: Any) -> None:
+        self._read = read
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._read()[index]
+
+
+def _halve_heads(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    """Bring rows [H * D, ...] from pairs of neighbours to pairs of halves of a head."""
+    pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)

@@ -1,0 +1,126 @@
+"""What layers of a model keep, which jkv reads of a config.json.
+
+Their kinds, windows, heads and states: a cache is planned by the same reader before the
+weights are there.
+"""
+
+from typing import Any
+
+from jkv.config.layer_heads import Heads, list_heads
+from jkv.config.layer_kinds import (
+    ALL_HAVE_WINDOW,
+    EARLY_HAVE_WINDOW,
+    LATE_HAVE_WINDOW,
+    WINDOWED,
+    name_layers,
+)
+from jkv.config.layer_states import LayerState
+from jkv.config.layer_windows import list_windows
+from jkv.config.state_readings import list_states
+
+from .settings import Settings
+
+KINDS_OF_WINDOWS = {"full_attention", WINDOWED}
+
+
+def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
+    """Return the kind of each layer, as `layer_types` names them; None if all attend.
+
+    Args:
+        settings: those of config.json.
+        num_layers: which it must name; 0 for as many as it does.
+
+    Raises:
+        ValueError: for kinds of another number of layers.
+    """
+    listed = settings.get("layer_types", [])
+    if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
+        raise ValueError(f"config.json: 'layer_types' must be a list, got {listed!r}")
+    for name in ("attn_layer_indices", "full_attn_idxs", "no_rope_layers"):
+        settings.ints(name)
+    if settings.get("sliding_window_pattern") is not None:
+        settings.count("sliding_window_pattern")
+    kinds = name_layers(_merge(settings), num_layers)
+    if kinds is not None and num_layers not in (0, len(kinds)):
+        raise ValueError(
+            f"config.json: layer_types must name {num_layers} layers, got {len(kinds)}"
+        )
+    return kinds
+
+
+def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+    """Return what each layer sees in tokens, itself counted; None is everything.
+
+    Raises:
+        ValueError: for settings that do not fit each other.
+    """
+    windowed, model = list_windowed(settings, num_layers), _merge(settings)
+    if settings.get("sliding_window") is not None:
+        settings.count("sliding_window")
+    counts_layers = model["model_type"] in LATE_HAVE_WINDOW | EARLY_HAVE_WINDOW
+    if settings.flag("use_sliding_window") and counts_layers:
+        settings.count("max_window_layers", least=0)
+    has_window = model.get("sliding_window") and model.get("use_sliding_window", True)
+    if has_window and model["model_type"] in ALL_HAVE_WINDOW and not all(windowed):
+        raise ValueError(
+            "config.json: mixed layer_types are not supported for this architecture"
+        )
+    return list_windows(model, list_kinds(settings, num_layers), num_layers)
+
+
+def list_windowed(settings: Settings, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is of the kind that has a window.
+
+    Raises:
+        ValueError: for kinds of layers that differ in something else.
+    """
+    kinds = list_kinds(settings, num_layers) or ["full_attention"] * num_layers
+    unknown = sorted({str(kind) for kind in kinds} - KINDS_OF_WINDOWS)
+    if unknown:
+        raise ValueError(
+            f"config.json: layer_types must name layers of full_attention or "
+            f"sliding_attention; unknown {unknown}"
+        )
+    return tuple(kind == WINDOWED for kind in kinds)
+
+
+def read_state(settings: Settings, num_layers: int) -> LayerState | None:
+    """Return what each layer with a state keeps, None if there is none.
+
+    Raises:
+        ValueError: for sizes that are none.
+    """
+    states = list_states(_merge(settings), list_kinds(settings, num_layers))
+    return next(filter(None, states), None)
+
+
+def list_turned(settings: Settings, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether positions turn its queries and keys."""
+    turned = settings.ints("no_rope_layers")  # 1 where they do
+    if turned is None:
+        every = settings.count("no_rope_layer_interval")
+        return tuple((i + 1) % every != 0 for i in range(num_layers))
+    if len(turned) != num_layers:
+        raise ValueError(
+            f"config.json: no_rope_layers must have {num_layers} numbers, "
+            f"got {len(turned)}"
+        )
+    return tuple(map(bool, turned))
+
+
+def read_layer_heads(
+    settings: Settings, windowed: tuple[bool, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return the key-value heads and the head dim of each layer.
+
+    Raises:
+        ValueError: for what single layers are said to differ in that is not known.
+    """
+    heads, dim = settings.count("num_key_value_heads"), settings.count("head_dim")
+    usual = Heads(heads, dim, dim)
+    layers = list_heads(_merge(settings), usual, dict(enumerate(windowed)))
+    return tuple((each.num_kv_heads, each.head_dim) for each in layers)
+
+
+def _merge(settings: Settings) -> dict[str, Any]:
+    return {**settings.defaults, **settings.raw}

@@ -1,0 +1,1 @@
+"""What a loop is asked for, as values or by the names of their fields."""

@@ -1,0 +1,119 @@
+"""How much a loop does, and in steps of which sizes: its static numbers.
+
+Symbols: B prompts of at most P tokens, W sequences that run at one time, R rows.
+"""
+
+import dataclasses
+from typing import TypedDict
+
+from jkv.decoding.model.exact import Exact, ExactShape
+from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.metadata.requests import check_counts
+from jkv.status import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """How much a loop does, and in which sizes. Static under jit, as it is hashable.
+
+    Attributes:
+      max_new_tokens: most new tokens of any sequence, G.
+      num_samples: continuations of each prompt, which is computed once (`fork`). Sample
+        j of prompt i is sequence `i * num_samples + j` of the result.
+      max_running: most sequences that run at one time, W. None is all of them. A cache
+        with fewer rows runs fewer. With several pools it holds for each.
+      chunk_size: rows of a step that computes prompts, unless `row_counts` says. Take
+        few where the prefix cache leaves few.
+      row_counts: rows that a step may have, ascending, the last at least W. A step
+        takes the smallest that holds its work, each is a program to compile. None is W
+        and the larger of W and `chunk_size`, which is B * P at most.
+      exact: True or (W, R): tokens and log-probabilities are the same bits whatever
+        else is in the call or came before, as `jkv.check_exact` shows for a model of
+        your own. Every call of the model has W requests and R rows, 64 and 64 for True,
+        and costs that much.
+
+    Raises:
+      UsageError: for numbers that are no positive ints.
+
+    Example:
+      >>> from jkv.decoding import Steps
+      >>> Steps(100, max_running=8).chunk_size
+      512
+    """
+
+    max_new_tokens: int
+    num_samples: int = 1
+    max_running: int | None = None
+    chunk_size: int = CHUNK_SIZE
+    row_counts: tuple[int, ...] | None = None
+    exact: ExactShape = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no static number; keep lists as tuples."""
+        check_counts(
+            max_new_tokens=self.max_new_tokens,
+            num_samples=self.num_samples,
+            chunk_size=self.chunk_size,
+        )
+        for name in ("row_counts", "exact"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def exact_shape(self) -> Exact | None:
+        """The shape of every call of the model, None for no fixed one."""
+        return Exact.of(self.exact)
+
+    def check_only(self, loop: str, *names: str) -> None:
+        """Refuse fields that a loop does not have, unless they are the defaults."""
+        for field in dataclasses.fields(self):
+            if field.name not in names and getattr(self, field.name) != field.default:
+                raise UsageError(
+                    f"{loop} has no {field.name}; of Steps it takes {', '.join(names)}"
+                )
+
+    def resolve(
+        self, num_sequences: int, most_rows: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the places, W, and the rows that a step may have.
+
+        Args:
+          num_sequences: N.
+          most_rows: rows that all prompts have together.
+        """
+        running = num_sequences if self.max_running is None else self.max_running
+        check_counts(max_running=running)
+        if (exact := self.exact_shape) is not None:
+            exact.check_alone(self.row_counts, self.chunk_size)
+            exact.check_fits("max_running", self.max_running or 1)
+            return exact.num_requests, (exact.num_rows,)
+        num_places = min(running, num_sequences)
+        if self.row_counts is None:
+            chunk = min(self.chunk_size, most_rows)
+            return num_places, tuple(sorted({num_places, max(num_places, chunk)}))
+        if not isinstance(self.row_counts, tuple):
+            raise UsageError(
+                f"row_counts must be a tuple of ints, as ({running},) for steps of so "
+                f"many rows, got {self.row_counts!r}"
+            )
+        counts = self.row_counts
+        for count in counts:
+            check_counts(row_counts=count)
+        if list(counts) != sorted(set(counts)) or not counts or counts[-1] < running:
+            raise ValueError(
+                f"row_counts must ascend, and the last be at least max_running, as a "
+                f"step has a row for each sequence that runs; got {counts} for "
+                f"{running}"
+            )
+        return num_places, counts
+
+
+class OfSteps(TypedDict, total=False):
+    """The fields of `Steps`, as arguments of a loop."""
+
+    max_new_tokens: int
+    num_samples: int
+    max_running: int | None
+    chunk_size: int
+    row_counts: tuple[int, ...] | None
+    exact: ExactShape

@@ -1,0 +1,1 @@
+"""What names the kinds of which a cache is made: init, partition_specs, save, load."""

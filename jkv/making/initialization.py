@@ -1,0 +1,189 @@
+"""init: a fresh cache."""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.config.arrays import ArrayLayout
+from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
+from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.state_config import StateConfig
+from jkv.config.state_layout import StateSizes, lay_out_state_storage
+from jkv.prefixes.face import KINDS
+from jkv.sharding.heads import copies_of
+from jkv.sharding.storage_sharding import StorageSharding
+from jkv.state import Cache
+from jkv.status import UsageError
+from jkv.storage import fields
+from jkv.storage.placement import Placement, Placements, choose_placements, put
+
+
+def init(
+    config: CacheConfig | StateConfig | GroupedConfig,
+    *,
+    storage: bool = True,
+    device: Placement = None,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
+    context: str | None = None,
+    pools: str | None = None,
+) -> Cache:
+    """Return a fresh cache: every block free, no sequence open.
+
+    Args:
+      config: the sizes; for a model whose layers differ in what they keep those of each
+        group of layers.
+      storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
+        the metadata alone, to simulate a schedule or to test one.
+      device: where the arrays go, a device or a sharding; default JAX's own choice.
+      mesh: devices that the cache lies on, instead of `device`. The cache remembers it,
+        so the verbs work with and without `jax.set_mesh`.
+      heads: the mesh axis over which the kv heads of keys and values are spread. The
+        metadata, and everything if it is None, is on every device. Where the axis has
+        more devices than a group has kv heads, each head is held several times.
+      context: the mesh axis over which the tokens of each block are spread, so that a
+        sequence lies on all of its devices: each attends to its part. The block size
+        must be a multiple of their number.
+      pools: the mesh axis of which each rank has pools of these sizes, with metadata
+        of its own: `generate` deals prompts to them, `over_pools` calls verbs on them.
+
+    Returns:
+      A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ...
+
+    Raises:
+      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
+        a block, evenly, or for arguments that exclude each other.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(
+      ...     num_layers=2, num_kv_heads=1, head_dim=8, num_blocks=4,
+      ...     max_sequences=2, max_context_length=16), storage=False)
+      >>> int(jkv.num_free_blocks(cache)), cache.storage[0].key_pool.size
+      (4, 0)
+
+      A model of which three layers see 64 tokens, and one sees everything:
+
+      >>> config = jkv.GroupedConfig.for_context_length(
+      ...     4096, max_sequences=2, layer_windows=[64, 64, None, 64], num_kv_heads=1,
+      ...     head_dim=8, step_tokens=32)
+      >>> cache = jkv.init(config)
+      >>> [group.num_blocks for group in cache.metadata.groups], cache.find_layer(3)
+      ([512, 18], GroupLayer(group=1, layer=2))
+    """
+    if not isinstance(config, CacheConfig | StateConfig | GroupedConfig):
+        raise UsageError(
+            f"init takes a jkv.CacheConfig or a jkv.GroupedConfig, got "
+            f"{type(config).__name__}; jkv.CacheConfig(num_layers=..., ...) makes one"
+        )
+    groups = as_grouped(config)
+    axes = {"heads": heads, "context": context, "pools": pools}
+    where = choose_placements(groups, device, mesh, **axes)
+    sizes, states = groups.sizes, groups.state_sizes
+    if not storage:
+        sizes = tuple(each._replace(num_layers=0) for each in sizes)
+        states = tuple(each._replace(num_layers=0) for each in states)
+    arrays = _make_arrays(sizes, states, groups.prefix_caching, where)
+    constants = {
+        "layer_groups": groups.groups_of_layers,
+        "state_numbers": groups.state_numbers,
+        "pools": where.pools,
+        "metadata.sequences.max_context_length": groups.max_context_length,
+        "metadata.sequences.block_size": groups.block_size,
+    }
+    for i, (each, sharding) in enumerate(zip(sizes, where.shardings, strict=True)):
+        constants |= _list_constants(i, each, sharding)
+    for i, of_states in enumerate(states):
+        constants |= _list_state_constants(i, of_states, groups.prefix_caching)
+    if not sizes:
+        constants |= {"metadata.groups": (), "storage": ()}
+    return fields.build(Cache, arrays | constants, KINDS)
+
+
+def _make_arrays(
+    sizes: tuple[Sizes, ...],
+    states: tuple[StateSizes, ...],
+    prefix_caching: bool,
+    where: Placements,
+) -> dict[str, jax.Array]:
+    """Make all arrays of a cache where they belong, by path."""
+    # A pool holds each head as often as the devices of its mesh want it.
+    stored = tuple(
+        each._replace(num_kv_heads=each.num_kv_heads * copies_of(sharding))
+        for each, sharding in zip(sizes, where.shardings, strict=True)
+    )
+    ranks = () if where.pools is None else (where.pools.num_ranks,)
+    places = {
+        f"storage.{i}.{name}": device
+        for i, (each, device) in enumerate(zip(stored, where.storage, strict=True))
+        for name in lay_out_storage(each)
+    }
+    places |= {
+        f"states.{i}.{name}": of_group.get(name, where.metadata)
+        for i, (each, of_group) in enumerate(zip(states, where.states, strict=True))
+        for name in lay_out_state_storage(each, prefix_caching)
+    }
+    arrays = lay_out(stored, prefix_caching, states)
+    storage = {
+        path: jnp.zeros(
+            (*ranks, *arrays[path].shape), arrays[path].dtype, device=device
+        )
+        for path, device in places.items()
+    }
+    # Under jit, what numpy makes would become constants of the program.
+    traced = any(isinstance(pool, jax.core.Tracer) for pool in storage.values())
+    numpy = jnp if traced else np
+    metadata: Any = {
+        path: numpy.broadcast_to(_fill(array, numpy), (*ranks, *array.shape))
+        for path, array in arrays.items()
+        if path not in storage
+    }
+    put_all = jax.device_put if traced else put
+    return put_all(metadata, where.metadata) | storage
+
+
+def _list_state_constants(
+    group: int, sizes: StateSizes, prefix_caching: bool
+) -> dict[str, Any]:
+    """Return what a group with a state has beside its arrays, by path."""
+    axes = dict(sizes.heads_axes)
+    inputs = sizes.inputs if sizes.max_pending else ()
+    constants: dict[str, Any] = {
+        f"states.{group}.row_dtypes": tuple(dtype for *_, dtype in sizes.arrays),
+        f"states.{group}.input_dtypes": tuple(dtype for *_, dtype in inputs),
+        f"states.{group}.row_axes": tuple(axes.get(n, -1) for n, *_ in sizes.arrays),
+        f"states.{group}.input_axes": tuple(axes.get(n, -1) for n, *_ in inputs),
+        "metadata.states.max_pending": sizes.max_pending,
+    }
+    if prefix_caching:
+        constants["metadata.index.snapshots.every"] = sizes.snapshot_every
+    return constants
+
+
+def _list_constants(
+    group: int, sizes: Sizes, sharding: StorageSharding | None
+) -> dict[str, Any]:
+    """Return what a group has beside its arrays, by path."""
+    metadata, storage = f"metadata.groups.{group}", f"storage.{group}"
+    constants: dict[str, Any] = {
+        f"{metadata}.block_size": sizes.block_size,
+        f"{storage}.dtype": sizes.dtype,
+        f"{storage}.sharding": sharding,
+    }
+    if sizes.values_in_keys:
+        constants[f"{storage}.latent_value_dim"] = sizes.value_head_dim
+    if sizes.sliding_window is not None:
+        constants[f"{metadata}.window.length"] = sizes.sliding_window
+        constants[f"{metadata}.window.num_sink_tokens"] = sizes.num_sink_tokens
+    return constants
+
+
+def _fill(array: ArrayLayout, numpy: ModuleType) -> Any:
+    """Make an array as a fresh cache has it, in numpy or in `jax.numpy`."""
+    if isinstance(array.fill, range):
+        return numpy.arange(len(array.fill), dtype=array.dtype)
+    return numpy.broadcast_to(numpy.asarray(array.fill, array.dtype), array.shape)

@@ -1,0 +1,119 @@
+"""partition_specs: how a cache is to be cut for a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jkv.config.cache_config import CacheConfig
+from jkv.config.grouped_config import GroupedConfig
+from jkv.making.initialization import init
+from jkv.sharding.storage_sharding import POOL, find_spec
+from jkv.state import BlockStorage, Cache, StateStorage
+from jkv.state.states import PARTS
+from jkv.storage.placement import choose_placements
+
+
+def partition_specs(
+    cache: Cache | CacheConfig | GroupedConfig,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | None = None,
+    context: str | None = None,
+    pools: str | None = None,
+) -> Cache:
+    """Return a `PartitionSpec` for each array of a cache, in the cache's own structure.
+
+    It is what `jax.shard_map` takes as `in_specs` and `out_specs`, and what a
+    `NamedSharding` for `jax.jit` or `jax.device_put` is made of.
+
+    Args:
+      cache: the cache; or the configuration of one, with the `mesh` given to `init`.
+      mesh: only with a configuration.
+      heads: the mesh axis over which the kv heads of keys and values are spread;
+        default that of the cache, None of a cache that remembers none.
+      context: the mesh axis over which the tokens of each block are spread, likewise.
+      pools: only with a configuration: the mesh axis of which each rank has a pool.
+
+    Returns:
+      A `Cache` with a `PartitionSpec` instead of each array.
+
+    Raises:
+      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
+        a block, evenly.
+
+    Example:
+      >>> import jkv
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=16))
+      >>> specs = jkv.partition_specs(cache, heads="tp")
+      >>> tuple(specs.storage[0].key_pool), tuple(specs.metadata.is_open)
+      ((None, None, 'tp'), ())
+    """
+    if isinstance(cache, Cache):
+        shapes, axes = cache, (heads, context)
+    else:
+        named = {"heads": heads, "context": context, "pools": pools}
+        where = choose_placements(cache, None, mesh, **named)
+        shapes = jax.eval_shape(lambda: init(cache))
+        storage = tuple(
+            dataclasses.replace(each, sharding=sharding)
+            for each, sharding in zip(shapes.storage, where.shardings, strict=True)
+        )
+        shapes = dataclasses.replace(shapes, storage=storage, pools=where.pools)
+        axes = (None, None)  # those that divide something, the storage remembers
+    ranks = () if shapes.pools is None else (shapes.pools.axis,)
+    whole = jax.sharding.PartitionSpec(*ranks)
+    specs: Any = jax.tree.map(lambda _: whole, shapes)
+    divided = [_divide(each, axes, ranks) for each in shapes.storage]
+    remembered = [each.sharding.heads for each in shapes.storage if each.sharding]
+    over = heads or next(iter(remembered), None)
+    pairs = zip(specs.states, shapes.states, strict=True)
+    states = [_divide_states(*pair, over, ranks) for pair in pairs]
+    return specs.with_storage(tuple(divided)).with_states(tuple(states))
+
+
+def _divide_states(
+    specs: StateStorage, states: StateStorage, heads: str | None, ranks: tuple[str, ...]
+) -> StateStorage:
+    """Return a group's states with the partition of each array instead of the array.
+
+    Args:
+      specs: with that of what every device has whole.
+      states: of the group.
+      heads: the axis of heads, if there is one.
+      ranks: the axis of pools, likewise.
+    """
+    if heads is None:
+        return specs
+    divided = {
+        path: jax.sharding.PartitionSpec(*ranks, *[None] * axis, heads)
+        for path, axis in states.divided_axes.items()
+        if axis >= 0
+    }
+    parts = {
+        part: {
+            name: divided.get(f"{part}.{name}", spec)
+            for name, spec in getattr(specs, part).items()
+        }
+        for part in PARTS
+    }
+    return dataclasses.replace(specs, **parts)  # type: ignore[arg-type]
+
+
+def _divide(
+    storage: BlockStorage, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
+) -> BlockStorage:
+    """Return a group's storage with the partition of each array instead of the array.
+
+    Args:
+      storage: of the group.
+      axes: of heads and context; None: those that the storage remembers.
+      ranks: the axis of pools, if there is one.
+    """
+    heads, context = axes
+    if storage.sharding is not None:
+        heads = heads or storage.sharding.heads
+        context = context or storage.sharding.context
+    spec = jax.sharding.PartitionSpec(*ranks, *find_spec(POOL, heads, context))
+    return storage.with_arrays(dict.fromkeys(storage.arrays, spec))

@@ -1,0 +1,97 @@
+"""Blocks of a pool, as a part of a model (`jkv.metadata.part`)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import allocator, sharing, tables
+from jkv.metadata.block_plans import Cutting, Exchanging, Growing, Opening, Sharing
+from jkv.metadata.part import Lack, Lengths
+from jkv.state import Metadata
+from jkv.state.index import Found
+
+
+class Blocks(NamedTuple):
+    """What sequences have in the pool of one group."""
+
+    number: int  # static, of the group among those with blocks
+
+    def open(
+        self,
+        metadata: Metadata,
+        found: Found,
+        num_tokens: jax.Array,
+        eligible: jax.Array,
+    ) -> Opening:
+        """Count the blocks to reserve, and what those found cost.
+
+        What is found need not be taken, but a cached block is free no more: it costs
+        the request that is the first to revive it.
+        """
+        group, of_group = metadata.groups[self.number], found.groups[self.number]
+        size = group.block_size
+        total = tables.num_blocks_for(num_tokens, size)
+        cached = tables.num_blocks_for(found.num_tokens(size), size)
+        fresh = jnp.maximum(
+            group.window.to_reserve(total, found.num_blocks, of_group.gap, size),
+            cached - found.num_blocks,
+        )
+        blocks = jnp.where(eligible[:, None], of_group.blocks, group.num_blocks)
+        revivals = allocator.find_revivals(group, blocks)
+        fresh = jnp.where(eligible, fresh, 0)
+        wants = (fresh > 0) | revivals.wants
+        lack = Lack.of(group, fresh + revivals.costs, wants)
+        return Opening(self.number, found, fresh, (lack,))
+
+    def grow(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        new_length: jax.Array,
+        eligible: jax.Array,
+    ) -> Growing:
+        """Count the blocks that lengths, i32[B], need beside those mapped."""
+        group = metadata.groups[self.number]
+        mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+        blocks = tables.num_blocks_for(new_length, group.block_size)
+        need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
+        return Growing(self.number, mapped, (Lack.of(group, need),))
+
+    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Sharing:
+        """Share full blocks, and copy partly filled tails."""
+        group = metadata.groups[self.number]
+        cut_off = group.window.cuts_off(parents, length.tokens, group.block_size)
+        past = sharing.find_past(group, parents, length)
+        return Sharing(self.number, group, length, past, (cut_off,))
+
+    def cut(
+        self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+    ) -> Cutting:
+        """Release the blocks past the new end; copy a tail that others share."""
+        group = metadata.groups[self.number]
+        cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
+        return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
+
+    def exchange(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        parents: jax.Array,
+        length: Lengths,
+    ) -> Exchanging:
+        """Share full blocks, and copy tails, after giving up what there was."""
+        past = sharing.find_past(metadata.groups[self.number], parents, length)
+        return Exchanging(self.number, seq_ids, length, past)
+
+    def close(
+        self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+    ) -> Metadata:
+        """Give back all blocks of sequences."""
+        group = metadata.groups[self.number]
+        group = tables.empty_rows(group, seq_ids, closable)
+        return metadata.with_group(self.number, group)
+
+    def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
+        """Return the free blocks of the pool."""
+        return (metadata.groups[self.number].free_blocks.count,)

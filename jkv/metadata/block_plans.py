@@ -1,0 +1,237 @@
+"""What calls do with the blocks of one pool: the plans of `jkv.metadata.block_part`."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import allocator, sharing, tables
+from jkv.metadata.entries import for_each_entry
+from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
+from jkv.metadata.tails import BlockCopies
+from jkv.state import BlockGroup, Metadata
+from jkv.state.index import Found
+
+
+class Opening(NamedTuple):
+    """What new sequences have from the start: found blocks, and reserved ones."""
+
+    number: int
+    found: Found
+    fresh: jax.Array  # i32[B], blocks to reserve beside those found
+    lacks: tuple[Lack, ...]
+
+    def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
+        """Enter what was found in the tables, so that nobody takes it."""
+        return sharing.enter_found(metadata, self.number, row, self.found)
+
+    def apply(
+        self, metadata: Metadata, done: Done
+    ) -> tuple[Metadata, BlockCopies | None]:
+        """Reserve fresh blocks behind those found; copy the part of one."""
+        first, fresh = self.found.num_blocks, jnp.where(done.served, self.fresh, 0)
+        row = done.rows(metadata)
+        metadata = _reserve(metadata, self.number, row, first, fresh)
+        return sharing.copy_part(metadata, self.number, row, self.found)
+
+
+def _reserve(
+    metadata: Metadata,
+    number: int,
+    row: jax.Array,
+    first: jax.Array,
+    num_fresh: jax.Array,
+) -> Metadata:
+    """Map fresh blocks of a group behind those that rows have already.
+
+    Args:
+      metadata: the state.
+      number: of the group.
+      row: i32[B], of the tables; one of S or above is dropped.
+      first: i32[B], columns that each row has.
+      num_fresh: i32[B], blocks that each row takes.
+    """
+    num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
+    metadata, taken = allocator.take(metadata, number, num_taken)
+    group = metadata.groups[number]
+    mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
+    group = dataclasses.replace(group, num_mapped_blocks=mapped)
+    metadata = metadata.with_group(number, group)
+
+    # Entry e of the call's reservations is block e of those taken.
+    def reserve(
+        metadata: Metadata,
+        entry: jax.Array,
+        request: jax.Array,
+        rank: jax.Array,
+        valid: jax.Array,
+    ) -> Metadata:
+        table_row = jnp.where(valid, row[request], metadata.max_sequences)
+        column, block = first[request] + rank, taken.block(entry)
+        return allocator.enter(metadata, number, table_row, column, block)
+
+    most = num_fresh.shape[0] * group.max_blocks_per_sequence
+    return for_each_entry(num_fresh, min(group.num_blocks, most), reserve, metadata)
+
+
+class Growing(NamedTuple):
+    """The blocks that growing sequences take, and those they give back."""
+
+    number: int
+    mapped: jax.Array  # i32[B], blocks before the call
+    lacks: tuple[Lack, ...]
+
+    def apply(
+        self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
+    ) -> tuple[Metadata, jax.Array]:
+        """Map a fresh block for each row that begins one."""
+        number, (of_pool,) = self.number, granted
+        # First what no row of the step or of a later one sees goes back.
+        group, grows = metadata.groups[number], step.query_lengths > 0
+        group = tables.give_back(group, step.done.seq_ids, step.length, grows)
+        metadata = metadata.with_group(number, group)
+        # Each row that begins an unmapped block maps a fresh one.
+        fresh = step.column - step.spread(self.mapped)
+        opens_block = step.valid & (step.offset == 0) & (fresh >= 0)
+        need = jnp.where(step.done.served, of_pool.num, 0)
+        metadata, _ = allocator.grant(
+            metadata,
+            number,
+            jnp.where(opens_block, step.table_row, metadata.max_sequences),
+            step.column,
+            step.spread(of_pool.before) + fresh,
+            jnp.sum(need, dtype=jnp.int32),
+        )
+        group = metadata.groups[number]
+        row = step.done.rows(metadata)
+        mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
+        group = dataclasses.replace(group, num_mapped_blocks=mapped)
+        block = tables.blocks_at(group, step.table_row, step.column)
+        group = _record(group, block, step)
+        return metadata.with_group(number, group), block
+
+
+def _record(group: BlockGroup, block: jax.Array, step: Step) -> BlockGroup:
+    """Record the token of each row in its slot, if the group records tokens."""
+    if group.tokens is None or step.tokens is None:
+        return group
+    tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
+    return dataclasses.replace(group, tokens=tokens)
+
+
+class Sharing(NamedTuple):
+    """Full blocks that get an owner more, and tails that are copied."""
+
+    number: int
+    group: BlockGroup  # as it is before the call
+    length: Lengths
+    past: sharing.Past
+    wrongs: Masks
+    lacks: tuple[Lack, ...] = ()
+
+    def judge(self, eligible: jax.Array) -> "Sharing":
+        """Count a block for each partly filled tail."""
+        need = (eligible & (self.length.tail > 0)).astype(jnp.int32)
+        return self._replace(lacks=(Lack.of(self.group, need),))
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+        """Count the new owners of full blocks, and adopt them."""
+        number, past, length = self.number, self.past, self.length
+        group = metadata.groups[number]
+        group = sharing.count_owners(group, past, length, done.served)
+        metadata = metadata.with_group(number, group)
+        return sharing.adopt(metadata, number, past, length, done)
+
+
+class Exchanging(NamedTuple):
+    """The same, of sequences that give up what they had."""
+
+    number: int
+    seq_ids: jax.Array  # i32[B]
+    length: Lengths
+    past: sharing.Past
+
+    def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
+        """Count the new owners of full blocks, and release what sequences had."""
+        # In this order a block that only changes hands stays live.
+        group = metadata.groups[self.number]
+        group = sharing.count_owners(group, self.past, self.length, served)
+        mapped = group.num_mapped_blocks.at[self.seq_ids].get(mode="clip")
+        gap = group.window.gaps_of(self.seq_ids)
+        last = jnp.where(served, mapped, 0)
+        group = tables.release_kept(group, self.seq_ids, last, gap)
+        return metadata.with_group(self.number, group)
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+        """Release, and adopt the parents' blocks."""
+        metadata = self.release(metadata, done.served)
+        return sharing.adopt(metadata, self.number, self.past, self.length, done)
+
+
+class Cutting(NamedTuple):
+    """Sequences that are cut back, as asked."""
+
+    number: int
+    group: BlockGroup  # as it is before the call
+    seq_ids: jax.Array  # i32[B]
+    lengths: jax.Array  # i32[B]
+    wrongs: Masks
+
+    def judge(self, eligible: jax.Array) -> "CutBlocks":
+        """Find the block of each request that is cut through, and who has it."""
+        group, lengths = self.group, jnp.where(eligible, self.lengths, 0)
+        column, tail = tables.locate(lengths, group.block_size)
+        is_cut = eligible & (tail > 0)
+        block = group.block_tables.at[self.seq_ids, column].get(mode="clip")
+        has_others = group.reference_counts.at[block].get(mode="clip") > 1
+        is_shared = is_cut & has_others
+        lack = Lack.of(group, is_shared.astype(jnp.int32))
+        return CutBlocks(
+            self.number, lengths, column, is_cut, block, is_shared, (lack,)
+        )
+
+
+class CutBlocks(NamedTuple):
+    """The block of each of B requests that is cut through."""
+
+    number: int
+    lengths: jax.Array  # i32[B], 0 unless eligible
+    column: jax.Array  # i32[B], of the block tables
+    is_cut: jax.Array  # bool[B], whether there is such a block
+    block: jax.Array  # i32[B]
+    is_shared: jax.Array  # bool[B], whether it is cut and others have it, too
+    lacks: tuple[Lack, ...]
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+        """Release what lies past the end, and give each sequence a tail of its own."""
+        number, group = self.number, metadata.groups[self.number]
+        copied = self.is_shared & done.served
+        kept = tables.num_blocks_for(self.lengths, group.block_size)
+        mapped = group.num_mapped_blocks.at[done.seq_ids].get(mode="clip")
+        # A tail that is copied is released with what lies past the end.
+        first = kept - copied.astype(jnp.int32)
+        last = jnp.where(done.served, mapped, 0)
+        group = tables.release_blocks(group, done.seq_ids, first, last)
+        metadata, copies = sharing.take_tails(
+            metadata.with_group(number, group),
+            number,
+            copied,
+            done.seq_ids,
+            self.column,
+            self.block,
+        )
+        rewritten = done.served & self.is_cut & ~copied
+        metadata = metadata.index.forget_rewritten(
+            metadata, number, jnp.where(rewritten, self.block, group.num_blocks)
+        )
+        group = metadata.groups[number]
+        row = done.rows(metadata)
+        emptied = jnp.where(self.lengths == 0, row, metadata.max_sequences)
+        num_mapped = group.num_mapped_blocks.at[row].set(kept, mode="drop")
+        group = dataclasses.replace(
+            group,
+            num_mapped_blocks=num_mapped,
+            window=group.window.with_gaps(emptied, 0),
+        )
+        return metadata.with_group(number, group), copies

@@ -1,0 +1,211 @@
+"""What sequences have in one part of a model: blocks of a pool, or states.
+
+A verb judges its requests, agrees on those that are served, and applies them; it goes
+over the parts without asking which kind one is. Each part answers with a *plan* of the
+call, whose members are the verb's own steps:
+
+* `wrongs`: which requests the part cannot serve at the length asked for;
+* `judge`: given which requests are eligible, what they would take: `lacks`, a `Lack`
+  for a pool that can run out;
+* `apply`: what is served, done; and what the part's storage has to follow.
+
+A part has no arrays: it knows which of the metadata are its own. `()` stands for
+nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.metadata.states import StateMoves
+from jkv.metadata.tails import BlockCopies
+from jkv.state import BlockGroup, Metadata
+from jkv.state.index import Found
+
+# What a call does to the storage of a part; None where it does nothing.
+Moves: TypeAlias = BlockCopies | StateMoves | None
+Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
+
+
+class Lack(NamedTuple):
+    """What B requests would take from one pool."""
+
+    num: jax.Array  # i32[B], blocks, 0 where a request is refused already
+    wants: jax.Array  # bool[B], whether it cannot be served without the pool
+    free: jax.Array  # i32[], blocks free before the call
+    most: int  # static: blocks of the pool
+
+    @classmethod
+    def of(
+        cls, group: BlockGroup, num: jax.Array, wants: jax.Array | None = None
+    ) -> "Lack":
+        """Return what requests would take from the pool of a group as it is.
+
+        Args:
+          group: the group.
+          num: i32[B].
+          wants: bool[B]; those that take a block.
+        """
+        wants = num > 0 if wants is None else wants
+        return cls(num, wants, group.free_blocks.count, group.num_blocks)
+
+
+class Granted(NamedTuple):
+    """What B requests take from one pool, if they are served."""
+
+    num: jax.Array  # i32[B], blocks
+    before: jax.Array  # i32[B], blocks taken by the requests before each served one
+
+
+class Lengths(NamedTuple):
+    """How long the pasts of B parents are, and how that lies in blocks."""
+
+    tokens: jax.Array  # i32[B], the context length, or how much of it counts
+    num_full: jax.Array  # i32[B], blocks that are full
+    tail: jax.Array  # i32[B], tokens in the block after them
+
+
+class Done(NamedTuple):
+    """Which of B requests are served."""
+
+    served: jax.Array  # bool[B]
+    seq_ids: jax.Array  # i32[B], the sequences that change, distinct where served
+
+    def rows(self, metadata: Metadata) -> jax.Array:
+        """Return their rows, i32[B], S where not served."""
+        return jnp.where(self.served, self.seq_ids, metadata.max_sequences)
+
+
+class Step(NamedTuple):
+    """The rows of an `append`, as it was agreed on."""
+
+    done: Done
+    length: jax.Array  # i32[B], tokens before the call
+    query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
+    # Gives each row the value of the request that owns it: [B] to [R].
+    spread: Callable[[jax.Array], jax.Array]
+    valid: jax.Array  # bool[R], whether a served request owns the row
+    position: jax.Array  # i32[R], in its sequence, 0 if invalid
+    table_row: jax.Array  # i32[R], S if invalid
+    column: jax.Array  # i32[R], of the tables
+    offset: jax.Array  # i32[R], in the block
+    tokens: jax.Array | None  # i32[R], if they are recorded
+
+
+class Judged(Protocol):
+    """What eligible requests would take in a part."""
+
+    @property
+    def lacks(self) -> tuple[Lack, ...]:
+        """What they lack of each pool of the part."""
+        ...
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
+        """Do what is served."""
+        ...
+
+
+class Look(Protocol):
+    """A first look at requests: which of them the part cannot serve."""
+
+    @property
+    def wrongs(self) -> Masks:
+        """The requests that ask for a length at which the part has nothing."""
+        ...
+
+    def judge(self, eligible: jax.Array) -> Judged:
+        """Find what eligible requests, bool[B], would take."""
+        ...
+
+
+class Opening(Judged, Protocol):
+    """What `allocate` does in a part."""
+
+    def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
+        """Let rows, i32[B], have what was found, before anything is taken."""
+        ...
+
+
+class Growing(Protocol):
+    """What `append` does in a part."""
+
+    @property
+    def lacks(self) -> tuple[Lack, ...]:
+        """What the sequences lack of each pool of the part."""
+        ...
+
+    def apply(
+        self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
+    ) -> tuple[Metadata, jax.Array | None]:
+        """Take what is granted of each pool; say in which block each row is, i32[R].
+
+        N where a row is invalid; None where a part has no blocks.
+        """
+        ...
+
+
+class Exchanging(Protocol):
+    """What `reorder` does in a part; sequences may take what others give up."""
+
+    def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
+        """Count new owners, and give back what served sequences had, bool[B]."""
+        ...
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
+        """Do what is served: release, and take."""
+        ...
+
+
+class Part(Protocol):
+    """One part of a model."""
+
+    def open(
+        self,
+        metadata: Metadata,
+        found: Found,
+        num_tokens: jax.Array,
+        eligible: jax.Array,
+    ) -> Opening:
+        """Let new sequences begin with what is found, i32[B] tokens reserved."""
+        ...
+
+    def grow(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        new_length: jax.Array,
+        eligible: jax.Array,
+    ) -> Growing:
+        """Let sequences have as many tokens, i32[B]."""
+        ...
+
+    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Look:
+        """Let rows go on from what their parents have, i32[B], at lengths."""
+        ...
+
+    def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
+        """Cut sequences back to lengths, i32[B] as asked."""
+        ...
+
+    def exchange(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        parents: jax.Array,
+        length: Lengths,
+    ) -> Exchanging:
+        """Let sequences go on from what parents, perhaps others of them, had."""
+        ...
+
+    def close(
+        self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+    ) -> Metadata:
+        """Give back what sequences have, i32[B], distinct where bool[B]."""
+        ...
+
+    def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
+        """Return the free blocks of its pools, i32[] each."""
+        ...

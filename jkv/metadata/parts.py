@@ -1,0 +1,45 @@
+"""The parts of a cache, in the order in which storage follows them."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jkv.metadata import tables
+from jkv.metadata.block_part import Blocks
+from jkv.metadata.part import Done, Exchanging, Judged, Moves, Part
+from jkv.metadata.state_part import OfStates
+from jkv.state import Metadata
+
+
+def parts_of(metadata: Metadata) -> tuple[Part, ...]:
+    """Return the parts of a cache: each group with blocks, and all with a state."""
+    blocks = (Blocks(number) for number in range(len(metadata.groups)))
+    states = (OfStates(),) if metadata.states is not None else ()
+    return (*blocks, *states)
+
+
+def apply_plans(
+    metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
+) -> tuple[Metadata, tuple[Moves, ...]]:
+    """Do what is served in each part, and return what its storage is to follow."""
+    moves = []
+    for plan in plans:
+        metadata, of_part = plan.apply(metadata, done)
+        moves.append(of_part)
+    return metadata, tuple(moves)
+
+
+def close_sequences(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+) -> Metadata:
+    """Give back the rows of sequences, and all that they have.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B], distinct where they are closed.
+      closable: bool[B].
+    """
+    metadata = tables.close_rows(metadata, seq_ids, closable)
+    for part in parts_of(metadata):
+        metadata = part.close(metadata, seq_ids, closable)
+    return metadata

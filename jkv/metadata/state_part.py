@@ -1,0 +1,153 @@
+"""States of fixed size, as a part of a model (`jkv.metadata.part`).
+
+All groups with a state are one part: they agree in what is pending. They lack nothing,
+ever, as a sequence has its row in every array, and they have nothing to give back.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
+from jkv.metadata.states import Cut, StateMoves, find_cut
+from jkv.state import Metadata
+from jkv.state.index import Found
+
+
+class OfStates(NamedTuple):
+    """The states that sequences have in all groups with one."""
+
+    def open(
+        self,
+        _metadata: Metadata,
+        found: Found,
+        _num_tokens: jax.Array,
+        _eligible: jax.Array,
+    ) -> "_Opening":
+        """Begin with the snapshots found, or with none."""
+        return _Opening(found)
+
+    def grow(
+        self,
+        _metadata: Metadata,
+        _seq_ids: jax.Array,
+        _new_length: jax.Array,
+        _eligible: jax.Array,
+    ) -> "_Growing":
+        """Do nothing: `write_state` stores what a step leaves."""
+        return _Growing()
+
+    def share(
+        self, metadata: Metadata, parents: jax.Array, length: Lengths
+    ) -> "_Sharing":
+        """Copy what parents have at lengths."""
+        cut = find_cut(metadata, parents, length.tokens)
+        return _Sharing(parents, length.tokens, cut, False, (cut.is_wrong,))
+
+    def cut(
+        self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+    ) -> "_Cutting":
+        """Take back tokens that are pending, or go on from a snapshot."""
+        cut = find_cut(metadata, seq_ids, lengths)
+        return _Cutting(lengths, cut, (cut.is_wrong,))
+
+    def exchange(
+        self,
+        metadata: Metadata,
+        _seq_ids: jax.Array,
+        parents: jax.Array,
+        length: Lengths,
+    ) -> "_Sharing":
+        """Copy what parents have; all rows are read before one is written."""
+        return self.share(metadata, parents, length)._replace(is_exchange=True)
+
+    def close(
+        self, metadata: Metadata, _seq_ids: jax.Array, _closable: jax.Array
+    ) -> Metadata:
+        """Do nothing: whatever an empty sequence's row holds, it begins anew."""
+        return metadata
+
+    def num_free(self, _metadata: Metadata) -> tuple[jax.Array, ...]:
+        """Return nothing: there is no pool."""
+        return ()
+
+
+class _Opening(NamedTuple):
+    found: Found
+    lacks: tuple[Lack, ...] = ()
+
+    def pin(self, metadata: Metadata, _row: jax.Array) -> Metadata:
+        return metadata
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+        row, state = done.rows(metadata), self.found.state
+        if state is None:
+            moves = StateMoves(row, jnp.zeros_like(row))
+            return metadata.with_pending(row, 0), moves
+        state = state.only(done.served)
+        metadata = metadata.with_pending(row, state.num_pending)
+        metadata = metadata.index.use(metadata, state)
+        base = self.found.num_tokens(metadata.block_size) - state.num_pending
+        return metadata, StateMoves(row, base, place=state.place)
+
+
+class _Growing(NamedTuple):
+    lacks: tuple[Lack, ...] = ()
+
+    def apply(
+        self, metadata: Metadata, _step: Step, _granted: tuple[Granted, ...]
+    ) -> tuple[Metadata, None]:
+        return metadata, None
+
+
+class _Sharing(NamedTuple):
+    """Rows that go on from the states that their parents have."""
+
+    parents: jax.Array  # i32[B]
+    lengths: jax.Array  # i32[B], tokens that each row takes over
+    found: Cut  # what the parents have there
+    is_exchange: bool  # static: whether a parent may be a row of another request
+    wrongs: Masks
+    lacks: tuple[Lack, ...] = ()
+
+    def judge(self, _eligible: jax.Array) -> "_Sharing":
+        return self
+
+    def release(self, metadata: Metadata, _served: jax.Array) -> Metadata:
+        return metadata
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+        found, is_taken = self.found, done.served & (self.lengths > 0)
+        source = jnp.where(is_taken, self.parents, metadata.max_sequences)
+        place = None if found.snapshot is None else found.snapshot.only(is_taken).place
+        base = jnp.where(is_taken, self.lengths - found.num_pending, 0)
+        row = done.rows(metadata)
+        moves = StateMoves(row, base, source, place, self.is_exchange)
+        return metadata.with_pending(row, found.num_pending), moves
+
+
+class _Cutting(NamedTuple):
+    """Rows that go back to an earlier state."""
+
+    lengths: jax.Array  # i32[B]
+    found: Cut  # what there is
+    wrongs: Masks
+    lacks: tuple[Lack, ...] = ()
+
+    def judge(self, eligible: jax.Array) -> "_Cutting":
+        return self._replace(lengths=jnp.where(eligible, self.lengths, 0))
+
+    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+        lengths, found, row = self.lengths, self.found, done.rows(metadata)
+        metadata = metadata.with_pending(row, found.num_pending)
+        # Where the state stands before the cut already, tokens are pending no more.
+        changes, place = lengths == 0, None
+        if found.snapshot is not None:
+            snapshot = found.snapshot.only(done.served)
+            metadata = metadata.index.use(metadata, snapshot)
+            changes |= snapshot.place < snapshot.none
+            place = snapshot.place
+        target = jnp.where(changes, row, metadata.max_sequences)
+        base = jnp.where(lengths == 0, 0, lengths - found.num_pending)
+        return metadata, StateMoves(target, base, place=place)

@@ -1,0 +1,239 @@
+"""Making the blocks that a step filled visible to the prefix index."""
+
+import dataclasses
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata.entries import for_each_entry
+from jkv.prefixes import hash_tables, partners, proofs, snapshots
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.columns import (
+    Chains,
+    Columns,
+    CommitLanes,
+    describe_blocks,
+    find_chains,
+    first_lanes,
+)
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
+from jkv.prefixes.prefix_index import index_of, put_index, with_index
+from jkv.sharding.loops import fori_loop, while_loop
+from jkv.state import Batch, Metadata
+
+
+@jax.jit
+def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array | None]:
+    """Make the blocks that a step filled visible, and places for its states.
+
+    Args:
+      metadata: the state; the step's keys and values are written.
+      batch: the step.
+
+    Returns:
+      The metadata, and i32[B]: the place that each request's states are to be copied
+      to, P for none. None without snapshots.
+    """
+    metadata, continues = _commit_blocks(metadata, batch)
+    if snapshots.snapshots_of(metadata) is None:
+        return metadata, None
+    return snapshots.make(metadata, batch, continues)
+
+
+def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
+    """Make the blocks that a step filled visible.
+
+    Returns:
+      The metadata, and bool[B]: requests that go on with what was visible of them.
+    """
+    chains = find_chains(metadata, batch)
+    start = metadata, jnp.zeros_like(chains.first)
+    if not metadata.groups:  # there are no blocks, and what is told is visible
+        lengths = chains.num_columns
+    elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
+        metadata, lengths = _commit_one_each(start, chains)
+    else:
+        metadata, lengths = _commit_runs(start, chains, batch)
+    visible = jnp.where(
+        lengths == chains.num_columns,
+        batch.context_lengths,
+        (chains.first + lengths) * metadata.block_size,
+    )
+    row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
+    committed = index_of(metadata).committed.at[row].set(visible, mode="drop")
+    return with_index(metadata, committed=committed), chains.continues
+
+
+# The metadata, and i32[B]: the columns of each request that are visible already.
+_Carry: TypeAlias = tuple[Metadata, jax.Array]
+
+
+def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
+    """Commit a step of one row each, which fills one block of a sequence at most.
+
+    A lane for each request, known at trace time, leaves little to compile. As ever,
+    nothing is done where no block is full.
+    """
+    fills = chains.num_columns > 0
+
+    # The trip's number is the rank of its columns. XLA does not know it, so it does not
+    # compute before the loop, in kernels of its own, what follows from ranks.
+    def trip(rank: jax.Array, carry: _Carry) -> _Carry:
+        ranks = jnp.broadcast_to(rank, fills.shape)
+        lanes = CommitLanes(None, ranks, fills, jnp.ones_like(fills), True)
+        return _commit_lanes(*carry, chains, lanes)
+
+    num_trips = jnp.any(fills).astype(jnp.int32)
+    return fori_loop(jnp.int32(0), num_trips, trip, start)
+
+
+def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
+    """Commit a step of any rows: each sequence fills a run of blocks."""
+
+    def enter(
+        carry: _Carry,
+        _entry: jax.Array,
+        request: jax.Array,
+        rank: jax.Array,
+        valid: jax.Array,
+    ) -> _Carry:
+        metadata, lengths = carry
+        unbroken = lengths[request] == rank[first_lanes(rank)]
+        lanes = CommitLanes(request, rank, valid, unbroken, batch.is_decoding)
+        return _commit_lanes(metadata, lengths, chains, lanes)
+
+    # A batch fills as many blocks as its rows could alone, and one more for each
+    # request; with a row for each request it is that one.
+    most = len(batch.seq_ids)
+    if not batch.is_decoding:
+        most += batch.num_rows // start[0].block_size
+    return for_each_entry(chains.num_columns, most, enter, start, LANES_PER_TRIP)
+
+
+def _commit_lanes(
+    metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
+) -> tuple[Metadata, jax.Array]:
+    """Make one full block per lane visible.
+
+    Args:
+      metadata: the state.
+      lengths: i32[B], columns of each request that earlier trips made visible.
+      chains: the requests.
+      lanes: the blocks.
+
+    Returns:
+      The metadata and the new lengths.
+    """
+    nothing = metadata.leading.num_blocks
+    columns = describe_blocks(metadata, chains, lanes)
+    asks = _find_fit(metadata, lengths, lanes, columns)
+    resolved = hash_tables.resolve(
+        metadata,
+        jnp.where(asks, columns.block, nothing),
+        columns.prefixes,
+        columns.owners == 1,
+    )
+    stands, parent = resolved.stands, columns.before
+    if not lanes.is_alone:
+        parent = jnp.where(columns.is_first, parent, jnp.roll(stands, 1))
+    index = hash_tables.enter(
+        index_of(metadata), resolved, columns.prefixes, parent, columns.hashes_above
+    )
+    index, lengths = _prove(index, lanes, lengths, resolved, parent)
+    is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
+    listed = jnp.where(is_visible, resolved.enters, nothing)
+    index = hash_tables.insert_children(index, listed, columns.hashes_above)
+    metadata = put_index(metadata, index)
+
+    group, own = metadata.leading, columns.block
+    group = partners.exchange(group, columns, own, stands, is_visible & (stands != own))
+    metadata = metadata.with_group(metadata.leader, group)
+    visible, is_new = jnp.where(is_visible, stands, nothing), resolved.enters < nothing
+    for number in metadata.followers:
+        metadata = partners.pair_blocks(metadata, number, columns, visible, is_new)
+    return metadata, lengths
+
+
+def _find_fit(
+    metadata: Metadata, lengths: jax.Array, lanes: CommitLanes, columns: Columns
+) -> jax.Array:
+    """Return which lanes' blocks may be looked for or entered, bool[P].
+
+    A block that others share may follow other blocks in their rows: it only gives way
+    to an equal one, which the index has or an earlier lane enters. The first block that
+    does neither ends its chain, and nothing behind it enters.
+    """
+    is_told = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
+    if lanes.is_alone:  # nothing is behind it, and a shared one finds its equal
+        return is_told
+    hashes, past_end = columns.prefixes.hashes, jnp.iinfo(jnp.int32).max
+    lane = jnp.arange(is_told.shape[0], dtype=jnp.int32)
+    equal = hash_tables.look_up(index_of(metadata), hashes)
+    is_alone = columns.owners == 1
+    is_fit = is_alone | (equal < metadata.leading.num_blocks)
+
+    def in_chains(is_fit: jax.Array) -> jax.Array:
+        bad_rank = jnp.where(lanes.valid & ~(is_told & is_fit), lanes.rank, past_end)
+        ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
+        return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
+
+    # A block that enters makes equal ones in later lanes fit, and the blocks behind
+    # those may then enter. Trips occur only where the step's full blocks were shared.
+    def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        asks, _ = state
+        first = find_equals(hashes, asks & is_alone).first
+        more = in_chains(is_fit | (first < lane))
+        return more, jnp.any(more & ~asks)
+
+    return while_loop(
+        lambda state: state[1],
+        round_,
+        (in_chains(is_fit), jnp.any(is_told & ~is_fit)),
+    )[0]
+
+
+def _prove(
+    index: IndexArrays,
+    lanes: CommitLanes,
+    lengths: jax.Array,
+    resolved: hash_tables.Resolved,
+    parent: jax.Array,
+) -> tuple[IndexArrays, jax.Array]:
+    """Cut each chain where a block's parent is not the block before it.
+
+    Blocks entered past a cut leave the index again, and whatever relied on them is cut
+    in turn. That takes more than one round only when hashes collide.
+
+    Returns:
+      The index, and i32[B]: the columns of each chain that hold.
+    """
+    nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
+    request, rank, valid = lanes.request, lanes.rank, lanes.valid
+    stands, entered = resolved.stands, resolved.enters < nothing
+    if lanes.is_alone:  # its parent was compared, and nothing relies on it
+        num = (stands < nothing).astype(jnp.int32)
+        return index, num if request is None else lengths.at[request].max(num)
+    follows = proofs.follows(index, stands, parent)
+
+    def is_in(index: IndexArrays) -> jax.Array:
+        return index.hashes.at[stands].get(mode="fill", fill_value=0) != 0
+
+    reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
+    # A chain that was cut already stays at its length.
+    bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
+
+    def cut(index: IndexArrays) -> jax.Array:
+        is_bad = valid & ~(is_in(index) & follows)
+        return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
+
+    def lost(index: IndexArrays, lengths: jax.Array) -> jax.Array:
+        return entered & is_in(index) & (rank >= lengths[request])
+
+    def round_(state: tuple[IndexArrays, jax.Array]) -> tuple[IndexArrays, jax.Array]:
+        gone = jnp.where(lost(*state), stands, nothing)
+        hashes = state[0].hashes.at[gone].set(jnp.uint32(0), mode="drop")
+        index = dataclasses.replace(state[0], hashes=hashes)
+        return index, cut(index)
+
+    return while_loop(lambda state: jnp.any(lost(*state)), round_, (index, cut(index)))

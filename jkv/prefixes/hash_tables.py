@@ -1,0 +1,235 @@
+"""The hash tables of the prefix index: blocks by their prefix, and by their parent.
+
+A row has 8 entries for blocks with the same hash of the row, 16 for children. The block
+of an entry need not be indexed any more, so no entry is ever removed: what is read is
+compared with the arrays by block, and a new entry overwrites a stale one.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.equal_lanes import find_equals
+from jkv.prefixes.prefix_index import index_of, tokens_of
+from jkv.state import Metadata
+
+
+class Prefixes(NamedTuple):
+    """What the index knows full blocks by."""
+
+    tokens: jax.Array  # i32[..., T], of the block
+    salts: jax.Array  # i32[...], its domain
+    hashes: jax.Array  # u32[...], of the prefix up to the block's end
+    wide: jax.Array | None  # u32[..., 2], more hashes of it, if parents may be gone
+    # i32[...], the block before, N for none; None if it is not compared here.
+    parents: jax.Array | None = None
+
+
+class Resolved(NamedTuple):
+    """What becomes of P blocks that are to enter the index."""
+
+    stands: jax.Array  # i32[P], the indexed block that stands for each, N for none
+    enters: jax.Array  # i32[P], the block itself where it enters, else N
+    row: jax.Array  # i32[P], where the buckets list it
+    column: jax.Array  # i32[P]
+
+
+def resolve(
+    metadata: Metadata, block: jax.Array, prefixes: Prefixes, may_enter: jax.Array
+) -> Resolved:
+    """Find each block's equal in the index, or else an entry for the block itself.
+
+    Of several equal blocks in one call the first that may enter does, and stands for
+    those after it. A block stays out if its bucket is full, or if its hash is taken by
+    other tokens.
+
+    Args:
+      metadata: with an index.
+      block: i32[P], distinct but for those that may not enter; N for none.
+      prefixes: [P], what the blocks hold.
+      may_enter: bool[P], False for a block that is only looked for.
+    """
+    index, nothing = index_of(metadata), metadata.leading.num_blocks
+    equal = look_up(index, prefixes.hashes)
+    is_equal = (block < nothing) & is_same(metadata, equal, prefixes)
+    # A block whose hash is known does not enter. `~is_equal` follows from it: it makes
+    # the writes depend on all reads, or XLA would keep copies of the arrays for them.
+    wants = may_enter & (block < nothing) & (equal == nothing) & ~is_equal
+    wants &= prefixes.hashes != 0
+    first = find_equals(prefixes.hashes, wants).first
+    lane = jnp.arange(block.shape[0], dtype=jnp.int32)
+
+    row = row_of(index.buckets, prefixes.hashes)
+    width = index.buckets.shape[1]
+    free = _as_bits(_is_free_entry(index, index.buckets[row], row))
+    column = _find_entries(free, width, row, wants & (first == lane))
+    enters = jnp.where(column < width, block, nothing)
+    follows = (block < nothing) & (first < lane) & _is_same_lane(prefixes, first)
+    new = enters[jnp.where(follows, first, lane)]
+    return Resolved(jnp.where(is_equal, equal, new), enters, row, column)
+
+
+def enter(
+    index: IndexArrays,
+    resolved: Resolved,
+    prefixes: Prefixes,
+    parents: jax.Array,
+    hashes_above: jax.Array,
+) -> IndexArrays:
+    """Enter the blocks that have no equal in the index.
+
+    Args:
+      index: the index.
+      resolved: the blocks, [P].
+      prefixes: [P], what they hold.
+      parents: i32[P], the blocks before them, N for none.
+      hashes_above: u32[P], of the prefixes up to where they begin.
+    """
+    block = resolved.enters
+    index = dataclasses.replace(
+        index,
+        buckets=_put(index.buckets, resolved.row, resolved.column, block),
+        hashes=index.hashes.at[block].set(prefixes.hashes, mode="drop"),
+        salts=index.salts.at[block].set(prefixes.salts, mode="drop"),
+    )
+    if index.wide_hashes is None or index.hashes_above is None:
+        known = index.parents.at[block].set(parents, mode="drop")
+        return dataclasses.replace(index, parents=known)
+    return dataclasses.replace(
+        index,
+        wide_hashes=index.wide_hashes.at[block].set(prefixes.wide, mode="drop"),
+        hashes_above=index.hashes_above.at[block].set(hashes_above, mode="drop"),
+    )
+
+
+def insert_children(
+    index: IndexArrays, block: jax.Array, parent_hash: jax.Array
+) -> IndexArrays:
+    """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
+
+    A row that is full gives up one of its entries. A child without an entry is not
+    found in parts.
+    """
+    table, lists = index.children, block < index.hashes.shape[0]
+    row, width = row_of(table, ~parent_hash), table.shape[1]
+    free = _as_bits(_is_free_child(index, table[row], row))
+    free = jnp.where(free == 0, 1 << (block % width), free)
+    column = _find_entries(free, width, row, lists)
+    return dataclasses.replace(index, children=_put(table, row, column, block))
+
+
+def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
+    """Return the indexed block with each hash, i32[...], N where there is none."""
+    bucket = index.buckets[row_of(index.buckets, hashes)]
+    theirs = index.hashes.at[bucket].get(mode="fill", fill_value=0)
+    # 0 marks what is not indexed; a prefix with that hash is never found.
+    hit = (theirs == hashes[..., None]) & (hashes != 0)[..., None]
+    nothing = index.hashes.shape[0]
+    return jnp.min(jnp.where(hit, bucket, nothing), axis=-1)
+
+
+def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Array:
+    """Return whether indexed blocks, i32[...], hold what is asked for, bool[...]."""
+    index = index_of(metadata)
+    tokens = tokens_of(metadata).at[block].get(mode="clip")
+    same = jnp.all(tokens == prefixes.tokens, axis=block.ndim)
+    theirs = index.salts.at[block].get(mode="clip")
+    same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)
+    if prefixes.parents is not None:
+        same &= index.parents.at[block].get(mode="clip") == prefixes.parents
+    if prefixes.wide is None or index.wide_hashes is None:
+        return same
+    wide = index.wide_hashes.at[block].get(mode="clip")
+    return same & jnp.all(wide == prefixes.wide, axis=-1)
+
+
+def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
+    """Return whether lanes hold what other lanes, i32[P], hold, bool[P]."""
+    theirs = jax.tree.map(lambda each: each.at[other].get(mode="clip"), prefixes)
+    same = jnp.all(theirs.tokens == prefixes.tokens, axis=1)
+    same &= theirs.salts == prefixes.salts
+    if prefixes.parents is not None:
+        same &= theirs.parents == prefixes.parents
+    if prefixes.wide is None:
+        return same
+    return same & jnp.all(theirs.wide == prefixes.wide, axis=1)
+
+
+def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
+    """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
+
+    It is 0 where the parent is not indexed.
+    """
+    if index.hashes_above is not None:
+        return index.hashes_above.at[block].get(mode="clip")
+    parent = index.parents.at[block].get(mode="clip")
+    above = index.hashes.at[parent].get(mode="fill", fill_value=0)
+    root = hashing.salt_hash(index.salts.at[block].get(mode="clip"))
+    return jnp.where(parent < index.hashes.shape[0], above, root)
+
+
+def _find_entries(
+    free: jax.Array, width: int, row: jax.Array, claims: jax.Array
+) -> jax.Array:
+    """Return a free entry of its row for each lane that claims one, i32[P].
+
+    Lanes of one row take its entries in turn. Where there are no more it is W, past the
+    row's end.
+
+    Args:
+      free: i32[P], free entries of each lane's row, as bits.
+      width: W.
+      row: i32[P].
+      claims: bool[P].
+    """
+    rank, free = find_equals(row, claims).rank[:, None], free[:, None]
+    entry = np.arange(width, dtype=np.int32)[None]
+    free_before = jax.lax.population_count(free & ((1 << entry) - 1))
+    is_free = (free >> entry) & 1 == 1
+    is_mine = is_free & (free_before == rank) & claims[:, None]
+    return jnp.min(jnp.where(is_mine, entry, width), axis=1)
+
+
+def _as_bits(entries: jax.Array) -> jax.Array:
+    """Return entries of rows, bool[P, W], as the bits of integers, i32[P]."""
+    bits = np.left_shift(1, np.arange(entries.shape[1]), dtype=np.int32)[None]
+    return jnp.sum(jnp.where(entries, bits, 0), axis=1, dtype=jnp.int32)
+
+
+def _put(
+    table: jax.Array, row: jax.Array, column: jax.Array, block: jax.Array
+) -> jax.Array:
+    """Name blocks, i32[P], in different entries of a table; N is dropped."""
+    row = jnp.where(block < table.shape[0], row, table.shape[0])
+    return table.at[row, column].set(block, mode="drop")
+
+
+def _is_free_entry(index: IndexArrays, bucket: jax.Array, row: jax.Array) -> jax.Array:
+    """Return which entries of buckets, i32[P, W], name no block indexed there."""
+    hashes = index.hashes.at[bucket].get(mode="fill", fill_value=0)
+    is_stale = (hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])
+    return is_stale | _is_repeated(bucket)
+
+
+def _is_free_child(index: IndexArrays, listed: jax.Array, row: jax.Array) -> jax.Array:
+    """Return which entries, i32[P, W], name no child listed there."""
+    hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
+    above = hash_above(index, listed)
+    is_stale = (hashes == 0) | (row_of(index.children, ~above) != row[:, None])
+    return is_stale | _is_repeated(listed)
+
+
+def _is_repeated(ids: jax.Array) -> jax.Array:
+    """Return which ids of each row, i32[P, W], stand further left in it, too."""
+    earlier = np.tri(ids.shape[1], k=-1, dtype=bool)[None]
+    return jnp.any((ids[:, :, None] == ids[:, None, :]) & earlier, axis=2)
+
+
+def row_of(table: jax.Array, hashes: jax.Array) -> jax.Array:
+    """Return the row of a hash table for each hash, i32[...]."""
+    return (hashing.mixed(hashes) % np.uint32(table.shape[0])).astype(jnp.int32)

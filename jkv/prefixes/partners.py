@@ -1,0 +1,100 @@
+"""The blocks of the other groups of layers, beside those that the index knows.
+
+A block of the leading group names its partner in each other group, and the partner the
+block that it stands beside: where both agree, they hold the same tokens (see
+`jkv.prefixes.prefix_index`). What a group has given back has no partner, until
+a sequence that still has the block commits the same text.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import allocator, tables
+from jkv.prefixes.columns import Columns
+from jkv.prefixes.equal_lanes import find_equals
+from jkv.prefixes.prefix_index import (
+    beside_of,
+    find_partners,
+    with_follower,
+)
+from jkv.state import BlockGroup, Metadata
+
+
+def pair_blocks(
+    metadata: Metadata,
+    number: int,
+    columns: Columns,
+    leaders: jax.Array,
+    entered: jax.Array,
+) -> Metadata:
+    """Make a group's blocks found beside those that became visible.
+
+    A block that was found before replaces a sequence's own, as equal blocks
+    of the leading group do. Of several that were not found before the first is kept.
+
+    Args:
+      metadata: the state.
+      number: of the group, not the leading one.
+      columns: the cells of the tables, [P].
+      leaders: i32[P], the leading group's block that stands for each column, N_0 for
+        one that is not visible.
+      entered: bool[P], whether it has just entered the index.
+    """
+    group, no_leader = metadata.groups[number], metadata.leading.num_blocks
+    is_visible, nothing = leaders < no_leader, group.num_blocks
+    row = jnp.where(is_visible, columns.row, group.max_sequences)
+    own = tables.blocks_at(group, row, columns.column)
+
+    # A block that has just entered has no partner of an earlier text.
+    beside = beside_of(metadata, number)
+    anew = jnp.where(entered & is_visible, leaders, no_leader)
+    partners = beside.partners.at[anew].set(nothing, mode="drop")
+    beside = dataclasses.replace(beside, partners=partners)
+    known = find_partners(with_follower(metadata, number, beside), number, leaders)
+
+    offered = (own < nothing) & (known == nothing)
+    first = find_equals(leaders, offered).first
+    lane = jnp.arange(own.shape[0], dtype=jnp.int32)
+    chosen = offered & (first == lane)
+    leader, partner = (
+        jnp.where(chosen, ids, none)
+        for ids, none in ((leaders, no_leader), (own, nothing))
+    )
+    beside = dataclasses.replace(
+        beside,
+        partners=beside.partners.at[leader].set(own, mode="drop"),
+        beside=beside.beside.at[partner].set(leaders, mode="drop"),
+    )
+    metadata = with_follower(metadata, number, beside)
+
+    new = own.at[first].get(mode="fill", fill_value=nothing)
+    other = jnp.where(known < nothing, known, new)
+    replaced = (own < nothing) & (other < nothing) & (other != own)
+    group = exchange(group, columns, own, other, replaced)
+    return metadata.with_group(number, group)
+
+
+def exchange(
+    group: BlockGroup,
+    columns: Columns,
+    own: jax.Array,
+    other: jax.Array,
+    replaced: jax.Array,
+) -> BlockGroup:
+    """Replace blocks by known equal ones; the replaced ones go back to the pool.
+
+    Args:
+      group: the group.
+      columns: the cells of the tables, [P].
+      own: i32[P], the blocks that stand there.
+      other: i32[P], the known ones.
+      replaced: bool[P], where they are exchanged.
+    """
+    nothing = group.num_blocks
+    row = jnp.where(replaced, columns.row, group.max_sequences)
+    block_tables = group.block_tables.at[row, columns.column].set(other, mode="drop")
+    group = dataclasses.replace(group, block_tables=block_tables)
+    group = allocator.add_references(group, jnp.where(replaced, other, nothing))
+    return allocator.drop_references(group, jnp.where(replaced, own, nothing))

@@ -1,0 +1,294 @@
+"""Looking prompts up in the prefix index.
+
+A prompt is found up to where every group of layers can go on: all of its blocks where
+everything is seen, those of the window where one is. What the leading group's blocks
+prove to be the prompt's, the blocks beside them hold too.
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.prefixes import hash_tables, hashing, proofs
+from jkv.prefixes.hash_tables import Prefixes
+from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
+from jkv.prefixes.proofs import Tip
+from jkv.prefixes.snapshots import (
+    find_common,
+    find_longest,
+    snapshots_of,
+    state_at,
+)
+from jkv.state import BlockGroup, Metadata
+from jkv.state.index import Found, FoundBlocks, FoundState
+from jkv.state.no_index import find_nothing
+
+
+class _Prompts(NamedTuple):
+    """B prompts of P columns at most."""
+
+    tokens: jax.Array  # i32[B, P], negative from each prompt's end on
+    salts: jax.Array  # i32[B]
+    usable: jax.Array  # i32[B], tokens that may be found: never the last
+
+
+class _Whole(NamedTuple):
+    """The leading columns found of B prompts."""
+
+    blocks: tuple[jax.Array, ...]  # i32[B, C] of each group, N where none is known
+    num: jax.Array  # i32[B], columns from which all groups can go on
+    tip: Tip | None  # their end, in the leading group; None with states
+    state: FoundState | None  # the snapshot there; None without states
+
+
+def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
+    """Look up prompts; the last token of each is never found.
+
+    Args:
+      metadata: the state.
+      tokens: i32[B, P], negative from each prompt's end on.
+      salts: i32[B].
+    """
+    if tokens is None:
+        return find_nothing(metadata, salts.shape)
+    prompts = _measure(metadata, tokens, salts)
+    whole = _find_whole(metadata, prompts)
+    parts, num_part = _find_part(metadata, prompts, whole)
+    num_tokens = whole.num * metadata.block_size + num_part
+    groups = []
+    for group, blocks, part in zip(metadata.groups, whole.blocks, parts, strict=True):
+        needed = _is_needed(group, whole.num, num_tokens, blocks.shape[1])
+        blocks = jnp.where(needed, blocks, group.num_blocks)
+        gap = group.window.unseen_from(num_tokens, group.block_size)
+        groups.append(FoundBlocks(blocks, gap, part))
+    return Found(whole.num, num_part, tuple(groups), whole.state)
+
+
+def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
+    """Return prompts with the tokens of each that may be found."""
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    ends = jnp.where(tokens < 0, position, tokens.shape[1])
+    length = jnp.min(ends, axis=1, initial=tokens.shape[1])
+    usable = jnp.clip(length - 1, 0, metadata.max_context_length)
+    return _Prompts(tokens, salts, usable)
+
+
+def find_partings(
+    metadata: Metadata, tokens: jax.Array, salts: jax.Array
+) -> jax.Array | None:
+    """Return up to where prompts are like a text that is known, i32[B].
+
+    Args:
+      metadata: the state.
+      tokens: i32[B, P], negative from each prompt's end on.
+      salts: i32[B].
+    """
+    if snapshots_of(metadata) is None:
+        return None
+    return _find_partings(metadata, tokens, salts)
+
+
+def find_partings_behind(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
+) -> jax.Array | None:
+    """Return the same of sequences' first tokens, i32[B], and of those behind them.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B].
+      lengths: i32[B], tokens of each that count.
+      tokens: i32[B, P], what comes behind them, negative from its end on.
+    """
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return None
+    known = snapshots.sequence_texts.at[seq_ids].get(mode="clip")
+    num_sequences, most = known.shape
+    position = jnp.arange(most, dtype=jnp.int32)[None]
+    known = jnp.where(position < lengths[:, None], known, -1)
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    at = jnp.where(tokens >= 0, lengths[:, None] + column, most)
+    row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
+    whole = known.at[row, at].set(tokens, mode="drop")
+    salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
+    return _find_partings(metadata, whole, salts)
+
+
+@jax.jit
+def _find_partings(
+    metadata: Metadata, tokens: jax.Array, salts: jax.Array
+) -> jax.Array:
+    if not metadata.groups:
+        return find_common(metadata, tokens, salts)
+    prompts = _measure(metadata, tokens, salts)
+    block, _ = _look_up(metadata, prompts, _hash_columns(metadata, prompts))
+    is_known = jnp.cumprod((block < metadata.leading.num_blocks).astype(jnp.int32), 1)
+    return jnp.sum(is_known, axis=1, dtype=jnp.int32) * metadata.block_size
+
+
+class _Hashed(NamedTuple):
+    """The whole columns of prompts, and the hashes of what leads up to their ends."""
+
+    tokens: jax.Array  # i32[B, C, T]
+    column: jax.Array  # i32[1, C]
+    start: jax.Array  # u32[B], of nothing
+    hashes: jax.Array  # u32[B, C]
+
+
+def _hash_columns(metadata: Metadata, prompts: _Prompts) -> _Hashed:
+    size, (num_requests, width) = metadata.block_size, prompts.tokens.shape
+    num_columns = min(width // size, metadata.max_blocks_per_sequence)
+    whole = prompts.tokens[:, : num_columns * size]
+    whole = whole.reshape(num_requests, num_columns, size)
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    start = hashing.salt_hash(prompts.salts)
+    sums = jnp.cumsum(hashing.column_hash(whole, column), axis=1, dtype=jnp.uint32)
+    return _Hashed(whole, column, start, start[:, None] + sums)
+
+
+def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
+    """Find leading blocks of prompts: all columns at once, guesses before proofs."""
+    hashed = _hash_columns(metadata, prompts)
+    if snapshots := snapshots_of(metadata):
+        goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
+        blocks: tuple[jax.Array, ...] = ()
+        if metadata.groups:
+            block, _ = _look_up(metadata, prompts, hashed)
+            blocks, reach = _reach(metadata, block)
+            goes_on &= reach
+        num, place = find_longest(
+            metadata, snapshots, prompts.tokens, prompts.salts, hashed.hashes, goes_on
+        )
+        return _Whole(blocks, num, None, state_at(snapshots, place))
+    block, wide = _look_up(metadata, prompts, hashed)
+    blocks, goes_on = _reach(metadata, block)
+    num = jnp.max(jnp.where(goes_on, hashed.column + 1, 0), axis=1, initial=0)
+
+    last, is_empty = num[:, None] - 1, num == 0
+    if wide is not None:
+        words = [_at(wide[..., i], last, np.uint32(0)) for i in range(2)]
+        wide = jnp.where(
+            is_empty[:, None],
+            hashing.wide_salt_hash(prompts.salts),
+            jnp.stack(words, axis=-1),
+        )
+    end = jnp.where(is_empty, hashed.start, _at(hashed.hashes, last, np.uint32(0)))
+    tip = Tip(_at(block, last, metadata.leading.num_blocks), end, wide)
+    return _Whole(blocks, num, tip, None)
+
+
+def _look_up(
+    metadata: Metadata, prompts: _Prompts, hashed: _Hashed
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the leader's block of each column, i32[B, C], N for none; wide hashes."""
+    index, column = index_of(metadata), hashed.column
+    wide = proofs.hash_prompts(index, hashed.tokens, column, prompts.salts)
+    nothing, (num_requests, num_columns) = (
+        metadata.leading.num_blocks,
+        hashed.hashes.shape,
+    )
+    block = hash_tables.look_up(index, hashed.hashes)
+    first = jnp.full((num_requests, 1), nothing, jnp.int32)
+    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, :num_columns]
+    parents = proofs.known_parents(index, before)
+    asked = Prefixes(
+        hashed.tokens, prompts.salts[:, None], hashed.hashes, wide, parents
+    )
+    is_found = (column + 1) * metadata.block_size <= prompts.usable[:, None]
+    is_found &= hash_tables.is_same(metadata, block, asked)
+    return jnp.where(is_found, block, nothing), wide
+
+
+def _reach(
+    metadata: Metadata, block: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the blocks of all groups beside the leader's, i32[B, C] each.
+
+    And bool[B, C]: from the end of which columns all of these groups can go on.
+    """
+    blocks = tuple(
+        find_partners(metadata, number, block) for number in range(len(metadata.groups))
+    )
+    reaches = [
+        group.window.reaches(theirs < group.num_blocks, metadata.block_size)
+        for group, theirs in zip(metadata.groups, blocks, strict=True)
+    ]
+    return blocks, functools.reduce(operator.and_, reaches)
+
+
+def _is_needed(
+    group: BlockGroup, num: jax.Array, num_tokens: jax.Array, num_columns: int
+) -> jax.Array:
+    """Return which columns a group needs of what was found, bool[B, C].
+
+    Args:
+      group: the group.
+      num: i32[B], leading columns that are found.
+      num_tokens: i32[B], tokens that are.
+      num_columns: C.
+    """
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    needs = group.window.needs(num_tokens, num_columns, group.block_size)
+    return (column < num[:, None]) & needs
+
+
+def _find_part(
+    metadata: Metadata, prompts: _Prompts, whole: _Whole
+) -> tuple[list[jax.Array], jax.Array]:
+    """Find the block behind those found that begins most like what follows them.
+
+    It is a child of the last one, and all groups have a block beside it. With states
+    there is none: they cannot go on from within a block.
+
+    Returns:
+      Of each group the block, i32[B], N for none; and i32[B], the tokens in common.
+    """
+    if whole.tip is None:
+        none = jnp.zeros(whole.num.shape, jnp.int32)
+        return [none + group.num_blocks for group in metadata.groups], none
+    index, size = index_of(metadata), metadata.block_size
+    nothing, num = metadata.leading.num_blocks, whole.num
+    offset = jnp.arange(size, dtype=jnp.int32)[None]
+    rest = _at_each(prompts.tokens, num[:, None] * size + offset, -1)
+    at_most = jnp.minimum(prompts.usable - num * size, size - 1)
+    child = index.children[hash_tables.row_of(index.children, ~whole.tip.hash)]
+    is_child = (
+        (index.hashes.at[child].get(mode="fill", fill_value=0) != 0)
+        & (index.salts.at[child].get(mode="clip") == prompts.salts[:, None])
+        & proofs.follows_tip(metadata, child, num, whole.tip)
+    )
+    children = [
+        find_partners(metadata, number, child) for number in range(len(metadata.groups))
+    ]
+    for number in metadata.followers:
+        is_child &= children[number] < metadata.groups[number].num_blocks
+    theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
+    offset = offset[None]
+    differs = (theirs != rest[:, None]) | (offset >= at_most[:, None, None])
+    common = jnp.min(jnp.where(differs, offset, size), axis=2)
+    common = jnp.where(is_child, common, 0)
+    best = jnp.argmax(common, axis=1)[:, None].astype(jnp.int32)
+    num_part = _at(common, best, 0)
+    parts = [
+        jnp.where(num_part > 0, _at(blocks, best, group.num_blocks), group.num_blocks)
+        for blocks, group in zip(children, metadata.groups, strict=True)
+    ]
+    return parts, num_part
+
+
+def _at(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:
+    """Return the entry of each row, [B, C], at its index, i32[B, 1], as [B]."""
+    return _at_each(rows, index, nothing)[:, 0]
+
+
+def _at_each(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:
+    """Return entries of each row, [B, C], at i32[B, K]; `nothing` where out of it."""
+    inside = (index >= 0) & (index < rows.shape[1])
+    if rows.shape[1] == 0:
+        return jnp.full(index.shape, nothing, rows.dtype)
+    taken = jnp.take_along_axis(rows, jnp.clip(index, 0, rows.shape[1] - 1), axis=1)
+    return jnp.where(inside, taken, jnp.asarray(nothing, rows.dtype))

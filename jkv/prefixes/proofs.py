@@ -1,0 +1,131 @@
+"""What proves that a block follows a prefix: its parent, or more hashes.
+
+Where the leading group sees everything, a block is known by its parent, which is there
+as long as the block: a prompt is proved from its first block on. A sliding window gives
+parents back before their children. There each block is known by itself: by its own
+tokens, and by two hashes more of all tokens before it. Three words of 32 bits tell
+prefixes apart that a domain knows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.metadata import tables
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.prefix_index import index_of, tokens_of
+from jkv.state import Metadata
+
+
+class Tip(NamedTuple):
+    """The end of a prefix of each of B prompts."""
+
+    block: jax.Array  # i32[B], its last block, N where it is empty
+    hash: jax.Array  # u32[B], of the prefix
+    wide: jax.Array | None  # u32[B, 2], more hashes of it, if parents may be gone
+
+
+def hash_prompts(
+    index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
+) -> jax.Array | None:
+    """Return the wide hashes of prompts up to each column's end, u32[B, C, 2].
+
+    Args:
+      index: None is returned where it knows parents.
+      whole: i32[B, C, T], tokens of the columns.
+      column: i32[1, C].
+      salts: i32[B].
+    """
+    if index.wide_hashes is None:
+        return None
+    terms = hashing.wide_column_hash(whole, column)
+    sums = jnp.cumsum(terms, axis=1, dtype=jnp.uint32)
+    return hashing.wide_salt_hash(salts)[:, None] + sums
+
+
+def hash_lanes(
+    index: IndexArrays,
+    salts: jax.Array,
+    tokens: jax.Array,
+    column: jax.Array,
+    before: jax.Array,
+    first_lane: jax.Array | None,
+) -> jax.Array | None:
+    """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2].
+
+    Args:
+      index: None is returned where it knows parents.
+      salts: i32[P].
+      tokens: i32[P, T], of the blocks.
+      column: i32[P], their columns.
+      before: i32[P], the block before each, which counts for first lanes.
+      first_lane: i32[P], where the request of each lane begins; None: all are alone.
+    """
+    if index.wide_hashes is None:
+        return None
+    above = jnp.where(
+        (column == 0)[:, None],
+        hashing.wide_salt_hash(salts),
+        index.wide_hashes.at[before].get(mode="clip"),
+    )
+    terms = hashing.wide_column_hash(tokens, column)
+    if first_lane is None:
+        return above + terms
+    sums = jnp.cumsum(terms, axis=0, dtype=jnp.uint32)
+    return (above + terms - sums)[first_lane] + sums
+
+
+def known_parents(index: IndexArrays, before: jax.Array) -> jax.Array | None:
+    """Return the blocks before others, i32[...], if it is them that are compared."""
+    return before if index.wide_hashes is None else None
+
+
+def follows(
+    index: IndexArrays, block: jax.Array, parent: jax.Array
+) -> jax.Array | np.ndarray:
+    """Return whether indexed blocks, i32[P], follow their parents, i32[P], bool[P].
+
+    Where parents may be gone, a block's own hashes have told that already.
+    """
+    if index.wide_hashes is not None:
+        return np.ones(block.shape, bool)
+    return index.parents.at[block].get(mode="clip") == parent
+
+
+def follows_tip(
+    metadata: Metadata, child: jax.Array, column: jax.Array, tip: Tip
+) -> jax.Array:
+    """Return which indexed blocks follow prefixes, bool[B, K].
+
+    Args:
+      metadata: with an index.
+      child: i32[B, K], blocks.
+      column: i32[B], their column.
+      tip: the prefixes.
+    """
+    index = index_of(metadata)
+    if index.wide_hashes is None or tip.wide is None:
+        return index.parents.at[child].get(mode="clip") == tip.block[:, None]
+    tokens = tokens_of(metadata).at[child].get(mode="clip")
+    above = index.hashes.at[child].get(mode="clip")
+    above -= hashing.column_hash(tokens, column[:, None])
+    wide = index.wide_hashes.at[child].get(mode="clip")
+    wide -= hashing.wide_column_hash(tokens, column[:, None])
+    return (above == tip.hash[:, None]) & jnp.all(wide == tip.wide[:, None], axis=-1)
+
+
+def has_block_before(
+    metadata: Metadata, seq_ids: jax.Array, column: jax.Array
+) -> jax.Array | bool:
+    """Return whether the leader's block before a column of sequences is there, bool[B].
+
+    A later step may have given it back, and with it the hashes to go on from.
+    """
+    if index_of(metadata).wide_hashes is None:
+        return True
+    group = metadata.leading
+    before = tables.blocks_at(group, jnp.maximum(seq_ids, 0), column - 1)
+    return (column == 0) | (before < group.num_blocks)

@@ -1,0 +1,195 @@
+"""The prefix index of a pool whose blocks have new ids, or of another size."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jkv.prefixes import hash_tables
+from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.equal_lanes import LANES_PER_TRIP
+from jkv.prefixes.hash_tables import Prefixes, hash_above
+from jkv.prefixes.prefix_index import (
+    beside_of,
+    index_of,
+    put_index,
+    tokens_of,
+    with_follower,
+    with_index,
+)
+from jkv.sharding.loops import fori_loop, while_loop
+from jkv.state import Metadata
+
+Carry = TypeVar("Carry")
+Renamed = Callable[[jax.Array], jax.Array]
+Moved = Callable[[jax.Array, int], jax.Array]
+
+
+def rename_blocks(
+    metadata: Metadata, number: int, renamed: Renamed, moved: Moved
+) -> Metadata:
+    """Give the blocks of a group new ids wherever the index names them.
+
+    Args:
+      metadata: the state, everything else renumbered.
+      number: of the group.
+      renamed: new ids of old ones, N' where there is none.
+      moved: values of the new blocks from those of the old, with a fill for new ones.
+    """
+    if number == metadata.leader:
+        return _rename_leaders(metadata, renamed, moved)
+    beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
+    beside = Beside(
+        partners=renamed(beside.partners), beside=moved(beside.beside, no_leader)
+    )
+    return with_follower(metadata, number, beside)
+
+
+def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metadata:
+    """Give the blocks of the leading group new ids, and tell the other groups."""
+    index = index_of(metadata)
+    num_old = index.hashes.shape[0]
+    index = dataclasses.replace(
+        index,
+        # Rows follow from hashes, not from ids: what they name is renamed in place.
+        buckets=renamed(index.buckets),
+        children=renamed(index.children),
+        hashes=moved(index.hashes, 0),
+        parents=renamed(moved(index.parents, num_old)),
+        salts=moved(index.salts, 0),
+        followers=tuple(
+            Beside(
+                partners=moved(beside.partners, beside.beside.shape[0]),
+                beside=renamed(beside.beside),
+            )
+            for beside in index.followers
+        ),
+    )
+    if index.wide_hashes is not None and index.hashes_above is not None:
+        index = dataclasses.replace(
+            index,
+            wide_hashes=moved(index.wide_hashes, 0),
+            hashes_above=moved(index.hashes_above, 0),
+        )
+    return put_index(metadata, index)
+
+
+def reenter(metadata: Metadata) -> Metadata:
+    """Enter the indexed blocks in hash tables of as many rows as there are blocks.
+
+    The row of an entry follows from hashes and from the number of rows, so a pool of
+    another size needs other tables. A block whose new row is full leaves the index, and
+    so does what was built on it.
+    """
+    before, num_blocks = index_of(metadata), metadata.leading.num_blocks
+    was_indexed = before.hashes != 0
+    metadata, hashes = _enter_anew(metadata)
+    metadata = with_index(
+        metadata, hashes=hashes, committed=_still_committed(metadata, hashes)
+    )
+
+    # Only what was listed: a parent may have more children than a row has entries.
+    listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
+    listed &= hashes != 0
+
+    def list_some(index: IndexArrays, block: jax.Array) -> IndexArrays:
+        is_listed = listed.at[block].get(mode="fill", fill_value=False)
+        above = hash_above(index, block)
+        block = jnp.where(is_listed, block, num_blocks)
+        return hash_tables.insert_children(index, block, above)
+
+    index = _for_all_blocks(num_blocks, list_some, index_of(metadata))
+    metadata = put_index(metadata, index)
+
+    group = metadata.leading
+    lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
+    num_lost = jnp.sum(lost, dtype=jnp.int32)
+    free = group.free_blocks.changed(forgotten=num_lost)
+    group = dataclasses.replace(group, free_blocks=free)
+    return metadata.with_group(metadata.leader, group)
+
+
+def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
+    """Fill empty hash tables with the indexed blocks.
+
+    Returns:
+      The metadata with the tables, no child listed, and u32[N], the hash of each block
+      that stays in the index, 0 for the others.
+    """
+    before, num_blocks = index_of(metadata), metadata.leading.num_blocks
+    empty = dataclasses.replace(
+        before,
+        buckets=_emptied(before.buckets, num_blocks),
+        children=_emptied(before.children, num_blocks),
+    )
+    tokens, wide = tokens_of(metadata), before.wide_hashes
+
+    def enter_some(
+        carry: tuple[IndexArrays, jax.Array], block: jax.Array
+    ) -> tuple[IndexArrays, jax.Array]:
+        index, stays = carry
+        prefixes = Prefixes(
+            tokens=tokens.at[block].get(mode="clip"),
+            salts=before.salts.at[block].get(mode="clip"),
+            hashes=before.hashes.at[block].get(mode="fill", fill_value=0),
+            wide=None if wide is None else wide.at[block].get(mode="clip"),
+        )
+        parents = before.parents.at[block].get(mode="clip")
+        above = hash_above(before, block)
+        now = put_index(metadata, index)
+        resolved = hash_tables.resolve(now, block, prefixes, prefixes.hashes != 0)
+        index = hash_tables.enter(index, resolved, prefixes, parents, above)
+        return index, stays.at[resolved.enters].set(True, mode="drop")
+
+    start = empty, jnp.zeros((num_blocks,), bool)
+    index, stays = _for_all_blocks(num_blocks, enter_some, start)
+
+    def is_cut_off(hashes: jax.Array) -> jax.Array:
+        parent = hashes.at[before.parents].get(mode="fill", fill_value=1)
+        return (hashes != 0) & (parent == 0)
+
+    # Hardly ever a trip: a row has eight entries for one block on average.
+    hashes = while_loop(
+        lambda hashes: jnp.any(is_cut_off(hashes)),
+        lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
+        jnp.where(stays, before.hashes, jnp.uint32(0)),
+    )
+    return put_index(metadata, index), hashes
+
+
+def _for_all_blocks(
+    num_blocks: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry
+) -> Carry:
+    """Run `body(carry, block)` over all blocks, i32[P] at a time, N behind the last."""
+    lane = jnp.arange(LANES_PER_TRIP, dtype=jnp.int32)
+    return fori_loop(
+        jnp.int32(0),
+        jnp.int32(-(-num_blocks // LANES_PER_TRIP)),
+        lambda i, carry: body(
+            carry, jnp.minimum(i * LANES_PER_TRIP + lane, num_blocks)
+        ),
+        carry,
+    )
+
+
+def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
+    """Return a hash table of so many rows, which names nothing, i32[rows, entries]."""
+    return jnp.full((num_rows, table.shape[1]), num_rows, jnp.int32)
+
+
+def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
+    """Return what sequences have committed, i32[S], up to the first block not indexed.
+
+    Args:
+      metadata: the state, where `committed` counts as if all blocks still were.
+      hashes: u32[N], 0 for blocks that are not indexed.
+    """
+    group, committed = metadata.leading, index_of(metadata).committed
+    size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
+    visible = hashes.at[group.block_tables].get(mode="fill", fill_value=0) != 0
+    visible |= group.window.gone_cells(num_columns, group.block_size)
+    leading = jnp.cumprod(visible, axis=1, dtype=jnp.int32)
+    num_visible = jnp.sum(leading, axis=1, dtype=jnp.int32)
+    return jnp.where(num_visible < committed // size, num_visible * size, committed)

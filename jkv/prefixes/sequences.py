@@ -1,0 +1,111 @@
+"""What the prefix index notes of each sequence: its domain, and how far it is visible.
+
+A sequence has an *epoch*, the clock when it was opened, cut back or reordered last. A
+step that was planned in another epoch makes nothing visible.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import counters
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.texts import copy_texts, forget_texts, record_texts
+from jkv.state import Metadata
+from jkv.status import Counter
+
+
+def begin(
+    metadata: Metadata,
+    row: jax.Array,
+    salts: jax.Array,
+    num_cached: jax.Array,
+    tokens: jax.Array | None,
+) -> Metadata:
+    """Let rows, i32[B], begin with the tokens found, i32[B], and count the prompts.
+
+    Args:
+      metadata: the state.
+      row: i32[B]; S where a request is not served.
+      salts: i32[B], their domains.
+      num_cached: i32[B], tokens found.
+      tokens: i32[B, P], the prompts; None where there are none.
+    """
+    lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
+    changed = dataclasses.replace(metadata.sequences, context_lengths=lengths)
+    metadata = dataclasses.replace(metadata, sequences=changed)
+    metadata = _note_opened(metadata, row, salts, num_cached)
+    if tokens is None:
+        return metadata
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    metadata = record_texts(metadata, row[:, None], position, tokens)
+    served = row < metadata.max_sequences
+    asked = (tokens >= 0) & served[:, None]
+    sums = {
+        Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
+        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
+        Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
+    }
+    counted = counters.add(metadata.sequences, sums)
+    return dataclasses.replace(metadata, sequences=counted)
+
+
+def enter(
+    metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
+) -> Metadata:
+    """Note the domains of rows from elsewhere, and the tokens visible, i32[B] each."""
+    metadata = forget_texts(metadata, row)
+    return _note_opened(metadata, row, salts, known)
+
+
+def inherit(
+    metadata: Metadata,
+    row: jax.Array,
+    parents: jax.Array,
+    lengths: jax.Array,
+    is_exchange: bool = False,
+) -> Metadata:
+    """Let rows, i32[B], continue from the first tokens of what their parents are.
+
+    Args:
+      metadata: the state.
+      row: i32[B], of the tables; one of S or above is dropped.
+      parents: i32[B].
+      lengths: i32[B], tokens that each row takes over.
+      is_exchange: whether a parent may be one of the rows.
+    """
+    nothing = metadata.max_sequences
+    source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
+    metadata = copy_texts(metadata, row, source, is_exchange=is_exchange)
+    index = index_of(metadata)
+    committed = index.committed.at[parents].get(mode="clip")
+    return _note_opened(
+        metadata,
+        row,
+        index.sequence_salts.at[parents].get(mode="clip"),
+        jnp.minimum(committed, lengths),
+    )
+
+
+def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+    """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
+    index = index_of(metadata)
+    committed = jnp.minimum(index.committed.at[row].get(mode="clip"), lengths)
+    # An empty sequence holds nothing that could be out of date.
+    committed = jnp.where(lengths == 0, 0, committed)
+    salts = index.sequence_salts.at[row].get(mode="clip")
+    return _note_opened(metadata, row, salts, committed)
+
+
+def _note_opened(
+    metadata: Metadata, row: jax.Array, salts: jax.Array, committed: jax.Array
+) -> Metadata:
+    """Note the domain of opened rows, i32[B], and the tokens found for them."""
+    index, stamp = index_of(metadata), metadata.now + jnp.uint32(1)
+    return with_index(
+        metadata,
+        committed=index.committed.at[row].set(committed, mode="drop"),
+        sequence_salts=index.sequence_salts.at[row].set(salts, mode="drop"),
+        epochs=index.epochs.at[row].set(stamp, mode="drop"),
+    )

@@ -1,0 +1,307 @@
+"""Snapshots: states at the end of texts, for prompts that begin like one of them.
+
+A state cannot be cut: a prompt goes on from a length at which a copy of the state was
+made. `commit` makes one of each sequence whose length is a multiple of what the
+configuration says. There is one place for each text, and each keeps its text, so that
+giving one up loses no other. The place that was unused for longest is given up first.
+
+That copies are worth while where texts part is from Marconi
+(https://arxiv.org/abs/2411.19379): `find_common` says how far a prompt is like a text.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import states
+from jkv.prefixes import hashing
+from jkv.prefixes.arrays import Snapshots
+from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.sharding.loops import while_loop
+from jkv.state import Batch, Metadata
+from jkv.state.index import FoundState
+
+
+def snapshots_of(metadata: Metadata) -> Snapshots | None:
+    """Return the snapshots, if the cache has states."""
+    return index_of(metadata).snapshots
+
+
+def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
+    """Return the metadata with other values in fields of its snapshots."""
+    snapshots = snapshots_of(metadata)
+    assert snapshots is not None
+    snapshots = dataclasses.replace(snapshots, **changes)  # type: ignore[arg-type]
+    return with_index(metadata, snapshots=snapshots)
+
+
+def find_longest(
+    metadata: Metadata,
+    snapshots: Snapshots,
+    tokens: jax.Array,
+    salts: jax.Array,
+    hashes: jax.Array,
+    goes_on: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Find the longest snapshot of each prompt from which all groups can go on.
+
+    Args:
+      metadata: the state.
+      snapshots: its snapshots.
+      tokens: i32[B, P], the prompts.
+      salts: i32[B].
+      hashes: u32[B, C], of the prompts up to each column's end.
+      goes_on: bool[B, C], whether the groups with blocks can go on from there.
+
+    Returns:
+      i32[B], the columns before the snapshot, 0 for none; i32[B], its place.
+    """
+    none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
+    if num_columns == 0:
+        shape = salts.shape
+        return jnp.zeros(shape, jnp.int32), jnp.full(shape, none, jnp.int32)
+    column = snapshots.lengths // metadata.block_size - 1
+    within = (column >= 0) & (column < num_columns)
+    column = jnp.clip(column, 0, num_columns - 1)
+    proposed = (
+        within[None]
+        & goes_on[:, column]
+        & (hashes[:, column] == snapshots.hashes[None])
+        & (salts[:, None] == snapshots.salts[None])
+    )
+    width = tokens.shape[1]
+    position = jnp.arange(width, dtype=jnp.int32)[None]
+
+    def choose(proposed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lengths = jnp.where(proposed, snapshots.lengths[None], 0)
+        best = jnp.argmax(lengths, axis=1).astype(jnp.int32)
+        return jnp.max(lengths, axis=1), best
+
+    def is_wrong(proposed: jax.Array) -> jax.Array:
+        length, best = choose(proposed)
+        theirs = snapshots.texts[:, :width].at[best].get(mode="clip")
+        theirs = jnp.pad(theirs, ((0, 0), (0, width - theirs.shape[1])))
+        return jnp.any((theirs != tokens) & (position < length[:, None]), axis=1)
+
+    def without_wrong(
+        state: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        proposed, wrong = state
+        _, best = choose(proposed)
+        places = jnp.arange(none, dtype=jnp.int32)[None]
+        proposed &= ~(wrong[:, None] & (places == best[:, None]))
+        return proposed, is_wrong(proposed)
+
+    # Another trip only where two texts have one hash.
+    proposed, _ = while_loop(
+        lambda state: jnp.any(state[1]), without_wrong, (proposed, is_wrong(proposed))
+    )
+    length, best = choose(proposed)
+    return length // metadata.block_size, jnp.where(length > 0, best, none)
+
+
+def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
+    """Return up to where prompts are like the text of a snapshot, i32[B].
+
+    Args:
+      metadata: the state, with snapshots.
+      tokens: i32[B, P], negative from each prompt's end on.
+      salts: i32[B].
+    """
+    snapshots = snapshots_of(metadata)
+    assert snapshots is not None
+    width = min(tokens.shape[1], snapshots.texts.shape[1])
+    texts, prompts = snapshots.texts[:, :width], tokens[:, :width]
+    position = jnp.arange(width, dtype=jnp.int32)[None]
+
+    # A prompt at a time: all together would be large.
+    def compare(request: jax.Array, common: jax.Array) -> jax.Array:
+        differs = texts != prompts[request]
+        differs |= position >= snapshots.lengths[:, None]
+        end = jnp.min(jnp.where(differs, position, width), axis=1, initial=width)
+        end = jnp.where(snapshots.salts == salts[request], end, 0)
+        return common.at[request].set(jnp.max(end)[None])
+
+    common = jnp.zeros(salts.shape, jnp.int32)
+    return states.for_each_of(prompts[:, 0] >= 0, compare, common)
+
+
+def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
+    """Return the snapshots at places, i32[B], P for none."""
+    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
+    return FoundState(place, pending, snapshots.lengths.shape[0])
+
+
+def find_at(
+    metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+) -> FoundState | None:
+    """Return the snapshot of each sequence's own text at a length; None without.
+
+    Args:
+      metadata: the state.
+      seq_ids: i32[B].
+      lengths: i32[B]; 0 where none is looked for.
+    """
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return None
+    known, none = snapshots.sequence_texts, snapshots.lengths.shape[0]
+    salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
+
+    def look(request: jax.Array, places: jax.Array) -> jax.Array:
+        text = known.at[seq_ids[request]].get(mode="clip")
+        place, _ = _find_text(snapshots, text[0], lengths[request], salts[request])
+        return places.at[request].set(place)
+
+    places = jnp.full(seq_ids.shape, none, jnp.int32)
+    return state_at(snapshots, states.for_each_of(lengths > 0, look, places))
+
+
+def _find_text(
+    snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the place of a text, i32[1], P for none, and whether all of its
+    tokens are known.
+
+    Args:
+      snapshots: the snapshots.
+      text: i32[X].
+      length: i32[1], how much of it counts.
+      salt: i32[1].
+    """
+    counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
+    is_told = jnp.all((text >= 0) | ~counts)
+    alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
+    alike &= (snapshots.lengths == length) & (snapshots.salts == salt) & is_told
+    place = jnp.argmax(alike).astype(jnp.int32)
+    none = snapshots.lengths.shape[0]
+    return jnp.where(jnp.any(alike), place, none)[None], is_told
+
+
+def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
+    """Note that snapshots are used, in the order of requests."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None or found is None:
+        return metadata
+    place, is_used = found.place, found.place < found.none
+    rank = jnp.cumsum(is_used.astype(jnp.uint32), dtype=jnp.uint32)
+    stamps = snapshots.num_uses + rank
+    return with_snapshots(
+        metadata,
+        last_used=snapshots.last_used.at[place].max(stamps, mode="drop"),
+        num_uses=snapshots.num_uses + jnp.sum(is_used, dtype=jnp.uint32),
+    )
+
+
+def make(
+    metadata: Metadata, batch: Batch, continues: jax.Array
+) -> tuple[Metadata, jax.Array]:
+    """Make room for the states of sequences that a step left at a multiple.
+
+    Args:
+      metadata: the state; `committed` is noted already.
+      batch: the step.
+      continues: bool[B], requests whose step was made visible.
+
+    Returns:
+      The metadata, and i32[B]: the place that each request's row is copied to, P for
+      none. Of several requests with one place the last has it.
+    """
+    snapshots = snapshots_of(metadata)
+    assert snapshots is not None
+    length, seq_ids = batch.context_lengths, batch.seq_ids
+    is_now = metadata.context_lengths.at[seq_ids].get(mode="clip") == length
+    committed = index_of(metadata).committed.at[seq_ids].get(mode="clip")
+    is_due = (
+        continues & is_now & (committed == length) & (length % snapshots.every == 0)
+    )
+    none = snapshots.lengths.shape[0]
+    places = jnp.full(seq_ids.shape, none, jnp.int32)
+    made = states.for_each_of(
+        is_due,
+        lambda request, carry: _make_one(metadata, batch, request, *carry),
+        (snapshots, places),
+    )
+    return with_index(metadata, snapshots=made[0]), made[1]
+
+
+def _make_one(
+    metadata: Metadata,
+    batch: Batch,
+    request: jax.Array,
+    snapshots: Snapshots,
+    places: jax.Array,
+) -> tuple[Snapshots, jax.Array]:
+    """Find the place of one request's text, i32[1], or give one up for it."""
+    seq_id, length = batch.seq_ids[request], batch.context_lengths[request]
+    text = snapshots.sequence_texts.at[seq_id].get(mode="clip")[0]
+    salt = index_of(metadata).sequence_salts.at[seq_id].get(mode="clip")
+    place, is_told = _find_text(snapshots, text, length, salt)
+    none = snapshots.lengths.shape[0]
+    is_new = (place == none) & is_told
+    oldest = jnp.argmin(snapshots.last_used).astype(jnp.int32)[None]
+    target = jnp.where(is_new, oldest, none)
+    used = jnp.where(is_new, oldest, place)
+    stamp = snapshots.num_uses + is_told.astype(jnp.uint32)
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[target].set(value, mode="drop")
+
+    hashes = hash_text(text, salt, length, metadata.block_size)
+    pending = metadata.sequences.pending_of(seq_id)
+    return dataclasses.replace(
+        snapshots,
+        lengths=put(snapshots.lengths, length),
+        salts=put(snapshots.salts, salt),
+        hashes=put(snapshots.hashes, hashes),
+        num_pending=put(snapshots.num_pending, pending),
+        texts=put(snapshots.texts, text[None]),
+        last_used=snapshots.last_used.at[used].set(stamp, mode="drop"),
+        num_uses=stamp,
+    ), places.at[request].set(target)
+
+
+def hash_text(
+    text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
+) -> jax.Array:
+    """Return the hash of a text's first tokens, u32[1], as the index has it.
+
+    Args:
+      text: i32[X].
+      salt: i32[1].
+      length: i32[1], a multiple of the block size.
+      block_size: tokens of a column.
+    """
+    columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
+    column = jnp.arange(columns.shape[0], dtype=jnp.int32)
+    terms = hashing.column_hash(columns, column)
+    terms = jnp.where(column < length // block_size, terms, jnp.uint32(0))
+    return hashing.salt_hash(salt) + jnp.sum(terms, dtype=jnp.uint32)
+
+
+def forget_snapshots(metadata: Metadata, salt: jax.Array | None) -> Metadata:
+    """Forget the snapshots of one domain, i32[1], or all; none where there are none."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    gone = True if salt is None else snapshots.salts == salt
+    return _without(metadata, snapshots, jnp.broadcast_to(gone, snapshots.salts.shape))
+
+
+def evict_snapshots(metadata: Metadata, count: jax.Array) -> Metadata:
+    """Forget so many snapshots, i32[], those unused for longest."""
+    snapshots = snapshots_of(metadata)
+    assert snapshots is not None
+    is_there = snapshots.lengths > 0
+    older = snapshots.last_used[None] < snapshots.last_used[:, None]
+    rank = jnp.sum(older & is_there[None], axis=1, dtype=jnp.int32)
+    return _without(metadata, snapshots, is_there & (rank < count))
+
+
+def _without(metadata: Metadata, snapshots: Snapshots, gone: jax.Array) -> Metadata:
+    return with_snapshots(
+        metadata,
+        lengths=jnp.where(gone, 0, snapshots.lengths),
+        last_used=jnp.where(gone, jnp.uint32(0), snapshots.last_used),
+    )

@@ -1,0 +1,68 @@
+"""The tokens told of each sequence, which snapshots take their texts from.
+
+Without snapshots they are recorded with the blocks alone, and nothing is noted here.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import states
+from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.sharding.loops import when
+from jkv.state import Metadata
+
+
+def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
+    """Return the tokens told of rows, i32[..., X], -1 for none."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+    return snapshots.sequence_texts.at[row].get(mode="fill", fill_value=-1)
+
+
+def record_texts(
+    metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
+) -> Metadata:
+    """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    texts = snapshots.sequence_texts.at[row, position].set(tokens, mode="drop")
+    return with_snapshots(metadata, sequence_texts=texts)
+
+
+def forget_texts(metadata: Metadata, row: jax.Array) -> Metadata:
+    """Note that no token of rows, i32[B], is told; a row of S is dropped."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    texts = snapshots.sequence_texts.at[row].set(-1, mode="drop")
+    return with_snapshots(metadata, sequence_texts=texts)
+
+
+def copy_texts(
+    metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
+) -> Metadata:
+    """Let rows, i32[B], have the texts of others, i32[B]; a source of S is none.
+
+    With an exchange a source may be a row: all are read before any is written.
+    """
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    texts, is_copied = snapshots.sequence_texts, source < metadata.max_sequences
+    if is_exchange:
+
+        def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
+            rows = texts.at[source].get(mode="clip")
+            return texts.at[row].set(rows, mode="drop")
+
+        texts = when(jnp.any(is_copied), exchange, texts, source)
+    else:
+
+        def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
+            text = texts.at[source[request]].get(mode="clip")
+            return texts.at[row[request]].set(text, mode="drop")
+
+        texts = states.for_each_of(is_copied, copy, texts)
+    return with_snapshots(metadata, sequence_texts=texts)

@@ -1,0 +1,91 @@
+"""What a request asks of an engine: a value, or its fields by name."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
+
+from jkv.decoding.sampling.options import GREEDY, Sampling
+from jkv.metadata.requests import Integers
+from jkv.status import UsageError
+
+# Who asks; None is all who are not named.
+Client = str | int | None
+
+# The variant of a request that is not steered.
+NOT_STEERED = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """What a request asks for.
+
+    Attributes:
+      tokens: i32[P] or a list, the prompt.
+      n: sequences that continue it.
+      max_new_tokens: most new tokens of each; None is the engine's most.
+      sampling: how tokens are chosen, each field one number or n. Of one seed each
+        sequence has its own (`jkv.decoding.spread_seeds`).
+      stop_tokens: i32[E], that end a sequence, and are kept; None: the engine's.
+      stop_sequences: i32[C] each, or lists of tokens, likewise.
+      stop_strings: a sequence ends where its text has one, or the only one. It is not
+        in the text; the tokens that it took are in the tokens. Looked for between
+        windows.
+      salt: domain of the prefix cache.
+      priority: of those that have not begun, smaller ones go first.
+      client: who asks. Of requests that wait with one priority, one of the client goes
+        next that has had the least service for its share (`shares`); those of one
+        client go in the order in which they came. Service is a request's tokens as they
+        are computed: its prompt, whether or not it is found in the prefix cache, once
+        for `max_samples` sequences, and new ones. A client that has nothing here saves
+        nothing up. None is one client: all who are not named.
+      variant: how its sequences are steered, one of `steering.num_variants` ways; -1 is
+        not at all.
+      timeout: seconds from now after which the request ends with what it has.
+
+    Example:
+      >>> from jkv.serving import Ask
+      >>> Ask([5, 6], max_new_tokens=20, priority=-1).n
+      1
+    """
+
+    tokens: Integers
+    n: int = 1
+    max_new_tokens: int | None = None
+    sampling: Sampling = GREEDY
+    stop_tokens: Integers | None = None
+    stop_sequences: Sequence[Integers] = ()
+    stop_strings: Sequence[str] | str = ()
+    salt: int = 0
+    priority: int = 0
+    client: Client = None
+    variant: int = NOT_STEERED
+    timeout: float | None = None
+
+    @classmethod
+    def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
+        """Return what is asked for, made of its fields unless it is there.
+
+        Raises:
+          UsageError: for both.
+        """
+        if not isinstance(tokens, Ask):
+            return cls(tokens, **fields)
+        if fields:
+            raise UsageError(f"{', '.join(fields)} beside an Ask, which says it")
+        return tokens
+
+
+class OfAsk(TypedDict, total=False):
+    """The fields of `Ask` behind the prompt, as arguments."""
+
+    n: int
+    max_new_tokens: int | None
+    sampling: Sampling
+    stop_tokens: Integers | None
+    stop_sequences: Sequence[Integers]
+    stop_strings: Sequence[str] | str
+    salt: int
+    priority: int
+    client: Client
+    variant: int
+    timeout: float | None

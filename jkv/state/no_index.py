@@ -1,0 +1,64 @@
+"""The index that finds nothing: what a cache without prefix caching has."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jkv.state.index import Found, FoundBlocks
+from jkv.state.metadata import Metadata
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class NoIndex:
+    """Nothing can be found again: an `Index` that has nothing to note."""
+
+    is_there = False
+    snapshot_every = None
+    num_places = 0
+
+    def find(self, metadata: Metadata, _tokens: object, salts: jax.Array) -> Found:
+        """Find nothing of prompts."""
+        return find_nothing(metadata, salts.shape)
+
+    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
+        """Return that no token is told."""
+        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+
+    def knows(self, _metadata: Metadata, _number: int, block: jax.Array) -> jax.Array:
+        """Return that no block can be found."""
+        return jnp.zeros(block.shape, bool)
+
+    def count_snapshots(self) -> jax.Array:
+        """Return that there is none."""
+        return jnp.int32(0)
+
+    def forget(self, metadata: Metadata, *_: object) -> tuple[Metadata, jax.Array]:
+        """Forget nothing."""
+        return metadata, jnp.int32(0)
+
+    def commit(self, metadata: Metadata, _batch: object) -> tuple[Metadata, None]:
+        """Make nothing visible."""
+        return metadata, None
+
+    def _find_none(self, *_: object) -> None:
+        """Find nothing."""
+
+    find_state = find_partings = find_partings_behind = _find_none
+    epochs_of = leave = _find_none
+
+    def _note_nothing(self, metadata: Metadata, *_: object) -> Metadata:
+        """Return the metadata as it is."""
+        return metadata
+
+    begin = enter = record = inherit = cut = use = _note_nothing
+    forget_rewritten = rename = reenter = _note_nothing
+
+
+def find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
+    """Return that nothing is found of prompts, nor looked for."""
+    none = jnp.zeros(shape, jnp.int32)
+    columns = jnp.zeros((*shape, 0), jnp.int32)
+    groups = (FoundBlocks(columns, 0, None) for _ in metadata.groups)
+    return Found(none, none, tuple(groups))

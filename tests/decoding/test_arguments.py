@@ -1,0 +1,106 @@
+"""Arguments as values are what their fields by name are; mistakes are named."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support.small_caches import opened, small_cache
+
+import jkv
+from jkv import decoding
+from jkv.decoding import How, Prompts, Steps
+from jkv.steering import TokenBias
+
+pytestmark = pytest.mark.one_end
+TEXTS = [[1, 2, 3], [4]]
+OF_PROMPTS = dict(limits=[2, 1], salts=[3, 4], stop_tokens=[5], stop_sequences=[[6, 1]])
+OF_STEPS = dict(max_new_tokens=2, num_samples=2, max_running=3, row_counts=(4,))
+OF_HOW = dict(
+    steering=TokenBias(np.array([1]), np.array([1.0], np.float32)),
+    speculate=jkv.PromptLookup(num_tokens=3),
+)
+VALUES = dict(steps=Steps(**OF_STEPS), how=How(**OF_HOW))
+
+
+def model(_params, tokens, cache, batch, *, all_rows=False):
+    logits = jax.nn.one_hot(tokens + 1, 7)
+    return (logits if all_rows else logits[batch.last_rows]), cache
+
+
+def begin(prompts, **options):
+    return decoding.begin(model, None, small_cache(), prompts, **options)
+
+
+def same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+def test_values_are_their_fields():
+    """The state that a loop goes on from is the same, also where they are traced."""
+    named = begin(TEXTS, **OF_PROMPTS, **OF_STEPS, **OF_HOW)
+    prompts = Prompts.of(TEXTS, **OF_PROMPTS)
+    same(begin(prompts, **VALUES), named)
+    same(begin(prompts, **OF_STEPS, how=VALUES["how"]), named)
+    same(begin(TEXTS, **OF_PROMPTS, **VALUES), named)
+    jitted = jax.jit(begin, static_argnames="steps")
+    same(jitted(prompts, **VALUES), named)
+    same(jkv.jitted.begin(model, None, small_cache(), prompts, **VALUES), named)
+    assert not jax.tree.all(
+        jax.tree.map(np.array_equal, named, begin(TEXTS, **OF_STEPS, **OF_HOW))
+    )
+
+
+def test_each_text_brings_its_own_to_those_that_are_added():
+    cache, empty = small_cache(), np.full((2, 3), -1, np.int32)
+    stops = dict(stop_tokens=np.full((2, 1), -1), stop_sequences=np.full((2, 1, 2), -1))
+    state = begin(empty, max_new_tokens=2, **stops)
+    add = functools.partial(decoding.add_prompts, cache, state, [1])
+    own = dict(stop_tokens=[[5]], stop_sequences=[[[6, 1]]], limits=[1])
+    value = Prompts.of(np.array([[1, 2, 3]]), **own)
+    same(add(value, priorities=3), add(np.array([[1, 2, 3]]), **own, priorities=3))
+    assert add(value).prompts.limits.tolist() == [2, 1]
+    with pytest.raises(jkv.UsageError, match="limits beside Prompts"):
+        add(value, limits=[1])
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(), "begin.* needs max_new_tokens, or steps=Steps"),
+        (dict(max_new_tokens=2, tokens=3), "begin.* unexpected .*'tokens'"),
+        (
+            dict(steps=VALUES["steps"], max_new_tokens=2),
+            "max_new_tokens beside a Steps",
+        ),
+        (dict(max_new_tokens=2, how=3), "expected a How, got 3"),
+        (dict(max_new_tokens=2, how=How(), speculate=None), "speculate beside a How"),
+        (dict(steps=4), "expected a Steps, got 4"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_is_said_twice_or_not_known_is_refused(options, says):
+    with pytest.raises(jkv.UsageError, match=says):
+        begin(TEXTS, **options)
+    if "max_new_tokens" in options and "steps" not in options:
+        with pytest.raises(jkv.UsageError, match="salts beside a Prompts"):
+            begin(Prompts.of(TEXTS), max_new_tokens=2, salts=1)
+
+
+def test_loops_refuse_what_they_have_not():
+    extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], TEXTS)
+    with pytest.raises(jkv.UsageError, match="extend has no max_running"):
+        extend(steps=Steps(2, max_running=1))
+    with pytest.raises(jkv.UsageError, match="extend guesses no tokens"):
+        extend(max_new_tokens=2, how=VALUES["how"])
+    with pytest.raises(jkv.UsageError, match="unexpected .*'salts'"):
+        extend(max_new_tokens=2, salts=1)
+    with pytest.raises(jkv.UsageError, match="beam_search has no exact"):
+        jkv.beam_search(
+            model, None, small_cache(), TEXTS, num_beams=2, steps=Steps(2, exact=True)
+        )
+    with pytest.raises(jkv.UsageError, match="decode.* unexpected .*'max_new_tokens'"):
+        decoding.decode(
+            model, None, small_cache(), begin(TEXTS, max_new_tokens=2), max_new_tokens=3
+        )

@@ -1,0 +1,172 @@
+"""GGUF files give the model, the weights and the tokenizer that they were made of."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+import pytest
+from pretrained.gguf_reading import files
+from pretrained.rope import frequencies
+from support import checkpoint_fixtures as fixtures
+from support import gguf_writing as writing
+
+pytestmark = pytest.mark.one_end
+FULL = dict(use_sliding_window=False, layer_types=None)
+# What a file of the architecture cannot say otherwise than its models have it.
+CASES = {
+    "llama2": {},
+    "llama_linear": {},
+    "qwen2": FULL,
+    "qwen3": FULL,
+    "gemma2": dict(query_pre_attn_scalar=16, tie_word_embeddings=True),
+    "gemma3": dict(query_pre_attn_scalar=16, layer_types=["sliding_attention"] * 3),
+}
+TEXTS = (
+    "def area(radius):\r\n\treturn 3.14159 * radius ** 2\n\n\n  # done",
+    "Grüße, naïve café; 日本語のテキスト, Привет 12345, مرحبا, नमस्ते, 한국어",
+    "emoji 😀👩‍👩‍👧 and   spaces ",
+    "",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path, monkeypatch):
+    """Folders that are made of files go where the test's other files are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "cache"))
+
+
+def comparable(config):
+    return dataclasses.replace(config, dtype_name="float32", stop_tokens=())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_gives_the_settings_and_the_weights_of_its_checkpoint(name, tmp_path):
+    folder = fixtures.FIXTURES / name
+    raw, tensors = writing.read_checkpoint(folder)
+    if name == "gemma2":
+        del tensors["lm_head.weight"]
+    path = writing.write(tmp_path / "model.gguf", raw, tensors)
+    expected = pretrained.parse_config(raw | CASES[name])
+    assert comparable(pretrained.read_config(path)) == comparable(expected)
+    params = pretrained.read_params(path, expected, jnp.dtype("float32"))
+    untied = dataclasses.replace(expected, tied=raw["tie_word_embeddings"])
+    wanted = pretrained.read_params(folder, untied, jnp.dtype("float32"))
+    wanted = {each: wanted[each] for each in params}
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+
+
+def test_factors_of_llama_3_turn_as_its_settings_do(tmp_path):
+    folder = fixtures.FIXTURES / "llama3"
+    raw, tensors = writing.read_checkpoint(folder)
+    rope = raw["rope_parameters"]
+    turns = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, 16, 2) / 16)
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((original / turns - low) / (high - low), 0, 1)
+    factors = 1 / ((1 - smooth) / factor + smooth)
+    tensors["rope_freqs.weight"] = np.float32(factors)
+    path = writing.write(tmp_path / "model.gguf", raw, tensors)
+    found, expected = (pretrained.read_config(each).ropes[0] for each in (path, folder))
+    np.testing.assert_allclose(frequencies(found), frequencies(expected), rtol=1e-6)
+    assert found.magnitude == expected.magnitude
+
+
+def test_text_is_cut_as_by_the_tokenizer_that_the_file_was_made_of(tmp_path):
+    stored = json.loads((fixtures.PYDOC / "tokenizer.json").read_text())
+    raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
+    numbered = stored["model"]["vocab"] | {
+        token["content"]: token["id"] for token in stored["added_tokens"]
+    }
+    tokens = sorted(numbered, key=numbered.get)
+    special = {token["content"] for token in stored["added_tokens"]}
+    merges = stored["model"]["merges"]
+    vocabulary = dict(
+        model="gpt2",
+        pre="gpt-2",
+        tokens=tokens,
+        token_type=[3 if token in special else 1 for token in tokens],
+        merges=[m if isinstance(m, str) else " ".join(m) for m in merges],
+        eos_token_id=numbered[stored["added_tokens"][0]["content"]],
+    )
+    path = writing.write(tmp_path / "model.gguf", raw, tensors, vocabulary=vocabulary)
+    found, expected = map(pretrained.load_tokenizer, (path, fixtures.PYDOC))
+    for text in (*TEXTS, *special):
+        ids = found.encode(text, add_special_tokens=False).ids
+        assert ids == expected.encode(text, add_special_tokens=False).ids
+        assert found.decode(ids) == expected.decode(ids)
+    assert pretrained.read_config(path).stop_tokens == (vocabulary["eos_token_id"],)
+    assert not pretrained.has_chat_template(path)
+
+
+class TestRefused:
+    """By name, before any weight is read, and with what to do instead."""
+
+    def model(self):
+        return writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
+
+    def test_an_architecture(self, tmp_path):
+        path = writing.write(tmp_path / "a.gguf", *self.model(), architecture="rwkv7")
+        with pytest.raises(ValueError, match="'rwkv7'.*llama, qwen2.*safetensors"):
+            pretrained.load(path)
+
+    def test_a_kind_of_tensor(self, tmp_path, monkeypatch):
+        path = writing.write(tmp_path / "a.gguf", *self.model(), kind="BF16")
+        assert pretrained.load(path)
+        path = path.rename(tmp_path / "b.gguf")
+        monkeypatch.setattr(files, "KINDS", ("F32",))
+        with pytest.raises(ValueError, match="kinds.*'BF16'.*another quantization"):
+            pretrained.load(path)
+
+    def test_a_tensor_that_the_model_would_not_use(self, tmp_path):
+        raw, tensors = self.model()
+        tensors["blk.0.attn_gate.weight"] = np.ones((32, 32), np.float32)
+        path = writing.write(tmp_path / "a.gguf", raw, tensors)
+        with pytest.raises(ValueError, match="attn_gate"):
+            pretrained.load(path)
+
+    def test_damaged_and_foreign_files(self, tmp_path):
+        path = writing.write(tmp_path / "a.gguf", *self.model())
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match="damaged or cut off"):
+            pretrained.load(path)
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+        with pytest.raises(ValueError, match="no GGUF file: it begins with"):
+            pretrained.load(path)
+        with pytest.raises(ValueError, match="pickle.*safetensors"):
+            pretrained.load(tmp_path / "pytorch_model.bin")
+        with pytest.raises(FileNotFoundError, match="or a GGUF file"):
+            pretrained.load(tmp_path / "cache")
+
+    def test_a_part_that_is_missing_and_a_choice(self, tmp_path):
+        name = "model-{:05d}-of-00002.gguf"
+        writing.write(tmp_path / name.format(1), *self.model())
+        with pytest.raises(FileNotFoundError, match="lacks the parts.*00002-of-00002"):
+            pretrained.load(tmp_path)
+        (tmp_path / "other.gguf").touch()
+        with pytest.raises(ValueError, match="several GGUF models: name one of"):
+            pretrained.load(tmp_path)
+
+    def test_without_the_package(self, tmp_path, monkeypatch):
+        path = writing.write(tmp_path / "a.gguf", *self.model())
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(ModuleNotFoundError, match="pip install"):
+            pretrained.load(path)
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path):
+    raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
+    path = writing.write(tmp_path / "model.gguf", raw, tensors)
+    first = pretrained.find_folder(path)
+    assert pretrained.find_folder(tmp_path) == first
+    path.unlink()
+    smaller = raw | dict(max_position_embeddings=64)
+    writing.write(path, smaller, tensors)
+    assert pretrained.find_folder(path) != first
+    assert pretrained.read_config(path).max_context_length == 64

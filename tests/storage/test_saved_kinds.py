@@ -1,0 +1,219 @@
+"""A file of every kind of cache that can be configured: what was saved is loaded.
+
+Each kind has its life first: one sequence has parted from another, which was closed,
+one was cut back if it can be, and one only has blocks that are reserved.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.jax_versions import with_further
+from support.small_caches import small_config
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+
+WIDTH, ROWS, PENDING = 3, 16, 2
+SHARED = dict(max_sequences=4, max_context_length=14, block_size=4)
+WINDOW = dict(sliding_window=5)
+# Names in another order than their sizes: a file has the largest elements first.
+STATE = {
+    "count": ((2,), "int16"),
+    "past": ((3, 2), "bfloat16"),
+    "sum": ((2,), "float32"),
+}
+INPUT = {"at": ((), "int8"), "token": ((2,), "bfloat16")}
+
+
+def grouped(*groups, layers, **options):
+    return jkv.GroupedConfig(groups=groups, layer_groups=layers, **options)
+
+
+def state(pending=0, snapshots=0, **changes):
+    fields = dict(
+        num_layers=2,
+        arrays=STATE,
+        max_pending=pending,
+        inputs=INPUT if pending else None,
+        num_snapshots=snapshots,
+        snapshot_every=8 if snapshots else None,
+        heads_axes={"sum": 0},
+    )
+    return jkv.StateConfig(**(SHARED | fields | changes))
+
+
+def with_state(*keys, pending=0, snapshots=0, **options):
+    """Layers with a state, one of which attends, too."""
+    layers = ((0, 1), (), 0) if keys else (0, 0)
+    groups = state(pending, snapshots), *keys
+    return grouped(*groups, layers=layers, **options)
+
+
+INDEX = dict(prefix_caching=True)
+KINDS = {
+    **{
+        dtype: small_config(dtype=dtype, value_head_dim=3)
+        for dtype in (
+            *("float32", "float16", "bfloat16"),
+            *("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+        )
+    },
+    "latent": small_config(dtype="int8", value_head_dim=1, values_in_keys=True),
+    "tokens": small_config(record_tokens=True),
+    "index": small_config(**INDEX),
+    "window": small_config(**WINDOW),
+    "window, sinks, tokens": small_config(
+        **WINDOW, num_sink_tokens=1, record_tokens=True
+    ),
+    "window, index": small_config(**WINDOW, **INDEX),
+    "groups": grouped(
+        small_config(**WINDOW, num_layers=2, dtype="fp8"),
+        small_config(num_kv_heads=2, record_tokens=True),
+        layers=(0, (), 1, 0),
+    ),
+    "groups, index": grouped(
+        small_config(**WINDOW, num_sink_tokens=1),
+        small_config(),
+        layers=(1, 0),
+        **INDEX,
+    ),
+    "state alone": state(),
+    "snapshots without index": state(snapshots=3),
+    "two states": grouped(
+        state(PENDING),
+        state(PENDING, num_layers=1, arrays={"sum": ((2,), "uint8")}),
+        layers=(0, 1, 0),
+    ),
+    "state": with_state(),
+    "state, index": with_state(snapshots=3, **INDEX),
+    "state, pending": with_state(pending=PENDING),
+    "state, pending, index": with_state(pending=PENDING, snapshots=3, **INDEX),
+    "state, keys": with_state(small_config()),
+    "state, keys, pending, no index": with_state(
+        small_config(), pending=PENDING, snapshots=3
+    ),
+    "state, window, pending, index": with_state(
+        small_config(**WINDOW, dtype="int8"), pending=PENDING, snapshots=3, **INDEX
+    ),
+}
+
+
+# What `make test` plays in full; of all others, only that an empty one is loaded.
+FIRST = (
+    *("groups", "two states", "state"),
+    "state, keys, pending, no index",
+)
+LATER = [kind for kind in KINDS if kind not in FIRST]
+
+
+@jax.jit
+def step(cache, seq_ids, counts, tokens):
+    """Append tokens, and write in each layer what follows from them."""
+    pending = 0 if cache.metadata.states is None else cache.metadata.states.max_pending
+    cache, batch = jkv.append(
+        cache, seq_ids, counts, capacity=ROWS, tokens=tokens, num_pending=pending
+    )
+    numbers = (tokens + batch.positions).astype(jnp.float32)
+    for layer, groups in enumerate(cache.layer_groups):
+        for group in groups:
+            if group in cache.state_numbers:
+                cache = write_state(cache, layer, batch, numbers)
+            else:
+                cache = write(cache, layer, batch, numbers)
+    return jkv.commit(cache, batch)
+
+
+def write(cache, layer, batch, numbers):
+    storage = cache.storage[cache.find_layer(layer).group]
+    widths = storage.head_dim, storage.value_head_dim
+    rows = [
+        numbers[:, None, None] + jnp.ones((ROWS, storage.num_kv_heads, width))
+        for width in widths
+    ]
+    if storage.value_pool is None:
+        rows[1] = None
+    return jkv.write(cache, layer, batch, *rows)
+
+
+def write_state(cache, layer, batch, numbers):
+    def add(array, numbers):
+        spread = numbers.reshape(-1, *[1] * (array.ndim - 1))
+        return array + spread.astype(array.dtype)
+
+    storage = cache.states[cache.find_state(layer).group]
+    states = jkv.read_state(cache, layer, batch)
+    states = {name: add(array, batch.context_lengths) for name, array in states.items()}
+    inputs = {
+        name: add(jnp.zeros((ROWS, *array.shape[3:]), dtype), numbers)
+        for (name, array), dtype in zip(
+            sorted(storage.inputs.items()), storage.input_dtypes, strict=True
+        )
+    }
+    return jkv.write_state(cache, layer, batch, states, inputs)
+
+
+@jax.jit
+def live(cache):
+    """Sequences that parted, were cut back, closed, and one that is only reserved."""
+    tokens = jnp.arange(WIDTH * ROWS, dtype=jnp.int32).reshape(WIDTH, ROWS)
+    counts = jnp.array([0, 0, 7], jnp.int32)
+    prompts = tokens if cache.metadata.index is not None else None
+    cache, opened = jkv.allocate(cache, counts, tokens=prompts)
+    ids = opened.seq_ids
+    cache = step(cache, ids, jnp.array([8, 6, 0]), tokens[0])
+    cache, _ = jkv.fork(cache, ids[:1])
+    cache, _ = jkv.truncate(cache, ids[1:2], 5)
+    cache, _ = jkv.free(cache, ids[:1])
+    return cache
+
+
+def go_on(cache):
+    ids, counts = np.array([1, 2, 3], np.int32), np.array([3, 0, 5], np.int32)
+    return step(cache, ids, counts, np.arange(20, 20 + ROWS, dtype=np.int32))
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for a, b in (map(np.asarray, pair) for pair in pairs):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()
+
+
+def apart(cache, seq_ids):
+    """What sequences have, whatever they are called and an index knows of them."""
+    swapped = jkv.swap_out(cache, seq_ids)[1]
+    return {**vars(swapped), "seq_ids": None, "committed": None}
+
+
+@pytest.mark.parametrize("kind", with_further(KINDS, *LATER))
+def test_what_was_saved_is_loaded(tmp_path, kind):
+    cache = live(jkv.init(KINDS[kind]))
+    jkv.check(cache)
+    jkv.save(tmp_path / "cache", cache)
+    loaded = jkv.load(tmp_path / "cache")
+    jkv.check(loaded)
+    assert_same(loaded, cache)
+    assert_same(go_on(loaded), go_on(cache))
+    other, back = jkv.load(tmp_path / "cache", jkv.init(KINDS[kind]))
+    jkv.check(other)
+    open_ids = np.flatnonzero(cache.metadata.is_open)
+    assert_same(apart(other, back.seq_ids), apart(cache, open_ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", [True, False])
+def test_an_empty_cache(tmp_path, kind, storage):
+    cache = jkv.init(KINDS[kind], storage=storage)
+    jkv.save(tmp_path / "cache", cache)
+    loaded = jkv.load(tmp_path / "cache")
+    jkv.check(loaded)
+    assert_same(loaded, cache)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_a_state_that_no_file_holds_is_refused(dtype):
+    with pytest.raises(ValueError, match=f"of whole bytes, got {dtype}"):
+        state(arrays={"sum": ((2,), dtype)})
