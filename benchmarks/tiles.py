@@ -41,7 +41,7 @@ from gpu_calls import (  # noqa: E402
 from jkv.attention.call import Call, Requests, make_requests  # noqa: E402
 from jkv.attention.kernel.launches import attend_kernel  # noqa: E402
 from jkv.attention.kernel.planning import find_card_tuning  # noqa: E402
-from jkv.attention.kernel.table import Split, Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
 from jkv.attention.pools import Pools, make_pools  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
@@ -93,27 +93,9 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
         found += [dataclasses.replace(t, is_carried=True) for t in carried]
     first = [] if table is None else [table]
     if workload.dtype == "float32":
-        kind = None if table is None else table.split
-        found = [dataclasses.replace(tile, split=kind) for tile in found]
-        found += find_tiles_in_terms(workload.is_prefill)
+        is_split = table is not None and table.is_split
+        found = [dataclasses.replace(tile, is_split=is_split) for tile in found]
     return [*first, *(tile for tile in found if tile != table)]
-
-
-def find_tiles_in_terms(is_prefill: bool) -> list[Tile]:
-    """Return tiles of float32 in terms of bfloat16, as the table has them for RDNA."""
-    tokens, warps = (16, 32), (2, 4, 8)
-    rows = (32, 64) if is_prefill else (16,)
-    columns = ((32, 32), (32, 64), (512, 512))
-    return [
-        Tile(
-            *(*shape, 1),
-            split=Split.BFLOAT16,
-            inner_section=inner,
-            outer_section=outer,
-        )
-        for shape in itertools.product(rows, tokens, warps)
-        for inner, outer in columns
-    ]
 
 
 def attend_with(
@@ -192,10 +174,10 @@ def find_tunings(
 def describe(tile: Tile) -> str:
     """Say a tile in words."""
     more = ", carried" if tile.is_carried else ""
-    if tile.split is not None:
-        more += f", in {tile.split}"
-    if tile.inner_section < 512:
-        more += f", {tile.inner_section} and {tile.outer_section} columns"
+    if tile.is_split:
+        more += ", in tf32"
+    if tile.section < 512:
+        more += f", {tile.section} columns"
     return (
         f"{tile.rows} x {tile.tokens}, {tile.num_warps} warps, "
         f"{tile.num_stages} stages{more}"

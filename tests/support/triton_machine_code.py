@@ -150,7 +150,8 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
     """Find one step of the attention loop: its lines.
 
     A loop is what lies between a label and a branch back to it; of those with the most
-    matrix instructions (or exponentials, where a kernel has none) the shortest counts.
+    matrix instructions (or exponentials, where a kernel has none) of their own, not of
+    loops in them, the shortest counts.
     """
     lines = assembly.splitlines()
     labels, loops = {}, []
@@ -162,18 +163,21 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
             if start is not None:
                 loops.append((start, number))
 
-    # Loops around others are not walks of tiles.
-    loops = [
-        lines[start:end]
-        for start, end in loops
-        if not any(start < first and last < end for first, last in loops)
-    ]
+    def find_own(start, end):
+        """Its lines without those of loops in it."""
+        inner = [loop for loop in loops if start < loop[0] and loop[1] < end]
+        return [
+            line
+            for number, line in enumerate(lines[start:end], start)
+            if not any(first <= number < last for first, last in inner)
+        ]
 
     def rank(loop):
-        counts = _count(loop, kinds)
+        counts = _count(find_own(*loop), kinds)
         return counts["matrix"], counts["exp"], -sum(counts.values())
 
-    return max(loops, key=rank, default=[])
+    start, end = max(loops, key=rank, default=(0, 0))
+    return lines[start:end]
 
 
 def _count(lines, kinds):

@@ -14,21 +14,12 @@ for which a context is too short end at once.
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.body import attend_range
-from jkv.attention.kernel.isolation import isolate_range
-from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.launches import (
-    find_compilation,
-    make_operands,
-    shape_results,
-)
-from jkv.attention.kernel.loads import Operands
+from jkv.attention.kernel.launches import attend_pieces
 from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.variant import Variant, cut_rows, position_variant
+from jkv.attention.kernel.variant import cut_rows, position_variant
 from jkv.attention.kernel.work import list_position_work, size_position_work
 
 
@@ -65,39 +56,6 @@ def _launch_both(
     variant = position_variant(
         call, tuning, sizes.piece_tokens, sizes.num_pieces, interpret=interpret
     )
-    # Sinks join with the pieces.
-    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
-    partial, partial_lse = _launch_pieces(operands, variant, call.is_decoding)
-    return join_pieces(
-        listed.pieces,
-        call.sinks,
-        partial,
-        partial_lse,
-        call.output_dtype,
-        interpret=interpret,
-    )
-
-
-def _launch_pieces(
-    operands: Operands, variant: Variant, is_decoding: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return partial results, f32[R * pieces, H, Dv], and log2 sums without `Dv`.
-
-    Places of pieces that a row has not are left as they are found.
-    """
-    num_tiles = operands.work.row.shape[0]
-    num_rows, num_heads, _ = operands.queries.shape
-    places = num_rows * variant.num_pieces
-    results = shape_results((places, num_heads, variant.value_dim), jnp.float32)
-    launch = functools.partial(
-        backend.launch,
-        grid=(num_tiles * variant.num_pieces * variant.head_tiles, 1),
-        compilation=find_compilation(variant),
-    )
-    attend = functools.partial(attend_range, variant=variant)
-    output, lse = launch("jkv_position", attend, (operands, None, None), results)
-    if not is_decoding:
-        isolate = functools.partial(isolate_range, variant=variant)
-        given = "jkv_isolate", isolate, (operands, output), results[:1]
-        (output,) = launch(*given, in_place=True)
-    return output, lse
+    # Each row has places of its own for its pieces.
+    num_places = call.num_rows * variant.num_pieces
+    return attend_pieces("jkv_position", call, listed, variant, num_places)

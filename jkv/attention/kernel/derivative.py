@@ -87,7 +87,7 @@ def _differentiate_queries(
             (operands, cotangents, queries),
             (jax.ShapeDtypeStruct(queries.shape, queries.dtype),),
             grid=(sizes.num_entries * variant.head_tiles, 1),
-            compilation=find_compilation(variant),
+            compilation=find_compilation(variant, is_rare=kernel is isolate_queries),
             in_place=True,
         )
     return queries

@@ -31,8 +31,8 @@ from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
 
 # A position that no token has.
 NOWHERE = 2**31 - 1
-# Columns at a time: those of a matrix instruction, so that it is the same one.
-_NUM_COLUMNS = 32
+# Columns at a time: at least those of a matrix instruction, so that it is the same one.
+_NUM_COLUMNS = 64
 
 
 def isolate_range(

@@ -17,7 +17,7 @@ from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.conversion import WORD
 from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import DecodeWork, Work
+from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
@@ -56,17 +56,8 @@ def decode_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
     listed = _find_decode_work(call, variant, programs)
-    # Sinks join with the pieces.
-    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
-    partial, partial_lse = _launch_pieces(operands, variant)
-    return join_pieces(
-        listed.pieces,
-        call.sinks,
-        partial,
-        partial_lse,
-        call.output_dtype,
-        interpret=variant.interpret,
-    )
+    num_places = listed.work.row.shape[0]
+    return attend_pieces("jkv_decode", call, listed, variant, num_places)
 
 
 def _find_decode_work(call: Call, variant: Variant, programs: int) -> DecodeWork:
@@ -147,21 +138,43 @@ def _view_words(pool: jax.Array, variant: Variant) -> jax.Array:
     return jax.lax.bitcast_convert_type(fours, WORD)
 
 
-def _launch_pieces(operands: Operands, variant: Variant) -> tuple[jax.Array, jax.Array]:
-    """Return the partial results of all pieces, f32[W, H, Dv], and log2 sums f32[W, H].
+def attend_pieces(
+    name: str,
+    call: Call,
+    listed: DecodeWork | PositionWork,
+    variant: Variant,
+    num_places: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of rows whose contexts are cut into pieces, joined.
 
-    Entries without work are left as they are found.
+    Args:
+      name: of the kernel that attends, for profilers.
+      call: whose sinks join with the pieces.
+      listed: the pieces.
+      variant: of the kernel.
+      num_places: of partial results; those of pieces that are not there are left as
+        they are found.
     """
-    num_entries, num_heads = operands.work.row.shape[0], operands.queries.shape[1]
-    output, lse = backend.launch(
-        "jkv_decode",
+    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
+    shape = num_places, call.num_heads, variant.value_dim
+    partial, partial_lse = backend.launch(
+        name,
         functools.partial(attend_range, variant=variant),
         (operands, None, None),
-        shape_results((num_entries, num_heads, variant.value_dim), jnp.float32),
-        grid=(num_entries * variant.head_tiles, 1),
+        shape_results(shape, jnp.float32),
+        grid=_find_grid(operands, variant),
         compilation=find_compilation(variant),
     )
-    return output, lse
+    if not (variant.is_decode or call.is_decoding):
+        partial = _isolate(operands, partial, variant)
+    return join_pieces(
+        listed.pieces,
+        call.sinks,
+        partial,
+        partial_lse,
+        call.output_dtype,
+        interpret=variant.interpret,
+    )
 
 
 def _launch_rows(
@@ -171,18 +184,36 @@ def _launch_rows(
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of all tiles replaced, in place."""
-    launch = functools.partial(
-        backend.launch,
-        grid=(operands.work.row.shape[0] * variant.head_tiles, 1),
+    output, lse = backend.launch(
+        "jkv_prefill",
+        functools.partial(attend_range, variant=variant),
+        (operands, output, lse),
+        shape_results(output.shape, output.dtype),
+        grid=_find_grid(operands, variant),
         compilation=find_compilation(variant),
         in_place=True,
     )
-    results = shape_results(output.shape, output.dtype)
-    attend = functools.partial(attend_range, variant=variant)
-    output, lse = launch("jkv_prefill", attend, (operands, output, lse), results)
-    isolate = functools.partial(isolate_range, variant=variant)
-    (output,) = launch("jkv_isolate", isolate, (operands, output), results[:1])
-    return output, lse
+    return _isolate(operands, output, variant), lse
+
+
+def _isolate(operands: Operands, output: jax.Array, variant: Variant) -> jax.Array:
+    """Return the output with rows replaced that are NaN for what others see."""
+    isolated: jax.Array
+    (isolated,) = backend.launch(
+        "jkv_isolate",
+        functools.partial(isolate_range, variant=variant),
+        (operands, output),
+        (jax.ShapeDtypeStruct(output.shape, output.dtype),),
+        grid=_find_grid(operands, variant),
+        compilation=find_compilation(variant, is_rare=True),
+        in_place=True,
+    )
+    return isolated
+
+
+def _find_grid(operands: Operands, variant: Variant) -> tuple[int, int]:
+    num_entries = operands.work.row.shape[0] * max(1, variant.num_pieces)
+    return num_entries * variant.head_tiles, 1
 
 
 def shape_results(
@@ -195,7 +226,10 @@ def shape_results(
     )
 
 
-def find_compilation(variant: Variant) -> backend.Compilation:
-    """Return how the kernel is compiled for a variant."""
-    tile = variant.tile
-    return backend.Compilation(tile.num_warps, tile.num_stages, variant.interpret)
+def find_compilation(variant: Variant, *, is_rare: bool = False) -> backend.Compilation:
+    """Return how the kernel is compiled for a variant.
+
+    What hardly ever runs has no tiles in flight, in the registers that they take.
+    """
+    tile, stages = variant.tile, 1 if is_rare else variant.tile.num_stages
+    return backend.Compilation(tile.num_warps, stages, variant.interpret)

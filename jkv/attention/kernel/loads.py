@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.elements import MEANINGS, ONE_BYTE_DTYPES
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import (
     BFLOAT16,
@@ -22,7 +21,6 @@ from jkv.attention.kernel.conversion import (
 )
 from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.sections import Section, cut
-from jkv.attention.kernel.table import Split
 from jkv.attention.kernel.variant import Variant
 
 # Of a tile, whose ids are loaded as scalars.
@@ -73,21 +71,7 @@ def cut_head_dims(
     variant: Variant,
 ) -> tuple[list[Section], list[Section]]:
     """Return the sections of keys and of values; values in the keys are their first."""
-    inner, outer = variant.tile.inner_section, variant.tile.outer_section
-    keys, value_sections = cut_alike(queries, values, variant, outer)
-    if values is None or inner == outer:
-        return keys, value_sections
-    return cut(queries.shape[2], max_size=inner), value_sections
-
-
-def cut_alike(
-    queries: jax.Array,  # [R, H, D]
-    values: jax.Array | None,
-    variant: Variant,
-    max_size: int,
-) -> tuple[list[Section], list[Section]]:
-    """Return the same, none larger than a size."""
-    head_dim = queries.shape[2]
+    head_dim, max_size = queries.shape[2], variant.tile.section
     value_sections = cut(variant.value_dim, max_size=max_size)
     if values is not None:
         return cut(head_dim, max_size=max_size), value_sections
@@ -271,24 +255,11 @@ def _convert(
         (words_to_operand if tile.dtype == WORD else to_operand)(
             tile,
             variant.kv_dtype,
-            find_term_dtype(tile.dtype, dtype, variant),
+            dtype,
             interpret=variant.interpret,
         )
         for tile in tiles
     ]
-
-
-def find_term_dtype(
-    stored: np.dtype[Any], dtype: np.dtype[Any], variant: Variant
-) -> np.dtype[Any]:
-    """Return what elements of a dtype become that are multiplied in another one.
-
-    Where float32 is split into bfloat16, what is whole in that has one term.
-    """
-    if variant.tile.split != Split.BFLOAT16 or dtype != FLOAT32:
-        return dtype
-    meant = variant.kv_dtype if stored in MEANINGS else stored
-    return BFLOAT16 if meant in (BFLOAT16, *ONE_BYTE_DTYPES) else dtype
 
 
 def _convert_scales(scales: jax.Array | None, variant: Variant) -> jax.Array | None:

@@ -20,10 +20,9 @@ from jkv.attention.kernel.loads import (
     Operands,
     Range,
     TokenTile,
-    cut_alike,
+    cut_head_dims,
     find_broken,
     find_nan,
-    find_term_dtype,
     load_numbers,
     load_rows,
     load_tokens,
@@ -41,7 +40,6 @@ from jkv.attention.kernel.scores import (
     add_dot,
     cap_in_log2,
     dot_sections,
-    hide_one,
     slope_of_cap,
 )
 from jkv.attention.kernel.sections import Section
@@ -108,32 +106,29 @@ class _Walk(NamedTuple):
     valid: jax.Array  # bool[rows], those to store
     seen: Seen
     tokens: Range
-    sections: tuple[list[Section], list[Section]]  # of keys and values, for scores
-    outer_sections: list[Section]  # of keys, for the gradient
+    key_sections: list[Section]
+    value_sections: list[Section]
     queries: list[jax.Array]  # [rows, size] for each section
     d_output: list[jax.Array]  # likewise of the values
     lse: jax.Array  # f32[rows], log2
     delta: jax.Array  # f32[rows]
-    once: jax.Array  # i32[], 1
 
     @property
     def start(self) -> jax.Array:
         """The first token of the first tile, so that a tile lies in one block."""
         return self.tokens.first & -self.variant.tile.tokens
 
-    def load(
-        self, trip: jax.Array, sections: tuple[list[Section], list[Section]]
-    ) -> TokenTile:
+    def load(self, trip: jax.Array) -> TokenTile:
         """Load a tile of the range."""
         start = self.start + trip * self.variant.tile.tokens
+        sections = self.key_sections, self.value_sections
         return load_tokens(self.operands, self.tokens, start, *sections, self.variant)
 
 
 def _start_walk(
     o: Operands, cotangents: Cotangents, variant: Variant, rows: QueryRows
 ) -> _Walk:
-    size, outer_size = variant.tile.inner_section, variant.tile.outer_section
-    sections = cut_alike(o.queries, o.values, variant, size)
+    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
     window = read_window(o)
     first, end = find_range(o, rows, window, variant)
     seen = find_seen(o, rows, window, variant)
@@ -142,7 +137,6 @@ def _start_walk(
     def load(
         array: jax.Array, sections: list[Section], dtype: np.dtype[Any]
     ) -> list[jax.Array]:
-        dtype = find_term_dtype(array.dtype, dtype, variant)
         return [load_rows(array, *where, each, dtype) for each in sections]
 
     return _Walk(
@@ -158,29 +152,28 @@ def _start_walk(
             first=first,
             end=end,
         ),
-        sections=sections,
-        outer_sections=cut_alike(o.queries, o.values, variant, outer_size)[0],
-        queries=load(o.queries, sections[0], variant.operand_dtype),
-        d_output=load(cotangents.d_output, sections[1], variant.weight_dtype),
+        key_sections=key_sections,
+        value_sections=value_sections,
+        queries=load(o.queries, key_sections, variant.operand_dtype),
+        d_output=load(cotangents.d_output, value_sections, variant.weight_dtype),
         lse=load_numbers(cotangents.lse, *where) * LOG2E,
         delta=load_numbers(cotangents.delta, *where),
-        once=hide_one(end),
     )
 
 
 def _walk_tiles(walk: _Walk) -> tuple[jax.Array, ...]:
-    """Return the gradient, f32[rows, size] for each outer section."""
+    """Return the gradient, f32[rows, size] for each section of the keys."""
     variant, tokens, size = walk.variant, walk.tokens, walk.variant.tile.tokens
     scale = walk.operands.scale[0] * (LOG2E if variant.soft_cap is None else 1.0)
     dot = functools.partial(dot_sections, variant)
 
     def add_tile(trip: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tile = walk.load(trip, walk.sections)
+        tile = walk.load(trip)
         factor = scale if tile.key_scales is None else scale * tile.key_scales[None, :]
-        scores = dot(walk.queries, tile.keys, walk.once) * factor
+        scores = dot(walk.queries, tile.keys) * factor
         scores = cap_in_log2(scores, variant.soft_cap)
         weights = jnp.exp2(scores - walk.lse[:, None])
-        d_weights = dot(walk.d_output, tile.values, walk.once)
+        d_weights = dot(walk.d_output, tile.values)
         if tile.value_scales is not None:
             d_weights *= tile.value_scales[None, :]
         d_scores = weights * (d_weights - walk.delta[:, None])
@@ -192,15 +185,13 @@ def _walk_tiles(walk: _Walk) -> tuple[jax.Array, ...]:
         token = walk.start + trip * size + jnp.arange(size, dtype=jnp.int32)
         d_scores = jnp.where(see(walk.seen, token), d_scores, 0.0)
         d_scores = d_scores.astype(variant.operand_dtype)
-        if variant.tile.outer_section != variant.tile.inner_section:
-            tile = walk.load(trip, (walk.outer_sections, []))
         return tuple(
-            add_dot(variant, old, d_scores, key, walk.once)
+            add_dot(variant, old, d_scores, key)
             for old, key in zip(sums, tile.keys, strict=True)
         )
 
     shape = walk.rows.row.shape
-    sums = tuple(jnp.zeros((*shape, s.size), jnp.float32) for s in walk.outer_sections)
+    sums = tuple(jnp.zeros((*shape, s.size), jnp.float32) for s in walk.key_sections)
     num_tiles = lax.div(tokens.end - walk.start + (size - 1), jnp.int32(size))
     return lax.fori_loop(jnp.int32(0), num_tiles, add_tile, sums)
 
@@ -208,7 +199,7 @@ def _walk_tiles(walk: _Walk) -> tuple[jax.Array, ...]:
 def _store(walk: _Walk, sums: tuple[jax.Array, ...], d_queries_ref: jax.Array) -> None:
     # Stores are never clamped: two of them would share an address.
     row, head = walk.rows.row, walk.rows.head
-    for section, value in zip(walk.outer_sections, sums, strict=True):
+    for section, value in zip(walk.key_sections, sums, strict=True):
         where = (row[:, None], head[:, None], section.columns)
         backend.store_masked(d_queries_ref, where, value, section.over(walk.valid))
 
@@ -217,7 +208,7 @@ def _find_broken_key(walk: _Walk, before: jax.Array) -> jax.Array:
     """Return the next token behind one whose key is not finite, i32[]."""
 
     def is_broken(trip: jax.Array) -> jax.Array:
-        tile = walk.load(trip, (walk.outer_sections, []))
+        tile = walk.load(trip)
         return find_broken(tile.keys, tile.key_scales)
 
     return find_token(is_broken, before, walk.tokens, walk.variant.tile.tokens)

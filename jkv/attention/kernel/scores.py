@@ -1,16 +1,11 @@
 """Products and scores inside a kernel, in units of log2: the hardware has exp2."""
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jkv.attention.kernel.sums import LOG2E
-from jkv.attention.kernel.table import Split
-from jkv.attention.kernel.terms import NUM_TERMS, split
 from jkv.attention.kernel.variant import Variant
 
 
@@ -73,18 +68,12 @@ def slope_of_cap(capped: jax.Array, soft_cap: float) -> jax.Array:
 
 
 def dot_sections(
-    variant: Variant,
-    ones: list[jax.Array],
-    others: list[jax.Array],
-    once: jax.Array,
+    variant: Variant, ones: list[jax.Array], others: list[jax.Array]
 ) -> jax.Array:
-    """Multiply rows [m, D] and [n, D], both in sections, into f32[m, n].
-
-    `once` is 1, as `hide_one` gives it.
-    """
+    """Multiply rows [m, D] and [n, D], both in sections, into f32[m, n]."""
     total = jnp.zeros((ones[0].shape[0], others[0].shape[0]), jnp.float32)
     for one, other in zip(ones, others, strict=True):
-        total = add_dot(variant, total, one, other, once, transpose=True)
+        total = add_dot(variant, total, one, other, transpose=True)
     return total
 
 
@@ -93,59 +82,14 @@ def add_dot(
     total: jax.Array,
     one: jax.Array,
     other: jax.Array,
-    once: jax.Array,
     *,
     transpose: bool = False,
 ) -> jax.Array:
-    """Add a product of tiles to f32[m, n]; float32 is not rounded, or hardly.
-
-    Terms are made and multiplied in a loop of one trip, which the compiler does not
-    know: it would make all terms of a step at once and spill hundreds of registers,
-    those of the queries before the first step, and each in all lanes that multiply it.
-    """
-    multiply = functools.partial(_multiply, transpose=transpose)
+    """Add a product of tiles to f32[m, n]; float32 is not rounded, or hardly."""
     precision: lax.PrecisionLike = lax.Precision.HIGHEST
-    is_float32 = jnp.float32 in (one.dtype, other.dtype)
-    if is_float32 and variant.tile.split == Split.BFLOAT16:
-
-        def add_terms(trip: jax.Array, total: jax.Array) -> jax.Array:
-            # What is multiplied section by section is split in each of them, and
-            # weights, which all sections are multiplied by, before the first one.
-            ones = split(one, trip if transpose else None)
-            return total + _multiply_terms(multiply, ones, split(other, trip))
-
-        return lax.fori_loop(jnp.int32(0), once, add_terms, total)
-    if variant.tile.split == Split.TF32 and not variant.interpret:
+    if variant.tile.is_split and not variant.interpret:
         precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return total + multiply(one, other, precision)
-
-
-def hide_one(number: jax.Array) -> jax.Array:
-    """Return 1, but not to the compiler's knowledge; i32[], of any number."""
-    number = jnp.maximum(number, 1)  # nothing may be divided by 0, used or not
-    return lax.div(number + (number - 1), number)
-
-
-def _multiply_terms(
-    multiply: Callable[..., jax.Array], ones: list[jax.Array], others: list[jax.Array]
-) -> jax.Array:
-    """Add up products of terms, the smallest first, without the negligible ones."""
-    pairs = [(i, j) for i in range(len(ones)) for j in range(len(others))]
-    # Last terms are used up first, so that the fewest are in registers at a time.
-    pairs.sort(key=lambda pair: (-sum(pair), pair[0] * pair[1]))
-    pairs = [pair for pair in pairs if sum(pair) < NUM_TERMS]
-    *small, first = [multiply(ones[i], others[j], None) for i, j in pairs]
-    if not small:
-        return first
-    rest = functools.reduce(jnp.add, small)
-    # Of infinite numbers all but the first term are NaN.
-    return jnp.where(rest == rest, rest, 0.0) + first
-
-
-def _multiply(
-    one: jax.Array, other: jax.Array, precision: lax.PrecisionLike, *, transpose: bool
-) -> jax.Array:
-    return lax.dot_general(
+    return total + lax.dot_general(
         one,
         other,
         (((1,), (1 if transpose else 0,)), ((), ())),

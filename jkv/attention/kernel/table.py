@@ -9,15 +9,7 @@ Hopper's were timed, too; no row was timed on an AMD card yet.
 """
 
 import dataclasses
-import enum
 import functools
-
-
-class Split(enum.StrEnum):
-    """What float32 is multiplied as, where it is not multiplied as it is."""
-
-    TF32 = "tf32"  # in two terms, three products: good to 22 bits
-    BFLOAT16 = "bfloat16"  # in three terms, six products: good to 21, 24 in the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +26,9 @@ class Tile:
     has_words: bool = False  # elements of one byte are loaded and carried in fours
     # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
     has_scalar_ids: bool = False
-    split: Split | None = None  # of float32
-    # Columns of a head dim that are multiplied at a time, at most: where a product sums
-    # over them, as scores do, and where it has a sum for each.
-    inner_section: int = 512
-    outer_section: int = 512
+    # Float32 is multiplied as two numbers of tf32, in three products: good to 22 bits.
+    is_split: bool = False
+    section: int = 512  # columns of a head dim that are multiplied at a time, at most
     # Of prefill: 2^x as a polynomial, two at a time; weights rounded by adding to bits.
     has_exp2_in_pairs: bool = False
     is_rounded_by_bits: bool = False
@@ -142,7 +132,7 @@ def _split(
     rows: int, tokens: int, num_warps: int, num_stages: int, is_full: bool = False
 ) -> Tile:
     return Tile(
-        rows, tokens, num_warps, num_stages, has_full_loop=is_full, split=Split.TF32
+        rows, tokens, num_warps, num_stages, has_full_loop=is_full, is_split=True
     )
 
 
@@ -152,38 +142,6 @@ _FLOAT32 = ("float32", "mixed")
 
 # Of derivatives on NVIDIA's cards.
 _SPLIT = _split(16, 16, 8, 1)
-
-
-def _in_terms(
-    rows: int, tokens: int, num_warps: int, outer_section: int, inner_section: int = 32
-) -> Tile:
-    return Tile(
-        *(rows, tokens, num_warps, 1),
-        split=Split.BFLOAT16,
-        inner_section=inner_section,
-        outer_section=outer_section,
-    )
-
-
-# Float32 on RDNA, which multiplies bfloat16. 32 columns of queries and keys at a time
-# are six terms in 96 registers of gfx11, of which the last ones are used up first. What
-# weights are multiplied by is as wide as there are waves for it. Narrower at a time, or
-# on more waves, fits as well and takes more instructions.
-_RDNA_FLOATS = (
-    Row(64, _in_terms(16, 16, 1, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
-    Row(96, _in_terms(16, 16, 2, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
-    Row(112, _in_terms(16, 16, 2, 32), _in_terms(32, 16, 8, 64), _FLOAT32),
-    Row(128, _in_terms(16, 16, 2, 32), _in_terms(64, 32, 8, 32), _FLOAT32),
-    Row(224, _in_terms(16, 16, 4, 64), _in_terms(32, 16, 8, 64), _FLOAT32),
-    Row(240, _in_terms(16, 16, 8, 128), _in_terms(32, 16, 8, 64), _FLOAT32),
-    Row(256, _in_terms(16, 16, 4, 64), _in_terms(32, 16, 8, 64), _FLOAT32),
-)
-_RDNA_FLOATS_BACKWARD = (
-    Backward(64, _in_terms(64, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
-    Backward(96, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
-    Backward(112, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64, 16), _FLOAT32),
-    Backward(128, _in_terms(32, 32, 8, 64), _in_terms(16, 16, 4, 64), _FLOAT32),
-)
 
 
 # 16-bit elements on RDNA: more waves for wider heads, and one loop in prefill (two
@@ -217,8 +175,7 @@ def _short(
         has_full_loop=True,
         is_carried=is_carried,
         has_words=is_carried,
-        inner_section=section,
-        outer_section=section,
+        section=section,
         has_scalar_ids=True,
         has_exp2_in_pairs=has_pairs,
         is_rounded_by_bits=is_rounded_by_bits,
@@ -305,14 +262,12 @@ TABLE = {
         units=96,
         rows=(
             *_RDNA_HALVES,
-            *_RDNA_FLOATS,
             Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
         ),
         backward=(
             Backward(64, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
             Backward(96, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
             Backward(128, Tile(16, 16, 8, 1), _reloaded(16, 16, 8), multiple=32),
-            *_RDNA_FLOATS_BACKWARD,
         ),
         spilling={"half": (240,)},
     ),
@@ -325,7 +280,6 @@ TABLE = {
         units=64,
         rows=(
             *_RDNA_HALVES,
-            *_RDNA_FLOATS,
             Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
             Row(112, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
             Row(
@@ -340,7 +294,6 @@ TABLE = {
             Backward(64, Tile(64, 16, 8, 1), Tile(32, 16, 4, 1)),
             Backward(128, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
             Backward(256, Tile(16, 16, 8, 1), _reloaded(16, 16, 8)),
-            *_RDNA_FLOATS_BACKWARD,
         ),
         spilling={"half": (240,)},
     ),

@@ -19,8 +19,7 @@ from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.loads import (
     clamp_index,
-    cut_alike,
-    find_term_dtype,
+    cut_head_dims,
     load_numbers,
     load_rows,
 )
@@ -29,7 +28,6 @@ from jkv.attention.kernel.scores import (
     add_dot,
     cap_in_log2,
     dot_sections,
-    hide_one,
     slope_of_cap,
 )
 from jkv.attention.kernel.sections import Section
@@ -96,11 +94,7 @@ def differentiate_tokens(
     o, readers, tile_tokens = operands, operands.readers, variant.tile.tokens
     num_layers, _, num_kv_heads, block_size, _ = o.keys.shape
     heads_per_kv = o.queries.shape[1] // num_kv_heads
-    # Of scores, whose products sum over the head dims, and of the gradients.
-    size, outer_size = variant.tile.inner_section, variant.tile.outer_section
-    inner = cut_alike(o.queries, o.values, variant, size)
-    outer = cut_alike(o.queries, o.values, variant, outer_size)
-    key_sections, value_sections = inner
+    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
 
     program, kv_head = backend.program_id(0), backend.program_id(1)
     tiles = jnp.int32(-(-block_size // tile_tokens))
@@ -116,7 +110,7 @@ def differentiate_tokens(
 
         def load(pool: jax.Array, sections: list[Section]) -> list[jax.Array]:
             where = layer, block, kv_head, clamped[:, None]
-            dtype = find_term_dtype(pool.dtype, variant.operand_dtype, variant)
+            dtype = variant.operand_dtype
             return [pool[*where, each.columns].astype(dtype) for each in sections]
 
         keys = load(o.keys, key_sections)
@@ -132,7 +126,6 @@ def differentiate_tokens(
         tile: _Tokens,
         token: jax.Array,
         window: jax.Array | None,
-        once: jax.Array,
         sums: _Sums,
     ) -> _Sums:
         """Add what some rows bring to the tokens at positions i32[tokens]."""
@@ -144,7 +137,7 @@ def differentiate_tokens(
         where = rows.row, rows.head, rows.valid & (lse == lse)
 
         def load(array: jax.Array, sections: list[Section]) -> list[jax.Array]:
-            dtype = find_term_dtype(array.dtype, variant.operand_dtype, variant)
+            dtype = variant.operand_dtype
             return [load_rows(array, *where, each, dtype) for each in sections]
 
         queries = load(o.queries, key_sections)
@@ -155,26 +148,23 @@ def differentiate_tokens(
         if window is not None:
             visible &= token[:, None] > (rows.position - window)[None, :]
         scores = cap_in_log2(
-            dot_sections(variant, tile.keys, queries, once) * scale, variant.soft_cap
+            dot_sections(variant, tile.keys, queries) * scale, variant.soft_cap
         )
         weights = jnp.where(visible, jnp.exp2(scores - lse[None, :]), 0.0)
-        d_weights = dot_sections(variant, tile.values, d_output, once)
+        d_weights = dot_sections(variant, tile.values, d_output)
         d_scores = weights * (d_weights - delta[None, :])
         if variant.soft_cap is not None:
             d_scores *= slope_of_cap(scores, variant.soft_cap)
         # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
         d_scores = jnp.where(visible, d_scores, 0.0).astype(variant.operand_dtype)
         weights = weights.astype(variant.operand_dtype)
-        if outer_size != size:
-            queries = load(o.queries, outer[0])
-            d_output = load(o.cotangents.d_output, outer[1])
         of_keys, of_values = sums
         of_keys = tuple(
-            add_dot(variant, old, d_scores, query, once)
+            add_dot(variant, old, d_scores, query)
             for old, query in zip(of_keys, queries, strict=True)
         )
         of_values = tuple(
-            add_dot(variant, old, weights, each, once)
+            add_dot(variant, old, weights, each)
             for old, each in zip(of_values, d_output, strict=True)
         )
         return of_keys, of_values
@@ -198,7 +188,6 @@ def differentiate_tokens(
             last_token = first_token + (min(tile_tokens, block_size) - 1)
             end = jnp.clip(last_token + window - first_position, first, length)
         num_pairs = (end - first) * heads_per_kv
-        once = hide_one(num_pairs)
         none = jnp.minimum(length, 0)  # zero, but not to the compiler's knowledge
 
         def add(trip: jax.Array, sums: _Sums) -> _Sums:
@@ -212,7 +201,7 @@ def differentiate_tokens(
                 valid=pair < num_pairs,
             )
             tile = load_tokens(trip * none) if kept is None else kept
-            return add_rows(rows, tile, token, window, once, sums)
+            return add_rows(rows, tile, token, window, sums)
 
         rows = variant.tile.rows
         trips = lax.div(num_pairs + (rows - 1), jnp.int32(rows))
@@ -221,12 +210,12 @@ def differentiate_tokens(
     def zeros(sections: list[Section]) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros((tile_tokens, s.size), jnp.float32) for s in sections)
 
-    sums = zeros(outer[0]), zeros(outer[1])
+    sums = zeros(key_sections), zeros(value_sections)
     first, end = readers.first[entry], readers.end[entry]
     of_keys, of_values = lax.fori_loop(first, end, add_reader, sums)
     of_keys = tuple(each * o.scale[0] for each in of_keys)
     if o.values is None:
-        num_shared = len(outer[1])
+        num_shared = len(value_sections)
         shared = zip(of_keys[:num_shared], of_values, strict=True)
         of_keys = tuple(one + other for one, other in shared) + of_keys[num_shared:]
 
@@ -239,6 +228,6 @@ def differentiate_tokens(
             value = value.astype(ref.dtype)
             backend.store_masked(ref, where, value, section.over(valid))
 
-    store(d_keys_ref, outer[0], of_keys)
+    store(d_keys_ref, key_sections, of_keys)
     if d_values_ref is not None:
-        store(d_values_ref, outer[1], of_values)
+        store(d_values_ref, value_sections, of_values)

@@ -16,7 +16,6 @@ from jkv.attention.kernel.loads import (
     TokenTile,
     clamp_index,
     cut_head_dims,
-    find_term_dtype,
     load_rows,
     load_tokens,
     to_operands,
@@ -35,7 +34,6 @@ from jkv.attention.kernel.scores import (
     cap_in_log2,
     dot_sections,
     exp2_in_pairs,
-    hide_one,
 )
 from jkv.attention.kernel.sections import Section
 from jkv.attention.kernel.sums import LOG2E, TileSums, start_sums
@@ -56,7 +54,6 @@ class Walk(NamedTuple):
     value_sections: list[Section]
     queries: list[jax.Array]  # [rows, size] for each section of the keys
     scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
-    once: jax.Array  # i32[], 1
     start: jax.Array  # i32[], a multiple of the tile, so that a tile lies in one block
 
     @property
@@ -100,7 +97,7 @@ def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
     first, end = find_range(o, rows, window, variant)
     seen = None if variant.is_decode else find_seen(o, rows, window, variant)
     valid = rows.valid if seen is None else seen.valid
-    dtype = find_term_dtype(o.queries.dtype, variant.operand_dtype, variant)
+    dtype = variant.operand_dtype
     queries = [
         load_rows(o.queries, rows.row, rows.head, valid, section, dtype)
         for section in key_sections
@@ -123,7 +120,6 @@ def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
         value_sections=value_sections,
         queries=queries,
         scale=o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0),
-        once=hide_one(end),
         start=first & -variant.tile.tokens,
     )
     if not walk.has_one_factor:
@@ -207,7 +203,7 @@ def _attend_tile(
       stored: the tokens as they were carried.
     """
     variant, scale = walk.variant, walk.scale
-    scores = dot_sections(variant, walk.queries, tile.keys, walk.once)
+    scores = dot_sections(variant, walk.queries, tile.keys)
     factor = scale
     if tile.key_scales is not None:
         # Times numbers, an infinite one would be -inf for some rows: 0 * inf is NaN.
@@ -242,7 +238,7 @@ def _attend_tile(
         weights = round_by_bits(weights)
     weights = weights.astype(variant.weight_dtype)
     summed = tuple(
-        add_dot(variant, old * shrink[:, None], weights, value, walk.once)
+        add_dot(variant, old * shrink[:, None], weights, value)
         for old, value in zip(sums.values, tile.values, strict=True)
     )
     return TileSums(maximum, total, summed)

@@ -20,7 +20,6 @@ from jkv.attention import paged_attention
 from jkv.attention.call import Call, Requests, make_requests
 from jkv.attention.kernel import planning, platforms
 from jkv.attention.kernel.readers import list_readers
-from jkv.attention.kernel.table import Split
 from jkv.attention.pools import make_pools
 from jkv.storage import quantization
 
@@ -186,27 +185,6 @@ def test_equal_those_of_the_plain_path(name):
             assert not is_close(np.nan_to_num(found[number]), expected[number])
 
 
-@pytest.mark.one_end
-@pytest.mark.parametrize("is_latent", with_further([False, True], True))
-def test_float32_in_terms_of_bfloat16(monkeypatch, is_latent):
-    """As RDNA's rows are: sections of scores are not those of the gradients."""
-    fields = {"split": Split.BFLOAT16, "inner_section": 16, "outer_section": 32}
-    tuning = platforms._INTERPRETED_BACKWARD
-    tiles = {name: getattr(tuning, name) for name in ("queries", "tokens")}
-    tiles = {name: dataclasses.replace(tile, **fields) for name, tile in tiles.items()}
-    tuning = dataclasses.replace(tuning, **tiles)
-    monkeypatch.setattr(platforms, "_INTERPRETED_BACKWARD", tuning)
-    # Shapes that no other test has, whose traces would be taken.
-    this = case(group=2, head_dim=56, value_dim=32, options=EVERYTHING)
-    this = dataclasses.replace(this, is_latent=is_latent)
-    variables, requests = this.arguments()
-    found = call_or_skip(this.gradient("pallas"), *variables, *requests)
-    expected = this.gradient("xla")(*variables, *requests)
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other)
-        assert not is_close(np.zeros_like(one), other)
-
-
 @pytest.mark.further
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_bits_have_gradients_of_queries_alone(dtype):
@@ -303,9 +281,10 @@ def test_the_platform_chooses(platform):
     names = ["jkv_decode", "jkv_isolate", "jkv_join", "jkv_prefill"]
     gradients = ["jkv_isolate_queries", "jkv_query_gradients", "jkv_token_gradients"]
     assert sorted(find_names("float16")) == sorted(names + gradients)
-    # NVIDIA's cards have a derivative where the result is the plain path's.
-    kernels = names if platform == "rocm" else []
-    assert sorted(find_names("float32")) == sorted(kernels + gradients)
+    # NVIDIA's cards have a derivative where the result is the plain path's; an AMD card
+    # that is not known may be one that multiplies no float32.
+    kernels = gradients if platform == "cuda" else []
+    assert sorted(find_names("float32")) == kernels
 
 
 def score_loss(implementation, head_dim=32):
@@ -340,8 +319,7 @@ def score_loss(implementation, head_dim=32):
 
 
 @pytest.mark.parametrize(
-    "platform, target, head_dim",
-    [("cuda", "sm_90", 32), ("rocm", "gfx942", 64), ("rocm", "gfx1100", 96)],
+    "platform, target, head_dim", [("cuda", "sm_90", 32), ("rocm", "gfx942", 64)]
 )
 @pytest.mark.one_end
 def test_scores_take_it_where_there_is_a_card(monkeypatch, platform, target, head_dim):

@@ -20,8 +20,7 @@ from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel import conversion, loads, platforms, scores, terms, walk
-from jkv.attention.kernel.table import Split
+from jkv.attention.kernel import conversion, loads, platforms, scores, walk
 from jkv.attention.kernel.tuning import find_family, find_target, why_not
 from jkv.attention.pools import make_pools
 from jkv.storage import quantization
@@ -359,8 +358,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
         getattr(platforms._INTERPRETED, kernel),
         is_carried=True,
         has_words=True,
-        inner_section=32,
-        outer_section=32,
+        section=32,
         has_scalar_ids=is_prefill,
         has_exp2_in_pairs=is_prefill,
         is_rounded_by_bits=is_prefill,
@@ -411,46 +409,6 @@ def test_prompts_as_on_cdna(monkeypatch):
     assert np.all(np.isfinite(found[0][:10]))
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
-
-
-@pytest.mark.one_end
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_float32_in_terms_of_bfloat16(monkeypatch, storage):
-    """As RDNA's rows are, whose head dims are multiplied a section at a time."""
-    multiplied = []
-
-    def count(numbers, *arguments):
-        multiplied.append(numbers.dtype)
-        return terms.split(numbers, *arguments)
-
-    monkeypatch.setattr(scores, "split", count)
-    fields = {"split": Split.BFLOAT16, "inner_section": 16, "outer_section": 32}
-    kernels = ("decode", "prefill")
-    tiles = {name: getattr(platforms._INTERPRETED, name) for name in kernels}
-    tiles = {name: dataclasses.replace(tile, **fields) for name, tile in tiles.items()}
-    tuning = dataclasses.replace(platforms._INTERPRETED, **tiles)
-    monkeypatch.setattr(platforms, "_INTERPRETED", tuning)
-    # Shapes that no other test has, whose traces would be taken.
-    this = case(
-        group=5,
-        head_dim=56,
-        value_dim=48,
-        block_size=8,
-        storage=storage,
-        queries="float32",
-        options=EVERYTHING,
-    )
-    attend = jax.jit(this.attend("pallas"))
-    for batch in BATCHES:
-        operands = this.operands(batch)
-        arguments = this.arguments(operands)
-        found, expected = attend(*arguments), this.expect(operands, arguments)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other)
-            assert not is_close(np.zeros_like(one), other)
-    # Bytes are bfloat16 as they are, so nothing is lost of them.
-    expected = {"float32"} | ({"bfloat16"} if storage == "int8" else set())
-    assert set(map(str, multiplied)) == expected or PLATFORM != "cpu"
 
 
 @pytest.mark.one_end
