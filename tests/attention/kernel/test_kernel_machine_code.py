@@ -163,7 +163,7 @@ TARGETS = [
 # Of a carried step of bytes in one block, where it waits for memory more than once.
 MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
 # Launched with every prompt, but what follows a look for NaN hardly ever runs: it may
-# keep registers in memory where the kernel beside it, with the same tiles, has none left.
+# keep registers in memory where the kernel beside it, of the same tiles, has none left.
 RARE = "jkv_isolate", "jkv_isolate_queries"
 store = functools.partial(store_rows, interpret=False)
 table: list[dict[str, object]] = []
