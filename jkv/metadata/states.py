@@ -34,6 +34,13 @@ class StateMoves:
     is_exchange: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+class SnapshotCopies(NamedTuple):
+    """Rows whose states one call copies to places of snapshots."""
+
+    rows: jax.Array  # i32[B]
+    places: jax.Array  # i32[B], P for none
+
+
 class Cut(NamedTuple):
     """What B sequences that are cut back to a length go on from."""
 

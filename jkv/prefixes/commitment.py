@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.states import SnapshotCopies
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -24,21 +25,23 @@ from jkv.state import Batch, Metadata
 
 
 @jax.jit
-def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array | None]:
-    """Make the blocks that a step filled visible, and places for its states.
+def commit_step(
+    metadata: Metadata, batch: Batch
+) -> tuple[Metadata, tuple[SnapshotCopies, ...]]:
+    """Make the blocks that a step filled visible, and find places for its states.
 
     Args:
       metadata: the state; the step's keys and values are written.
       batch: the step.
 
     Returns:
-      The metadata, and i32[B]: the place that each request's states are to be copied
-      to, P for none. None without snapshots.
+      The metadata, and the snapshots that are to be made, if there are any ever.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
-        return metadata, None
-    return snapshots.make(metadata, batch, continues)
+        return metadata, ()
+    metadata, places = snapshots.make(metadata, batch, continues)
+    return metadata, (SnapshotCopies(batch.seq_ids, places),)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:

@@ -3,6 +3,8 @@
 Without snapshots they are recorded with the blocks alone, and nothing is noted here.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -24,20 +26,14 @@ def record_texts(
     metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> Metadata:
     """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
-    snapshots = snapshots_of(metadata)
-    if snapshots is None:
-        return metadata
-    texts = snapshots.sequence_texts.at[row, position].set(tokens, mode="drop")
-    return with_snapshots(metadata, sequence_texts=texts)
+    return _change(
+        metadata, lambda texts: texts.at[row, position].set(tokens, mode="drop")
+    )
 
 
 def forget_texts(metadata: Metadata, row: jax.Array) -> Metadata:
     """Note that no token of rows, i32[B], is told; a row of S is dropped."""
-    snapshots = snapshots_of(metadata)
-    if snapshots is None:
-        return metadata
-    texts = snapshots.sequence_texts.at[row].set(-1, mode="drop")
-    return with_snapshots(metadata, sequence_texts=texts)
+    return _change(metadata, lambda texts: texts.at[row].set(-1, mode="drop"))
 
 
 def copy_texts(
@@ -47,22 +43,26 @@ def copy_texts(
 
     With an exchange a source may be a row: all are read before any is written.
     """
+    is_copied = source < metadata.max_sequences
+
+    def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
+        rows = texts.at[source].get(mode="clip")
+        return texts.at[row].set(rows, mode="drop")
+
+    def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
+        text = texts.at[source[request]].get(mode="clip")
+        return texts.at[row[request]].set(text, mode="drop")
+
+    if is_exchange:
+        return _change(
+            metadata, lambda texts: when(jnp.any(is_copied), exchange, texts, source)
+        )
+    return _change(metadata, lambda texts: states.for_each_of(is_copied, copy, texts))
+
+
+def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Metadata:
+    """Return the metadata with other texts of sequences, where there are snapshots."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return metadata
-    texts, is_copied = snapshots.sequence_texts, source < metadata.max_sequences
-    if is_exchange:
-
-        def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
-            rows = texts.at[source].get(mode="clip")
-            return texts.at[row].set(rows, mode="drop")
-
-        texts = when(jnp.any(is_copied), exchange, texts, source)
-    else:
-
-        def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
-            text = texts.at[source[request]].get(mode="clip")
-            return texts.at[row[request]].set(text, mode="drop")
-
-        texts = states.for_each_of(is_copied, copy, texts)
-    return with_snapshots(metadata, sequence_texts=texts)
+    return with_snapshots(metadata, sequence_texts=change(snapshots.sequence_texts))

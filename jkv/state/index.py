@@ -12,7 +12,7 @@ Symbols in shape comments as in `jkv.state.metadata`; C columns, P places of sna
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -213,12 +213,11 @@ class Index(Protocol[Metadata]):
 
     def commit(
         self, metadata: Metadata, batch: Batch
-    ) -> tuple[Metadata, jax.Array | None]:
+    ) -> tuple[Metadata, tuple[Any, ...]]:
         """Make the blocks that a step filled visible.
 
         Returns:
-          The metadata, and i32[B]: the place that each request's states are to be
-          copied to, P for none. None without snapshots.
+          The metadata, and what storage is to follow (`jkv.storage.following`).
         """
         ...
 

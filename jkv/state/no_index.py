@@ -38,9 +38,9 @@ class NoIndex:
         """Forget nothing."""
         return metadata, jnp.int32(0)
 
-    def commit(self, metadata: Metadata, _batch: object) -> tuple[Metadata, None]:
+    def commit(self, metadata: Metadata, _batch: object) -> tuple[Metadata, tuple[()]]:
         """Make nothing visible."""
-        return metadata, None
+        return metadata, ()
 
     def _find_none(self, *_: object) -> None:
         """Find nothing."""

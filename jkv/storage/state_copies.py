@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import StateMoves, for_each_of
+from jkv.metadata.states import SnapshotCopies, StateMoves, for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, StateStorage
 
@@ -29,19 +29,20 @@ def move_states(cache: Cache, moves: StateMoves) -> Cache:
     return cache.with_states(tuple(_move(each, moves) for each in cache.states))
 
 
-def with_snapshots(cache: Cache, rows: jax.Array, places: jax.Array | None) -> Cache:
+def copy_to_snapshots(cache: Cache, copies: SnapshotCopies) -> Cache:
     """Return the cache with the states of rows copied to the places of snapshots.
+
+    Outside jit nothing is done if there is no place.
 
     Args:
       cache: the cache, with the metadata of after the call.
-      rows: i32[B].
-      places: i32[B], P for none; None without snapshots.
+      copies: what the call does.
     """
-    if places is None or not cache.num_layers:
+    if not cache.num_layers:
         return cache
-    if not _has_any(places, cache.metadata.index.num_places):
+    if not _has_any(copies.places, cache.metadata.index.num_places):
         return cache
-    return cache.with_states(tuple(_snap(each, rows, places) for each in cache.states))
+    return cache.with_states(tuple(_snap(each, *copies) for each in cache.states))
 
 
 def read_rows(

@@ -13,7 +13,12 @@ from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
 from jkv.storage import contents
 from jkv.storage.contents import Contents
-from jkv.storage.swapped_states import SwappedStates, compare_states, fetch_states
+from jkv.storage.swapped_states import (
+    SwappedStates,
+    compare_states,
+    fetch_states,
+    put_states,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +152,49 @@ def _copy_group(cache: Cache, number: int, rows: "_Found") -> SwappedGroup:
         num_blocks=num_blocks,
         dtype=cache.storage[number].dtype,
     )
+
+
+def copy_in(
+    cache: Cache,
+    swapped: Swapped,
+    seq_ids: np.ndarray,
+    tables: tuple[np.ndarray, ...],
+    *,
+    donate: bool,
+) -> Cache:
+    """Return the cache with what sequences hold, now that they have a place in it.
+
+    Args:
+      cache: that the sequences have entered.
+      swapped: the sequences.
+      seq_ids: i32[B], their ids in the cache.
+      tables: of each group with blocks i32[B, M], their block tables there.
+      donate: write in place of the old arrays, which are then gone, not in copies.
+    """
+    if cache.num_layers:
+        cache = put_states(cache, swapped.states, seq_ids, donate=donate)
+    for number, (group, rows) in enumerate(zip(swapped.groups, tables, strict=True)):
+        blocks = _find_blocks(cache, number, group, rows)
+        cache = contents.put(cache, number, blocks, group.contents, donate=donate)
+    return cache
+
+
+def _find_blocks(
+    cache: Cache, number: int, group: SwappedGroup, tables: np.ndarray
+) -> np.ndarray:
+    """Return where the P blocks with tokens are now, i32[P].
+
+    Args:
+      cache: that the sequences have entered.
+      number: of the group.
+      group: what they brought.
+      tables: i32[B, M], their new block tables.
+    """
+    nothing = cache.metadata.groups[number].num_blocks
+    blocks = np.full(group.num_blocks + 1, nothing, np.int32)
+    columns = min(group.block_tables.shape[1], tables.shape[1])
+    blocks[group.block_tables[:, :columns]] = tables[:, :columns]
+    return blocks[: group.num_filled_blocks]
 
 
 class _Found(NamedTuple):

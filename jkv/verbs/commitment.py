@@ -3,7 +3,7 @@
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.storage.state_copies import with_snapshots
+from jkv.storage.following import follow
 from jkv.verbs.arguments import check_batch
 
 
@@ -48,5 +48,5 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     """
     # A step that was planned before a `resize` may still be committed.
     check_batch(cache, batch, resized=True)
-    metadata, places = cache.metadata.index.commit(cache.metadata, batch)
-    return with_snapshots(cache.with_metadata(metadata), batch.seq_ids, places)
+    metadata, moves = cache.metadata.index.commit(cache.metadata, batch)
+    return follow(cache, metadata, moves)

@@ -18,9 +18,13 @@ from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage import contents
-from jkv.storage.swapped import Swapped, SwappedGroup, check_same_kind, copy_out
-from jkv.storage.swapped_states import put_states
+from jkv.storage.swapped import (
+    Swapped,
+    SwappedGroup,
+    check_same_kind,
+    copy_in,
+    copy_out,
+)
 from jkv.verbs.allocation import free
 
 
@@ -123,32 +127,9 @@ def swap_in(
     if int(result.status[0]) != Status.OK:
         return cache.with_metadata(metadata), result
 
+    seq_ids, tables = np.asarray(result.seq_ids), tuple(map(np.asarray, rows))
     cache = cache.with_metadata(metadata)
-    if cache.states and cache.num_layers:
-        seq_ids = np.asarray(result.seq_ids)
-        cache = put_states(cache, swapped.states, seq_ids, donate=donate)
-    for number, group in enumerate(swapped.groups):
-        blocks = _find_blocks(cache, number, group, np.asarray(rows[number]))
-        cache = contents.put(cache, number, blocks, group.contents, donate=donate)
-    return cache, result
-
-
-def _find_blocks(
-    cache: Cache, number: int, group: SwappedGroup, tables: np.ndarray
-) -> np.ndarray:
-    """Return where the P blocks with tokens are now, i32[P].
-
-    Args:
-      cache: that the sequences have entered.
-      number: of the group.
-      group: what they brought.
-      tables: i32[B, M], their new block tables.
-    """
-    nothing = cache.metadata.groups[number].num_blocks
-    blocks = np.full(group.num_blocks + 1, nothing, np.int32)
-    columns = min(group.block_tables.shape[1], tables.shape[1])
-    blocks[group.block_tables[:, :columns]] = tables[:, :columns]
-    return blocks[: group.num_filled_blocks]
+    return copy_in(cache, swapped, seq_ids, tables, donate=donate), result
 
 
 class _EnteringGroup(NamedTuple):

@@ -92,13 +92,11 @@ def test_an_engine_has_few_copies_of_the_model(kind):
     if draft is not None:
         draft.num_traces.clear()
     loop._run_window.find_shapes(
-        params=EMBEDDING,
+        given=loop._given,
         cache=loop.cache,
         state=state,
         sampling=sampling,
         num_steps=np.int32(1),
-        draft_params=loop._draft_params,
-        steering=loop._steering,
     )
     rows = {64: 2, 128: 1, 256: 1, 512: 1}  # a token each, or tokens of prompts beside
     checked = model.num_traces - collections.Counter(rows)

@@ -14,7 +14,6 @@ have much the same to do.
 Symbols: `R` rows, `P` lanes, `Q` rows of a tile, `S` tokens of a piece.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,11 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Call
-from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.xla.operations import divide_up, quotient
-from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.attention.xla.contexts import attend_contexts, find_pieces
+from jkv.attention.xla.operations import divide_up
 from jkv.attention.xla.plain_path import attend_by_head
-from jkv.attention.xla.row_tiles import Readers, RowTiles, cut_rows, take_rows
+from jkv.attention.xla.row_tiles import RowTiles, cut_rows, take_rows
 from jkv.sharding.loops import fori_loop
 
 # Tokens of a piece, or a block if that has more.
@@ -69,7 +67,9 @@ def _attend_tiles(
     def take(trip: jax.Array, results: Results) -> Results:
         base = trip * walk.num_lanes
         index = lax.dynamic_slice_in_dim(walk.order, base, walk.num_lanes)
-        found = _attend_lanes(walk, index)
+        rows, readers = walk.tiles.locate(index)
+        rows = take_rows(walk.queries, rows)
+        found = attend_contexts(call, rows, readers, walk.columns)
         output, lse = (
             old.at[index].set(new, unique_indices=True)
             for old, new in zip(results, found, strict=True)
@@ -95,7 +95,7 @@ def _plan_walk(call: Call, queries: jax.Array) -> _Walk:
     num_tiles = -(-tiles.most // num_lanes) * num_lanes
     index = jnp.arange(num_tiles, dtype=jnp.int32)
     readers = tiles.locate(index)[1]
-    first, last = _find_pieces(call, readers, columns)
+    first, last = find_pieces(call, readers, columns)
     counts = last - first
     # How many come before each, of a few hundred at most: cheaper than to sort.
     is_before = (counts[None] > counts[:, None]) | (
@@ -104,67 +104,3 @@ def _plan_walk(call: Call, queries: jax.Array) -> _Walk:
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
     order = jnp.zeros_like(index).at[rank].set(index, unique_indices=True)
     return _Walk(call, queries, tiles, order, num_lanes, columns)
-
-
-def _find_pieces(
-    call: Call, readers: Readers, columns: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the first piece that lanes see, and the one past the last, i32[P]."""
-    size = columns * call.pools.block_size
-    end = divide_up(readers.last.max(axis=1) + 1, size)
-    if readers.before is None:
-        return jnp.zeros_like(end), end
-    # The first row of a tile sees the earliest token.
-    first = quotient(jnp.maximum(readers.before[:, 0] + 1, 0), size)
-    return jnp.minimum(first, end), end
-
-
-def _attend_lanes(walk: _Walk, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what tiles, i32[P], see: `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]`."""
-    call = walk.call
-    rows, readers = walk.tiles.locate(index)
-    queries = take_rows(walk.queries, rows)
-    first, end = _find_pieces(call, readers, walk.columns)
-    sinks, shape = None, queries.shape[:3]
-    if call.sinks is not None:
-        sinks = call.sinks.reshape(1, shape[1], call.heads_per_kv)
-        sinks = jnp.tile(sinks, (1, 1, _TILE_ROWS))
-    sums = empty_sums(shape, call.pools.value_dim, sinks)
-    take = functools.partial(_take_piece, walk, queries, readers, first)
-    sums = fori_loop(jnp.int32(0), jnp.max(end - first), take, sums)
-    sees = readers.last >= 0
-    if readers.before is not None:
-        sees &= readers.last > readers.before
-    return finish_sums(sums, jnp.repeat(sees, call.heads_per_kv, axis=1)[:, None])
-
-
-def _take_piece(
-    walk: _Walk,
-    queries: jax.Array,  # f32[P, K, Q * G, D], scaled
-    readers: Readers,
-    first: jax.Array,  # i32[P]
-    trip: jax.Array,
-    sums: Sums,  # f32[P, K, Q * G, ...]
-) -> Sums:
-    """Add the next piece of each lane's context to its sums.
-
-    A piece that a row sees nothing of leaves its sums as they are, to the bit: it comes
-    behind all that the row sees, and is multiplied by exp(HIDDEN - maximum) = 0, or
-    before, and then what it left is.
-    """
-    block_size = walk.call.pools.block_size
-    piece = first + trip
-    column = jnp.arange(walk.columns, dtype=jnp.int32)
-    token = jnp.arange(walk.columns * block_size, dtype=jnp.int32)
-    token = (piece[:, None] * (walk.columns * block_size) + token[None])[:, None]
-    visible = token <= readers.last[..., None]
-    if readers.before is not None:
-        visible &= token > readers.before[..., None]
-    lanes = Lanes(
-        row=jnp.arange(queries.shape[0], dtype=jnp.int32),
-        request=readers.request,
-        columns=piece[:, None] * walk.columns + column[None],
-        visible=visible,
-        never=trip < 0,
-    )
-    return join_sums(sums, attend_lanes(walk.call, queries, lanes, mask_values=True))

@@ -11,17 +11,14 @@ it is a tile of one request's rows, which reads their blocks once for all of the
 Symbols: `R` rows, `P` lanes, `Q` rows of a lane, `W` columns of a trip.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Call
-from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
+from jkv.attention.xla.contexts import attend_contexts
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
-from jkv.attention.xla.operations import divide_up, quotient
-from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.attention.xla.operations import divide_up
 from jkv.attention.xla.row_tiles import Owners, Readers, cut_rows, take_rows
 from jkv.sharding.loops import fori_loop
 
@@ -88,55 +85,9 @@ def _attend_lanes(
     queries: jax.Array,  # f32[P, K, Q * G, D], scaled
     readers: Readers,
 ) -> tuple[jax.Array, jax.Array]:
-    """Go through all columns; return `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]`."""
-    block_size, shape = call.pools.block_size, queries.shape[:3]
-    column_bytes = _column_bytes(call, shape[0])
-    width = min(max(1, _COLUMNS_BYTES // column_bytes), call.max_blocks)
-    end = divide_up(jnp.max(readers.last) + 1, width * block_size)
-    sees, start = readers.last >= 0, jnp.int32(0)
-    if readers.before is not None:
-        sees &= readers.last > readers.before
-        nothing = jnp.iinfo(jnp.int32).max
-        earliest = jnp.min(jnp.where(sees, readers.before, nothing))
-        start = quotient(jnp.maximum(earliest, 0), width * block_size)
-    num_rows = readers.last.shape[1]
-    sinks = None
-    if call.sinks is not None:
-        sinks = call.sinks.reshape(1, shape[1], call.heads_per_kv)
-        sinks = jnp.tile(sinks, (1, 1, num_rows))
-    sums = empty_sums(shape, call.pools.value_dim, sinks)
-    take_columns = functools.partial(_take_columns, call, queries, readers, width)
-    sums = fori_loop(start, end, take_columns, sums)
-    if num_rows > 1:
-        sees = jnp.repeat(sees, call.heads_per_kv, axis=1)
-    return finish_sums(sums, sees[:, None])
-
-
-def _take_columns(
-    call: Call,
-    queries: jax.Array,  # f32[P, K, Q * G, D], scaled
-    readers: Readers,
-    width: int,  # W
-    trip: jax.Array,
-    sums: Sums,  # f32[P, K, Q * G, ...]
-) -> Sums:
-    """Add the tokens of the next columns to the sums of the lanes."""
-    block_size, num_lanes = call.pools.block_size, queries.shape[0]
-    column = trip * width + jnp.arange(width, dtype=jnp.int32)
-    token = jnp.arange(width * block_size, dtype=jnp.int32)
-    token = (trip * width * block_size + token)[None, None]
-    visible = token <= readers.last[..., None]
-    if readers.before is not None:
-        visible &= token > readers.before[..., None]
-    lanes = Lanes(
-        row=jnp.arange(num_lanes, dtype=jnp.int32),
-        request=readers.request,
-        columns=jnp.broadcast_to(column[None], (num_lanes, width)),
-        visible=visible,
-        never=trip < 0,
-    )
-    found = attend_lanes(call, queries, lanes, mask_values=True)
-    return join_sums(sums, found)
+    """Go through all contexts; return `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]`."""
+    width = max(1, _COLUMNS_BYTES // _column_bytes(call, queries.shape[0]))
+    return attend_contexts(call, queries, readers, min(width, call.max_blocks))
 
 
 def _attend_tiles(

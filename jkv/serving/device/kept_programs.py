@@ -32,8 +32,8 @@ from jkv.verbs.writing import WRITE_SWITCH
 
 logger = logging.getLogger("jkv.serving")
 
-# Static arguments whose code `KeptPrograms.version` stands for.
-_MODELS = ("model", "draft_model")
+# The static argument whose code `KeptPrograms.version` stands for.
+_MODEL = "model"
 
 
 class Program(Protocol):
@@ -107,7 +107,7 @@ class KeptPrograms:
             self.version,
             *self._code,
             # A model has no text of its own that another run would find again.
-            *(f"{k}={v}" for k, v in sorted(static.items()) if k not in _MODELS),
+            *(f"{k}={v}" for k, v in sorted(static.items()) if k != _MODEL),
             str(tree),
             *(_describe(leaf) for leaf in leaves),
             *_describe_surroundings(),

@@ -15,6 +15,7 @@ from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.programs import (
+    Given,
     begin_empty,
     exchange,
     preempt_all,
@@ -54,13 +55,12 @@ class Loop:
         how: How,
         kept: KeptPrograms | None,
     ):
-        self._params, self._sizes, self.cache = params, sizes, cache
-        self._steering = as_steering(how.steering)
+        self._sizes, self.cache = sizes, cache
         draft = how.speculate if isinstance(how.speculate, DraftModel) else None
-        draft_model = None if draft is None else draft.model
-        self._draft_params = None if draft is None else draft.params
+        draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
-        static = {"model": model, "draft_model": draft_model, "sizes": sizes}
+        self._given = Given(params, draft_params, as_steering(how.steering))
+        static = {"model": model, "sizes": sizes}
         self._begin = BoundProgram(begin_empty, kept, static)
         self._exchange = BoundProgram(exchange, kept, {})
         self._run_window = BoundProgram(run_window, kept, static)
@@ -95,6 +95,7 @@ class Loop:
           stop_tokens: i32[E], of requests that do not bring their own.
           has_detokenizer: whether there is a text to look for stop strings in.
         """
+        steering = self._given.steering
         return Limits(
             max_prompt_tokens=self._sizes.max_prompt_tokens,
             max_new_tokens=self._sizes.steps.max_new_tokens,
@@ -105,7 +106,7 @@ class Loop:
             stops=self._sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
-            num_variants=0 if self._steering is None else self._steering.num_variants,
+            num_variants=0 if steering is None else steering.num_variants,
         )
 
     def start_window(
@@ -133,7 +134,7 @@ class Loop:
             sampling=sampling,
             arrivals=change.arrivals,
             cancelled=change.cancelled,
-            steering=self._steering,
+            steering=self._given.steering,
         )
 
     def run(self, num_steps: int) -> WindowReport:
@@ -142,13 +143,11 @@ class Loop:
         self.num_free_blocks = None  # the report tells it
         report: WindowReport
         self.cache, state, report = self._run_window(
-            params=self._params,
+            given=self._given,
             cache=self.cache,
             state=state,
             sampling=sampling,
             num_steps=np.int32(num_steps),
-            draft_params=self._draft_params,
-            steering=self._steering,
         )
         self._generation = state, sampling
         return report
@@ -166,12 +165,12 @@ class Loop:
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
         new = as_steering(steering)
-        if describe(new) != describe(self._steering):
+        if describe(new) != describe(self._given.steering):
             raise EngineError(
                 "what steers an engine may be replaced by one of the same type, with "
                 "arrays of the same shapes and dtypes"
             )
-        self._steering = new
+        self._given = self._given._replace(steering=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
         """Compute with other weights from the next window on.
@@ -183,16 +182,16 @@ class Loop:
         Raises:
           UsageError: for weights that programs are not compiled for.
         """
-        if draft_params is not None and self._draft_params is None:
+        old = self._given
+        if draft_params is not None and old.draft_params is None:
             raise UsageError(
                 "draft_params are for an engine with speculate=DraftModel(...)"
             )
-        new = replace_weights("params", self._params, params)
+        new = old._replace(params=replace_weights("params", old.params, params))
         if draft_params is not None:
-            self._draft_params = replace_weights(
-                "draft_params", self._draft_params, draft_params
-            )
-        self._params = new
+            drafting = replace_weights("draft_params", old.draft_params, draft_params)
+            new = new._replace(draft_params=drafting)
+        self._given = new
 
     def forget_cached(self) -> None:
         """Let nothing be found that was computed until now."""
@@ -258,11 +257,9 @@ class Loop:
     def _beginning(self) -> dict[str, Any]:
         """What a generation begins with."""
         return {
-            "params": self._params,
+            "given": self._given,
             "cache": self.cache,
-            "draft_params": self._draft_params,
             "draft_cache": self._draft_cache,
-            "steering": self._steering,
         }
 
     def _begun(self) -> Any:

@@ -116,12 +116,12 @@ class SharedLoop(Loop):
         those that this process has whole are sent, an array at a time.
         """
         new = {"params": params, "draft_params": draft_params}
-        old = {"params": self._params, "draft_params": self._draft_params}
+        old = {"params": self._given.params, "draft_params": self._given.draft_params}
         for name, each in new.items():
             if each is not None and old[name] is not None:
                 check_weights(name, old[name], each)
         has_draft = draft_params is not None
-        if has_draft and self._draft_params is None:
+        if has_draft and self._given.draft_params is None:
             super().replace_params(params, draft_params)  # raises
         is_on_mesh = any(is_shared(_find_sharding(e)) for e in jax.tree.leaves(new))
         self._tell(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
@@ -196,7 +196,8 @@ class SharedLoop(Loop):
             case Order.REPLACE_PARAMS:
                 has_draft, is_on_mesh = words.tolist()
                 if not is_on_mesh:
-                    old = self._params, self._draft_params if has_draft else None
+                    given = self._given
+                    old = given.params, given.draft_params if has_draft else None
                     new = self._share(old)
                 elif find_params is None:
                     raise EngineError(
@@ -207,8 +208,9 @@ class SharedLoop(Loop):
                     new = find_params()
                 super().replace_params(*new)
             case Order.REPLACE_STEERING:
-                assert self._steering is not None
-                super().replace_steering(self._spread(self._share(self._steering)))
+                steering = self._given.steering
+                assert steering is not None
+                super().replace_steering(self._spread(self._share(steering)))
 
     def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
         """Start a window, whose report each process can read.

@@ -9,7 +9,7 @@ Symbols: N sequences of the generation, S steps of a window at most.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,31 @@ from jkv.serving.request.ask import NOT_STEERED
 from jkv.state import Cache
 from jkv.steering import Steering
 
-_STATIC = ("model", "draft_model", "sizes")
+_STATIC = ("model", "sizes")
+
+
+class Given(NamedTuple):
+    """What each window takes and none changes."""
+
+    params: Any
+    draft_params: Any  # None without a draft model
+    steering: Steering | None
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="draft_cache")
 def begin_empty(
     model: Model,
-    params: Any,
+    given: Given,
     cache: Cache,
-    draft_params: Any,
     draft_cache: Cache | None,
-    steering: Steering | None,
     *,
-    draft_model: Model | None,
     sizes: EngineSizes,
 ) -> tuple[GenerationState, Sampling]:
     """Begin a generation of empty prompts: none waits."""
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
-    speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
+    how = How(
+        steering=given.steering, speculate=_restore_guessing(sizes, given, draft_cache)
+    )
     # Behind the barrier they are no constants, of which XLA would add up a million
     # while it compiles: half a minute for 128 prompts of up to 8,192 tokens.
     texts = jax.lax.optimization_barrier(jnp.full(empty, -1, jnp.int32))
@@ -55,8 +62,9 @@ def begin_empty(
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
         variants=NOT_STEERED,
     )
-    how = How(steering=steering, speculate=speculate)
-    state = decoding.begin(model, params, cache, prompts, steps=sizes.steps, how=how)
+    state = decoding.begin(
+        model, given.params, cache, prompts, steps=sizes.steps, how=how
+    )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
         for name, dtype in SAMPLING_DTYPES.items()
@@ -111,15 +119,12 @@ preempt_all = jax.jit(decoding.preempt, donate_argnames=("cache", "state"))
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("cache", "state"))
 def run_window(
     model: Model,
-    params: Any,
+    given: Given,
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
     num_steps: jax.Array,  # i32[], at most S
-    draft_params: Any,
-    steering: Steering | None,
     *,
-    draft_model: Model | None,
     sizes: EngineSizes,
 ) -> tuple[Cache, GenerationState, WindowReport]:
     """Do steps while a sequence goes on, and report what is new."""
@@ -129,10 +134,10 @@ def run_window(
     state = dataclasses.replace(state, result=result)
     guessing = state.speculation
     draft_cache = None if guessing is None else guessing.draft_cache
-    speculate = _restore_guessing(sizes, draft_model, draft_params, draft_cache)
-    how = How(sampling, steering, speculate)
+    speculate = _restore_guessing(sizes, given, draft_cache)
+    how = How(sampling, given.steering, speculate)
     cache, state = decoding.decode(
-        model, params, cache, state, num_steps=num_steps, how=how
+        model, given.params, cache, state, num_steps=num_steps, how=how
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]
@@ -158,18 +163,11 @@ def run_window(
 
 
 def _restore_guessing(
-    sizes: EngineSizes,
-    draft_model: Model | None,
-    draft_params: Any,
-    draft_cache: Cache | None,
+    sizes: EngineSizes, given: Given, draft_cache: Cache | None
 ) -> PromptLookup | DraftModel | None:
     """Return how tokens are guessed, put together again."""
-    if not isinstance(sizes.guesses, DraftSizes):
-        return sizes.guesses
-    assert draft_model is not None and draft_cache is not None
-    return DraftModel(
-        model=draft_model,
-        params=draft_params,
-        cache=draft_cache,
-        **sizes.guesses._asdict(),
-    )
+    guesses = sizes.guesses
+    if not isinstance(guesses, DraftSizes):
+        return guesses
+    assert draft_cache is not None
+    return DraftModel(**vars(guesses), params=given.draft_params, cache=draft_cache)

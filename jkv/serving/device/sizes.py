@@ -7,6 +7,7 @@ U new tokens of a sequence in one.
 import dataclasses
 from typing import NamedTuple
 
+from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -17,9 +18,11 @@ from jkv.serving.request.limits import StopSizes
 NUM_LANES = 16
 
 
-class DraftSizes(NamedTuple):
-    """What programs are compiled for of a `DraftModel`, beside model and arrays."""
+@dataclasses.dataclass(frozen=True)
+class DraftSizes:
+    """What programs are compiled for of a `DraftModel`, beside its arrays."""
 
+    model: Model = dataclasses.field(repr=False)  # which has no text of its own
     num_tokens: int
     cost: float
 
@@ -90,7 +93,7 @@ def find_sizes(
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,
         guesses=(
-            DraftSizes(speculate.num_tokens, speculate.cost)
+            DraftSizes(speculate.model, speculate.num_tokens, speculate.cost)
             if isinstance(speculate, DraftModel)
             else speculate
         ),
