@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.contiguous.prompts import MIN_ROWS
 from jkv.attention.elements import STORED_AS
 from jkv.config.dtypes import needs_scales
 from jkv.storage import quantization
@@ -53,14 +52,6 @@ CASES = (
         for dtype in STORED_AS
         if needs_scales(dtype)
     ),
-)
-
-# For cuDNN: what it takes whole, what stands beside others, and scales.
-_PROMPT: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
-PROMPTS = (
-    Case("a prompt alone", (MIN_ROWS,), (MIN_ROWS,), **_PROMPT),
-    Case("one beside others", (1, MIN_ROWS, 2), (40, MIN_ROWS, 2), **_PROMPT),
-    Case("one of int8", (MIN_ROWS,), (MIN_ROWS,), **_PROMPT, kv_dtype="int8"),
 )
 
 

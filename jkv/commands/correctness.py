@@ -9,7 +9,7 @@ import numpy as np
 
 from jkv.attention import paged_attention
 from jkv.attention.elements import STORED_AS
-from jkv.commands.cases import CASES, PROMPTS, Case, make_operands
+from jkv.commands.cases import CASES, Case, make_operands
 from jkv.commands.report import Report
 
 IMPLEMENTATIONS = ("xla", "pallas")
@@ -110,19 +110,6 @@ def check_derivative(report: Report, *, implementation: str) -> None:
         how = " (interpreted)" if is_interpreted else ""
         what = f"gradient of {implementation}{how}: {len(agreed)} cases"
         report.add("ok", what, f"{max(agreed):.1e}")
-
-
-def check_prompts(report: Report) -> None:
-    """Compare prompts by cuDNN with the reference, where there is cuDNN."""
-    for case in PROMPTS:
-        what = f"cudnn, {case.name}"
-        try:
-            error = find_error(case, "bfloat16", "cudnn")
-        except NotImplementedError as reason:  # of all of them
-            report.add("not checked", "prompts by cuDNN", str(reason))
-            return
-        verdict = "ok" if error <= TOLERANCES["bfloat16"] else "FAILED"  # NaN too
-        report.add(verdict, what, f"{error:.1e}")
 
 
 def _is_kept_as_it_is(dtype: str) -> bool:

@@ -30,7 +30,6 @@ from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import (
     check_derivative,
     check_implementation,
-    check_prompts,
     note_missing_kernel,
 )
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
@@ -113,7 +112,6 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         for name in correctness.IMPLEMENTATIONS:
             check = functools.partial(check_derivative, implementation=name)
             steps.append(Step(f"derivative: {name}", 40, check))
-        steps.append(Step("prompts by cuDNN", 2, check_prompts))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     if is_quick:
         steps.append(Step("bandwidth", 0, skip_bandwidth))

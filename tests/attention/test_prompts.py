@@ -6,7 +6,6 @@ itself, which no machine here has, the calls are lowered for CUDA: JAX's questio
 its version is answered by the test.
 """
 
-import dataclasses
 import functools
 import math
 import re
@@ -33,12 +32,9 @@ from jkv.attention import choice, paged_attention
 from jkv.attention.contiguous.prompts import (
     attend_prompts,
     find_prompt,
-    list_sizes,
     without_prompt,
 )
-from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.kernel.platforms import interpret_kernel
-from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_xla
 from jkv.storage import quantization
@@ -49,12 +45,11 @@ LAYER = 1
 # (query length, context length) of each request, and which one goes the way of prompts.
 BATCHES = {
     "a prompt alone": ([(32, 32), (0, 9), (0, 0), (0, 3)], 0),
-    "one that does not fill the step": ([(29, 29), (0, 9), (0, 0), (0, 3)], 0),
-    "the shortest": ([(29, 29), (0, 4), (1, 1), (2, 9)], 0),
+    "the shortest": ([(30, 30), (0, 4), (1, 1), (1, 9)], 0),
     "one behind others": ([(1, 20), (0, 4), (30, 30), (1, 1)], 2),
     "one before others": ([(30, 30), (1, 25), (0, 6), (1, 16)], 0),
     "a chunk with a past": ([(30, 31), (1, 25), (0, 6), (1, 16)], None),
-    "one that is too short": ([(28, 28), (1, 25), (1, 6), (1, 16)], None),
+    "one that is too short": ([(29, 29), (1, 25), (1, 6), (1, 16)], None),
     "several": ([(16, 16), (8, 8), (7, 7), (1, 1)], None),
     "idle": ([(0, 4), (0, 0), (0, 9), (1, 2)], None),
 }
@@ -222,34 +217,34 @@ def test_gradients_are_those_of_the_paged_attention():
         np.testing.assert_array_equal(found, wanted)
 
 
-def list_prompt():
-    """A call with lists that its step has made, and without its prompt."""
-    call = make_call("one behind others")
-    sizes = size_prefill_work(NUM_ROWS, call.num_requests, 32 // 2)
-    prefill = (list_prefill_work(call.requests, sizes),)
-    call = dataclasses.replace(call, work_lists=WorkLists(decode=(), prefill=prefill))
-    rest = without_prompt(call, find_prompt(call, MIN_ROWS))
-    return rest, *(one.work_lists.find_prefill(sizes).work for one in (call, rest))
-
-
-@pytest.mark.one_end
-def test_listed_tiles_of_a_prompt_have_nothing_to_do():
-    rest, before, after = list_prompt()
-    assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
-    assert np.sum(before.num_rows) == 30 and np.sum(before.end) > 30
-    assert np.sum(after.num_rows) == np.sum(after.end) == 0
-
-
 @pytest.mark.further
 def test_kernel_leaves_the_rows_of_a_prompt_out():
-    """Interpreted, by the lists; the rows decoded beside it are computed as ever."""
-    rest, _, _ = list_prompt()
+    """Interpreted; the rows decoded beside it are computed as ever."""
+    call = make_call("one behind others")
+    rest = without_prompt(call, find_prompt(call))
+    assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
     output, lse = jax.jit(interpret_kernel)(rest)
     rows = rows_of("one behind others")
     assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
     given, options = operands_of("one behind others")
     wanted = jitted("reference")(*given, **options)
     assert_close(output[~rows], wanted[~rows])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_no_rows_before_it(number):
+    """A key or a value of one kv head, of which a prompt's own rows behind are NaN."""
+    given, options = operands_of("one behind others")
+    whole = np.asarray(jitted("prompts")(*given, **options))
+    table, token = given[4][2], 17  # of the prompt, whose first row is the second
+    for which in (1, 2):
+        arrays = [np.array(each) for each in given[:3]]
+        arrays[which][LAYER, table[token // 4], 1, token % 4, 5] = number
+        found = np.asarray(jitted("prompts")(*arrays, *given[3:], **options))
+        sees = np.zeros(found.shape[:2], bool)
+        sees[1 + token : 31, 2:] = True
+        np.testing.assert_array_equal(found[~sees], whole[~sees])
+        assert np.isnan(found[sees]).all()
 
 
 def make_call(batch):
@@ -265,13 +260,6 @@ def make_call(batch):
         patch.setitem(choice._IMPLEMENTATIONS, "prompts", keep)
         paged_attention(*given, implementation="prompts", **options)
     return made[0]
-
-
-@pytest.mark.one_end
-def test_sizes_are_sixteenths_of_the_rows():
-    assert list_sizes(4_095) == () and list_sizes(4_096) == (4_096,)
-    assert list_sizes(8_192) == tuple(range(4_608, 8_193, 512))
-    assert list_sizes(NUM_ROWS, MIN_ROWS) == (30, 32)
 
 
 # Of cuDNN.
@@ -309,32 +297,21 @@ def find_cudnn(lowered):
 
 
 @pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_takes_a_prompt_alone_or_beside_others():
+def test_cudnn_takes_a_prompt():
     lowered = lower_cudnn()
     calls = find_cudnn(lowered)
-    assert len(calls) == 2
+    assert len(calls) == 1
     for call in calls:
         assert '"mask_type": "CAUSAL"' in call
         assert '"dimensions": ["1", "32", "4096", "4096"]' in call
         assert f'"fmha_scale": {1 / math.sqrt(128)}' in call
         assert "tensor<1x4096x8x128xbf16>" in call  # kv heads as they are
-    # With nothing for cuDNN, and beside it.
     names = [kernel.name for kernel in find_kernels(lowered)]
-    assert names == 2 * ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
+    assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
     # The pool is read by kernels and gathers alone.
     for line in lowered.as_text().splitlines():
         if "tensor<2x64x8x16x128xui16>" in line and "stablehlo" in line:
             assert "custom_call" in line or "gather" in line or "case" in line, line
-
-
-@pytest.mark.one_end
-@pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_has_a_call_for_each_size():
-    calls = find_cudnn(lower_cudnn(rows=2 * ROWS))
-    sizes = [
-        re.search(r'"dimensions": \["1", "32", "(\d+)"', each)[1] for each in calls
-    ]
-    assert sorted(map(int, sizes)) == sorted(2 * list_sizes(2 * ROWS))
 
 
 @pytest.mark.usefixtures("has_cudnn")
@@ -364,7 +341,7 @@ def test_cudnn_in_a_step_of_all_layers():
 
     given = jax.eval_shape(lambda: jkv.init(config)), shape(4)
     lowered = lower(step, (*given, shape(ROWS, 8, 128, dtype=jnp.bfloat16)), "cuda")
-    assert len(find_cudnn(lowered)) == 2
+    assert len(find_cudnn(lowered)) == 1
 
 
 @pytest.mark.usefixtures("has_cudnn")
@@ -388,7 +365,7 @@ def test_cudnn_on_a_mesh_has_the_heads_that_are_there():
         )
 
     calls = find_cudnn(lower_cudnn(wrap=divide))
-    assert len(calls) == 2
+    assert len(calls) == 1
     assert all('"dimensions": ["1", "8", "4096", "4096"]' in call for call in calls)
 
 
@@ -407,7 +384,7 @@ def test_cudnn_under_vmap_is_one_call_after_the_other(mapped):
         )
 
     calls = find_cudnn(lower_cudnn(wrap=map_texts))
-    assert len(calls) == 2
+    assert len(calls) == 1
     assert all('"dimensions": ["1", "32", "4096", "4096"]' in call for call in calls)
 
 

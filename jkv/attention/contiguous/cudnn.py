@@ -1,12 +1,7 @@
 """The backend: JAX's attention by cuDNN, for CUDA GPUs.
 
 The only file that calls it. What it takes was read in JAX 0.10.2 and 0.12
-(`jax._src.cudnn.fused_attention_stablehlo`): bfloat16 and float16, equal head dims of
-keys and values, multiples of 8 up to 128 and, from Hopper on, 256; a scale and a
-window that are compiled into the program; no soft cap and no sinks. It wants cuDNN at
-hand when a program is traced.
-
-Its log-sum-exp is float32, but `jax.nn.dot_product_attention` rounds that to the
+(`jax._src.cudnn.fused_attention_stablehlo`). Its log-sum-exp comes rounded to the
 queries' dtype: bfloat16 has steps of 1/16 between 8 and 16, so a weight would be wrong
 by up to 3%. Nothing can be joined with that: rows come from here whole or not at all.
 """
@@ -18,8 +13,6 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call
 
-_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
-
 
 def attend_by_cudnn(
     queries: jax.Array,  # [Q, H, D]
@@ -30,26 +23,21 @@ def attend_by_cudnn(
     """Return what each row sees of its own token and those before it, [Q, H, D]."""
 
     def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        given = queries[None], keys[None], values[None]
         return jax.nn.dot_product_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            scale=scale,
-            is_causal=True,
-            implementation="cudnn",
+            *given, scale=scale, is_causal=True, implementation="cudnn"
         )[0]
 
     # JAX 0.10.2 has no rule for a `vmap` over queries alone.
-    output: jax.Array = jax.custom_batching.sequential_vmap(attend)(
-        queries, keys, values
-    )
+    attend = jax.custom_batching.sequential_vmap(attend)
+    output: jax.Array = attend(queries, keys, values)
     return output
 
 
 def why_refused(call: Call) -> str | None:
     """Say why cuDNN cannot serve a call's prompts, None if it can."""
     pools, head_dim = call.pools, call.queries.shape[2]
-    if call.queries.dtype not in _DTYPES:
+    if call.queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, the queries are {call.queries.dtype}"
     if pools.values is None or pools.value_dim != head_dim:
         return "cuDNN wants keys and values apart, with one head dim"
@@ -64,17 +52,13 @@ def why_refused(call: Call) -> str | None:
             "cuDNN is compiled for one scale: give a Python number, or on a mesh "
             "none, which stands for 1 / sqrt(D)"
         )
-    return _why_not_here(call)
-
-
-def _why_not_here(call: Call) -> str | None:
-    """Say what JAX has against it: no cuDNN, or a head dim that the card lacks."""
-    dtype, head_dim = call.queries.dtype, call.queries.shape[2]
-    queries = jax.ShapeDtypeStruct((8, call.num_heads, head_dim), dtype)
-    keys = jax.ShapeDtypeStruct((8, call.pools.num_kv_heads, head_dim), dtype)
-    attend = functools.partial(attend_by_cudnn, scale=1.0)
+    # JAX says what else it has against it: no cuDNN, a head dim that the card lacks.
+    queries = jax.ShapeDtypeStruct((8, call.num_heads, head_dim), call.queries.dtype)
+    keys = jax.ShapeDtypeStruct((8, pools.num_kv_heads, head_dim), call.queries.dtype)
     try:
-        jax.eval_shape(attend, queries, keys, keys)
+        jax.eval_shape(
+            functools.partial(attend_by_cudnn, scale=1.0), queries, keys, keys
+        )
     except (NotImplementedError, RuntimeError) as error:
         return str(error).rstrip(".")
     return None
