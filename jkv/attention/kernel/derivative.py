@@ -2,10 +2,11 @@
 
 As in FlashAttention-2 (arXiv 2307.08691) scores are computed twice, once in each, so
 that each gradient is summed up where it is written: by one program, in one order.
-Beside the gradients themselves only lists of integers take memory, three numbers for
-each column of the requests' tables.
+Beside the gradients themselves the rows take memory, once more without those that are
+broken, and lists of integers, three numbers for each column of the requests' tables.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -43,7 +44,7 @@ def differentiate_kernel(
 def _launch_all(
     call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
 ) -> Gradients:
-    cotangents = _mark_broken(call, cotangents)
+    call, cotangents = _leave_out_broken(call, cotangents)
     variant = query_variant(call, tuning, interpret=interpret)
     queries = _differentiate_queries(call, cotangents, variant)
     shapes = shape_gradients(call)
@@ -54,17 +55,22 @@ def _launch_all(
     return Gradients(queries, pools.keys, pools.values)
 
 
-def _mark_broken(call: Call, cotangents: Cotangents) -> Cotangents:
-    """Return NaN for the log-sum-exp of rows that have anything that is not finite.
+def _leave_out_broken(call: Call, cotangents: Cotangents) -> tuple[Call, Cotangents]:
+    """Return zeros for rows that have anything that is not finite, and NaN to tell.
 
-    It is -inf where a row sees nothing.
+    Their log-sum-exp is NaN, and so is what they bring to tokens that they see. Those
+    that they do not see weigh 0, and 0 * NaN is NaN. A row that sees nothing has -inf.
     """
-    lse, delta = cotangents.lse, cotangents.delta
-    rows = call.queries, cotangents.d_output, delta[..., None]
-    is_whole = lse < jnp.inf
-    for each in rows:
-        is_whole &= jnp.all(jnp.isfinite(each), axis=-1)
-    return cotangents._replace(lse=jnp.where(is_whole, lse, jnp.nan))
+    queries, (d_output, lse, delta) = call.queries, cotangents
+    is_whole = (lse < jnp.inf) & jnp.isfinite(delta)
+    for rows in (queries, d_output):
+        is_whole &= jnp.all(jnp.isfinite(rows), axis=-1)
+    queries, d_output = (
+        jnp.where(is_whole[..., None], rows, 0) for rows in (queries, d_output)
+    )
+    lse = jnp.where(is_whole, lse, jnp.nan)
+    call = dataclasses.replace(call, queries=queries)
+    return call, Cotangents(d_output, lse, delta)
 
 
 def _differentiate_queries(

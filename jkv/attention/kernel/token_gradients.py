@@ -130,11 +130,6 @@ def differentiate_tokens(
     ) -> _Sums:
         """Add what some rows bring to the tokens at positions i32[tokens]."""
         where = rows.row, rows.head, rows.valid
-        lse = load_numbers(o.cotangents.lse, *where) * LOG2E
-        delta = load_numbers(o.cotangents.delta, *where)
-        # A row that is broken is NaN for tokens that it sees, by its log-sum-exp. Those
-        # that it does not see weigh 0, and 0 * NaN is NaN: its numbers are left out.
-        where = rows.row, rows.head, rows.valid & (lse == lse)
 
         def load(array: jax.Array, sections: list[Section]) -> list[jax.Array]:
             dtype = variant.operand_dtype
@@ -142,6 +137,8 @@ def differentiate_tokens(
 
         queries = load(o.queries, key_sections)
         d_output = load(o.cotangents.d_output, value_sections)
+        lse = load_numbers(o.cotangents.lse, *where) * LOG2E
+        delta = load_numbers(o.cotangents.delta, *where)
 
         visible = token[:, None] <= rows.position[None, :]
         visible &= rows.valid[None, :]
