@@ -48,6 +48,7 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
     before, after, usage = find_blocks(README)
     for name, block in (("before", before), ("after", after)):
         assert f"<!-- {name} -->\n```python\n{block}```" in TUTORIAL
+    assert find_blocks((DOCS / "index.md").read_text()) == [before, after, usage]
     # What follows is traced: it opens, steps, forks and frees on a cache of 4 GB.
     names: dict[str, object] = {}
     exec("\n".join(find_blocks(TUTORIAL)[:4]), names)
