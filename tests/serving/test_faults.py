@@ -1,6 +1,7 @@
 """What goes wrong: steps that raise, consumers that leave, time that runs out."""
 
 import asyncio
+import functools
 import gc
 import threading
 import tracemalloc
@@ -8,6 +9,15 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
+from support.small_attention_model import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    attention_model,
+    attention_params,
+)
+from support.small_caches import copied, small_cache
 from support.small_engines import (
     assert_alone,
     assert_given_back,
@@ -19,7 +29,7 @@ from support.small_engines import (
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import EngineError, QueueFull, RequestRefused, RequestState
+from jkv.serving import Engine, EngineError, QueueFull, RequestRefused, RequestState
 from jkv.serving.device import programs
 
 
@@ -312,3 +322,46 @@ def test_many_requests_leave_memory_and_blocks_free():
     # A request that is remembered takes 3 KB. (benchmarks/soak.py serves 100,000.)
     assert memory_after - memory < 200 * 1000
     assert_given_back(engine)
+
+
+@pytest.mark.further
+@pytest.mark.one_end
+def test_a_text_whose_numbers_broke_ends_alone():
+    """Of sixteen, by attention in loops, as calls that are not small have it."""
+    model = functools.partial(attention_model, implementation="xla")
+    sound = attention_params()
+    prompts = [[i, 3 + i % 5, 7, 7 - i % 4] for i in range(16)]
+    cache = small_cache(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        num_blocks=128,
+        block_size=4,
+        max_sequences=16,
+        max_context_length=24,
+    )
+
+    def generate(params):
+        engine = Engine(
+            model,
+            params,
+            copied(cache),
+            max_running=16,
+            max_new_tokens=16,
+            max_prompt_tokens=4,
+            row_counts=(64,),
+        )
+        return [(*each.tokens,) for each in engine.generate(prompts)]
+
+    expected = generate(sound)
+    prompted = {token for prompt in prompts for token in prompt}
+    chosen = [{*text[:-1]} - prompted for text in expected]
+    # One that some texts choose, and most do not.
+    counts = {i: sum(i in each for each in chosen) for i in range(VOCABULARY)}
+    token = min((n, i) for i, n in counts.items() if n)[1]
+    embedding = np.array(sound["embedding"])
+    embedding[token] = np.inf
+    found = generate(dict(sound, embedding=jax.device_put(embedding)))
+    ends = [[*text, token].index(token) + 1 for text in expected]
+    assert found == [text[:n] for text, n in zip(expected, ends, strict=True)]
+    assert {min(n, 16) for n in ends} > {16}

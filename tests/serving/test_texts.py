@@ -36,7 +36,7 @@ def first_stop(tokens, stops):
         places = [text.find(stop) for stop in stops]
         if any(place >= 0 for place in places):
             return count, text[: min(place for place in places if place >= 0)]
-    return None, decode(tokens).rstrip(BROKEN)
+    return None, decode(tokens)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,6 +61,70 @@ def test_pieces_of_any_size_give_the_same_text_and_end(seed):
             assert stream.text.startswith(shown) and text.startswith(stream.text)
             shown, start = stream.text, stop
         assert (ended, stream.text) == (count, text)
+
+
+def decode_runs(ids):
+    """As tokenizers with bytes as the last resort: a run of them is one text."""
+    text, run = "", b""
+    for i in [*ids, None]:
+        if i is not None and i >= len(WORDS):
+            run += PIECES[i]
+            continue
+        try:
+            text += run.decode()
+        except UnicodeDecodeError:
+            text += BROKEN * len(run)
+        text, run = text + ("" if i is None else WORDS[i]), b""
+    return text
+
+
+def as_bytes(text):
+    return [len(WORDS) + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 36])
+@pytest.mark.parametrize("length", [0, 1, 5, 30])
+def test_characters_of_single_bytes_are_kept_whole(length, size):
+    """Whatever the prompt, which may end inside one, and however many come at once."""
+    half = as_bytes("\u732b")[:2]
+    prompt = [0, *as_bytes("\u3042" * length), *half]
+    text = "\u732b" + "\u3042\u3044\u3046" * 12 + "a"
+    tokens = as_bytes(text[:-1])[2:] + [WORDS.index("a")]
+    stream = TextStream(decode_runs, prompt, [])
+    for start in range(0, len(tokens), size):
+        stop = start + size
+        stream.advance(tokens[start:stop], has_ended=stop >= len(tokens))
+    assert stream.text == text
+
+
+def test_work_grows_with_the_text_alone():
+    counts = []
+
+    def count(ids):
+        counts.append(len(ids))
+        return decode_runs(ids)
+
+    tokens = as_bytes("\u3042" * 400)
+    stream = TextStream(count, [], [])
+    for token in tokens:
+        stream.advance([token])
+    assert stream.text == "\u3042" * 400 and sum(counts) < 50 * len(tokens)
+
+
+@pytest.mark.parametrize("decode", [decode, decode_runs])
+def test_the_end_is_what_whole_decoding_gives(decode):
+    """A character U+FFFD stays, and of half a character one is left."""
+    for tokens in (as_bytes("\ufffd"), [0, *as_bytes("\u3042\ufffd")]):
+        stream = TextStream(decode, [], ["STOP"])
+        for token in tokens:
+            stream.advance([token])
+        stream.advance([], has_ended=True)
+        assert stream.text == decode(tokens)
+    stream = TextStream(decode, [], [])
+    for token in [0, *as_bytes("\u3042\u3044")[:-1]]:
+        stream.advance([token])
+    stream.advance([], has_ended=True)
+    assert stream.text == "a\u3042" + BROKEN
 
 
 def test_a_part_of_a_stop_string_waits_until_decided():

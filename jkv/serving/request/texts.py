@@ -2,9 +2,11 @@
 
 A tokenizer's `decode` is all that is asked for. A text is decoded in pieces: the last
 few tokens once more together with the new ones, since what a token reads like depends
-on those before it (the idea of Hugging Face's text-generation-inference). Half a
-character waits for its other half, and what may be the beginning of a stop string
-waits, too, so that what was shown is never taken back.
+on those before it (the idea of Hugging Face's text-generation-inference). A piece
+begins at a whole character: of a run of tokens for single bytes that begins or ends
+inside one, some decoders make broken characters alone. Half a character waits for its
+other half, and what may be the beginning of a stop string waits, too, so that what was
+shown is never taken back.
 """
 
 import copy
@@ -12,6 +14,10 @@ from collections.abc import Callable, Sequence
 
 # Tokens decoded again so that the next ones read as they do in the whole text.
 OVERLAP = 8
+# Of a prompt, which may end in a long run of tokens for single bytes.
+MOST_OF_PROMPT = 1024
+# Bytes of a character that lacks its last one.
+MOST_LEFT_OVER = 3
 
 # What a decoder makes of bytes that are no character, or only a part of one.
 BROKEN = "\ufffd"
@@ -42,8 +48,9 @@ class TextStream:
         self.text = ""
         self._detokenize, self._stops = detokenize, tuple(stops)
         # Tokens that are decoded together, and the characters of them that are known.
-        self._ids = list(prompt[-OVERLAP:])
-        self._known = len(self._decode()) if self._ids else 0
+        self._ids = list(prompt[self._find_start(prompt) :])
+        self._known = self._count_prompt()
+        self._whole: tuple[int, ...] = ()  # how many of the first of them end a text
         self._hidden = ""  # what follows the text, but may begin a stop string
         self._num_tokens = 0
 
@@ -90,12 +97,40 @@ class TextStream:
         text = decoded.rstrip(BROKEN)
         self._hidden += text[self._known :]
         self._known = max(self._known, len(text))
-        if len(self._ids) > 4 * OVERLAP and text == decoded:
-            self._ids = self._ids[-OVERLAP:]
-            self._known = len(self._decode())
+        if text == decoded:
+            self._whole += (len(self._ids),)
+            self._forget()
 
-    def _decode(self) -> str:
-        return self._detokenize(self._ids).rstrip(BROKEN)
+    def _forget(self) -> None:
+        """Leave out tokens that the next ones can be read without."""
+        most = len(self._ids) - OVERLAP
+        start = max((count for count in self._whole if count <= most), default=0)
+        if start and len(self._ids) > 4 * OVERLAP:
+            self._ids = self._ids[start:]
+            self._whole = tuple(n - start for n in self._whole if n > start)
+            self._known = len(self._detokenize(self._ids))
+
+    def _find_start(self, prompt: Sequence[int]) -> int:
+        """Return from where a prompt's last tokens begin with a whole character."""
+        start = max(0, len(prompt) - OVERLAP)
+        least = max(0, len(prompt) - MOST_OF_PROMPT)
+        while start > least and BROKEN in self._detokenize([prompt[start]]):
+            start -= 1
+        return start
+
+    def _count_prompt(self) -> int:
+        """Return the characters of the prompt's tokens, but for half a one behind."""
+        ends = range(max(1, len(self._ids) - MOST_LEFT_OVER), len(self._ids) + 1)
+        texts = (self._detokenize(self._ids[:end]).rstrip(BROKEN) for end in ends)
+        return max(map(len, texts), default=0)
+
+    def _finish(self) -> None:
+        """Take what is left of a text that ends inside a character, or with U+FFFD."""
+        decoded = self._detokenize(self._ids)
+        if len(decoded.rstrip(BROKEN)) < self._known:
+            # A run of bytes was shown up to its last character: half a one is left.
+            decoded = decoded[: self._known] + BROKEN
+        self._hidden += decoded[self._known :]
 
     def _find_stop(self) -> int | None:
         """Return where the first stop string begins, in what was not shown."""
@@ -103,6 +138,8 @@ class TextStream:
         return min((start for start in starts if start >= 0), default=None)
 
     def _show(self, has_ended: bool) -> None:
+        if has_ended and self._ids:
+            self._finish()
         held = 0 if has_ended else self._count_held()
         shown = len(self._hidden) - held
         self.text += self._hidden[:shown]
