@@ -213,7 +213,6 @@ def _attend_tile(
         largest, added = scale * jnp.max(scores, axis=1), jnp.sum(scores, axis=1)
     scores = cap_in_log2(scores * factor, variant.soft_cap)
     visible = walk.is_visible(trip)
-    may_see_nothing = walk.window is not None or variant.num_pieces
     if masked:
         scores = jnp.where(visible, scores, -jnp.inf)
     if largest is None:
@@ -229,9 +228,9 @@ def _attend_tile(
         total = jnp.where(added == added, total, added)
     else:
         weights = jnp.exp2(exponents)
-        if masked and not variant.is_decode and may_see_nothing:
+        if walk.window is not None and not variant.is_partial:
             # They are 0 already. Said again it takes 44 registers less on gfx11, where
-            # bytes of head dim 128 spill without.
+            # bytes of head dim 128 spill without. By position it takes more on sm_90.
             weights = jnp.where(visible, weights, 0.0)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
     if stored is not None and variant.has_words:
