@@ -45,7 +45,7 @@ NO_NEWEST = (
     f"{sys.executable}"
 )
 TAKE_ARGUMENTS = ("generate", "test", "machine-code", "tunix", "rollouts", "peers")
-QUESTION = "What is a key/value cache of a language model?"
+QUESTION = "Why is the sky blue?"
 NO_TESTS = 5  # pytest's status where none was found
 
 
