@@ -15,16 +15,21 @@ EXTRA = "GGUF files need the package gguf: pip install gguf"
 
 
 class Metadata(Mapping[str, Any]):
-    """What a file says of its model; lists of tokens are long, and read when asked."""
+    """What a file says of its model; lists of tokens are long, and read once."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """Take the fields of a `gguf.GGUFReader`."""
         self._fields = fields
+        self._read: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        value = self._fields[name].contents()
-        # Kept as float32: the decimal that was meant, 1e-06 and not 9.99999997e-07.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        if name not in self._read:
+            value = self._fields[name].contents()
+            if isinstance(value, float):
+                # Kept as float32: the decimal that was meant, not 9.99999997e-07.
+                value = float(str(np.float32(value)))
+            self._read[name] = value
+        return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
