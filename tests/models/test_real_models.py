@@ -45,7 +45,6 @@ TEXTS = (
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
-@functools.cache
 def read_reference(path):
     return transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
@@ -83,9 +82,10 @@ def test_tokens_tensors_and_logits_are_those_of_transformers(name):
     cache, batch = jkv.append(cache, opened.seq_ids, [640], capacity=640)
     run = jax.jit(functools.partial(model, all_rows=True))
     found = np.asarray(run(params, tokens, cache, batch)[0])
+    # In float64: float32 of `transformers` alone is 2e-3 off it on some processors.
     with torch.no_grad():
-        expected = reference(torch.tensor(tokens[None])).logits[0].numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-3)
+        expected = reference.double()(torch.tensor(tokens[None])).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=3e-3)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
