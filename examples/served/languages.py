@@ -1,7 +1,7 @@
 """What the texts of a request must be: JSON, JSON of a schema, a pattern, a choice."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.grammar import (
@@ -36,14 +36,35 @@ class Language(NamedTuple):
         make = _COMPILERS[self.kind]
         try:
             return make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"{self.param}: {error}", self.param) from error
+        except Exception as error:  # a schema may be wrong in any way
+            words = str(error)
+            if not isinstance(error, ValueError):
+                words = f"it cannot be read ({type(error).__name__}: {words})"
+            raise Refused(f"{self.param}: {words}", self.param) from error
 
 
 def _compile_tools(
     described: Mapping[str, Any], vocabulary: Vocabulary, *, max_bytes: int
 ) -> Grammar:
-    return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
+    try:
+        return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
+    except Exception:  # a schema may be wrong in any way
+        _name_wrong_tool(described["tools"], vocabulary, max_bytes)
+        raise
+
+
+def _name_wrong_tool(
+    tools: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, max_bytes: int
+) -> None:
+    """Refuse the first tool whose parameters are no schema that can be served."""
+    for tool in tools:
+        try:
+            from_json_schema(tool["parameters"], vocabulary, max_bytes=max_bytes)
+        except Exception as error:  # likewise
+            words = str(error)
+            if not isinstance(error, ValueError):
+                words = f"they cannot be read ({type(error).__name__}: {words})"
+            raise ValueError(f"the parameters of {tool['name']}: {words}") from error
 
 
 _ASKED: dict[str, Any] = {  # by clients, in these words

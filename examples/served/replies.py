@@ -7,11 +7,12 @@ from typing import Any
 
 from jkv import FinishReason
 from jkv.serving import Completion, Event
-from jkv.serving.request.texts import TextStream
 
 from .calls import CallPart, CallReader
 from .loading import Served
+from .logprobs import TokenTeller, write_of_chat, write_of_text
 from .mistakes import Refused
+from .scoring import Scored
 from .showing import Asked, Shown
 
 # The API has few words for why a text ended.
@@ -23,30 +24,53 @@ REASONS = {
     FinishReason.OUT_OF_BLOCKS: "length",
 }
 
-LEAST_LOGPROB = -9999.0  # as the API writes what is less likely
-
 
 class Reply:
     """One reply: what all of its parts have in common, and its choices."""
 
-    def __init__(self, served: Served, asked: Asked, shown: Shown, *, is_chat: bool):
+    def __init__(
+        self,
+        served: Served,
+        asked: Asked,
+        shown: Shown,
+        scored: Sequence[Scored] = (),
+        *,
+        is_chat: bool,
+    ):
+        """Begin.
+
+        Args:
+            served: the model.
+            asked: what the engine was asked for.
+            shown: what is told of it.
+            scored: of each prompt, if they are shown with their logprobs.
+            is_chat: whether it is of a chat.
+        """
         kind = "chatcmpl" if is_chat else "cmpl"
         self.name = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())  # seconds
-        self._model, self._is_chat = served.name, is_chat
+        self._served, self._shown, self._is_chat = served, shown, is_chat
         self._num_prompt = sum(map(len, asked.prompts))
+        self._num_new = 0
+        echoes = shown.echoes or [""] * len(asked.prompts)
         self._choices = [
             Choice(
                 served,
                 prompt,
                 echo,
-                shown.has_logprobs,
+                shown.num_top,
+                scored[i] if scored else None,
                 is_chat=is_chat,
                 may_call=asked.tools is not None and asked.tools.language is not None,
             )
-            for prompt, echo in zip(asked.prompts, shown.echoes, strict=True)
+            for i, (prompt, echo) in enumerate(zip(asked.prompts, echoes, strict=True))
             for _ in range(shown.num_choices)
         ]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the model is asked again for the tokens beside each one."""
+        return bool(self._shown.num_top)
 
     def whole(self, found: Sequence[Completion], num_new: int) -> dict[str, Any]:
         """Return the whole reply.
@@ -55,21 +79,39 @@ class Reply:
             found: what came of each choice.
             num_new: tokens, those of texts that are not shown, too.
         """
+        pairs = list(zip(self._choices, found, strict=True))
+        scored = self._score([choice.text_before(each) for choice, each in pairs])
         choices = [
-            {"index": i, **choice.write(each, "message")}
-            for i, (choice, each) in enumerate(zip(self._choices, found, strict=True))
+            {"index": i, **choice.write(each, "message", scores)}
+            for i, ((choice, each), scores) in enumerate(
+                zip(pairs, scored, strict=True)
+            )
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return self._frame(kind, choices) | self._usage(num_new)
+        return self._frame(kind, choices) | {"usage": self._count(num_new)}
 
     def piece(self, index: int, event: Event) -> dict[str, Any]:
         """Return a part of choice `index`."""
-        choice = {"index": index, **self._choices[index].write(event, "delta")}
-        return self._frame(self._piece_kind, [choice])
+        choice = self._choices[index]
+        (scores,) = self._score([choice.text_before(event)])
+        self._num_new += len(event.tokens)
+        written = {"index": index, **choice.write(event, "delta", scores)}
+        found = self._frame(self._piece_kind, [written])
+        if self._shown.has_running_usage:
+            return found | {"usage": self._count(self._num_new)}
+        return found | ({"usage": None} if self._shown.has_usage else {})
 
-    def closing(self, num_new: int) -> dict[str, Any]:
-        """Return the part that says what it took."""
-        return self._frame(self._piece_kind, []) | self._usage(num_new)
+    def closing(self) -> dict[str, Any] | None:
+        """Return the part that says what it took, if that is asked for."""
+        if not self._shown.has_usage:
+            return None
+        return self._frame(self._piece_kind, []) | {"usage": self._count(self._num_new)}
+
+    def _score(self, texts: list[list[int]]) -> list[Scored | None]:
+        """Return what the model says of texts, where others' logprobs are told."""
+        if not self.is_scored or self._served.scorer is None:
+            return [None] * len(texts)
+        return [*self._served.scorer.score(texts)]
 
     @property
     def _piece_kind(self) -> str:
@@ -80,18 +122,17 @@ class Reply:
             "id": self.name,
             "object": kind,
             "created": self.created,
-            "model": self._model,
+            "model": self._served.name,
             "choices": choices,
         }
 
-    def _usage(self, num_new: int) -> dict[str, Any]:
+    def _count(self, num_new: int) -> dict[str, int]:
         """Return the tokens that the reply took."""
-        counts = {
+        return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new,
             "total_tokens": self._num_prompt + num_new,
         }
-        return {"usage": counts}
 
 
 class Choice:
@@ -102,19 +143,34 @@ class Choice:
         served: Served,
         prompt: Sequence[int],
         echo: str,
-        has_logprobs: bool,
+        num_top: int | None,
+        scored: Scored | None,
         *,
         is_chat: bool,
         may_call: bool,
     ):
         self._calls = CallReader(*served.tool_tags) if may_call else None
-        self._echo, self._is_chat = echo, is_chat
-        self._tokens: TextStream | None = None
-        if has_logprobs:
-            self._tokens = TextStream(served.tokenizer.decode, prompt, ())
+        self._served, self._prompt, self._is_chat = served, list(prompt), is_chat
+        self._echo, self._scored, self._new = echo, scored, list[int]()
+        self._is_begun = False
+        self._teller: TokenTeller | None = None
+        if num_top is not None:
+            self._teller = TokenTeller(served, prompt, num_top)
 
-    def write(self, new: Completion | Event, part: str) -> dict[str, Any]:
-        """Return what is new, or all, in the API's words."""
+    def text_before(self, new: Completion | Event) -> list[int]:
+        """Return the tokens of a text before its last one."""
+        return [*self._prompt, *self._new, *new.tokens[:-1]]
+
+    def write(
+        self, new: Completion | Event, part: str, scored: Scored | None = None
+    ) -> dict[str, Any]:
+        """Return what is new, or all, in the API's words.
+
+        Args:
+            new: what has come.
+            part: "message" for a whole one, "delta" for a piece.
+            scored: of `text_before`.
+        """
         text, self._echo = self._echo + (new.text or ""), ""
         reason = REASONS[new.reason]
         if self._calls is not None:
@@ -122,14 +178,16 @@ class Choice:
             if reason == "stop" and self._calls.has_called:
                 reason = "tool_calls"
         elif self._is_chat:
-            written = {part: {"role": "assistant", "content": text}}
+            written = {part: {"content": text}}
         else:
             written = {"text": text}
-        return {
-            **written,
-            "logprobs": self._write_logprobs(new),
-            "finish_reason": reason,
-        }
+        if self._is_chat and not self._is_begun:
+            # Only the first piece says who speaks: clients join what pieces have.
+            written[part] = {"role": "assistant", **written[part]}
+        logprobs = self._write_logprobs(new, scored)
+        self._is_begun = True
+        self._new += new.tokens
+        return {**written, "logprobs": logprobs, "finish_reason": reason}
 
     def _write_calls(
         self, calls: CallReader, new: Completion | Event, part: str
@@ -137,7 +195,7 @@ class Choice:
         """Return the message, or what is new of it: free text, and calls of tools."""
         is_last = new.reason != FinishReason.RUNNING
         told = calls.advance(new.text or "", is_last=is_last)
-        written: dict[str, Any] = {"role": "assistant", "content": told.content}
+        written: dict[str, Any] = {"content": told.content}
         if told.calls:
             whole = join_parts(told.calls)
             if part == "message":
@@ -147,33 +205,18 @@ class Choice:
             written |= {"content": told.content or None, "tool_calls": whole}
         return written
 
-    def _write_logprobs(self, new: Completion | Event) -> dict[str, Any] | None:
-        """Return each token's own logprob; the texts of all tokens are the text."""
-        if self._tokens is None:
+    def _write_logprobs(
+        self, new: Completion | Event, scored: Scored | None
+    ) -> dict[str, Any] | None:
+        """Return the logprobs of new tokens, behind the prompt's if it is shown."""
+        if self._teller is None:
             return None
-        starts, texts = [], []
-        for token in new.tokens:
-            starts.append(len(self._tokens.text))
-            self._tokens.advance([token])
-            texts.append(self._tokens.text[starts[-1] :])
-        logprobs = [max(logprob, LEAST_LOGPROB) for logprob in new.logprobs]
-        if not self._is_chat:
-            return {
-                "tokens": texts,
-                "token_logprobs": logprobs,
-                "top_logprobs": None,
-                "text_offset": starts,
-            }
-        content = [
-            {
-                "token": text,
-                "logprob": logprob,
-                "bytes": list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, logprob in zip(texts, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        told = []
+        if self._scored is not None and not self._is_begun:
+            told += self._teller.tell_prompt(self._scored)
+        told += self._teller.tell(new.tokens, new.logprobs, scored)
+        write = write_of_chat if self._is_chat else write_of_text
+        return write(self._served, told)
 
 
 def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
@@ -206,13 +249,7 @@ def check_reason(reason: FinishReason) -> None:
     if reason == FinishReason.CANCELLED:
         raise Refused("the server is going down", status=503)
     if reason == FinishReason.DEADLINE:
-        raise Refused(
-            "the text was not done within its timeout",
-            status=504,
-            code="deadline",
-            # Else OpenAI's client would ask again.
-            headers={"x-should-retry": "false"},
-        )
+        raise tell_deadline()
     if reason == FinishReason.NOTHING_ALLOWED:
         raise Refused(
             "what the request asks for left its text no token: a language, min_tokens, "
@@ -221,3 +258,14 @@ def check_reason(reason: FinishReason) -> None:
         )
     name = reason.name.lower()
     raise Refused(f"the text ended: {name}", status=500, code=name)
+
+
+def tell_deadline() -> Refused:
+    """Return what is told of a request whose time is over."""
+    return Refused(
+        "the text was not done within its timeout",
+        status=504,
+        code="deadline",
+        # Else OpenAI's client would ask again.
+        headers={"x-should-retry": "false"},
+    )

@@ -220,7 +220,7 @@ BARE = {"type": "function", "function": {"name": "f"}}
             "no tool is called 'g'",
         ),
         ({"messages": [{**CHAT[0], "tool_calls": {}}]}, "messages", "must be a list"),
-        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "a call in"),
+        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "list of calls"),
         ({"messages": [{**CHAT[0], "tool_call_id": 1}]}, "messages", "tool_call_id"),
         ({"functions": [{"name": "f"}]}, "functions", "the old name of tools"),
     ],
@@ -239,7 +239,7 @@ def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
         ({"parameters": []}, "of type object"),
         ({"description": 1}, "description of the tool f"),
         ({"strict": 1}, "true or false"),
-        ({"name": "f g"}, "1 to 64 letters"),
+        ({"name": "f g"}, "1 to 128 letters"),
         ({"parameters": {"type": "object", "not": {}}}, "not"),
     ],
 )
