@@ -20,7 +20,7 @@ from jkv.serving.request.texts import TextStream
 
 from .loading import Served
 from .mistakes import Refused
-from .replies import Reply, check_reason
+from .replies import Reply, check_reason, select_likely
 from .scoring import Scored
 from .showing import Asked, Shown
 
@@ -183,17 +183,6 @@ async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]
     async for each in found:
         if each is not None:
             yield each
-
-
-def select_likely(texts: list[Completion], count: int) -> list[Completion]:
-    """Return so many, by the mean logprob of their tokens; all as they are."""
-    if count == len(texts):
-        return texts
-
-    def measure(text: Completion) -> float:
-        return sum(text.logprobs) / len(text.tokens) if text.tokens else -float("inf")
-
-    return sorted(texts, key=measure, reverse=True)[:count]
 
 
 async def reply_whole(

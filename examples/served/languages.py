@@ -16,6 +16,10 @@ from jkv.grammar import (
 
 from .mistakes import Refused
 
+# The fields that ask for one.
+FIELDS = {"response_format", "structured_outputs", "tools"}
+FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
+
 MOST_CHARACTERS = 2**16  # of what describes a language
 MOST_BYTES = 2**25  # that its tables and its compiling take
 

@@ -232,6 +232,17 @@ def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
+def select_likely(texts: list[Completion], count: int) -> list[Completion]:
+    """Return so many, by the mean logprob of their tokens; all as they are."""
+    if count == len(texts):
+        return texts
+
+    def measure(text: Completion) -> float:
+        return sum(text.logprobs) / len(text.tokens) if text.tokens else -float("inf")
+
+    return sorted(texts, key=measure, reverse=True)[:count]
+
+
 def check_reason(reason: FinishReason) -> None:
     """Refuse to tell of a text that was not ended by its model or its limit.
 
