@@ -10,6 +10,7 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_arguments
 from jkv.attention import choice
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.elements import Integer
@@ -112,6 +113,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explains_arguments
 def paged_attention(
     queries: jax.Array,
     key_pool: jax.Array,
@@ -232,7 +234,8 @@ def paged_attention(
     require_requests(block_tables, seq_ids, *lengths)
     if seq_ids is None:
         seq_ids = jnp.arange(query_starts.shape[0], dtype=jnp.int32)
-    require_options(window, soft_cap, max_query_length)
+    layer = 0 if layer is None else layer
+    require_options(layer, window, scale, soft_cap, max_query_length)
     part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
     # Others compute with any scale: a new one shall not make a new program for them.
@@ -242,7 +245,7 @@ def paged_attention(
     call = Call(
         queries=queries,
         pools=pools,
-        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        layer=jnp.asarray(layer, jnp.int32),
         requests=make_requests(
             Requests(block_tables, seq_ids, *lengths),
             num_rows=queries.shape[0],
@@ -255,7 +258,7 @@ def paged_attention(
         part=part,
         work_lists=work_lists,
         num_parts=num_parts,
-        soft_cap=soft_cap,
+        soft_cap=None if soft_cap is None else float(soft_cap),
         max_query_length=max_query_length,
         fixed_scale=fixed_scale,
     )

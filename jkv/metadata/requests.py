@@ -162,9 +162,10 @@ def check_static(name: str, number: int, least: int) -> None:
         raise UsageError(
             f"{name} must be a static int, got {number!r}: int(...) makes it one"
         )
-    if not isinstance(number, int) or number < least:
+    if not isinstance(number, int) or not least <= number <= I32.max:
         raise UsageError(
-            f"{name} must be a static int of at least {least}, got {number!r}"
+            f"{name} must be a static int of at least {least} and below 2^31, got "
+            f"{number!r}"
         )
 
 

@@ -207,9 +207,7 @@ def test_logps_behind_a_pad_that_is_a_token_are_those_drawn(rollout, module):
     wider = np.pad(prompts, ((0, 0), (2, 0)), constant_values=PAD)
     traced = np.asarray(rollout.score(module, wider, completions))
     is_scored = [[True] * 7, [True] * 5 + [False] * 2, [False] * 7]
-    np.testing.assert_allclose(
-        traced, np.where(is_scored, expected, 0), atol=TOLERANCE
-    )
+    np.testing.assert_allclose(traced, np.where(is_scored, expected, 0), atol=TOLERANCE)
 
 
 def test_logps_of_a_prompt_without_tokens_are_refused(rollout):

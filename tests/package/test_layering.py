@@ -17,16 +17,18 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # The rooms from the ground up, with what each may import of the others.
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
+    "arguments": {"status"},
     "steering": {"status"},
     "grammar": {"status", "steering"},
     "sharding": set(),
-    "attention": {"sharding"},
+    "attention": {"arguments", "sharding"},
     "recurrence": {"sharding"},
     "config": {"attention", "status"},
-    "state": {"config", "sharding", "status"},
+    "state": {"arguments", "config", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     "storage": {"attention", "config", "metadata", "sharding", "state", "status"},
     "verbs": {
+        "arguments",
         "attention",
         "config",
         "metadata",
@@ -40,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
     "inspection": {"config", "metadata", "prefixes", "state", "status"},
     "making": {
+        "arguments",
         "config",
         "inspection",
         "metadata",
@@ -51,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "verbs",
     },
     "decoding": {
+        "arguments",
         "config",
         "making",
         "metadata",
@@ -102,7 +106,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
-    *("status", "sharding", "attention", "recurrence", "config", "state", "metadata"),
+    *(
+        "status",
+        "arguments",
+        "sharding",
+        "attention",
+        "recurrence",
+        "config",
+        "state",
+        "metadata",
+    ),
     *("storage", "verbs"),
 }
 # The doors of rooms that have many, from the ground up: each may use those before it.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
@@ -58,6 +59,7 @@ def score(
 ) -> jax.Array: ...
 
 
+@explains_arguments
 def score(
     model: Model,
     params: Any,
