@@ -175,7 +175,7 @@ class _Operands:
     # Every device has the others whole.
     layer: jax.Array  # i32[]
     requests: Requests
-    plan: Any  # what attention planned for the step, or None
+    plan: dict[str, Any] | None  # what was planned for the step
     scale: float | jax.Array | None
     window: int | jax.Array | None
 

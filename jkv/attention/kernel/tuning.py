@@ -26,29 +26,6 @@ _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
 _ELEMENTS = (*_OPERANDS, *ONE_BYTE_DTYPES)
 
 
-def find_target(platform: str) -> str | None:
-    """Name the GPU at hand, such as gfx942 or sm_90, as far as it is of a platform.
-
-    Args:
-      platform: "rocm" or "cuda".
-
-    Returns:
-      None if the program is to run on some other machine, and the card not known.
-    """
-    device = jax.devices()[0]
-    # From JAX 0.11 on a program may be meant for a card that is not here but named
-    # (`use_abstract_mesh`); only AMD's names are those of targets.
-    mesh = jax.sharding.get_abstract_mesh()
-    named = getattr(mesh, "abstract_device", None)
-    if named is not None and named.device_kind != device.device_kind:
-        is_target = platform == "rocm" and named.device_kind.startswith("gfx")
-        return named.device_kind if is_target else None
-    name = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or name.startswith("gfx") != (platform == "rocm"):
-        return None
-    return name.split(":")[0] if platform == "rocm" else f"sm_{name.replace('.', '')}"
-
-
 def find_family(platform: str, target: str | None) -> str | None:
     """Return a key of the table; None for cards without the instructions it needs."""
     if platform == "rocm":
@@ -142,7 +119,7 @@ def why_not(
       queries: [R, H, D]; only shape and dtype matter.
       pools: likewise.
       platform: "rocm" or "cuda".
-      target: as `find_target` names it, None for a card that is not known.
+      target: as `Card` has it, None for a card that is not known.
     """
     reason = why_never(queries, pools)
     if reason is not None or find_tuning(queries, pools, platform, target):
