@@ -149,7 +149,7 @@ def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
 def check_call(call: Call) -> None:
     """Assert the shapes and dtypes that implementations rely on, at trace time."""
     requests, num_requests = call.requests, call.num_requests
-    chex.assert_shape(call.queries, (None, None, call.pools.keys.shape[4]))
+    chex.assert_shape(call.queries, (None, None, call.pools.head_dim))
     chex.assert_is_divisible(call.num_heads, call.pools.num_kv_heads)
     chex.assert_rank(call.pools.keys, 5)
     chex.assert_rank([call.layer, call.scale], 0)

@@ -54,6 +54,7 @@ def pools_of(storage: BlockStorage) -> Pools:
         values=storage.value_pool,
         key_scales=storage.key_scales,
         value_scales=storage.value_scales,
+        head_dim=storage.head_dim,
         value_dim=storage.value_head_dim,
         kv_dtype=storage.dtype,
     )

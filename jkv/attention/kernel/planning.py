@@ -133,7 +133,7 @@ def find_card_tuning(pools: Pools) -> Tuning | None:
     """
     (dtype,) = pools.dtypes
     dtype = jnp.dtype(jnp.bfloat16) if dtype in ONE_BYTE_DTYPES else dtype
-    queries: Any = jax.ShapeDtypeStruct((1, 1, pools.keys.shape[4]), dtype)
+    queries: Any = jax.ShapeDtypeStruct((1, 1, pools.head_dim), dtype)
     for card in map(find_card, ("rocm", "cuda")):
         if card.target is not None:
             return find_tuning(queries, pools, *card)

@@ -65,7 +65,7 @@ def find_backward(
     name = find_family(platform, target)
     if name is None or why_no_derivative(queries, pools):
         return None
-    kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
+    kind, dims = find_kind(queries, pools), (pools.head_dim, pools.value_dim)
     for row in TABLE[name].backward:
         # What is filled up to a sixteen does as well; filled up further it may spill.
         is_whole = row.multiple == MIN_SIZE or not any(d % row.multiple for d in dims)
@@ -76,7 +76,7 @@ def find_backward(
 
 def _find_dims(pools: Pools) -> tuple[int, int]:
     """Return how many columns of keys and of values are multiplied."""
-    return fill_head_dim(pools.keys.shape[4]), fill_head_dim(pools.value_dim)
+    return fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
@@ -130,7 +130,7 @@ def why_not(
 def _describe(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> str:
-    width = max(pools.keys.shape[4], pools.value_dim)
+    width = max(pools.head_dim, pools.value_dim)
     dtypes = sorted({str(queries.dtype), *map(str, pools.dtypes)})
     return (
         f"there is no tile for head dim {width} with {' and '.join(dtypes)} on "
@@ -163,7 +163,7 @@ def why_no_tile(
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
-    for name, dim in {"key": pools.keys.shape[4], "value": pools.value_dim}.items():
+    for name, dim in {"key": pools.head_dim, "value": pools.value_dim}.items():
         # Rows of other dims are no whole words of 16 bytes, and what is filled up to
         # 256 comes in halves: both took too many registers on Hopper.
         multiple = 8 if dim < 240 else MIN_SIZE
