@@ -17,7 +17,7 @@ import numpy as np
 from jax import export
 
 from jkv import decoding, state
-from jkv.attention.kernel import lists
+from jkv.attention.choice import BACKENDS
 from jkv.decoding.beams.state import BeamStatistics
 from jkv.decoding.texts.results import Statistics
 from jkv.prefixes.arrays import Beside, Snapshots
@@ -31,25 +31,26 @@ from jkv.verbs.forking import Fork
 from jkv.verbs.lookups import BlockInfo
 from jkv.verbs.swapping import SwapIn
 
+_PLANNED = [node for backend in BACKENDS for node in backend.plan_nodes]
 DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
     *(state.NoIndex, PrefixIndex, Beside, Snapshots),
     *(state.Everything, state.SlidingWindow),
     *(state.States, state.BlockStorage, state.StateStorage),
-    *(state.Batch, lists.WorkLists),
-    *(lists.DecodeWork, lists.PrefillWork, lists.PositionWork),
-    *(decoding.Sampling, decoding.PromptLookup),
+    *(state.Batch, decoding.Sampling, decoding.PromptLookup),
+    *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (
-    *(state.Slots, lists.Work, lists.Pieces, Allocation, Fork, SwapIn, BlockInfo),
+    *(state.Slots, Allocation, Fork, SwapIn, BlockInfo),
     *(decoding.Generation, Statistics, decoding.BeamSearch, BeamStatistics),
+    *(node for node in _PLANNED if not dataclasses.is_dataclass(node)),
 )
 # Named tuples of numbers, as static fields hold them.
 SIZES: dict[str, type] = {
     sizes.__name__: sizes
     for sizes in (
         *(StepSizes, GroupSizes, StateSizes),
-        *(lists.DecodeSizes, lists.PrefillSizes, lists.PositionSizes),
+        *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }
 

@@ -174,10 +174,11 @@ def _list_constants(
     constants: dict[str, Any] = {
         f"{metadata}.block_size": sizes.block_size,
         f"{storage}.dtype": sizes.dtype,
+        f"{storage}.head_dim": sizes.head_dim,
+        f"{storage}.value_head_dim": sizes.value_head_dim,
+        f"{storage}.values_in_keys": sizes.values_in_keys,
         f"{storage}.sharding": sharding,
     }
-    if sizes.values_in_keys:
-        constants[f"{storage}.latent_value_dim"] = sizes.value_head_dim
     if sizes.sliding_window is not None:
         constants[f"{metadata}.window.length"] = sizes.sliding_window
         constants[f"{metadata}.window.num_sink_tokens"] = sizes.num_sink_tokens

@@ -283,20 +283,6 @@ def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) ->
     return outputs, [0] * len(outputs)
 
 
-def refuse(reason: str, *results: jax.ShapeDtypeStruct) -> list[jax.Array]:
-    """Stand for a computation that raises NotImplementedError when it is lowered."""
-    return _refuse.bind(reason=reason, results=results)
-
-
-def _lower_refusal(_ctx: Any, *, reason: str, **_params: Any) -> Any:
-    raise NotImplementedError(reason)
-
-
-_refuse = Primitive("jkv_refuse")
-_refuse.multiple_results = True
-_refuse.def_abstract_eval(_find_types)
-mlir.register_lowering(_refuse, _lower_refusal)
-
 _deferred.def_impl(_run)
 _deferred.def_abstract_eval(_find_types)
 _interpreted.def_impl(_run)
