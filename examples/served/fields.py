@@ -108,25 +108,34 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
     for name, value in body.items():
         if value is None or name in served:
             continue
-        refusal = REFUSED.get(name)
-        if refusal is None:
-            raise Refused(
-                f"{name[:60]!r} is no field of this endpoint; leave it out",
-                name[:60],
-                code="unknown_parameter",
-            )
-        if not _is_one_of(value, refusal.neutral):
-            raise Refused(
-                f"{name} {refusal.reason}; leave it out",
-                name,
-                code="unsupported_parameter",
-            )
+        refuse(name, value, REFUSED)
     for name in LABELS:
         if not isinstance(body.get(name), str | None):
             raise Refused(f"{name} must be a text", name)
     if not isinstance(body.get("metadata"), Mapping | None):
         raise Refused("metadata must be an object", "metadata")
     read_flag(body, "store", False)
+
+
+def refuse(name: str, value: Any, refused: Mapping[str, Refusal]) -> None:
+    """Refuse a field that is not served, unless its value asks for nothing.
+
+    Raises:
+        Refused: with the field's name, and why.
+    """
+    refusal = refused.get(name)
+    if refusal is None:
+        raise Refused(
+            f"{name[:60]!r} is no field of this endpoint; leave it out",
+            name[:60],
+            code="unknown_parameter",
+        )
+    if not _is_one_of(value, refusal.neutral):
+        raise Refused(
+            f"{name} {refusal.reason}; leave it out",
+            name,
+            code="unsupported_parameter",
+        )
 
 
 def check_texts(body: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .connections import Bounds
+from .fields import refuse
 from .gate import read_bytes, respond
 from .loading import Served
 from .mistakes import Refused
@@ -87,9 +88,5 @@ def detokenize(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
 def _check(served: Served, body: Mapping[str, Any], known: set[str]) -> None:
     for name, value in body.items():
         if name not in known and value is not None:
-            raise Refused(
-                f"{name[:60]!r} is no field of this endpoint; leave it out",
-                name[:60],
-                code="unknown_parameter",
-            )
+            refuse(name, value, {})
     check_model(served, body.get("model"))
