@@ -7,7 +7,6 @@ connection of a whole reply is watched meanwhile.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -21,11 +20,14 @@ from jkv.serving.request.texts import TextStream
 from .loading import Served
 from .mistakes import Refused
 from .replies import Reply, check_reason, select_likely
+from .responses.writing import ResponseReply
 from .scoring import Scored
 from .showing import Asked, Shown
 
 # Events, each with its text's number; None where nothing came for a while.
 Found = AsyncGenerator[tuple[int, Event] | None, None]
+
+AnyReply = Reply | ResponseReply
 
 SILENT_SECONDS = 15.0
 
@@ -186,7 +188,7 @@ async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]
 
 
 async def reply_whole(
-    request: Request, found: Found, reply: Reply, asked: Asked, shown: Shown
+    request: Request, found: Found, reply: AnyReply, asked: Asked, shown: Shown
 ) -> dict[str, Any] | None:
     """Wait for the end of all, or of the connection: then there is no reply."""
     work = asyncio.ensure_future(gather(found, asked, shown))
@@ -210,26 +212,20 @@ async def wait_until_gone(request: Request) -> None:
         pass
 
 
-async def stream(found: Found, reply: Reply) -> AsyncIterator[str]:
+async def stream(found: Found, reply: AnyReply) -> AsyncIterator[str]:
     """Write a reply as server-sent events, and a comment where nothing came."""
     try:
+        if opening := reply.write_opening():
+            yield opening
         async with contextlib.aclosing(found) as events:
             async for each in events:
                 if each is None:
                     yield ": nothing yet\n\n"
                 elif reply.is_scored:
-                    yield write_event(await asyncio.to_thread(reply.piece, *each))
+                    yield await asyncio.to_thread(reply.write_piece, *each)
                 else:
-                    yield write_event(reply.piece(*each))
+                    yield reply.write_piece(*each)
     except Refused as error:
-        yield write_event(error.body)
+        yield reply.write_failure(error.body)
         return
-    closing = reply.closing()
-    if closing is not None:
-        yield write_event(closing)
-    yield "data: [DONE]\n\n"
-
-
-def write_event(found: dict[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(found)}\n\n"
+    yield reply.write_closing()

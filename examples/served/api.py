@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from .connections import Bounds
 from .describing import describe
-from .endpoints import make_completions
+from .endpoints import make_completions, make_responses
 from .gate import ask_for_key, name_request, refuse_two_lengths, respond, tell_of_end
 from .loading import Served
 from .mistakes import Refused
@@ -56,6 +56,7 @@ def make_app(
         routes=[
             Route("/v1/completions", texts, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/responses", make_responses(served, bounds), methods=["POST"]),
             *list_token_routes(served, bounds),
             *describe(served),
         ],

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from .answers import (
+    AnyReply,
     cancel_all,
     list_events,
     read_events,
@@ -26,6 +27,8 @@ from .gate import read_bytes, respond
 from .loading import ROOM_SECONDS, Served
 from .mistakes import Refused
 from .replies import Reply, tell_deadline
+from .responses.reading import NAMES, read_response
+from .responses.writing import ResponseReply
 from .scoring import Scored
 from .showing import Asked, Shown, read_fields, read_json
 from .steering import Held
@@ -47,13 +50,27 @@ class Kind(NamedTuple):
 
     is_chat: bool
     read: Callable[[Fields], Fields]  # the fields, in the words of completions
-    reply: Callable[..., Reply]  # as `Reply`, with the body in front
+    # From the body, what was asked for and is shown, and what is known of the prompts.
+    reply: Callable[[Fields, Asked, Shown, Sequence[Scored]], AnyReply]
+    names: Mapping[str, str] = {}  # of fields that it has in other words
 
 
 def make_completions(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
     """Make the endpoint for texts, or for chats."""
-    kind = Kind(is_chat, lambda body: body, lambda _, *given, **by: Reply(*given, **by))
-    return make_endpoint(served, bounds, kind)
+
+    def reply(_: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]) -> Reply:
+        return Reply(served, asked, shown, scored, is_chat=is_chat)
+
+    return make_endpoint(served, bounds, Kind(is_chat, lambda body: body, reply))
+
+
+def make_responses(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint for chats in the words of responses."""
+
+    def reply(body: Fields, asked: Asked, shown: Shown, _: Any) -> ResponseReply:
+        return ResponseReply(body, served, asked, shown)
+
+    return make_endpoint(served, bounds, Kind(True, read_response, reply, NAMES))
 
 
 def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
@@ -81,9 +98,7 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
                     found = read_events(served, numbers, asked.ask.n)
                 else:
                     found = list_events(known)
-                reply = kind.reply(
-                    fields, served, asked, shown, scored, is_chat=kind.is_chat
-                )
+                reply = kind.reply(fields, asked, shown, scored)
                 if shown.is_streamed:
                     # A client may leave before the first piece is asked for.
                     return StreamingResponse(
@@ -96,6 +111,7 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
                 if whole is not None:
                     return JSONResponse(whole)
         except Refused as error:
+            error.param = kind.names.get(error.param or "", error.param)
             if error.code == "engine_failed":
                 request.app.state.failure = error
             return respond(error)

@@ -1,5 +1,6 @@
 """Replies in the words of OpenAI's API: texts and chats, and pieces of both."""
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -90,8 +91,27 @@ class Reply:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._frame(kind, choices) | {"usage": self._count(num_new)}
 
-    def piece(self, index: int, event: Event) -> dict[str, Any]:
-        """Return a part of choice `index`."""
+    def write_opening(self) -> str:
+        """Return the first events of a stream: none."""
+        return ""
+
+    def write_piece(self, index: int, event: Event) -> str:
+        """Return the event of a part of choice `index`."""
+        return write_event(self._piece(index, event))
+
+    def write_closing(self) -> str:
+        """Return the last events of a stream, what it took if that is asked for."""
+        closing = ""
+        if self._shown.has_usage:
+            usage = {"usage": self._count(self._num_new)}
+            closing = write_event(self._frame(self._piece_kind, []) | usage)
+        return closing + "data: [DONE]\n\n"
+
+    def write_failure(self, error: dict[str, Any]) -> str:
+        """Return the last event of a stream that failed."""
+        return write_event(error)
+
+    def _piece(self, index: int, event: Event) -> dict[str, Any]:
         choice = self._choices[index]
         (scores,) = self._score([choice.text_before(event)])
         self._num_new += len(event.tokens)
@@ -100,12 +120,6 @@ class Reply:
         if self._shown.has_running_usage:
             return found | {"usage": self._count(self._num_new)}
         return found | ({"usage": None} if self._shown.has_usage else {})
-
-    def closing(self) -> dict[str, Any] | None:
-        """Return the part that says what it took, if that is asked for."""
-        if not self._shown.has_usage:
-            return None
-        return self._frame(self._piece_kind, []) | {"usage": self._count(self._num_new)}
 
     def _score(self, texts: list[list[int]]) -> list[Scored | None]:
         """Return what the model says of texts, where others' logprobs are told."""
@@ -280,3 +294,8 @@ def tell_deadline() -> Refused:
         # Else OpenAI's client would ask again.
         headers={"x-should-retry": "false"},
     )
+
+
+def write_event(found: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(found)}\n\n"

@@ -37,6 +37,10 @@ _NOT_HERE = {"messages", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 _NOT_HERE |= {"response_format", "reasoning_effort", "stream_options"}
 SERVED = (SERVED_OF_CHATS - _NOT_HERE) | {*_OWN, "stream_options"}
 
+# What fields of chats are called here.
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+NAMES |= {"response_format": "text", "reasoning_effort": "reasoning"}
+
 LOGPROBS = "message.output_text.logprobs"
 # What `include` may name: nothing comes of the second, since thoughts are not hidden.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -51,8 +55,9 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if value is not None and name not in SERVED:
             refuse(name, value, REFUSED)
-    fields = {n: v for n, v in body.items() if n not in _OWN and v is not None}
-    fields.pop("stream_options", None)  # a response always says what it took
+    # A response always says what it took: `stream_options` ask for nothing.
+    own = {*_OWN, *REFUSED, "stream_options"}
+    fields = {n: v for n, v in body.items() if n not in own and v is not None}
     fields["messages"] = _read_instructions(body) + _read_input(body.get("input"))
     if body.get("max_output_tokens") is not None:
         fields["max_completion_tokens"] = body["max_output_tokens"]
@@ -188,4 +193,3 @@ def _read_include(body: Mapping[str, Any]) -> list[Any]:
     if not isinstance(given, list) or any(each not in INCLUDED for each in given):
         raise Refused(f"include takes {' and '.join(INCLUDED)}", "include")
     return given
-
