@@ -343,14 +343,8 @@ def count_launches(text: str) -> dict[str, int] | None:
 @contextlib.contextmanager
 def pretend_mi300x() -> Iterator[None]:
     """Let the kernel be cut for the card that is compiled for."""
-    with contextlib.ExitStack() as stack:
-        for module in ("platforms", "planning"):
-            stack.enter_context(
-                unittest.mock.patch(
-                    f"jkv.attention.kernel.{module}.find_target",
-                    lambda platform: "gfx942" if platform == "rocm" else None,
-                )
-            )
+    found = {"rocm": "gfx942"}
+    with unittest.mock.patch("jkv.attention.cards.find_target", found.get):
         yield
 
 

@@ -5,15 +5,16 @@ arrays with block ids in tables.
 """
 
 import math
-from typing import Literal, overload
+from collections.abc import Mapping
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jkv.attention import choice
+from jkv.arguments import explains_arguments
 from jkv.attention.call import Call, Requests, empty_results, make_requests
+from jkv.attention.choice import choose
 from jkv.attention.elements import Integer
-from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
     require_options,
@@ -48,7 +49,7 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[Integer, int] | None = ...,
-    work_lists: WorkLists | None = ...,
+    work_lists: Mapping[str, Any] | None = ...,
     by_position: bool = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...
@@ -77,7 +78,7 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[Integer, int] | None = ...,
-    work_lists: WorkLists | None = ...,
+    work_lists: Mapping[str, Any] | None = ...,
     by_position: bool = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -106,12 +107,13 @@ def paged_attention(
     value_head_dim: int | None = ...,
     max_query_length: int | None = ...,
     block_part: tuple[Integer, int] | None = ...,
-    work_lists: WorkLists | None = ...,
+    work_lists: Mapping[str, Any] | None = ...,
     by_position: bool = ...,
     implementation: str | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explains_arguments
 def paged_attention(
     queries: jax.Array,
     key_pool: jax.Array,
@@ -134,7 +136,7 @@ def paged_attention(
     value_head_dim: int | None = None,
     max_query_length: int | None = None,
     block_part: tuple[Integer, int] | None = None,
-    work_lists: WorkLists | None = None,
+    work_lists: Mapping[str, Any] | None = None,
     by_position: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -182,7 +184,7 @@ def paged_attention(
         as on one of n devices that share a sequence: T tokens of n * T. i may be
         traced. Lengths and tables are those of the whole. Join the results by their
         log-sum-exp; `sinks`, which count once, are added in the join.
-      work_lists: a `Batch`'s: what `append` listed for the kernel of these requests.
+      work_lists: what `append` planned for these requests, one of a `Batch.plan`.
       by_position: static; what a row gets is the same bits whatever other rows the call
         has and wherever the row is, as long as R, B and the pools' sizes but N are the
         same. "pallas" and "xla" add up in other orders, so bits differ between them.
@@ -215,9 +217,6 @@ def paged_attention(
       ... )
       Array([[[6.]]], dtype=float32)
     """
-    attend = choice.choose(
-        implementation, by_position=by_position, return_lse=return_lse
-    )
     pools = make_pools(
         key_pool,
         value_pool,
@@ -232,17 +231,17 @@ def paged_attention(
     require_requests(block_tables, seq_ids, *lengths)
     if seq_ids is None:
         seq_ids = jnp.arange(query_starts.shape[0], dtype=jnp.int32)
-    require_options(window, soft_cap, max_query_length)
+    layer = 0 if layer is None else layer
+    require_options(layer, window, scale, soft_cap, max_query_length)
     part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
-    # Others compute with any scale: a new one shall not make a new program for them.
-    fixed_scale = None
-    if implementation in choice.CONTIGUOUS and isinstance(scale, int | float):
-        fixed_scale = float(scale)
+    choice = choose(
+        implementation, by_position=by_position, return_lse=return_lse, scale=scale
+    )
     call = Call(
         queries=queries,
         pools=pools,
-        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        layer=jnp.asarray(layer, jnp.int32),
         requests=make_requests(
             Requests(block_tables, seq_ids, *lengths),
             num_rows=queries.shape[0],
@@ -253,12 +252,12 @@ def paged_attention(
         window=None if window is None else jnp.asarray(window, jnp.int32),
         sinks=None if sinks is None else sinks.astype(jnp.float32),
         part=part,
-        work_lists=work_lists,
+        plans=dict(work_lists or {}),
         num_parts=num_parts,
-        soft_cap=soft_cap,
+        soft_cap=None if soft_cap is None else float(soft_cap),
         max_query_length=max_query_length,
-        fixed_scale=fixed_scale,
+        by_position=by_position,
     )
     is_empty = call.num_rows == 0 or call.num_requests == 0
-    output, lse = empty_results(call) if is_empty else attend(call)
+    output, lse = empty_results(call) if is_empty else choice.serve(call)
     return (output, lse) if return_lse else output

@@ -6,14 +6,12 @@ row, `B` requests.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.attention import lazy_chex as chex
-from jkv.attention.kernel.lists import WorkLists
 from jkv.attention.parts import find_held
 from jkv.attention.pools import Pools
 
@@ -48,16 +46,14 @@ class Call:
     # i32[], which part of each block the pools have; None: the whole. Positions and
     # lengths are those of whole sequences.
     part: jax.Array | None = None
-    # What was listed for the kernel when the step was planned, if anything was.
-    work_lists: WorkLists | None = None
+    # What backends found out when the step was planned, each by its name.
+    plans: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Static: all change what is traced, not what is computed with.
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     max_query_length: int | None = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
-    # The scale again, for what is compiled for one; None elsewhere, and if it varies.
-    fixed_scale: float | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    # Whether what a row gets may depend on its position alone.
+    by_position: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
@@ -124,9 +120,21 @@ class Call:
         )
 
 
-# An implementation: [R, H, Dv] in the output's dtype, and the natural logarithm of the
-# softmax denominators, f32[R, H]. Rows that see nothing are zeros and -inf.
-Attend = Callable[[Call], tuple[jax.Array, jax.Array]]
+def call_of(queries: jax.Array, pools: Pools) -> Call:
+    """Return a call of these, of which nothing else is known, to ask who serves it."""
+    none: Any = jax.ShapeDtypeStruct((0,), jnp.int32)
+    table: Any = jax.ShapeDtypeStruct((0, 0), jnp.int32)
+    return Call(
+        queries=queries,
+        pools=pools,
+        layer=none,
+        requests=Requests(table, none, none, none, none),
+        scale=none,
+        window=None,
+        sinks=None,
+        soft_cap=None,
+        max_query_length=None,
+    )
 
 
 def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +149,7 @@ def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
 def check_call(call: Call) -> None:
     """Assert the shapes and dtypes that implementations rely on, at trace time."""
     requests, num_requests = call.requests, call.num_requests
-    chex.assert_shape(call.queries, (None, None, call.pools.keys.shape[4]))
+    chex.assert_shape(call.queries, (None, None, call.pools.head_dim))
     chex.assert_is_divisible(call.num_heads, call.pools.num_kv_heads)
     chex.assert_rank(call.pools.keys, 5)
     chex.assert_rank([call.layer, call.scale], 0)

@@ -1,11 +1,6 @@
-"""Which implementation: by the platform that a program is compiled for, or by name.
+"""Which backend: by the platform that a program is compiled for, or by name."""
 
-An implementation is a function of a `Call`, and one of its derivative. A new one is a
-folder beside `xla/` and `kernel/`, and its functions here: in what serves anywhere if
-they serve a platform where they can, in `_IMPLEMENTATIONS` if it can be asked for by
-name.
-"""
-
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -13,86 +8,132 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import lax
 
-from jkv.attention.call import Attend, Call
-from jkv.attention.contiguous.cudnn import attend_by_cudnn
-from jkv.attention.contiguous.cudnn import why_refused as why_not_by_cudnn
-from jkv.attention.contiguous.prompts import attend_prompts
+from jkv.attention.backend import Backend, StepShape
+from jkv.attention.call import Call, Requests, call_of
+from jkv.attention.cards import DEFAULT, Card, find_card
+from jkv.attention.contiguous.face import Cudnn
 from jkv.attention.derivative import (
     Cotangents,
-    Differentiate,
     Gradients,
-    Implementation,
     attend_differentiably,
-    shape_gradients,
 )
-from jkv.attention.kernel import backend
-from jkv.attention.kernel.platforms import (
-    Store,
-    find_derivative,
-    find_kernel,
-    find_store,
-    interpret_derivative,
-    interpret_kernel,
-    why_differentiated_plainly,
-    why_not_derived,
-    why_plain,
-    why_refused,
-)
+from jkv.attention.kernel.face import Triton
 from jkv.attention.pools import Pools
-from jkv.attention.reference import attend_reference
+from jkv.attention.reference import Reference
+from jkv.attention.refusal import Refusal
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
-from jkv.attention.xla.by_position import attend_by_position
-from jkv.attention.xla.gradients import differentiate_plainly
-from jkv.attention.xla.plain_path import attend_plainly, attend_xla
+from jkv.attention.xla.face import SideBySide, Xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 Results = TypeVar("Results")
+WhyNot = Callable[[Backend, Card], str | None]
+Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
-# Platforms with kernels, as JAX names what it lowers for, and what finds the one for a
-# call, for its derivative, and for rows to store: None where the kernel does not take
-# it.
-_KERNELS: dict[str, Callable[..., Attend | None]] = {
-    "rocm": find_kernel,
-    "cuda": find_kernel,
-}
-_DERIVATIVES: dict[str, Callable[..., Differentiate | None]] = {
-    "rocm": find_derivative,
-    "cuda": find_derivative,
-}
-_STORES: dict[str, Callable[..., Store | None]] = {
-    "rocm": find_store,
-    "cuda": find_store,
-}
+_PAGED: tuple[Backend, ...] = (Triton(), SideBySide(), Xla())
+# All that there are. Of those that are chosen unasked on a platform the first one is
+# taken that has no reason against it.
+BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What attends: the backend that was named, or some that are chosen from."""
+
+    backends: tuple[Backend, ...]
+    named: Backend | None
+
+    def serve(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        """Attend, with a derivative."""
+        if self.named is not None and self.named.is_differentiable:
+            return self.attend(call)
+        return attend_differentiably(self, call)
+
+    def attend(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        """Attend by it on each platform that the program is lowered for.
+
+        A program for one platform carries one backend, one that was exported for
+        several platforms carries several.
+        """
+        return self._attend(self.named, call)
+
+    def attend_with_lse(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        """Attend likewise, by others where it has no log-sum-exp."""
+        return self._attend(self._named_with_lse, call)
+
+    def differentiate(self, call: Call, cotangents: Cotangents) -> Gradients:
+        """Differentiate likewise, whatever computed the result."""
+        found = self._find(
+            self._named_with_lse, lambda one, card: one.why_not_derived(call, card)
+        )
+        functions = {
+            platform: functools.partial(one.differentiate, card=find_card(platform))
+            for platform, one in found.items()
+        }
+        return choose_platform(call, cotangents, **functions)
+
+    def _attend(self, named: Backend | None, call: Call) -> tuple[jax.Array, jax.Array]:
+        choice = self
+        if call.by_position:
+            others = tuple(one for one in self.backends if one.is_by_position)
+            choice = dataclasses.replace(self, backends=others)
+        found = choice._find(named, lambda one, card: one.why_not(call, card))
+        functions = {
+            platform: functools.partial(one.attend, card=find_card(platform))
+            for platform, one in found.items()
+        }
+        return choose_platform(call, **functions)
+
+    def _find(self, named: Backend | None, why_not: WhyNot) -> dict[str, Backend]:
+        if named is not None:
+            return _insist(named, why_not)
+        return find_first(self.backends, why_not)
+
+    @property
+    def _named_with_lse(self) -> Backend | None:
+        return self.named if self.named is not None and self.named.has_lse else None
 
 
 def choose(
-    implementation: str | None, *, by_position: bool, return_lse: bool
-) -> Attend:
-    """Return the implementation of that name; None is the one that always works.
+    implementation: str | None,
+    *,
+    by_position: bool,
+    return_lse: bool,
+    scale: jax.typing.ArrayLike,
+) -> Choice:
+    """Return the backend of that name; None is the choice that always works.
 
     Raises:
       ValueError: for an unknown name, or one whose bits depend on more than positions.
       NotImplementedError: for one that has no log-sum-exp to return.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        names = ", ".join(repr(name) for name in _IMPLEMENTATIONS if name)
+    if implementation is None:
+        return Choice(BACKENDS, None)
+    named = {backend.name: backend for backend in BACKENDS}
+    if implementation not in named:
+        names = ", ".join(map(repr, named))
         raise ValueError(
             f"implementation must be None or one of {names}, got {implementation!r}"
         )
-    if return_lse and implementation in CONTIGUOUS:
+    backend = named[implementation]
+    if return_lse and not backend.has_lse:
         raise NotImplementedError(
             f"implementation={implementation!r} has no float32 log-sum-exp of a "
             f"prompt, which return_lse asks for, and so does a cache whose blocks are "
             f"spread over devices: leave implementation out"
         )
-    if not by_position:
-        return _IMPLEMENTATIONS[implementation]
-    if implementation not in _BY_POSITION:
+    if by_position and not backend.is_by_position:
         raise ValueError(
             f"implementation={implementation!r} adds a context up in an order that "
             f"depends on the step; leave it out where bits shall not"
         )
-    return _BY_POSITION[implementation]
+    known = float(scale) if isinstance(scale, int | float) else None
+    return Choice(BACKENDS, backend.with_scale(known))
+
+
+def plan(pools: Pools, requests: Requests, step: StepShape) -> dict[str, Any]:
+    """Return what backends find out about a step once, by their names."""
+    found = {one.name: one.plan(pools, requests, step) for one in BACKENDS}
+    return {name: made for name, made in found.items() if made is not None}
 
 
 class PlainReasons(NamedTuple):
@@ -102,42 +143,30 @@ class PlainReasons(NamedTuple):
     derivative: str | None
 
 
-def explain_choice(
-    queries: jax.Array, pools: Pools, platform: str, target: str | None
-) -> PlainReasons:
+def explain_choice(queries: jax.Array, pools: Pools, card: Card) -> PlainReasons:
     """Say which way a call goes on a card, by position or not, and its derivative.
 
     Args:
       queries: [R, H, D]; only shape and dtype matter.
       pools: likewise.
-      platform: as JAX names what it lowers for: "rocm", "cuda", "cpu".
-      target: the card, such as "gfx942" or "sm_90"; None for one that is not known.
+      card: of a platform that has a name.
     """
-    if platform not in _KERNELS:
-        reason = f"there are kernels for {' and '.join(_KERNELS)}, not for {platform}"
+    call = call_of(queries, pools)
+    asked = [one for one in BACKENDS if card.platform in one.unasked]
+    if not asked:
+        known = [name for one in BACKENDS for name in one.unasked if name != DEFAULT]
+        names = " and ".join(dict.fromkeys(known))
+        reason = f"there are kernels for {names}, not for {card.platform}"
         return PlainReasons(reason, reason)
-    given = queries, pools, platform, target
-    return PlainReasons(why_plain(*given), why_differentiated_plainly(*given))
+    return PlainReasons(
+        _join_reasons([one.why_not(call, card) for one in asked]),
+        _join_reasons([one.why_not_derived(call, card) for one in asked]),
+    )
 
 
-def attend_anywhere(
-    call: Call, *, by_position: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Use the kernel on platforms where it applies, the plain path everywhere else.
-
-    A program for one platform carries one of them, one that was exported for several
-    platforms carries several.
-    """
-    plain = attend_by_position if by_position else attend_plainly
-    kernels = _find(_KERNELS, call, by_position=by_position)
-    return _choose_platform(call, default=plain, **kernels)
-
-
-def differentiate_anywhere(call: Call, cotangents: Cotangents) -> Gradients:
-    """Use the derivative's kernels likewise, whatever computed the result."""
-    kernels = _find(_DERIVATIVES, call)
-    default = differentiate_plainly
-    return _choose_platform(call, cotangents, default=default, **kernels)
+def _join_reasons(reasons: list[str | None]) -> str | None:
+    known = [reason for reason in reasons if reason is not None]
+    return "; ".join(known) if len(known) == len(reasons) else None
 
 
 def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
@@ -146,7 +175,11 @@ def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
     Args:
       arrays: as `SlotWrite` has them; only shapes and dtypes matter.
     """
-    return _find(_STORES, arrays)
+    found = find_first(BACKENDS, lambda one, card: one.why_not_stored(arrays, card))
+    return {
+        platform: functools.partial(one.store, card=find_card(platform))
+        for platform, one in found.items()
+    }
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
@@ -159,7 +192,7 @@ def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _store(stores: Mapping[str, Store], write: SlotWrite) -> dict[str, jax.Array]:
-    return _choose_platform(write, **_SCATTERS, **stores)
+    return choose_platform(write, **_SCATTERS, **stores)
 
 
 @_store.defjvp
@@ -172,74 +205,59 @@ def _differentiate_scatters(
 
 
 def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
-    return _choose_platform(write, **_SCATTERS)
+    return choose_platform(write, **_SCATTERS)
 
 
-_SCATTERS = {"default": scatter, "tpu": scatter_by_head}
+_SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 
 
-def attend_pallas(
-    call: Call, *, by_position: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Use the kernel, interpreted on CPU.
+def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Backend]:
+    """Return the first backend without a reason against it, for each platform.
+
+    Where that is the one for all platforms, a platform has no entry of its own.
+    """
+    unasked = [platform for one in backends for platform in one.unasked]
+    found: dict[str, Backend] = {}
+    for platform in dict.fromkeys((DEFAULT, *unasked)):
+        card = find_card(platform)
+        for one in backends:
+            is_for_it = {platform, DEFAULT} & {*one.unasked}
+            if is_for_it and one.has_lse and why_not(one, card) is None:
+                found[platform] = one
+                break
+    default = found.get(DEFAULT)
+    return {p: one for p, one in found.items() if p == DEFAULT or one != default}
+
+
+def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
+    """Return the backend for all its platforms, and a refusal for what it cannot do.
 
     Raises:
-      NotImplementedError: for shapes it does not take, saying why.
+      NotImplementedError: where it does not apply to the card at hand, or anywhere.
     """
-    _raise_refusal("pallas", why_refused(call, tuple(_KERNELS)))
-    refuse = functools.partial(_refuse_platform, _NO_TILE, call.results)
-    kernels = _find(_KERNELS, call, by_position=by_position)
-    interpret = functools.partial(interpret_kernel, by_position=by_position)
-    return _choose_platform(call, cpu=interpret, default=refuse, **kernels)
-
-
-def differentiate_pallas(call: Call, cotangents: Cotangents) -> Gradients:
-    """Use the derivative's kernels, interpreted on CPU.
-
-    Raises:
-      NotImplementedError: for shapes they do not take, saying why.
-    """
-    _raise_refusal("pallas", why_not_derived(call, tuple(_DERIVATIVES)))
-    refuse = functools.partial(_refuse_platform, _NO_TILE, shape_gradients(call))
-    kernels = _find(_DERIVATIVES, call)
-    interpret = interpret_derivative
-    return _choose_platform(call, cotangents, cpu=interpret, default=refuse, **kernels)
-
-
-def attend_cudnn(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Use cuDNN for a long prompt without a past, the kernel for all other rows.
-
-    Raises:
-      NotImplementedError: for what cuDNN does not take, saying why.
-    """
-    _raise_refusal("cudnn", why_not_by_cudnn(call))
-    serve = functools.partial(
-        attend_prompts, attend=attend_anywhere, attend_contiguous=attend_by_cudnn
-    )
-    refuse = functools.partial(_refuse_platform, _NO_CUDA, call.results)
-    return _choose_platform(call, cuda=serve, default=refuse)
-
-
-def _raise_refusal(implementation: str, reason: str | None) -> None:
-    if reason is not None:
-        raise NotImplementedError(
-            f"implementation={implementation!r} does not apply: {reason}; leave "
+    cards = [find_card(platform) for platform in named.platforms]
+    reasons = {card: why_not(named, card) for card in cards}
+    found: dict[str, Backend] = {}
+    for card, reason in reasons.items():
+        if reason is None:
+            found[card.platform] = named
+            continue
+        told = (
+            f"implementation={named.name!r} does not apply: {reason}; leave "
             f"implementation out to have what applies in such a case"
         )
+        if card.target is not None or all(reasons.values()):
+            raise NotImplementedError(told)
+        found[card.platform] = Refusal(told)
+    names = " and ".join(platform.upper() for platform in named.platforms)
+    elsewhere = (
+        f"implementation={named.name!r} is for {names} alone: leave implementation out "
+        f"of programs for other platforms"
+    )
+    return {DEFAULT: Refusal(elsewhere)} | found
 
 
-# Why a program cannot be lowered for some platform.
-_NO_TILE = (
-    "implementation='pallas' has no tile for these shapes and dtypes on every card of "
-    "the platform that this program is lowered for"
-)
-_NO_CUDA = (
-    "implementation='cudnn' is for CUDA alone: leave implementation out of programs "
-    "for other platforms"
-)
-
-
-def _choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results:
+def choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results:
     """Return what the function for the platform makes of what is given.
 
     Inside `shard_map` all of them must answer with what varies over the same axes.
@@ -256,53 +274,3 @@ def _choose_platform(*given: Any, **functions: Callable[..., Results]) -> Result
 def _call_varying(function: Callable[..., Results], *given: Any) -> Results:
     """Call; the results vary over all axes that anything given varies over."""
     return vary_over(function(*given), varying_axes(given))
-
-
-def _find(
-    finders: Mapping[str, Callable[..., Callable[..., Results] | None]],
-    given: Call | dict[str, jax.Array],
-    **options: bool,
-) -> dict[str, Callable[..., Results]]:
-    """Return the kernel for each platform where there is one for what is given."""
-    found = {
-        platform: find(given, platform, **options) for platform, find in finders.items()
-    }
-    return {platform: kernel for platform, kernel in found.items() if kernel}
-
-
-def _refuse_platform(reason: str, shapes: Any, *given: Any) -> Any:
-    """Raise NotImplementedError when a program comes to be lowered for this."""
-    del given
-    leaves, structure = jax.tree.flatten(shapes)
-    refused = backend.refuse(reason, *leaves)
-    return jax.tree.unflatten(structure, refused)
-
-
-def _with_derivative(
-    attend: Attend, differentiate: Differentiate, attend_only: Attend | None = None
-) -> Attend:
-    implementation = Implementation(attend, differentiate, attend_only)
-    return functools.partial(attend_differentiably, implementation)
-
-
-_IMPLEMENTATIONS: dict[str | None, Attend] = {
-    None: _with_derivative(attend_anywhere, differentiate_anywhere),
-    "xla": _with_derivative(attend_xla, differentiate_plainly),
-    # Differentiable as it stands, so that it can judge the others' derivative.
-    "reference": attend_reference,
-    "pallas": _with_derivative(attend_pallas, differentiate_pallas),
-    "cudnn": _with_derivative(attend_anywhere, differentiate_anywhere, attend_cudnn),
-}
-# Those that take prompts side by side, with a scale that is compiled in, and give no
-# log-sum-exp.
-CONTIGUOUS = frozenset({"cudnn"})
-# Those whose bits depend on a row's position alone.
-_BY_POSITION: dict[str | None, Attend] = {
-    None: _with_derivative(
-        functools.partial(attend_anywhere, by_position=True), differentiate_anywhere
-    ),
-    "xla": _with_derivative(attend_by_position, differentiate_plainly),
-    "pallas": _with_derivative(
-        functools.partial(attend_pallas, by_position=True), differentiate_pallas
-    ),
-}

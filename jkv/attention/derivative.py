@@ -8,13 +8,12 @@ of sinks and of the scale. Those of queries, keys and values are the implementat
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Attend, Call
+from jkv.attention.call import Call
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
@@ -36,30 +35,30 @@ class Gradients(NamedTuple):
     values: jax.Array | None  # [L, N, K, T, Dv], None also if they lie in the keys
 
 
-# From the rows that a request owns to the tokens that they see; zeros everywhere else.
-Differentiate = Callable[[Call, Cotangents], Gradients]
+class Attention(Protocol):
+    """How a call is computed, and how its derivative is. A hashable value."""
 
+    def attend(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        """Attend where nothing is differentiated, with a log-sum-exp or without."""
 
-class Implementation(NamedTuple):
-    """How a call is computed, and how its derivative is."""
+    def attend_with_lse(self, call: Call) -> tuple[jax.Array, jax.Array]:
+        """Attend where there shall be a derivative."""
 
-    attend: Attend
-    differentiate: Differentiate
-    # Where nothing is differentiated, what goes another way and has no log-sum-exp.
-    attend_only: Attend | None = None
+    def differentiate(self, call: Call, cotangents: Cotangents) -> Gradients:
+        """From the rows of requests to the tokens that they see; elsewhere zeros."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(implementation: Implementation, call: Call) -> tuple[jax.Array, jax.Array]:
-    """Call an implementation, which need not be differentiable itself."""
-    return (implementation.attend_only or implementation.attend)(call)
+def _attend(attention: Attention, call: Call) -> tuple[jax.Array, jax.Array]:
+    """Attend by what need not be differentiable itself."""
+    return attention.attend(call)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_differentiably(
-    implementation: Implementation, call: Call
+    attention: Attention, call: Call
 ) -> tuple[jax.Array, jax.Array]:
-    """Call an implementation with its own derivative.
+    """Attend, with a derivative that JAX is told.
 
     Jitted, so that calls of equal shapes, dtypes and static fields are traced and
     lowered once, and an eager backward pass is compiled. Inside `shard_map` a gradient
@@ -68,20 +67,20 @@ def attend_differentiably(
     """
     if is_manual():
         call = vary_over(call, varying_axes(call))
-    return _attend(implementation, call)
+    return _attend(attention, call)
 
 
-def _forward(implementation, call):  # type: ignore[no-untyped-def]
-    output, lse = implementation.attend(call)
+def _forward(attention, call):  # type: ignore[no-untyped-def]
+    output, lse = attention.attend_with_lse(call)
     return (output, lse), (call, output, lse)
 
 
-def _backward(implementation, saved, cotangents):  # type: ignore[no-untyped-def]
+def _backward(attention, saved, cotangents):  # type: ignore[no-untyped-def]
     call, output, lse = saved
     d_output, d_lse = cotangents
     delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     delta -= d_lse
-    grads = implementation.differentiate(call, Cotangents(d_output, lse, delta))
+    grads = attention.differentiate(call, Cotangents(d_output, lse, delta))
     # Rows that see nothing bring nothing, and may hold NaN: 0 * NaN is NaN.
     sees = ~jnp.isneginf(lse)
     of_scale = grads.queries * call.queries.astype(jnp.float32)
@@ -102,6 +101,7 @@ def _backward(implementation, saved, cotangents):  # type: ignore[no-untyped-def
         requests=None,
         window=None,
         part=None,
+        plans=None,
     )
     return (gradient,)
 

@@ -38,6 +38,7 @@ class Pools:
     key_scales: jax.Array | None
     value_scales: jax.Array | None
     # Static: no shape tells them when the values lie in the keys, or bits are raw.
+    head_dim: int = dataclasses.field(metadata={"static": True})  # D
     value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
     kv_dtype: np.dtype[Any] | None = dataclasses.field(metadata={"static": True})
 
@@ -94,6 +95,7 @@ def make_pools(
         values=values,
         key_scales=key_scales,
         value_scales=value_scales,
+        head_dim=keys.shape[4],
         value_dim=value_dim,
         kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
     )

@@ -4,11 +4,16 @@ Slow and memory hungry on purpose. What the other implementations must reproduce
 `attend_row` says; nothing here is shared with them but the meaning of the arguments.
 """
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.attention.backend import Backend
 from jkv.attention.call import Call, check_call
+from jkv.attention.cards import Card
 from jkv.attention.elements import to_float32
 from jkv.attention.pools import Pools
 
@@ -119,3 +124,17 @@ def gather_tokens(
         blocks *= to_float32(scales[layer, table], jnp.bfloat16)[..., None]
     num_kv_heads, head_dim = pool.shape[2], pool.shape[4]
     return jnp.moveaxis(blocks, 1, 0).reshape(num_kv_heads, -1, head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference(Backend):
+    """Chosen by name alone."""
+
+    name: ClassVar[str] = "reference"
+    # By JAX, so that it can judge the others' derivative.
+    is_differentiable: ClassVar[bool] = True
+
+    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+        """Attend row by row."""
+        del card
+        return attend_reference(call)

@@ -53,12 +53,18 @@ def require_elements(
     kv_dtype: jax.typing.DTypeLike | None,
 ) -> None:
     """Check that the pools hold numbers, or bits that have a meaning."""
+    try:
+        kv_dtype = None if kv_dtype is None else jnp.dtype(kv_dtype)
+    except TypeError:
+        raise ValueError(
+            f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
+        ) from None
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
         if pool is None:
             continue
         meanings = MEANINGS.get(pool.dtype)
         if meanings is not None:
-            if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
+            if kv_dtype not in meanings:
                 names = " or ".join(str(dtype) for dtype in meanings)
                 raise ValueError(
                     f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
@@ -69,9 +75,9 @@ def require_elements(
                 f"{name} must be floating point or int8, uint16 with "
                 f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {pool.dtype}"
             )
-        elif kv_dtype is not None and pool.dtype != jnp.dtype(kv_dtype):
+        elif kv_dtype is not None and pool.dtype != kv_dtype:
             raise ValueError(
-                f"{name} holds {pool.dtype} but kv_dtype is {jnp.dtype(kv_dtype)}; "
+                f"{name} holds {pool.dtype} but kv_dtype is {kv_dtype}; "
                 "kv_dtype is for pools of raw bits, leave it out"
             )
 
@@ -152,15 +158,23 @@ def require_queries(
 
 
 def require_options(
+    layer: Integer,
     window: Integer | None,
+    scale: jax.typing.ArrayLike | None,
     soft_cap: float | None,
     max_query_length: int | None,
 ) -> None:
     """Check the options whose values are known."""
+    if scale is not None and (jnp.ndim(scale) or jnp.iscomplexobj(scale)):
+        raise ValueError(f"scale must be one number or f32[], got {scale!r}")
+    if np.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"layer must be an int or i32[], got {layer!r}")
+    if isinstance(layer, int) and not 0 <= layer < 2**31:
+        raise ValueError(f"layer must be in 0..L-1, got {layer}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be above 0 or None, got {soft_cap}")
     if max_query_length is not None and not (
-        isinstance(max_query_length, int) and max_query_length >= 1
+        isinstance(max_query_length, int) and 1 <= max_query_length < 2**31
     ):
         raise ValueError(
             f"max_query_length must be a static int of at least 1 or None, got "
@@ -181,10 +195,10 @@ def require_window(window: Integer | None) -> None:
         raise ValueError(
             f"window is a number of tokens, an int or i32[], got {window!r}"
         )
-    if not isinstance(window, jax.Array) and window < 1:
+    if not isinstance(window, jax.Array) and not 1 <= window < 2**31:
         raise ValueError(
-            f"window counts the token itself, so it is 1 or more, got {window}; "
-            "pass None for no window"
+            f"window counts the token itself, so it is 1 or more (below 2^31), got "
+            f"{window}; pass None for no window"
         )
 
 

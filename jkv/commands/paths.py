@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.cards import Card, find_card
 from jkv.attention.choice import PlainReasons, explain_choice
 from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.table import TABLE
-from jkv.attention.kernel.tuning import find_target
 from jkv.config.cache_config import CacheConfig
 from jkv.config.dtypes import needs_scales
 from jkv.config.huggingface import read_sizes
@@ -77,11 +77,11 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     cards = find_cards(card)
     if card is None and len(cards) > 1:
         print("no GPU is at hand: XLA serves all here; of cards the kernels know")
-    for platform, target in cards:
-        print(f"{target}:")
+    for one in cards:
+        print(f"{one.target}:")
         for layers in found.layers:
             print(f"  {describe(layers, block_size)}")
-            for line in report(list_ways(layers, block_size, platform, target)):
+            for line in report(list_ways(layers, block_size, one)):
                 print(f"    {line}")
         if found.num_states:
             print(
@@ -114,8 +114,8 @@ def read_model(model: str) -> Model:
     return Model(layers, num_states, sizes.notes)
 
 
-def find_cards(card: str | None) -> list[tuple[str, str]]:
-    """Return the platform and the name of each card to ask for.
+def find_cards(card: str | None) -> list[Card]:
+    """Return each card to ask for.
 
     Raises:
       ValueError: for a name that is none.
@@ -128,33 +128,28 @@ def find_cards(card: str | None) -> list[tuple[str, str]]:
             )
         known = [card]
     else:
-        for platform in ("rocm", "cuda"):
-            target = find_target(platform)
-            if target is not None:
-                return [(platform, target)]
-    return [("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
+        for here in map(find_card, ("rocm", "cuda")):
+            if here.target is not None:
+                return [here]
+    return [Card("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
 
 
-def list_ways(
-    layers: Layers, block_size: int, platform: str, target: str
-) -> Iterator[Way]:
+def list_ways(layers: Layers, block_size: int, card: Card) -> Iterator[Way]:
     """Yield how calls of each kind go, by what keys and values are stored as."""
     quantized = [dtype for dtype in STORED_AS if needs_scales(dtype)]
     alike: dict[PlainReasons, list[str]] = {}
     for stored in dict.fromkeys([jnp.dtype(layers.dtype), *quantized]):
-        reasons = ask(layers, stored, block_size, platform, target)
+        reasons = ask(layers, stored, block_size, card)
         # Nothing differentiates what is generated.
         alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
     for reasons, names in alike.items():
         yield Way(GENERATING, names, reasons)
     float32 = jnp.dtype(jnp.float32)
-    reasons = ask(layers, float32, block_size, platform, target)
+    reasons = ask(layers, float32, block_size, card)
     yield Way(SCORING, [float32.name], reasons)
 
 
-def ask(
-    layers: Layers, stored: Any, block_size: int, platform: str, target: str
-) -> PlainReasons:
+def ask(layers: Layers, stored: Any, block_size: int, card: Card) -> PlainReasons:
     """Ask the library how attention to a cache of these layers goes."""
     queries: Any = jax.ShapeDtypeStruct(
         (1, layers.heads["num_kv_heads"], layers.heads["head_dim"]),
@@ -170,7 +165,7 @@ def ask(
         **layers.heads,
     )
     (storage,) = jax.eval_shape(functools.partial(init, config)).storage
-    return explain_choice(queries, pools_of(storage), platform, target)
+    return explain_choice(queries, pools_of(storage), card)
 
 
 def describe(layers: Layers, block_size: int) -> str:

@@ -132,8 +132,6 @@ def _shapes(cache: Cache) -> Iterator[str]:
 def _implied_sizes(cache: Cache, number: int) -> Sizes:
     """Return the sizes of a group that a few of the arrays tell of all the others."""
     storage, group = cache.storage[number], cache.metadata.groups[number]
-    values_in_keys = storage.latent_value_dim is not None
-    has_values = values_in_keys or storage.value_pool is not None
     return Sizes(
         num_layers=storage.num_layers,
         num_kv_heads=storage.key_pool.shape[2],  # with copies on a mesh
@@ -142,8 +140,8 @@ def _implied_sizes(cache: Cache, number: int) -> Sizes:
         max_sequences=cache.max_sequences,
         max_context_length=cache.max_context_length,
         block_size=cache.block_size,
-        value_head_dim=storage.value_head_dim if has_values else storage.head_dim,
-        values_in_keys=values_in_keys,
+        value_head_dim=storage.value_head_dim,
+        values_in_keys=storage.values_in_keys,
         dtype=storage.dtype,
         record_tokens=cache.metadata.tokens is not None,
         sliding_window=group.window.length,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
@@ -22,6 +23,7 @@ from jkv.storage import fields
 from jkv.storage.placement import Placement, Placements, choose_placements, put
 
 
+@explains_arguments
 def init(
     config: CacheConfig | StateConfig | GroupedConfig,
     *,
@@ -172,10 +174,11 @@ def _list_constants(
     constants: dict[str, Any] = {
         f"{metadata}.block_size": sizes.block_size,
         f"{storage}.dtype": sizes.dtype,
+        f"{storage}.head_dim": sizes.head_dim,
+        f"{storage}.value_head_dim": sizes.value_head_dim,
+        f"{storage}.values_in_keys": sizes.values_in_keys,
         f"{storage}.sharding": sharding,
     }
-    if sizes.values_in_keys:
-        constants[f"{storage}.latent_value_dim"] = sizes.value_head_dim
     if sizes.sliding_window is not None:
         constants[f"{metadata}.window.length"] = sizes.sliding_window
         constants[f"{metadata}.window.num_sink_tokens"] = sizes.num_sink_tokens

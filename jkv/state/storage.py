@@ -37,8 +37,11 @@ class BlockStorage:
     value_scales: jax.Array | None  # u16[L, N, K, T], likewise
     # The dtype that the stored bits mean; static, as the arrays' own may be another.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-    # Dv of values that lie in the keys, else None; static, as no shape tells it.
-    latent_value_dim: int | None = dataclasses.field(metadata={"static": True})
+    # Static, as no shape tells how many numbers a format packs into a row.
+    head_dim: int = dataclasses.field(metadata={"static": True})  # D
+    value_head_dim: int = dataclasses.field(metadata={"static": True})  # Dv
+    # Static: whether `value_pool` is None because values are the first of the keys.
+    values_in_keys: bool = dataclasses.field(metadata={"static": True})
     # How keys and values lie on a mesh, None where they do not; static, as a step is
     # compiled for it. The arrays hold each head `sharding.copies` times, side by side.
     sharding: StorageSharding | None = dataclasses.field(
@@ -72,19 +75,6 @@ class BlockStorage:
     def num_kv_heads(self) -> int:
         """Key/value heads of the model, K; inside `shard_map` those of the device."""
         return self.key_pool.shape[2] // copies_of(self.sharding)
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one key, D."""
-        return self.key_pool.shape[4]
-
-    @property
-    def value_head_dim(self) -> int:
-        """Size of one value, Dv."""
-        if self.latent_value_dim is not None:
-            return self.latent_value_dim
-        assert self.value_pool is not None
-        return self.value_pool.shape[4]
 
     @property
     def sizes(self) -> GroupSizes:

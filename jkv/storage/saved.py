@@ -96,6 +96,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
         leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
+        _add_head_dims(leaves)
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
@@ -113,6 +114,20 @@ def _present_name(name: str) -> str:
         if name.startswith(before):
             return now + name.removeprefix(before)
     return name
+
+
+def _add_head_dims(leaves: dict[str, Any]) -> None:
+    """Add what earlier files left to the shapes of keys and values."""
+    for name in [each for each in leaves if each.endswith(".key_pool")]:
+        group = name.removesuffix("key_pool")
+        if not group.startswith("storage.") or f"{group}head_dim" in leaves:
+            continue
+        in_keys = leaves.pop(f"{group}latent_value_dim", None)
+        leaves |= {
+            f"{group}head_dim": leaves[name].shape[-1],
+            f"{group}value_head_dim": in_keys or leaves[f"{group}value_pool"].shape[-1],
+            f"{group}values_in_keys": in_keys is not None,
+        }
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:

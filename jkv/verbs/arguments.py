@@ -132,7 +132,7 @@ def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) 
       name: of the array that they go to.
       rows: the rows.
     """
-    width = storage.arrays[name].shape[4]
+    width = storage.head_dim if name == "key_pool" else storage.value_head_dim
     expected = (batch.num_rows, storage.num_kv_heads, width)
     kind, called = _array_kind(rows), name.replace("_pool", "s")
     if kind is None or kind[1] != expected:

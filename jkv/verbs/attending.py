@@ -144,7 +144,7 @@ def attend(
         soft_cap=soft_cap,
         return_lse=return_lse,
         kv_dtype=storage.dtype,
-        value_head_dim=storage.latent_value_dim,
+        value_head_dim=storage.value_head_dim,
         max_query_length=1 if batch.is_decoding else None,
         by_position=batch.by_position,
         implementation=implementation,
@@ -175,7 +175,7 @@ class _Operands:
     # Every device has the others whole.
     layer: jax.Array  # i32[]
     requests: Requests
-    plan: Any  # what attention planned for the step, or None
+    plan: dict[str, Any] | None  # what was planned for the step
     scale: float | jax.Array | None
     window: int | jax.Array | None
 

@@ -1,11 +1,13 @@
 """What attention finds out about a step once, for all layers: where there is a card."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
+from jkv.attention import choice
+from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests
-from jkv.attention.kernel.planning import DeviceShare, plan_work
 from jkv.attention.pools import Pools
 from jkv.sharding.heads import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
@@ -20,30 +22,29 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
     """
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(_plan_group(*pair, batch) for pair in pairs)
-    if all(plan is None for plan in plans):
+    if not any(plans):
         return dataclasses.replace(batch, plan=None)
     # XLA counts a pool again for each operation that changes it in place, finds the
     # card full, and computes anew in each layer what it can; not what a barrier keeps.
     return dataclasses.replace(batch, plan=jax.lax.optimization_barrier(plans))
 
 
-def _plan_group(group: BlockGroup, storage: BlockStorage, batch: Batch) -> object:
-    """Return what attention to one group's layers shares."""
+def _plan_group(
+    group: BlockGroup, storage: BlockStorage, batch: Batch
+) -> dict[str, Any]:
+    """Return what attention to one group's layers shares, by backend."""
     sharding = storage.sharding
     num_parts = 1 if sharding is None else sharding.num_parts
-    return plan_work(
-        pools_of(storage),
-        requests_of(group, batch),
+    step = StepShape(
         num_rows=batch.num_rows,
         is_decoding=batch.is_decoding,
         by_position=batch.by_position,
-        share=DeviceShare(
-            num_kv_heads=heads_on_device(sharding, storage.key_pool.shape[2]),
-            part_size=group.block_size // num_parts,
-            num_parts=num_parts,
-            window=group.window.length,
-        ),
+        num_kv_heads=heads_on_device(sharding, storage.key_pool.shape[2]),
+        part_size=group.block_size // num_parts,
+        num_parts=num_parts,
+        window=group.window.length,
     )
+    return choice.plan(pools_of(storage), requests_of(group, batch), step)
 
 
 def pools_of(storage: BlockStorage) -> Pools:
@@ -53,6 +54,7 @@ def pools_of(storage: BlockStorage) -> Pools:
         values=storage.value_pool,
         key_scales=storage.key_scales,
         value_scales=storage.value_scales,
+        head_dim=storage.head_dim,
         value_dim=storage.value_head_dim,
         kv_dtype=storage.dtype,
     )

@@ -6,6 +6,7 @@ itself, which no machine here has, the calls are lowered for CUDA: JAX's questio
 its version is answered by the test.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -29,13 +30,14 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 
 import jkv
 from jkv.attention import choice, paged_attention
+from jkv.attention.cards import DEFAULT, Card
+from jkv.attention.contiguous.face import Cudnn
 from jkv.attention.contiguous.prompts import (
     attend_prompts,
     find_prompt,
     without_prompt,
 )
-from jkv.attention.kernel.platforms import interpret_kernel
-from jkv.attention.xla.gradients import differentiate_plainly
+from jkv.attention.kernel.face import Triton
 from jkv.attention.xla.plain_path import attend_xla
 from jkv.storage import quantization
 
@@ -71,32 +73,45 @@ def in_sevens(queries, *_):
     return jnp.full_like(queries, 7.0)
 
 
-def by_prompts(attend_contiguous):
-    """An implementation as "cudnn" is one, with the plain path around it."""
+@dataclasses.dataclass(frozen=True)
+class Prompts(Cudnn):
+    """A backend as cuDNN's is one, for all platforms, with the plain path around it."""
 
-    def attend_in_dtype(queries, keys, values, scale):
-        assert queries.dtype == keys.dtype == values.dtype
-        output = attend_contiguous(queries, keys, values, scale)
-        return output.astype(queries.dtype)
+    name = "prompts"
+    platforms = (DEFAULT,)
+    attend_contiguous = staticmethod(by_xla)
 
-    attend_only = functools.partial(
-        attend_prompts,
-        attend=attend_xla,
-        attend_contiguous=attend_in_dtype,
-        min_rows=MIN_ROWS,
-    )
-    return choice._with_derivative(attend_xla, differentiate_plainly, attend_only)
+    def why_not(self, call, card):
+        del call, card
+
+    def attend(self, call, card):
+        del card
+
+        def attend_in_dtype(queries, keys, values):
+            assert queries.dtype == keys.dtype == values.dtype
+            output = self.attend_contiguous(queries, keys, values, self.scale)
+            return output.astype(queries.dtype)
+
+        return attend_prompts(
+            call,
+            attend=attend_xla,
+            attend_contiguous=attend_in_dtype,
+            min_rows=MIN_ROWS,
+        )
 
 
-IMPLEMENTATIONS = {"prompts": by_prompts(by_xla), "sevens": by_prompts(in_sevens)}
+class Sevens(Prompts):
+    """One that is wrong for prompts."""
+
+    name = "sevens"
+    attend_contiguous = staticmethod(in_sevens)
 
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """`implementation="prompts"`, and "sevens", which is wrong for prompts."""
-    monkeypatch.setattr(choice, "CONTIGUOUS", choice.CONTIGUOUS | set(IMPLEMENTATIONS))
-    for name, attend in IMPLEMENTATIONS.items():
-        monkeypatch.setitem(choice._IMPLEMENTATIONS, name, attend)
+    """`implementation="prompts"`, and "sevens"."""
+    both = Prompts(others=()), Sevens(others=())
+    monkeypatch.setattr(choice, "BACKENDS", (*choice.BACKENDS, *both))
 
 
 def operands_of(batch, seed=0, dtype="float32", kv_dtype=None, group=2):
@@ -212,7 +227,7 @@ def test_gradients_are_those_of_the_paged_attention():
 
         return jax.jit(jax.grad(weigh, argnums=(0, 1, 2)))(*arrays)
 
-    pairs = zip(differentiate("sevens"), differentiate("xla"), strict=True)
+    pairs = zip(differentiate("sevens"), differentiate(None), strict=True)
     for found, wanted in pairs:
         np.testing.assert_array_equal(found, wanted)
 
@@ -223,7 +238,7 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
     call = make_call("one behind others")
     rest = without_prompt(call, find_prompt(call))
     assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
-    output, lse = jax.jit(interpret_kernel)(rest)
+    output, lse = jax.jit(lambda rest: Triton().attend(rest, Card("cpu", None)))(rest)
     rows = rows_of("one behind others")
     assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
     given, options = operands_of("one behind others")
@@ -251,14 +266,14 @@ def make_call(batch):
     """The call that `paged_attention` makes of a batch."""
     made = []
 
-    def keep(call):
+    def keep(_choice, call):
         made.append(call)
         return attend_xla(call)
 
     given, options = operands_of(batch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(choice._IMPLEMENTATIONS, "prompts", keep)
-        paged_attention(*given, implementation="prompts", **options)
+        patch.setattr(choice.Choice, "serve", keep)
+        paged_attention(*given, **options)
     return made[0]
 
 

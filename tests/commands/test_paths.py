@@ -6,10 +6,9 @@ import pytest
 from support.kernel_lowering import find_kernels, lower, make_shapes
 from support.paths import ROOT
 
-from jkv.attention import paged_attention
+from jkv.attention import cards, paged_attention
+from jkv.attention.cards import Card
 from jkv.attention.choice import explain_choice
-from jkv.attention.kernel import planning, platforms
-from jkv.commands import paths
 from jkv.commands.diagnosis import main
 
 CHECKPOINTS = ROOT / "tests" / "fixtures" / "checkpoints"
@@ -54,11 +53,9 @@ def test_a_program_has_the_kernels_that_are_told_of(
     monkeypatch, target, options, forward, derivative
 ):
     platform = "rocm" if target.startswith("gfx") else "cuda"
-    cards = {platform: target}
-    monkeypatch.setattr(platforms, "find_target", cards.get)
-    monkeypatch.setattr(planning, "find_target", cards.get)
+    monkeypatch.setattr(cards, "find_target", {platform: target}.get)
     queries, pools = make_shapes(group=2, kv_heads=1, has_bits=False, **options)
-    reasons = explain_choice(queries, pools, platform, target)
+    reasons = explain_choice(queries, pools, Card(platform, target))
     assert (reasons.forward is None, reasons.derivative is None) == (
         forward,
         derivative,
@@ -74,7 +71,7 @@ def test_a_program_has_the_kernels_that_are_told_of(
 
 
 def test_other_platforms_have_no_kernel():
-    forward, derivative = explain_choice(*make_shapes(), "cpu", None)
+    forward, derivative = explain_choice(*make_shapes(), Card("cpu", None))
     assert forward == derivative == "there are kernels for rocm and cuda, not for cpu"
 
 
@@ -127,7 +124,8 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
     assert text.startswith("no GPU is at hand")
-    monkeypatch.setattr(paths, "find_target", {"rocm": "gfx950"}.get)
+    known = {"rocm": "gfx950"}
+    monkeypatch.setattr("jkv.attention.cards.find_target", known.get)
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     assert text.startswith("gfx950:\n") and text.count("layers,") == 1
 

@@ -92,6 +92,7 @@ def make_shapes(
         values=None if is_latent else shape(*common, value_dim, dtype=stored),
         key_scales=scales,
         value_scales=None if is_latent else scales,
+        head_dim=head_dim,
         value_dim=value_dim,
         kv_dtype=kv_dtype,
     )

@@ -34,8 +34,13 @@ def attend_by_cudnn(
     return output
 
 
-def why_refused(call: Call) -> str | None:
-    """Say why cuDNN cannot serve a call's prompts, None if it can."""
+def why_refused(call: Call, scale: float | None) -> str | None:
+    """Say why cuDNN cannot serve a call's prompts, None if it can.
+
+    Args:
+      call: only shapes, dtypes and what is static matter.
+      scale: on the scores, None if it may vary.
+    """
     pools, head_dim = call.pools, call.queries.shape[2]
     if call.queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, the queries are {call.queries.dtype}"
@@ -47,7 +52,7 @@ def why_refused(call: Call) -> str | None:
         return "cuDNN has no sinks"
     if call.part is not None:
         return "the blocks are spread over devices, none of which has a whole prompt"
-    if call.fixed_scale is None:
+    if scale is None:
         return (
             "cuDNN is compiled for one scale: give a Python number, or on a mesh "
             "none, which stands for 1 / sqrt(D)"

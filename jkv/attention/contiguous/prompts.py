@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Attend, Call, check_call
+from jkv.attention.call import Call, check_call
 from jkv.attention.elements import to_float32
 from jkv.sharding.varying import vary_over, varying_axes
 
 # Rows of a step for which it pays, and parts of them all but one of which it has.
 MIN_ROWS, _NUM_PARTS = 4_096, 16
 
-# [R, H, D] of queries, [R, K, D] of keys and of values, of one dtype, and the scale to
-# what each row sees of its own token and those before it, [R, H, D].
-AttendContiguous = Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array]
+# To [R, H, Dv] in the output's dtype, and the log-sum-exp, f32[R, H].
+Attend = Callable[[Call], tuple[jax.Array, jax.Array]]
+# [R, H, D] of queries, [R, K, D] of keys and of values, of one dtype, to what each row
+# sees of its own token and those before it, [R, H, D].
+AttendContiguous = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Prompt(NamedTuple):
@@ -44,7 +46,7 @@ def attend_prompts(
     """Return [R, H, Dv], and NaN for the log-sum-exp, which nobody has of a prompt.
 
     Args:
-      call: with a fixed scale, without sinks, soft cap and part.
+      call: without sinks, soft cap and part.
       attend: what takes the rows of all other requests.
       attend_contiguous: what takes a prompt's.
       min_rows: of a step in which a prompt goes this way.
@@ -93,7 +95,7 @@ def without_prompt(call: Call, prompt: Prompt) -> Call:
     is_prompt = (request == prompt.request) & (prompt.length > 0)
     lengths = jnp.where(is_prompt, 0, requests.query_lengths)
     requests = requests._replace(query_lengths=lengths)
-    return dataclasses.replace(call, requests=requests, work_lists=None)
+    return dataclasses.replace(call, requests=requests, plans={})
 
 
 def _attend_prompt(call: Call, prompt: Prompt, attend: AttendContiguous) -> jax.Array:
@@ -119,7 +121,7 @@ def _attend_prompt(call: Call, prompt: Prompt, attend: AttendContiguous) -> jax.
             found *= scale[..., None]
         return found
 
-    assert pools.values is not None and call.fixed_scale is not None
+    assert pools.values is not None
     keys = gather(pools.keys, pools.key_scales)
     values = gather(pools.values, pools.value_scales)
     # What lies behind the prompt's end may be anything.
@@ -129,7 +131,7 @@ def _attend_prompt(call: Call, prompt: Prompt, attend: AttendContiguous) -> jax.
         jnp.where(left_out[..., None], 0.0, each).astype(queries.dtype)
         for each in (keys, values)
     )
-    output = attend(queries, keys, values, call.fixed_scale)
+    output = attend(queries, keys, values)
     first = jnp.min(jnp.where(is_broken, token[:, None], call.num_rows), axis=0)
     sees = jnp.repeat(token[:, None] >= first[None, :], call.heads_per_kv, axis=1)
     return jnp.where(sees[..., None], jnp.nan, output)

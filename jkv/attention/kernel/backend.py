@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jkv.sharding.varying import (
     is_manual,
@@ -283,20 +283,6 @@ def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) ->
     return outputs, [0] * len(outputs)
 
 
-def refuse(reason: str, *results: jax.ShapeDtypeStruct) -> list[jax.Array]:
-    """Stand for a computation that raises NotImplementedError when it is lowered."""
-    return _refuse.bind(reason=reason, results=results)
-
-
-def _lower_refusal(_ctx: Any, *, reason: str, **_params: Any) -> Any:
-    raise NotImplementedError(reason)
-
-
-_refuse = Primitive("jkv_refuse")
-_refuse.multiple_results = True
-_refuse.def_abstract_eval(_find_types)
-mlir.register_lowering(_refuse, _lower_refusal)
-
 _deferred.def_impl(_run)
 _deferred.def_abstract_eval(_find_types)
 _interpreted.def_impl(_run)
@@ -309,4 +295,13 @@ for _platform in ("rocm", "cuda"):
     mlir.register_lowering(_deferred, _lower, platform=_platform)
 
 
+def _refuse_derivative(*_operands: Any, **_params: Any) -> Any:
+    raise NotImplementedError(
+        "kernels have no second derivative of attention (jax.hessian, or jax.jvp of "
+        'jax.grad): the model must call attend(..., implementation="xla"), which has'
+    )
+
+
 batching.primitive_batchers[_deferred] = _batch
+for _primitive in (_deferred, _interpreted):
+    ad.primitive_jvps[_primitive] = _refuse_derivative

@@ -18,6 +18,7 @@ import jax
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.launches import attend_pieces
+from jkv.attention.kernel.lists import lists_of
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import cut_rows, position_variant
 from jkv.attention.kernel.work import list_position_work, size_position_work
@@ -43,9 +44,7 @@ def _launch_both(
         piece_tokens=tuning.piece_tokens,
         max_pieces=tuning.max_pieces,
     )
-    listed = None
-    if call.work_lists is not None:
-        listed = call.work_lists.find_by_position(sizes)
+    listed = lists_of(call).find_by_position(sizes)
     if listed is None:
         listed = list_position_work(
             call.requests,

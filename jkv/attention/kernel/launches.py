@@ -17,7 +17,7 @@ from jkv.attention.kernel.body import attend_range
 from jkv.attention.kernel.conversion import WORD
 from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work
+from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work, lists_of
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
@@ -65,9 +65,7 @@ def _find_decode_work(call: Call, variant: Variant, programs: int) -> DecodeWork
     wanted = count_pieces(programs, variant.head_tiles)
     max_tokens = call.max_blocks * call.pools.block_size
     sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
-    listed = None
-    if call.work_lists is not None:
-        listed = call.work_lists.find_decode(sizes, call.window is not None)
+    listed = lists_of(call).find_decode(sizes, call.window is not None)
     if listed is not None:
         return listed
     return list_decode_work(
@@ -87,9 +85,7 @@ def prefill_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of requests of several rows replaced, in place."""
     sizes = size_prefill_work(call.num_rows, call.num_requests, variant.row_tokens)
-    listed = None
-    if call.work_lists is not None:
-        listed = call.work_lists.find_prefill(sizes)
+    listed = lists_of(call).find_prefill(sizes)
     if listed is None:
         listed = list_prefill_work(call.requests, sizes)
     operands = make_operands(call, listed.work, variant)

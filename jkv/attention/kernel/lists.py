@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 import jax
 
+from jkv.attention.call import Call
+
+# What `implementation=` calls the kernel, and a step's plan its lists.
+NAME = "pallas"
+
 
 class Work(NamedTuple):
     """What each program does: some rows of one request over a range of its tokens.
@@ -116,3 +121,13 @@ class WorkLists:
     def find_by_position(self, sizes: PositionSizes) -> PositionWork | None:
         """Return the list by position that suits a call, None if there is none."""
         return next((one for one in self.by_position if one.sizes == sizes), None)
+
+
+def lists_of(call: Call) -> WorkLists:
+    """Return what was listed when the call's step was planned, if anything was."""
+    listed: WorkLists = call.plans.get(NAME, WorkLists(decode=(), prefill=()))
+    return listed
+
+
+NODES = WorkLists, DecodeWork, PrefillWork, PositionWork, Work, Pieces
+SIZES = DecodeSizes, PrefillSizes, PositionSizes

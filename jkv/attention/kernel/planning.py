@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests, make_requests
+from jkv.attention.cards import find_card
 from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.attention.kernel.lists import (
     DecodeSizes,
@@ -22,7 +24,7 @@ from jkv.attention.kernel.lists import (
     WorkLists,
 )
 from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.tuning import find_target, find_tuning
+from jkv.attention.kernel.tuning import find_tuning
 from jkv.attention.kernel.variant import (
     count_decode_heads,
     count_head_tiles,
@@ -53,46 +55,21 @@ class _Sizes(NamedTuple):
     by_position: tuple[PositionSizes, ...]
 
 
-class DeviceShare(NamedTuple):
-    """What one device has of a group of layers. Static."""
-
-    num_kv_heads: int  # K
-    part_size: int  # tokens of a block
-    num_parts: int  # of a block, each on another device
-    window: int | None  # tokens that a row sees in any call at most, None for all
-
-
-def plan_work(
-    pools: Pools,
-    requests: Requests,
-    *,
-    num_rows: int,
-    is_decoding: bool,
-    by_position: bool,
-    share: DeviceShare,
-) -> WorkLists | None:
+def plan_work(pools: Pools, requests: Requests, step: StepShape) -> WorkLists | None:
     """List what the programs of a step read, for the card at hand.
 
-    Args:
-      pools: of which only head dims and dtypes matter.
-      requests: as `paged_attention` takes their arrays.
-      num_rows: of the step, R.
-      is_decoding: whether each request has one row at most.
-      by_position: whether bits shall depend on a row's position alone.
-      share: what the device has that the lists are for.
-
-    Returns:
-      None where there is no card with a kernel, or there are no requests.
+    None where there is no card with a kernel, or there are no requests.
     """
+    num_rows = step.num_rows
     num_requests, max_blocks = len(requests.seq_ids), requests.block_tables.shape[1]
     tuning = find_card_tuning(pools)
     if tuning is None or not num_rows or not num_requests:
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
     decode, prefill, position = set(), set(), set()
-    max_tokens = max_blocks * share.part_size
+    max_tokens = max_blocks * step.part_size
     for heads_per_kv in counts:
-        if by_position:
+        if step.by_position:
             position.add(
                 size_position_work(
                     num_rows,
@@ -105,10 +82,10 @@ def plan_work(
             )
             continue
         row_heads = count_decode_heads(heads_per_kv, tuning)
-        head_tiles = count_head_tiles(share.num_kv_heads, heads_per_kv, row_heads)
+        head_tiles = count_head_tiles(step.num_kv_heads, heads_per_kv, row_heads)
         wanted = count_pieces(tuning.programs, head_tiles)
         decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
-        if num_rows > 1 and not is_decoding:
+        if num_rows > 1 and not step.is_decoding:
             tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
@@ -118,43 +95,31 @@ def plan_work(
             prefill=tuple(sorted(prefill)),
             by_position=tuple(sorted(position)),
         ),
-        num_rows=num_rows,
-        share=share,
-        max_query_length=1 if is_decoding else None,
+        step=step,
     )
 
 
-_STATIC = "sizes", "num_rows", "share", "max_query_length"
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _list_work(
-    asked: Requests,
-    *,
-    sizes: _Sizes,
-    num_rows: int,
-    share: DeviceShare,
-    max_query_length: int | None,
-) -> WorkLists:
+@functools.partial(jax.jit, static_argnames=("sizes", "step"))
+def _list_work(asked: Requests, *, sizes: _Sizes, step: StepShape) -> WorkLists:
     requests = make_requests(
         asked,
-        num_rows=num_rows,
-        block_size=share.num_parts * share.part_size,
-        max_query_length=max_query_length,
+        num_rows=step.num_rows,
+        block_size=step.num_parts * step.part_size,
+        max_query_length=1 if step.is_decoding else None,
     )
     list_decode = functools.partial(
         list_decode_work,
         requests,
-        share.window,
-        num_parts=share.num_parts,
-        part_size=share.part_size,
+        step.window,
+        num_parts=step.num_parts,
+        part_size=step.part_size,
     )
     return WorkLists(
         decode=tuple(map(list_decode, sizes.decode)),
         prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
         by_position=tuple(
             list_position_work(
-                requests, each, num_parts=share.num_parts, part_size=share.part_size
+                requests, each, num_parts=step.num_parts, part_size=step.part_size
             )
             for each in sizes.by_position
         ),
@@ -168,9 +133,8 @@ def find_card_tuning(pools: Pools) -> Tuning | None:
     """
     (dtype,) = pools.dtypes
     dtype = jnp.dtype(jnp.bfloat16) if dtype in ONE_BYTE_DTYPES else dtype
-    queries: Any = jax.ShapeDtypeStruct((1, 1, pools.keys.shape[4]), dtype)
-    for platform in ("rocm", "cuda"):
-        target = find_target(platform)
-        if target is not None:
-            return find_tuning(queries, pools, platform, target)
+    queries: Any = jax.ShapeDtypeStruct((1, 1, pools.head_dim), dtype)
+    for card in map(find_card, ("rocm", "cuda")):
+        if card.target is not None:
+            return find_tuning(queries, pools, *card)
     return None

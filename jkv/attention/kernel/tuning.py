@@ -26,29 +26,6 @@ _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
 _ELEMENTS = (*_OPERANDS, *ONE_BYTE_DTYPES)
 
 
-def find_target(platform: str) -> str | None:
-    """Name the GPU at hand, such as gfx942 or sm_90, as far as it is of a platform.
-
-    Args:
-      platform: "rocm" or "cuda".
-
-    Returns:
-      None if the program is to run on some other machine, and the card not known.
-    """
-    device = jax.devices()[0]
-    # From JAX 0.11 on a program may be meant for a card that is not here but named
-    # (`use_abstract_mesh`); only AMD's names are those of targets.
-    mesh = jax.sharding.get_abstract_mesh()
-    named = getattr(mesh, "abstract_device", None)
-    if named is not None and named.device_kind != device.device_kind:
-        is_target = platform == "rocm" and named.device_kind.startswith("gfx")
-        return named.device_kind if is_target else None
-    name = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or name.startswith("gfx") != (platform == "rocm"):
-        return None
-    return name.split(":")[0] if platform == "rocm" else f"sm_{name.replace('.', '')}"
-
-
 def find_family(platform: str, target: str | None) -> str | None:
     """Return a key of the table; None for cards without the instructions it needs."""
     if platform == "rocm":
@@ -88,7 +65,7 @@ def find_backward(
     name = find_family(platform, target)
     if name is None or why_no_derivative(queries, pools):
         return None
-    kind, dims = find_kind(queries, pools), (pools.keys.shape[4], pools.value_dim)
+    kind, dims = find_kind(queries, pools), (pools.head_dim, pools.value_dim)
     for row in TABLE[name].backward:
         # What is filled up to a sixteen does as well; filled up further it may spill.
         is_whole = row.multiple == MIN_SIZE or not any(d % row.multiple for d in dims)
@@ -99,7 +76,7 @@ def find_backward(
 
 def _find_dims(pools: Pools) -> tuple[int, int]:
     """Return how many columns of keys and of values are multiplied."""
-    return fill_head_dim(pools.keys.shape[4]), fill_head_dim(pools.value_dim)
+    return fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
@@ -142,7 +119,7 @@ def why_not(
       queries: [R, H, D]; only shape and dtype matter.
       pools: likewise.
       platform: "rocm" or "cuda".
-      target: as `find_target` names it, None for a card that is not known.
+      target: as `Card` has it, None for a card that is not known.
     """
     reason = why_never(queries, pools)
     if reason is not None or find_tuning(queries, pools, platform, target):
@@ -153,7 +130,7 @@ def why_not(
 def _describe(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> str:
-    width = max(pools.keys.shape[4], pools.value_dim)
+    width = max(pools.head_dim, pools.value_dim)
     dtypes = sorted({str(queries.dtype), *map(str, pools.dtypes)})
     return (
         f"there is no tile for head dim {width} with {' and '.join(dtypes)} on "
@@ -186,7 +163,7 @@ def why_no_tile(
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
-    for name, dim in {"key": pools.keys.shape[4], "value": pools.value_dim}.items():
+    for name, dim in {"key": pools.head_dim, "value": pools.value_dim}.items():
         # Rows of other dims are no whole words of 16 bytes, and what is filled up to
         # 256 comes in halves: both took too many registers on Hopper.
         multiple = 8 if dim < 240 else MIN_SIZE

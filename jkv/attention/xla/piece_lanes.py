@@ -76,7 +76,7 @@ def _gather_lanes(call: Call, lanes: Lanes) -> Gathered:
         return flat.reshape(blocks.shape[0], pools.num_kv_heads, -1, head_dim)
 
     flat_keys = gather_pieces(pools.keys, call.layer, blocks, pools.kv_dtype)
-    keys = by_head(flat_keys, pools.keys.shape[4])
+    keys = by_head(flat_keys, pools.head_dim)
     if pools.values is None:
         flat_values, values = flat_keys, keys[..., : pools.value_dim]
     else:

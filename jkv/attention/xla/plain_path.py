@@ -1,7 +1,7 @@
 """The fast path without a custom kernel: loops over gathered chunks of blocks.
 
-Calls whose contexts are all small go through `small_calls.py` as a whole. In others
-requests of one row go through `decode.py`, the others through `prefill.py`; each loop
+Calls whose contexts are all small go through `small_calls.py` instead. Here requests
+of one row go through `decode.py`, the others through `prefill.py`; each loop
 makes no trip when it has no work.
 
 Decoding is bound by reading the keys and values once. Without a kernel XLA cannot
@@ -21,14 +21,6 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.xla.decode import attend_decode
 from jkv.attention.xla.prefill import attend_prefill
-from jkv.attention.xla.small_calls import attend_side_by_side, is_small
-
-
-def attend_plainly(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Return what `attend_xla` does; small calls take the shorter way."""
-    if is_small(call):
-        return attend_by_head(call, attend_side_by_side)
-    return attend_xla(call)
 
 
 def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:

@@ -63,7 +63,7 @@ def _are_tiles_small(call: Call) -> bool:
 def _column_bytes(call: Call, num_lanes: int) -> int:
     """Return the bytes of one block of each lane, in float32."""
     pools = call.pools
-    token_bytes = 4 * pools.num_kv_heads * max(pools.keys.shape[4], pools.value_dim)
+    token_bytes = 4 * pools.num_kv_heads * max(pools.head_dim, pools.value_dim)
     return num_lanes * pools.block_size * token_bytes
 
 

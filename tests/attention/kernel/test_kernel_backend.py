@@ -4,20 +4,24 @@ Nothing here imports it, so that this file says what is missing on the first JAX
 ships without it, when the kernel's other tests cannot even be imported.
 """
 
-import functools
+import dataclasses
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.small_caches import small_config
 from support.tolerances import assert_close
 
+import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.derivative import Implementation, attend_differentiably
+from jkv.attention.backend import Backend
+from jkv.attention.cards import Card
+from jkv.attention.derivative import Gradients
 from jkv.attention.kernel import backend
 from jkv.attention.xla.gradients import differentiate_plainly
-from jkv.attention.xla.plain_path import attend_plainly
+from jkv.attention.xla.plain_path import attend_xla
 
 
 def require_backend():
@@ -46,32 +50,42 @@ def test_a_jax_without_it_is_named(monkeypatch):
         backend._pallas.cache_clear()
 
 
-class Toy:
-    """A second backend, for one platform: attention of the plain path, in negative."""
+@dataclasses.dataclass(frozen=True)
+class Toy(Backend):
+    """Attention of the plain path, in negative, with a derivative that none has.
 
-    def __init__(self):
-        self.asked = []
+    For one row of queries at most, on CPUs.
+    """
 
-    def find(self, call, platform, *, by_position=False):
-        """Take calls of one row of queries at most, as `find_kernel` would answer."""
-        self.asked.append((platform, by_position))
-        return self.attend if call.num_rows == 1 and not by_position else None
+    name = "toy"
+    platforms = unasked = ("cpu",)
 
-    def attend(self, call):
-        output, lse = attend_plainly(call)
-        return -output, lse
+    def why_not(self, call, card):
+        assert card == Card("cpu", None)
+        return None if call.num_rows == 1 else f"it takes 1 row, not {call.num_rows}"
+
+    def attend(self, call, card):
+        del card
+        output, lse = attend_xla(call)
+        return -output * call.plans.get("toy", 1), lse
+
+    def why_not_derived(self, call, card):
+        return self.why_not(call, card)
+
+    def differentiate(self, call, cotangents, card):
+        del card
+        of_queries, *others = differentiate_plainly(call, cotangents)
+        return Gradients(jnp.full_like(of_queries, 7.0), *others)
+
+    def plan(self, pools, requests, step):
+        del pools, requests
+        return jnp.full((1, 1, 1), step.num_rows + 1.0)
 
 
 @pytest.fixture
 def toy(monkeypatch):
-    """The toy's rows in `choice.py`: by its platform, and by its name."""
-    made = Toy()
-    monkeypatch.setitem(choice._KERNELS, "cpu", made.find)
-    implementation = Implementation(made.attend, differentiate_plainly)
-    attend = functools.partial(attend_differentiably, implementation)
-    monkeypatch.setitem(choice._IMPLEMENTATIONS, "toy", attend)
-    yield made
-    jax.clear_caches()  # of traces that chose it
+    """The toy before all others: nothing else is touched."""
+    monkeypatch.setattr(choice, "BACKENDS", (Toy(), *choice.BACKENDS))
 
 
 def attend(num_rows, **options):
@@ -92,25 +106,62 @@ def attend(num_rows, **options):
 
 @pytest.mark.one_end
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
-def test_a_second_backend_is_a_row(toy):
+@pytest.mark.usefixtures("toy")
+def test_a_backend_is_a_value():
     call, queries = attend(1)
     plain = attend(1, implementation="reference")[0](queries)
     # Where its platform is, it serves the calls that it takes.
     assert_close(call(queries), -plain)
-    assert toy.asked == [("cpu", False)] and np.asarray(plain).any()
-    # By name, on any platform, with the derivative that all implementations have.
+    assert np.asarray(plain).any()
     named = attend(1, implementation="toy")[0]
     assert_close(jax.jit(named)(queries), -plain)
-    gradient = jax.grad(lambda queries: named(queries).sum())(queries)
-    assert np.isfinite(gradient).all() and np.asarray(gradient).any()
+
+    def differentiate(function):
+        return jax.grad(lambda queries: function(queries).sum())(queries)
+
+    for function in (call, named):  # of the scaled queries
+        assert_close(differentiate(function), jnp.full_like(queries, 7 / 48**0.5))
     # What it does not take goes to the plain path, and so do calls by position.
     call, rows = attend(3)
     assert_close(call(rows), attend(3, implementation="xla")[0](rows))
     exact = attend(1, by_position=True)[0](queries)
     assert_close(exact, plain)
-    assert ("cpu", True) in toy.asked
-    # By position it has no row, and an error lists it among the names.
+
+
+@pytest.mark.one_end
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
+@pytest.mark.usefixtures("toy")
+def test_a_backend_says_what_it_does_not_take():
+    named, rows = attend(3, implementation="toy")
+    with pytest.raises(NotImplementedError, match="'toy' does not apply: it takes 1 r"):
+        named(rows)
+    call, queries = attend(1, implementation="toy", by_position=True)
     with pytest.raises(ValueError, match="depends on the step"):
-        attend(1, implementation="toy", by_position=True)[0](queries)
+        call(queries)
     with pytest.raises(ValueError, match="'toy'"):
         attend(1, implementation="tyo")[0](queries)
+    named = attend(1, implementation="toy")[0]
+    with pytest.raises(NotImplementedError, match="is for CPU alone"):
+        jax.jit(named).trace(queries).lower(lowering_platforms=("rocm",))
+
+
+@pytest.mark.one_end
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
+@pytest.mark.usefixtures("toy")
+def test_a_backend_has_its_own_plan_of_a_step():
+    """Through a step of a cache, and through its derivative."""
+    cache, opened = jkv.allocate(jkv.init(small_config(head_dim=16)), [0])
+    cache, batch = jkv.append(cache, opened.seq_ids)
+    assert [{*each} for each in batch.plan] == [{"toy"}]
+    rows = jnp.linspace(-1, 2, 16).reshape(1, 1, 16)
+    cache = jkv.write(cache, 0, batch, rows, rows)
+
+    def weigh(queries, implementation):
+        found = jkv.attend(cache, 0, batch, queries, implementation=implementation)
+        return jnp.sum(found)
+
+    found, gradient = jax.value_and_grad(weigh)(rows, "toy")
+    # One token has all the weight: its values, in negative, times the plan's number.
+    assert abs(rows.sum()) > 1
+    assert_close(found, -2 * rows.sum())
+    assert np.isfinite(gradient).all()

@@ -21,11 +21,11 @@ from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention
+from jkv.attention.cards import find_target
 from jkv.attention.kernel.table import TABLE
 from jkv.attention.kernel.tuning import (
     find_family,
     find_kind,
-    find_target,
     find_tuning,
     why_never,
     why_not,
@@ -200,8 +200,8 @@ def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
     assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
-    for platform in ("cuda", "tpu"):
-        with pytest.raises(NotImplementedError, match="no tile for"):
+    for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA alone")):
+        with pytest.raises(NotImplementedError, match=reason):
             lower(forced, call_shapes("float32"), platform)
 
 

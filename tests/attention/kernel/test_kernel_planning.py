@@ -13,8 +13,9 @@ from support.small_caches import small_config
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention.kernel import by_position, launches, planning, platforms
-from jkv.attention.kernel.platforms import _INTERPRETED
+from jkv.attention import cards
+from jkv.attention.kernel import by_position, launches, planning
+from jkv.attention.kernel.face import _INTERPRETED
 from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
@@ -30,10 +31,7 @@ def with_card(monkeypatch):
 @pytest.fixture
 def with_mi300x(monkeypatch):
     """As on a machine with that card, except that nothing runs there."""
-    for module in (planning, platforms):
-        monkeypatch.setattr(
-            module, "find_target", {"rocm": "gfx942", "cuda": None}.__getitem__
-        )
+    monkeypatch.setattr(cards, "find_target", {"rocm": "gfx942", "cuda": None}.get)
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def test_layers_use_the_lists_of_the_step(num_listed, call):
     for one, other in zip(answer, expected, strict=True):
         assert_close(one, other)
     assert expected[0].any() == (call != "nothing")
-    (lists,) = batch.plan
+    lists = batch.plan[0]["pallas"]
     (decode,) = lists.decode
     assert decode.is_windowed == ("sliding_window" in CALLS[call])
     assert bool(lists.prefill) == ("num_tokens" in CALLS[call])
@@ -117,7 +115,7 @@ def test_pieces_by_position_are_listed_once(num_listed):
     call = {"num_tokens": [1, 2, 1, 0], "window": 3}
     expected = step(**call, implementation="reference")[1]
     batch, answer = step(**call, is_exact=True)
-    (lists,) = batch.plan
+    lists = batch.plan[0]["pallas"]
     assert lists.by_position and not (lists.decode or lists.prefill or num_listed)
     for one, other in zip(answer, expected, strict=True):
         assert_close(one, other)
@@ -162,7 +160,7 @@ def test_a_card_is_known_by_its_table():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
-    assert batch.plan[0].decode[0].sizes.least == 8 * 304 // 2 // 2
+    assert batch.plan[0]["pallas"].decode[0].sizes.least == 8 * 304 // 2 // 2
 
 
 @pytest.mark.one_end
@@ -226,7 +224,7 @@ def test_each_group_has_lists_of_its_own():
     def plan(cache):
         cache, batch = jkv.append(cache, [0, 1], [9, 1], capacity=16)
         first = plan_attention(cache, batch.first_rows(12))
-        return batch.plan, first.plan
+        return [[each["pallas"] for each in step.plan] for step in (batch, first)]
 
     for lists in jax.eval_shape(plan, cache):
         assert [each.decode[0].is_windowed for each in lists] == [False, True]

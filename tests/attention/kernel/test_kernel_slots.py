@@ -13,8 +13,7 @@ from support.kernel_lowering import find_kernels, lower, shape
 from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
-from jkv.attention import choice
-from jkv.attention.kernel import platforms
+from jkv.attention import cards, choice
 from jkv.attention.kernel.slots import store_rows, why_scattered
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
@@ -171,13 +170,12 @@ def test_what_scatters_store():
 @pytest.mark.one_end
 def test_which_cards_have_it(monkeypatch):
     arrays = make_write(Sizes(), jnp.zeros).arrays
-    monkeypatch.setattr(platforms, "find_target", lambda _: None)
+    monkeypatch.setattr(cards, "find_target", lambda _: None)
     assert choice.find_stores(arrays) == {}
 
     def pretend(card):
-        cards = {"rocm": card if card.startswith("gfx") else None}
-        cards["cuda"] = None if card.startswith("gfx") else card
-        monkeypatch.setattr(platforms, "find_target", cards.__getitem__)
+        found = {"rocm" if card.startswith("gfx") else "cuda": card}
+        monkeypatch.setattr(cards, "find_target", found.get)
 
     for card, found in (
         ("gfx942", ["rocm"]),

@@ -1,0 +1,118 @@
+"""The kernels as a backend: which calls they take on which card, with what tiles."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jkv.attention.backend import Backend, StepShape
+from jkv.attention.call import Call, Requests
+from jkv.attention.cards import Card
+from jkv.attention.derivative import Cotangents, Gradients
+from jkv.attention.kernel import backend, lists
+from jkv.attention.kernel.by_position import attend_kernel_by_position
+from jkv.attention.kernel.derivative import differentiate_kernel
+from jkv.attention.kernel.launches import attend_kernel
+from jkv.attention.kernel.planning import plan_work
+from jkv.attention.kernel.slots import store_rows, why_scattered
+from jkv.attention.kernel.table import Backward, Tile, Tuning
+from jkv.attention.kernel.tuning import (
+    find_backward,
+    find_family,
+    find_tuning,
+    why_never,
+    why_no_derivative,
+    why_no_tile,
+    why_not,
+)
+from jkv.attention.pools import Pools
+from jkv.attention.slots import SlotWrite
+
+# Interpreting is for checking numbers: small tiles, to have several of everything.
+_INTERPRETED = Tuning(
+    decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
+    prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
+    programs=16,
+    piece_tokens=16,
+    max_pieces=8,
+)
+
+
+_INTERPRETED_BACKWARD = Backward(
+    576,
+    queries=Tile(rows=32, tokens=16, num_warps=1, num_stages=1),
+    tokens=Tile(rows=32, tokens=32, num_warps=1, num_stages=1),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Triton(Backend):
+    """Pallas kernels over Triton: compiled for GPUs, interpreted on a CPU by name."""
+
+    name: ClassVar[str] = lists.NAME
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "rocm", "cuda")
+    unasked: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
+    is_by_position: ClassVar[bool] = True
+    plan_nodes: ClassVar[tuple[type, ...]] = lists.NODES
+    plan_sizes: ClassVar[tuple[type, ...]] = lists.SIZES
+
+    def why_not(self, call: Call, card: Card) -> str | None:
+        """Say whether there is a row in the table; without a card, for any of them."""
+        given = call.queries, call.pools
+        if card.platform == "cpu":
+            return backend.why_missing() or why_never(*given)
+        return _why_no_backend(card) or why_not(*given, *card)
+
+    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+        """Run the kernels with the tiles for the card."""
+        is_interpreted = card.platform == "cpu"
+        tuning: Tuning | None = _INTERPRETED
+        if not is_interpreted:
+            tuning = find_tuning(call.queries, call.pools, *card)
+        assert tuning is not None  # or there was a reason
+        attend = attend_kernel_by_position if call.by_position else attend_kernel
+        return attend(call, tuning=tuning, interpret=is_interpreted)
+
+    def why_not_derived(self, call: Call, card: Card) -> str | None:
+        """Say the same of the derivative's table."""
+        given = call.queries, call.pools
+        if card.platform == "cpu":
+            return backend.why_missing() or why_no_derivative(*given)
+        return _why_no_backend(card) or why_no_tile(*given, *card)
+
+    def differentiate(
+        self, call: Call, cotangents: Cotangents, card: Card
+    ) -> Gradients:
+        """Run the derivative's kernels."""
+        is_interpreted = card.platform == "cpu"
+        tuning: Backward | None = _INTERPRETED_BACKWARD
+        if not is_interpreted:
+            tuning = find_backward(call.queries, call.pools, *card)
+        assert tuning is not None  # or there was a reason
+        return differentiate_kernel(
+            call, cotangents, tuning=tuning, interpret=is_interpreted
+        )
+
+    def why_not_stored(self, arrays: dict[str, jax.Array], card: Card) -> str | None:
+        """Say why scatters store rows; they do where no card of the platform is."""
+        if card.target is None or find_family(*card) is None:
+            return f"there are no kernels for {card.target or card.platform}"
+        return backend.why_missing() or why_scattered(arrays)
+
+    def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
+        """Store by one launch for all arrays."""
+        del card
+        return store_rows(write, interpret=False)
+
+    def plan(
+        self, pools: Pools, requests: Requests, step: StepShape
+    ) -> lists.WorkLists | None:
+        """List what the programs of a step read, where there is a card."""
+        return plan_work(pools, requests, step)
+
+
+def _why_no_backend(card: Card) -> str | None:
+    if card.target is not None:
+        return backend.why_missing()
+    # Without a card the kernel may be lowered elsewhere or, as mostly, never.
+    return None if backend.is_installed() else "this JAX has no Pallas for GPUs"
