@@ -73,11 +73,23 @@ def trim(automaton: Automaton) -> Automaton:
 def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     """Trim an automaton and merge states that accept the same continuations."""
     trimmed = trim(automaton)
-    columns, which = np.unique(trimmed.transitions, axis=1, return_inverse=True)
+    firsts, which = _distinct_columns(trimmed.transitions)
+    columns = trimmed.transitions[:, firsts]
     labels = merge_states(columns, trimmed.accepting.astype(np.int64), bounds)
     firsts = np.unique(labels, return_index=True)[1]
     renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
-    return Automaton(renamed[:, which.reshape(-1)], trimmed.accepting[firsts])
+    return Automaton(renamed[:, which], trimmed.accepting[firsts])
+
+
+def _distinct_columns(
+    table: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where distinct columns stand, and which of them each one is, by hashes."""
+    weights = _odd(np.random.default_rng(1), len(table))
+    hashes = weights @ table.astype(np.uint64)
+    hashes ^= hashes >> np.uint64(29)
+    _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
+    return firsts, which.reshape(-1)
 
 
 def merge_states(
@@ -127,7 +139,8 @@ def find_finishing(
     """Return from which states an accepting one can be reached, bool[S]."""
     sources, columns = np.nonzero(table >= 0)
     targets = table[sources, columns]
-    pairs = np.unique(np.stack([targets, sources]).astype(np.int64), axis=1)
+    count = np.int64(len(table))
+    pairs = np.stack(np.divmod(np.unique(targets * count + sources), count))
     counts = np.bincount(pairs[0], minlength=len(table))
     ends = np.cumsum(counts)
 

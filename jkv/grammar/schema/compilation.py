@@ -101,7 +101,9 @@ class SchemaCompiler:
             if self.max_counted > _LEAST_COUNTED and size(found) > _MAX_STATES:
                 less, root = self.max_counted // 4, self.document.root
                 lower = SchemaCompiler(root, self._reading, self.bounds, less)
-                found = lower.compile_root()
+                lowered = lower.compile_root()
+                # Most of the states may come from something else.
+                return lowered if size(lowered) < size(found) * 0.75 else found
             return found
         except RecursionError as error:
             raise TooLarge("schemas stand in each other too deeply") from error

@@ -6,6 +6,7 @@ which some are excluded, without an exponent.
 """
 
 import decimal
+import functools
 from collections.abc import Callable, Set
 
 import numpy as np
@@ -40,6 +41,9 @@ INTEGER = concat(optional(Literal(b"-")), _WHOLE)
 NUMBER = concat(INTEGER, optional(_FRACTION), optional(_POWER))
 _PLAIN = concat(INTEGER, optional(_FRACTION))
 _ZEROS = concat(b".", b"0", Repeat(Literal(b"0")))
+
+# Bounds with more digits allow numbers of so many.
+_MOST_DIGITS = 32
 
 _Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left out
 
@@ -110,7 +114,18 @@ def _read_bound(
     if not found:
         return None
     value, _ = tighter(found, key=lambda bound: bound[0])
-    return value, (value, True) in found
+    is_exclusive = (value, True) in found
+    return _round(value, tighter is max, is_exclusive)
+
+
+def _round(value: decimal.Decimal, is_least: bool, is_exclusive: bool) -> _Bound:
+    """Bring a bound of more digits than are served towards the numbers it allows."""
+    furthest = decimal.Decimal(10) ** _MOST_DIGITS
+    if value > furthest and not is_least:
+        return furthest, False
+    if value < -furthest and is_least:
+        return -furthest, False
+    return value, is_exclusive
 
 
 def _decimal(value: int | float) -> decimal.Decimal:
@@ -160,6 +175,7 @@ def _spellings(value: int | float) -> Expression:
     return concat(number, optional(_ZEROS))
 
 
+@functools.lru_cache(maxsize=256)
 def _magnitudes(
     least: _Bound, most: _Bound | None, is_integer: bool, bounds: Bounds
 ) -> Expression:
