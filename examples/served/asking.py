@@ -38,6 +38,16 @@ class Asked(NamedTuple):
     language: Language | None = None  # of all texts
     rules: Rules | None = None  # likewise
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a text may call tools."""
+        return self.tools is not None and self.tools.language is not None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a text that calls none is an answer after a schema."""
+        return self.has_calls and self.language != self.tools.language
+
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
     """Understand what the engine is asked for.

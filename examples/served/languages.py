@@ -1,7 +1,7 @@
 """What the texts of a request must be: JSON, JSON of a schema, a pattern, a choice."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jkv.grammar import (
@@ -50,25 +50,7 @@ class Language(NamedTuple):
 def _compile_tools(
     described: Mapping[str, Any], vocabulary: Vocabulary, *, max_bytes: int
 ) -> Grammar:
-    try:
-        return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
-    except Exception:  # a schema may be wrong in any way
-        _name_wrong_tool(described["tools"], vocabulary, max_bytes)
-        raise
-
-
-def _name_wrong_tool(
-    tools: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, max_bytes: int
-) -> None:
-    """Refuse the first tool whose parameters are no schema that can be served."""
-    for tool in tools:
-        try:
-            from_json_schema(tool["parameters"], vocabulary, max_bytes=max_bytes)
-        except Exception as error:  # likewise
-            words = str(error)
-            if not isinstance(error, ValueError):
-                words = f"they cannot be read ({type(error).__name__}: {words})"
-            raise ValueError(f"the parameters of {tool['name']}: {words}") from error
+    return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
 
 
 _ASKED: dict[str, Any] = {  # by clients, in these words
@@ -92,11 +74,14 @@ def read_language(
     Raises:
         Refused: for what describes none, and for two.
     """
+    answer = _read_response_format(body.get("response_format"))
+    if calls is not None and answer is not None:
+        calls, answer = _join(calls, answer), None
     found = [
         language
         for language in (
             calls,
-            _read_response_format(body.get("response_format")),
+            answer,
             _read_structured_outputs(body.get("structured_outputs")),
             *(_read_guided(body, kind) for kind in ("json", "regex", "choice")),
         )
@@ -106,6 +91,19 @@ def read_language(
         names = " and ".join(language.param for language in found)
         raise Refused(f"give one of {names}", found[1].param)
     return found[0] if found else None
+
+
+def _join(calls: Language, answer: Language) -> Language:
+    """Return the language of texts that call tools, or are the answer.
+
+    Where tools must be called there is no answer yet.
+    """
+    described = json.loads(calls.text)
+    is_schema = answer.kind == "json"
+    schema = json.loads(answer.text) if is_schema else {"type": "object"}
+    if described["choice"] != "auto":
+        return calls
+    return describe(calls.kind, {**described, "answer": schema}, calls.param)
 
 
 def _read_response_format(given: Any) -> Language | None:

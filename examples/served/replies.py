@@ -62,7 +62,8 @@ class Reply:
                 shown.num_top,
                 scored[i] if scored else None,
                 is_chat=is_chat,
-                may_call=asked.tools is not None and asked.tools.language is not None,
+                has_calls=asked.has_calls,
+                has_answer=asked.has_answer,
             )
             for i, (prompt, echo) in enumerate(zip(asked.prompts, echoes, strict=True))
             for _ in range(shown.num_choices)
@@ -161,9 +162,12 @@ class Choice:
         scored: Scored | None,
         *,
         is_chat: bool,
-        may_call: bool,
+        has_calls: bool,
+        has_answer: bool,
     ):
-        self._calls = CallReader(*served.tool_tags) if may_call else None
+        self._calls: CallReader | None = None
+        if has_calls:
+            self._calls = CallReader(*served.tool_tags, has_answer=has_answer)
         self._served, self._prompt, self._is_chat = served, list(prompt), is_chat
         self._echo, self._scored, self._new = echo, scored, list[int]()
         self._is_begun = False

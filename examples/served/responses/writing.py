@@ -84,9 +84,15 @@ class ResponseReply:
         self._body, self._served = body, served
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         (prompt,) = asked.prompts
-        may_call = asked.tools is not None and asked.tools.language is not None
         self._choice = Choice(
-            served, prompt, "", shown.num_top, None, is_chat=True, may_call=may_call
+            served,
+            prompt,
+            "",
+            shown.num_top,
+            None,
+            is_chat=True,
+            has_calls=asked.has_calls,
+            has_answer=asked.has_answer,
         )
         self._num_prompt, self._num_new = len(prompt), 0
         self.is_scored = bool(shown.num_top)
