@@ -8,13 +8,13 @@ import dataclasses
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from served.asking import Asked
+from served.asking.body import Asked
+from served.asking.showing import Shown, read_fields
 from served.display import Display
 from served.loading import Served
 from served.mistakes import Refused
-from served.replies import select_likely
-from served.showing import Shown, read_fields
-from served.steering import Held
+from served.replying.replies import select_likely
+from served.steering.variants import Held
 
 from jkv.serving import Completion, EngineError
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from generating.ending import FAILED, answering_errors, fail
 from served import processes
+from served.asking.languages import FIELDS as LANGUAGE_FIELDS
+from served.asking.rules import FIELDS as RULE_FIELDS
 from served.display import Display, warm_up
-from served.languages import FIELDS as LANGUAGE_FIELDS
 from served.loading import Served, load
-from served.rules import FIELDS as RULE_FIELDS
 
 from jkv.serving import EngineError
 

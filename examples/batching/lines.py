@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from served.fields import check_texts
+from served.asking.fields import check_texts
 
 # Levels that are kept free, of what Python can nest: a result is written elsewhere.
 MARGIN = 50

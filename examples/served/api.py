@@ -1,7 +1,7 @@
 """The endpoints of OpenAI's API around an engine: completions, chats, and its numbers.
 
-A body is read within limits (`gate.py`), understood in another thread, since tokenizers
-take their time (`showing.py`), and answered (`endpoints.py`, `answers.py`).
+A body is read within limits, understood in another thread, since tokenizers take their
+time, and answered (`endpoints`).
 """
 
 import asyncio
@@ -16,13 +16,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .connections import Bounds
-from .describing import describe
-from .endpoints import make_completions, make_responses
-from .gate import ask_for_key, name_request, refuse_two_lengths, respond, tell_of_end
+from .endpoints.connections import Bounds
+from .endpoints.continuing import make_completions, make_responses
+from .endpoints.describing import describe
+from .endpoints.gate import (
+    ask_for_key,
+    name_request,
+    refuse_two_lengths,
+    respond,
+    tell_of_end,
+)
+from .endpoints.tokens import list_token_routes
 from .loading import Served
 from .mistakes import Refused
-from .tokens import list_token_routes
 
 
 def make_app(

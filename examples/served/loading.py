@@ -15,12 +15,12 @@ from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
 from . import processes
-from .grammars import Languages
-from .languages import Language
-from .rule_table import Rules, RuleTable
-from .scoring import Scorer, make_scorer
-from .spelling import Spelling
-from .steering import Held, Steered
+from .asking.languages import Language
+from .replying.scoring import Scorer, make_scorer
+from .replying.spelling import Spelling
+from .steering.grammars import Languages
+from .steering.rule_table import Rules, RuleTable
+from .steering.variants import Held, Steered
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
 ROOM_SECONDS = 60.0  # in which a request's grammar is compiled, and has room

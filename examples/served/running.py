@@ -10,7 +10,7 @@ from generating.ending import FAILED, end_now
 from jkv.serving import Engine
 
 from .api import make_app
-from .connections import make_config
+from .endpoints.connections import make_config
 from .loading import Served
 
 BACKLOG = 2048  # connections that wait to be accepted; the system may allow fewer

@@ -8,9 +8,9 @@ import typing
 import openai
 import pydantic
 import pytest
-from served.calls import CallReader
-from served.prompts import read_chat
-from served.tools import read_tools
+from served.asking.prompts import read_chat
+from served.asking.tools import read_tools
+from served.replying.calls import CallReader
 
 pytestmark = [
     pytest.mark.one_end,

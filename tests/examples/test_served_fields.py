@@ -8,9 +8,9 @@ import openai
 import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
-from served import fields
+from served.asking import fields
+from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
-from served.showing import check_model, read_request
 from support.http_server import POISON
 from support.paths import ROOT
 

@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from served import answers
 from served.api import make_app
+from served.replying import answers
 from support.http_server import start_server
 
 pytestmark = [

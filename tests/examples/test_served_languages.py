@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pydantic
 import pytest
-from served import compiling, endpoints
-from served.languages import Language
+from served.asking.languages import Language
+from served.endpoints import continuing
+from served.steering import compiling
 
 pytestmark = [
     pytest.mark.one_end,
@@ -106,7 +107,7 @@ def test_languages_come_and_go(client, served, monkeypatch):
             assert set(text) == {str(number)}
     held = hold(served, *"abc")
     with monkeypatch.context() as patch:
-        patch.setattr(endpoints, "ROOM_SECONDS", 0.2)
+        patch.setattr(continuing, "ROOM_SECONDS", 0.2)
         with pytest.raises(openai.RateLimitError, match="all room for grammars"):
             ask(client, extra_body={"guided_choice": ["d"]})
     # Those that are there are served all the same.

@@ -6,8 +6,8 @@ import typing
 import pydantic
 import pytest
 from openai.types.responses import response_create_params
-from served import fields
-from served.prompts import read_chat
+from served.asking import fields
+from served.asking.prompts import read_chat
 from served.responses import reading
 
 pytestmark = [

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import openai
 import pytest
-from served import endpoints
-from served.penalties import CountPenalties
-from served.rule_table import Rules
+from served.endpoints import continuing
+from served.steering.penalties import CountPenalties
+from served.steering.rule_table import Rules
 
 pytestmark = [
     pytest.mark.one_end,
@@ -122,7 +122,7 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served, monkeypatch):
     held = [served.hold(None, rules) for _ in range(3)]
     assert len({each.variant for each in held}) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(endpoints, "ROOM_SECONDS", 0.2)
+        patch.setattr(continuing, "ROOM_SECONDS", 0.2)
         with pytest.raises(openai.RateLimitError, match="all room for rules"):
             ask(min_tokens=1)
     # A language alone needs none.

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from served.scoring import grow
+from served.replying.scoring import grow
 from support.paths import EXAMPLES
 
 pytestmark = [
@@ -150,8 +150,8 @@ def test_many_prompts_and_wrong_ones(client, post):
 
 
 def test_a_server_without_a_scorer_says_so(served):
+    from served.asking.showing import read_request
     from served.mistakes import Refused
-    from served.showing import read_request
 
     bare = served._replace(scorer=None)
     for fields in ({"logprobs": 1}, {"logprobs": 0, "echo": True}):

@@ -12,7 +12,7 @@ import pretrained
 import pytest
 import uvicorn
 from served import loading
-from served.connections import make_config
+from served.endpoints.connections import make_config
 
 from support.paths import EXAMPLES
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..fields import SERVED_OF_CHATS, Refusal, refuse
+from ..asking.fields import SERVED_OF_CHATS, Refusal, refuse
 from ..mistakes import Refused
 
 _NOT_STORED = "is not served: nothing is stored; give the whole input"

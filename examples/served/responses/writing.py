@@ -13,10 +13,10 @@ from typing import Any
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
-from ..calls import CallPart
+from ..asking.showing import Asked, Shown
 from ..loading import Served
-from ..replies import Choice, write_event
-from ..showing import Asked, Shown
+from ..replying.calls import CallPart
+from ..replying.replies import Choice, write_event
 
 # What of a body its response repeats, and what it has where the body does not say.
 REPEATED = {

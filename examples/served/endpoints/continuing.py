@@ -12,7 +12,10 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from .answers import (
+from ..asking.showing import Asked, Shown, read_fields, read_json
+from ..loading import ROOM_SECONDS, Served
+from ..mistakes import Refused
+from ..replying.answers import (
     AnyReply,
     cancel_all,
     list_events,
@@ -22,16 +25,13 @@ from .answers import (
     submit_all,
     tell_known,
 )
+from ..replying.replies import Reply, tell_deadline
+from ..replying.scoring import Scored
+from ..responses.reading import NAMES, read_response
+from ..responses.writing import ResponseReply
+from ..steering.variants import Held
 from .connections import Bounds
 from .gate import read_bytes, respond
-from .loading import ROOM_SECONDS, Served
-from .mistakes import Refused
-from .replies import Reply, tell_deadline
-from .responses.reading import NAMES, read_response
-from .responses.writing import ResponseReply
-from .scoring import Scored
-from .showing import Asked, Shown, read_fields, read_json
-from .steering import Held
 
 Answer = Callable[[Request], Awaitable[Response]]
 Fields = Mapping[str, Any]

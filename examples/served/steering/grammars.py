@@ -6,8 +6,8 @@ never given up.
 
 from jkv.grammar import Catalog, CatalogFull, Grammar, Vocabulary
 
-from .languages import Language
-from .mistakes import Refused
+from ..asking.languages import Language
+from ..mistakes import Refused
 
 
 class Entry:

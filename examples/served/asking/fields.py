@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .mistakes import Refused
-from .values import read_flag
+from ..mistakes import Refused
+from ..values import read_flag
 
 
 class Refusal(NamedTuple):

@@ -8,15 +8,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..asking.fields import refuse
+from ..asking.prompts import read_chat, read_prompts
+from ..asking.showing import check_model, read_json
+from ..asking.tools import read_tools
+from ..loading import Served
+from ..mistakes import Refused
+from ..values import is_tokens, read_flag
 from .connections import Bounds
-from .fields import refuse
 from .gate import read_bytes, respond
-from .loading import Served
-from .mistakes import Refused
-from .prompts import read_chat, read_prompts
-from .showing import check_model, read_json
-from .tools import read_tools
-from .values import is_tokens, read_flag
 
 # Each in the words of vLLM, whose endpoints they are.
 OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}

@@ -5,15 +5,15 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .asking import MOST_SAMPLES, Asked, read_body
+from ..loading import Served
+from ..mistakes import Refused
+from ..replying.scoring import MOST_TOP
+from ..values import read_flag, read_number
+from .body import MOST_SAMPLES, Asked, read_body
 from .fields import check_fields, check_texts
 from .languages import read_language
-from .loading import Served
-from .mistakes import Refused
 from .prompts import read_prompt_texts
 from .rules import read_rules
-from .scoring import MOST_TOP
-from .values import read_flag, read_number
 
 
 class Shown(NamedTuple):

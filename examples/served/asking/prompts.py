@@ -11,9 +11,9 @@ from typing import Any
 
 import pretrained
 
-from .loading import Served
-from .mistakes import Refused
-from .values import is_tokens, read_flag
+from ..loading import Served
+from ..mistakes import Refused
+from ..values import is_tokens, read_flag
 
 MOST_PROMPTS = 2048
 

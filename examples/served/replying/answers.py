@@ -17,12 +17,12 @@ from jkv import FinishReason
 from jkv.serving import Completion, EngineError, Event, QueueFull
 from jkv.serving.request.texts import TextStream
 
-from .loading import Served
-from .mistakes import Refused
+from ..asking.showing import Asked, Shown
+from ..loading import Served
+from ..mistakes import Refused
+from ..responses.writing import ResponseReply
 from .replies import Reply, check_reason, select_likely
-from .responses.writing import ResponseReply
 from .scoring import Scored
-from .showing import Asked, Shown
 
 # Events, each with its text's number; None where nothing came for a while.
 Found = AsyncGenerator[tuple[int, Event] | None, None]

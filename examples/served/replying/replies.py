@@ -9,12 +9,12 @@ from typing import Any
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
+from ..asking.showing import Asked, Shown
+from ..loading import Served
+from ..mistakes import Refused
 from .calls import CallPart, CallReader
-from .loading import Served
 from .logprobs import TokenTeller, write_of_chat, write_of_text
-from .mistakes import Refused
 from .scoring import Scored
-from .showing import Asked, Shown
 
 # The API has few words for why a text ended.
 REASONS = {

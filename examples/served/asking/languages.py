@@ -14,7 +14,7 @@ from jkv.grammar import (
     from_tools,
 )
 
-from .mistakes import Refused
+from ..mistakes import Refused
 
 # The fields that ask for one.
 FIELDS = {"response_format", "structured_outputs", "tools"}

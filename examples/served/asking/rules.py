@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .loading import Served
-from .mistakes import Refused
-from .rule_table import (
+from ..loading import Served
+from ..mistakes import Refused
+from ..steering.rule_table import (
     MOST_ALLOWED,
     MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_TOKENS_OF_A_WORD,
     Rules,
 )
-from .values import is_tokens, read_number
+from ..values import is_tokens, read_number
 
 # Each field, and the values of it that ask for nothing.
 FIELDS = {"logit_bias": {}, "min_tokens": 0, "bad_words": [], "allowed_token_ids": None}

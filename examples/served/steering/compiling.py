@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 
 from jkv.grammar import Grammar, Vocabulary
 
-from .languages import Language
-from .mistakes import Refused
+from ..asking.languages import Language
+from ..mistakes import Refused
 
 MOST_SECONDS = 20.0  # for a grammar
 MOST_PROCESSES = 4  # at one time; further grammars wait for one of them

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..mistakes import Refused
+from ..values import read_flag
 from .languages import Language, describe
-from .mistakes import Refused
-from .values import read_flag
 
 MOST_TOOLS = 128  # as in the API
 NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")

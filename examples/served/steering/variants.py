@@ -15,10 +15,10 @@ from jkv.serving import Engine
 from jkv.serving.request.ask import NOT_STEERED
 from jkv.steering import Steering, chain, renumber
 
+from ..asking.languages import Language
+from ..mistakes import Refused
 from .compiling import Compilers
 from .grammars import Entry, Languages
-from .languages import Language
-from .mistakes import Refused
 from .rule_table import Rules, RuleTable
 
 

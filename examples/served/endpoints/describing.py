@@ -10,10 +10,10 @@ from starlette.routing import Route
 import jkv
 from jkv.serving.prometheus import render
 
+from ..asking.showing import check_model
+from ..loading import Served
+from ..mistakes import Refused
 from .gate import respond
-from .loading import Served
-from .mistakes import Refused
-from .showing import check_model
 
 
 def describe(served: Served) -> list[Route]:

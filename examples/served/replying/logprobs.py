@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jkv.serving.request.texts import TextStream
 
-from .loading import Served
+from ..loading import Served
 from .scoring import Scored
 
 LEAST_LOGPROB = -9999.0  # as the API writes what is less likely

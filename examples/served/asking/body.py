@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jkv
 from jkv.serving import Ask
 
+from ..loading import MOST_STOP_TOKENS, Served
+from ..mistakes import Refused
+from ..steering.rule_table import Rules
+from ..values import is_tokens, read_flag, read_number
 from .languages import Language
-from .loading import MOST_STOP_TOKENS, Served
-from .mistakes import Refused
 from .prompts import read_chat, read_prompts
-from .rule_table import Rules
 from .tools import Tools, read_tools
-from .values import is_tokens, read_flag, read_number
 
 MOST_SAMPLES = 16
 MOST_STOPS = 32

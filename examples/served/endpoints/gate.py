@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..mistakes import Refused
 from .connections import Bounds
-from .mistakes import Refused
 
 OPEN_TO_ALL = ("/health",)
 NAME = re.compile(rb"[!-~]{1,128}")  # of a request, as a client may give it
