@@ -81,13 +81,13 @@ class Served(NamedTuple):
 
     def begin(self) -> None:
         """Begin to start what grammars are compiled by."""
-        if self.steered is not None and self.steered.compilers is not None:
-            self.steered.compilers.start()
+        if self.steered is not None:
+            self.steered.start()
 
     def end(self) -> None:
         """End it."""
-        if self.steered is not None and self.steered.compilers is not None:
-            self.steered.compilers.close()
+        if self.steered is not None:
+            self.steered.close()
 
     @property
     def most_characters(self) -> int:
