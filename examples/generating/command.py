@@ -138,7 +138,10 @@ def prepare(options: argparse.Namespace) -> Task:
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
     model, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
+        options.model,
+        mesh=mesh,
+        scan_layers=options.scan_layers,
+        loop_layers=pretrained.prefers_loops(mesh),
     )
     tokenizer = pretrained.load_tokenizer(options.model)
     if options.chat:

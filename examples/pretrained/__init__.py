@@ -63,6 +63,11 @@ __all__ = [
 ]
 
 
+def prefers_loops(mesh: jax.sharding.Mesh | None = None) -> bool:
+    """Tell whether ``load(loop_layers=True)`` is for here: one process, on a CPU."""
+    return mesh is None and jax.default_backend() == "cpu"
+
+
 def load(
     folder: str | Path,
     dtype: jnp.dtype | None = None,
@@ -81,8 +86,8 @@ def load(
         mesh: devices over whose axis "tp" the weights are spread as they are read.
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
-        loop_layers: for many layers on a CPU: programs compile faster, and tokens take
-            as long. Not for training.
+        loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster
+            and tokens take as long. Not for training, nor beside ``scan_layers``.
         max_context_length: most tokens that a text will have, at most the model's.
             With longrope (Phi-3) it chooses the factors of all texts: the short ones
             up to the length before scaling, else the long ones. None takes them for

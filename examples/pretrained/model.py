@@ -124,7 +124,8 @@ def _join_runs(
     of a stack.
     """
     pairs = list(zip(config.runs, layers, strict=True))
-    if not config.loop_layers or config.key_layers or config.layer_heads:
+    is_told = config.key_layers or config.layer_heads
+    if config.scan_layers or not config.loop_layers or is_told:
         return pairs
 
     def kind(pair: tuple[Run, Weights]) -> Any:
