@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.elements import Integer
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
+    Integer,
     require_options,
     require_part,
     require_queries,
@@ -224,7 +224,7 @@ def paged_attention(
         kv_dtype=kv_dtype,
         value_head_dim=value_head_dim,
     )
-    require_queries(queries, pools.keys, pools.values, sinks)
+    require_queries(queries, pools.keys, pools.values, sinks, key_dim=pools.head_dim)
     lengths = query_starts, query_lengths, context_lengths
     require_requests(block_tables, seq_ids, *lengths)
     if seq_ids is None:

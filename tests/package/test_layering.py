@@ -20,15 +20,25 @@ ALLOWED: dict[str, set[str]] = {
     "steering": {"status"},
     "grammar": {"status", "steering"},
     "sharding": set(),
-    "attention": {"sharding"},
+    "formats": set(),
+    "attention": {"formats", "sharding"},
     "recurrence": {"sharding"},
-    "config": {"attention", "status"},
-    "state": {"config", "sharding", "status"},
+    "config": {"formats", "status"},
+    "state": {"config", "formats", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
-    "storage": {"attention", "config", "metadata", "sharding", "state", "status"},
+    "storage": {
+        "attention",
+        "config",
+        "formats",
+        "metadata",
+        "sharding",
+        "state",
+        "status",
+    },
     "verbs": {
         "attention",
         "config",
+        "formats",
         "metadata",
         "recurrence",
         "sharding",
@@ -73,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": {
         "attention",
         "config",
+        "formats",
         "inspection",
         "making",
         "state",
@@ -102,8 +113,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
-    *("status", "sharding", "attention", "recurrence", "config", "state", "metadata"),
-    *("storage", "verbs"),
+    *("status", "sharding", "formats", "attention", "recurrence", "config", "state"),
+    *("metadata", "storage", "verbs"),
 }
 # The doors of rooms that have many, from the ground up: each may use those before it.
 DOORS: dict[str, tuple[str, ...]] = {
