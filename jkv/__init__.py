@@ -9,44 +9,15 @@ with fork, truncate and reorder for sequences that branch and roll back, match f
 prompts that begin alike, and evict for the day the pool is full.
 """
 
-from jkv import jitted, serialization
+from typing import TYPE_CHECKING
+
+from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
-from jkv.decoding import (
-    BeamSearch,
-    DraftModel,
-    ExactDifference,
-    ExactReport,
-    FinishReason,
-    Generation,
-    Model,
-    PromptLookup,
-    Sampling,
-    beam_search,
-    check_exact,
-    extend,
-    generate,
-    score,
-)
-from jkv.inspection.debugging import debug
-from jkv.inspection.findings import DebugError
-from jkv.inspection.invariants import check
-from jkv.inspection.memory import MemoryProfile, memory_profile
-from jkv.inspection.statistics import GroupStats, Stats, stats
-from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
-from jkv.making.initialization import init
-from jkv.making.partitioning import partition_specs
-from jkv.making.saving import load, save
+from jkv.lazy import imports_later
 from jkv.prefixes.face import PrefixIndex
-from jkv.prefixes.verbs import (
-    clear_prefixes,
-    evict_cached,
-    invalidate,
-    match,
-    snapshots,
-)
 from jkv.state import (
     NO_SEQUENCE,
     Batch,
@@ -75,15 +46,10 @@ from jkv.status import (
     UsageError,
     raise_for_status,
 )
-from jkv.steering import Steering
-from jkv.storage.files import FileError
-from jkv.storage.swapped import Swapped
-from jkv.trees import TextTree
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
 from jkv.verbs.commitment import commit
-from jkv.verbs.compaction import compact
 from jkv.verbs.eviction import (
     clock,
     evict,
@@ -91,7 +57,6 @@ from jkv.verbs.eviction import (
     least_recently_used,
     touch,
 )
-from jkv.verbs.folding import fold_state
 from jkv.verbs.forking import Fork, fork
 from jkv.verbs.lookups import (
     BlockInfo,
@@ -103,16 +68,90 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
-from jkv.verbs.pooling import over_pools, split_pools
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
-from jkv.verbs.resizing import resize
 from jkv.verbs.states import read_pending, read_state, write_state
-from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
+if TYPE_CHECKING:  # imported when they are first asked for
+    from jkv import jitted
+    from jkv.decoding import (
+        BeamSearch,
+        DraftModel,
+        ExactDifference,
+        ExactReport,
+        FinishReason,
+        Generation,
+        Model,
+        PromptLookup,
+        Sampling,
+        beam_search,
+        check_exact,
+        extend,
+        generate,
+        score,
+    )
+    from jkv.inspection.debugging import debug
+    from jkv.inspection.findings import DebugError
+    from jkv.inspection.invariants import check
+    from jkv.inspection.memory import MemoryProfile, memory_profile
+    from jkv.inspection.statistics import GroupStats, Stats, stats
+    from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+    from jkv.making.initialization import init
+    from jkv.making.partitioning import partition_specs
+    from jkv.making.saving import load, save
+    from jkv.prefixes.verbs import (
+        clear_prefixes,
+        evict_cached,
+        invalidate,
+        match,
+        snapshots,
+    )
+    from jkv.steering import Steering
+    from jkv.storage.files import FileError
+    from jkv.storage.swapped import Swapped
+    from jkv.trees import TextTree
+    from jkv.verbs.compaction import compact
+    from jkv.verbs.folding import fold_state
+    from jkv.verbs.pooling import over_pools, split_pools
+    from jkv.verbs.resizing import resize
+    from jkv.verbs.swapping import SwapIn, swap_in, swap_out
+
 __version__ = "0.2.0"
+__getattr__ = imports_later(
+    __name__,
+    {
+        "jkv.decoding": (
+            "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
+            "Generation Model PromptLookup Sampling beam_search check_exact extend "
+            "generate score"
+        ),
+        "jkv.inspection.debugging": "debug",
+        "jkv.inspection.findings": "DebugError",
+        "jkv.inspection.invariants": "check",
+        "jkv.inspection.memory": "MemoryProfile memory_profile",
+        "jkv.inspection.statistics": "GroupStats Stats stats",
+        "jkv.inspection.utilisation": "Fragmentation fragmentation should_compact",
+        "jkv.making.initialization": "init",
+        "jkv.making.partitioning": "partition_specs",
+        "jkv.making.saving": "load save",
+        "jkv.prefixes.verbs": "clear_prefixes evict_cached invalidate match snapshots",
+        "jkv.steering": "Steering",
+        "jkv.storage.files": "FileError",
+        "jkv.storage.swapped": "Swapped",
+        "jkv.trees": "TextTree",
+        "jkv.verbs.compaction": "compact",
+        "jkv.verbs.folding": "fold_state",
+        "jkv.verbs.pooling": "over_pools split_pools",
+        "jkv.verbs.resizing": "resize",
+        "jkv.verbs.swapping": "SwapIn swap_in swap_out",
+    },
+    (
+        *("decoding", "grammar", "inspection", "jitted", "making", "recurrence"),
+        *("serving", "steering", "trees"),
+    ),
+)
 
 serialization.register()
 

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jkv import decoding, state
+from jkv import state
 from jkv.attention.choice import BACKENDS
-from jkv.decoding.beams.state import BeamStatistics
-from jkv.decoding.texts.results import Statistics
+from jkv.decoding.beams.state import BeamSearch, BeamStatistics
+from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.speculation.options import PromptLookup
+from jkv.decoding.texts.results import Generation, Statistics
 from jkv.prefixes.arrays import Beside, Snapshots
 from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
@@ -37,12 +39,12 @@ DATACLASSES: tuple[type, ...] = (
     *(state.NoIndex, PrefixIndex, Beside, Snapshots),
     *(state.Everything, state.SlidingWindow),
     *(state.States, state.BlockStorage, state.StateStorage),
-    *(state.Batch, decoding.Sampling, decoding.PromptLookup),
+    *(state.Batch, Sampling, PromptLookup),
     *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (
     *(state.Slots, Allocation, Fork, SwapIn, BlockInfo),
-    *(decoding.Generation, Statistics, decoding.BeamSearch, BeamStatistics),
+    *(Generation, Statistics, BeamSearch, BeamStatistics),
     *(node for node in _PLANNED if not dataclasses.is_dataclass(node)),
 )
 # Named tuples of numbers, as static fields hold them.
@@ -102,7 +104,7 @@ def _reader(node: type) -> Callable[[bytes], Any]:
                 f"the program was exported with a {node.__name__} of {sorted(values)}, "
                 f"and here it has {sorted(names)}: export it with this version of jkv"
             )
-        if node is decoding.Sampling:  # which flattens itself, without static fields
+        if node is Sampling:  # which flattens itself, without static fields
             return None
         return tuple(_from_json(values[name]) for name in names)
 

@@ -101,9 +101,9 @@ def _list_ropes(
 ) -> tuple[Any, ...]:
     """Return what each layer is turned by, which depends on its head dim too."""
     given = rope_parameters(settings) or ROPES
-    if set(given) != set(ROPES):
+    if not set(given) >= set(ROPES):
         raise ValueError(
-            f"config.json: RoPE settings must be those of {' and '.join(ROPES)}, got "
+            f"config.json: RoPE settings must have those of {' and '.join(ROPES)}, got "
             f"{sorted(given)}"
         )
     kinds = given["full_attention"], given["sliding_attention"]

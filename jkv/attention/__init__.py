@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_arguments
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.choice import choose
 from jkv.attention.pools import make_pools
@@ -112,6 +113,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explains_arguments
 def paged_attention(
     queries: jax.Array,
     key_pool: jax.Array,
@@ -229,7 +231,8 @@ def paged_attention(
     require_requests(block_tables, seq_ids, *lengths)
     if seq_ids is None:
         seq_ids = jnp.arange(query_starts.shape[0], dtype=jnp.int32)
-    require_options(window, soft_cap, max_query_length)
+    layer = 0 if layer is None else layer
+    require_options(layer, window, scale, soft_cap, max_query_length)
     part, num_parts = require_part(block_part, sinks)
     scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
     choice = choose(
@@ -238,7 +241,7 @@ def paged_attention(
     call = Call(
         queries=queries,
         pools=pools,
-        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        layer=jnp.asarray(layer, jnp.int32),
         requests=make_requests(
             Requests(block_tables, seq_ids, *lengths),
             num_rows=queries.shape[0],
@@ -251,7 +254,7 @@ def paged_attention(
         part=part,
         plans=dict(work_lists or {}),
         num_parts=num_parts,
-        soft_cap=soft_cap,
+        soft_cap=None if soft_cap is None else float(soft_cap),
         max_query_length=max_query_length,
         by_position=by_position,
     )

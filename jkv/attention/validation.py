@@ -74,25 +74,31 @@ def require_format(
     Check that it holds numbers, or bits that have a meaning, and that scales stand
     beside those that have them, one for each token.
     """
+    try:
+        asked = None if kv_dtype is None else jnp.dtype(kv_dtype)
+    except TypeError:
+        raise ValueError(
+            f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
+        ) from None
     dtype = pool.dtype
     known = FORMATS.values()
     meanings = [kept.dtype for kept in known if kept.stored_as == dtype != kept.dtype]
     if meanings:
-        if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
+        if asked not in meanings:
             names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(
                 f"{name}_pool holds raw {dtype} bits: pass kv_dtype={names}, "
-                f"got {kv_dtype}"
+                f"got {asked}"
             )
-        dtype = jnp.dtype(kv_dtype)
+        dtype = asked
     elif dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name}_pool must be floating point or int8, uint16 with "
             f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {dtype}"
         )
-    elif kv_dtype is not None and dtype != jnp.dtype(kv_dtype):
+    elif asked is not None and dtype != asked:
         raise ValueError(
-            f"{name}_pool holds {dtype} but kv_dtype is {jnp.dtype(kv_dtype)}; "
+            f"{name}_pool holds {dtype} but kv_dtype is {asked}; "
             "kv_dtype is for pools of raw bits, leave it out"
         )
     if scales is None:
@@ -155,15 +161,23 @@ def require_queries(
 
 
 def require_options(
+    layer: Integer,
     window: Integer | None,
+    scale: jax.typing.ArrayLike | None,
     soft_cap: float | None,
     max_query_length: int | None,
 ) -> None:
     """Check the options whose values are known."""
+    if scale is not None and (jnp.ndim(scale) or jnp.iscomplexobj(scale)):
+        raise ValueError(f"scale must be one number or f32[], got {scale!r}")
+    if np.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"layer must be an int or i32[], got {layer!r}")
+    if isinstance(layer, int) and not 0 <= layer < 2**31:
+        raise ValueError(f"layer must be in 0..L-1, got {layer}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be above 0 or None, got {soft_cap}")
     if max_query_length is not None and not (
-        isinstance(max_query_length, int) and max_query_length >= 1
+        isinstance(max_query_length, int) and 1 <= max_query_length < 2**31
     ):
         raise ValueError(
             f"max_query_length must be a static int of at least 1 or None, got "
@@ -184,10 +198,10 @@ def require_window(window: Integer | None) -> None:
         raise ValueError(
             f"window is a number of tokens, an int or i32[], got {window!r}"
         )
-    if not isinstance(window, jax.Array) and window < 1:
+    if not isinstance(window, jax.Array) and not 1 <= window < 2**31:
         raise ValueError(
-            f"window counts the token itself, so it is 1 or more, got {window}; "
-            "pass None for no window"
+            f"window counts the token itself, so it is 1 or more (below 2^31), got "
+            f"{window}; pass None for no window"
         )
 
 

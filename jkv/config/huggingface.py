@@ -39,6 +39,8 @@ CONTEXT_LENGTH = (
     "seq_length",
     "model_max_length",
 )
+# What Bloom, Falcon and the first Mambas, which name none, were trained with.
+USUAL_CONTEXT = 2048
 
 # Keys of models whose layers differ in a way that one pool cannot mirror unasked.
 MIXED_LAYERS = (
@@ -140,12 +142,9 @@ def _sizes(
     else:
         heads = _read_heads(model, kinds, windows, given)
         fields = heads[0].as_fields() if len(set(heads)) == 1 else {}
-    context = given.get("max_context_length") or _read_count(
-        model, CONTEXT_LENGTH, "max_context_length"
-    )
     fields |= dict(
         num_layers=num_layers,
-        max_context_length=context,
+        max_context_length=given.get("max_context_length") or _context(model, notes),
         dtype=given.get("dtype") or _dtype([model, *around], notes),
     )
     different = heads if "num_kv_heads" not in fields else None
@@ -254,6 +253,17 @@ def _dtype(parts: list[dict[str, Any]], notes: list[str]) -> str:
                 return name
     notes.append("config.json names no dtype, float32 is assumed; give dtype")
     return "float32"
+
+
+def _context(model: dict[str, Any], notes: list[str]) -> int:
+    """Return the longest context; models without positions to learn name none."""
+    if any(model.get(name) is not None for name in CONTEXT_LENGTH):
+        return _read_count(model, CONTEXT_LENGTH, "max_context_length")
+    notes.append(
+        f"config.json names no context length, {USUAL_CONTEXT:,} is assumed; give "
+        f"max_context_length"
+    )
+    return USUAL_CONTEXT
 
 
 def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> int:

@@ -37,7 +37,8 @@ def list_windows(
     length = model.get("sliding_window") or model.get("attention_chunk_size")
     if model.get("model_type") in PAST_TOKENS and model.get("sliding_window_size"):
         length = model["sliding_window_size"] + 1
-    if not isinstance(length, int) or not model.get("use_sliding_window", True):
+    is_length = isinstance(length, int) and length > 0  # -1 is off
+    if not is_length or not model.get("use_sliding_window", True):
         return (None,) * num_layers
     if kinds is None:
         first = model.get("max_window_layers") or 0

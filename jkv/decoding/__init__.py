@@ -1,28 +1,62 @@
 """Loops that turn a model and a cache into text, each inside one jit."""
 
-from jkv.decoding.arguments.asked import How
-from jkv.decoding.beams.search import beam_search
-from jkv.decoding.beams.state import BeamSearch, BeamStatistics
-from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
-from jkv.decoding.extension import extend
-from jkv.decoding.generation import generate
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import spread_row_counts
-from jkv.decoding.model.steps import Steps
-from jkv.decoding.sampling.best_of import select_best
-from jkv.decoding.sampling.draws import sample
-from jkv.decoding.sampling.filters import filter_logits
-from jkv.decoding.sampling.options import Sampling, spread_seeds
-from jkv.decoding.scheduler.arrivals import add_prompts
-from jkv.decoding.scheduler.cancellation import cancel
-from jkv.decoding.scheduler.preemption import preempt
-from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.scoring.scores import score
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.stepping import begin, decode, prefill
-from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import FinishReason, Generation, Statistics
-from jkv.decoding.texts.text_tree import TextTree
+from typing import TYPE_CHECKING
+
+from jkv.lazy import imports_later
+
+if TYPE_CHECKING:  # imported when they are first asked for
+    from jkv.decoding.arguments.asked import How
+    from jkv.decoding.beams.search import beam_search
+    from jkv.decoding.beams.state import BeamSearch, BeamStatistics
+    from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
+    from jkv.decoding.extension import extend
+    from jkv.decoding.generation import generate
+    from jkv.decoding.model.protocol import Model
+    from jkv.decoding.model.rows import spread_row_counts
+    from jkv.decoding.model.steps import Steps
+    from jkv.decoding.sampling.best_of import select_best
+    from jkv.decoding.sampling.draws import sample
+    from jkv.decoding.sampling.filters import filter_logits
+    from jkv.decoding.sampling.options import Sampling, spread_seeds
+    from jkv.decoding.scheduler.arrivals import add_prompts
+    from jkv.decoding.scheduler.cancellation import cancel
+    from jkv.decoding.scheduler.preemption import preempt
+    from jkv.decoding.scheduler.state import GenerationState
+    from jkv.decoding.scoring.scores import score
+    from jkv.decoding.speculation.options import DraftModel, PromptLookup
+    from jkv.decoding.stepping import begin, decode, prefill
+    from jkv.decoding.texts.prompts import Prompts
+    from jkv.decoding.texts.results import FinishReason, Generation, Statistics
+    from jkv.decoding.texts.text_tree import TextTree
+
+__getattr__ = imports_later(
+    __name__,
+    {
+        "jkv.decoding.arguments.asked": "How",
+        "jkv.decoding.beams.search": "beam_search",
+        "jkv.decoding.beams.state": "BeamSearch BeamStatistics",
+        "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
+        "jkv.decoding.extension": "extend",
+        "jkv.decoding.generation": "generate",
+        "jkv.decoding.model.protocol": "Model",
+        "jkv.decoding.model.rows": "spread_row_counts",
+        "jkv.decoding.model.steps": "Steps",
+        "jkv.decoding.sampling.best_of": "select_best",
+        "jkv.decoding.sampling.draws": "sample",
+        "jkv.decoding.sampling.filters": "filter_logits",
+        "jkv.decoding.sampling.options": "Sampling spread_seeds",
+        "jkv.decoding.scheduler.arrivals": "add_prompts",
+        "jkv.decoding.scheduler.cancellation": "cancel",
+        "jkv.decoding.scheduler.preemption": "preempt",
+        "jkv.decoding.scheduler.state": "GenerationState",
+        "jkv.decoding.scoring.scores": "score",
+        "jkv.decoding.speculation.options": "DraftModel PromptLookup",
+        "jkv.decoding.stepping": "begin decode prefill",
+        "jkv.decoding.texts.prompts": "Prompts",
+        "jkv.decoding.texts.results": "FinishReason Generation Statistics",
+        "jkv.decoding.texts.text_tree": "TextTree",
+    },
+)
 
 __all__ = [
     "BeamSearch",

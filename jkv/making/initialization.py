@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
@@ -22,6 +23,7 @@ from jkv.storage import fields
 from jkv.storage.placement import Placement, Placements, choose_placements, put
 
 
+@explains_arguments
 def init(
     config: CacheConfig | StateConfig | GroupedConfig,
     *,

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.making.initialization import init
@@ -14,6 +15,7 @@ from jkv.state.states import PARTS
 from jkv.storage.placement import choose_placements
 
 
+@explains_arguments
 def partition_specs(
     cache: Cache | CacheConfig | GroupedConfig,
     *,

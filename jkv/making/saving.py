@@ -11,6 +11,7 @@ from typing import overload
 import jax
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.inspection.invariants import check
 from jkv.metadata.requests import Integers
 from jkv.prefixes.face import KINDS
@@ -90,6 +91,7 @@ def load(
 def load(path: Path, cache: Cache, *, donate: bool = False) -> tuple[Cache, SwapIn]: ...
 
 
+@explains_arguments
 def load(
     path: Path,
     cache: Cache | None = None,

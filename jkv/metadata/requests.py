@@ -121,6 +121,7 @@ def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
     )
     if not isinstance(prompts, jax.Array | np.ndarray):
         prompts = pad_rows(prompts, expected)
+    _check_fixed(name, prompts)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise UsageError(f"{expected}, got {prompts.dtype}{list(prompts.shape)}")
     return as_ids(name, prompts)
@@ -162,9 +163,10 @@ def check_static(name: str, number: int, least: int) -> None:
         raise UsageError(
             f"{name} must be a static int, got {number!r}: int(...) makes it one"
         )
-    if not isinstance(number, int) or number < least:
+    if not isinstance(number, int) or not least <= number <= I32.max:
         raise UsageError(
-            f"{name} must be a static int of at least {least}, got {number!r}"
+            f"{name} must be a static int of at least {least} and below 2^31, got "
+            f"{number!r}"
         )
 
 
@@ -203,6 +205,7 @@ def saturated(name: str, value: Integers) -> jax.Array:
     xp = _namespace(array)
     if array.shape == (0,):
         array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
+    _check_fixed(name, array)
     if array.ndim > 1 or not xp.issubdtype(array.dtype, np.integer):
         raise ValueError(
             f"{name} must be an int or a one-dimensional integer array, got "
@@ -215,6 +218,16 @@ def saturated(name: str, value: Integers) -> jax.Array:
             array = xp.clip(array, *bounds)
         array = xp.asarray(array, np.int32)
     return array
+
+
+def _check_fixed(name: str, array: Any) -> None:
+    """Refuse a size that `jax.export` leaves open."""
+    if not all(isinstance(size, int) for size in array.shape):
+        raise UsageError(
+            f"{name} has the symbolic shape {array.shape}, and a step is made for a "
+            f"fixed number of requests: export it for the most there are, and fill up "
+            f"with -1, which is padding"
+        )
 
 
 def _namespace(array: Any) -> Any:

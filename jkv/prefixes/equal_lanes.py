@@ -32,6 +32,7 @@ def find_equals(keys: jax.Array, active: jax.Array) -> Equals:
     num_lanes = keys.shape[0]
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     is_equal = (keys[:, None] == keys[None]) & active[None]
-    first = jnp.min(jnp.where(is_equal, lane[None], num_lanes), axis=1)
+    candidates = jnp.where(is_equal, lane[None], num_lanes)
+    first = jnp.min(candidates, axis=1, initial=num_lanes)
     earlier = np.tri(num_lanes, k=-1, dtype=bool)
     return Equals(first, jnp.sum(is_equal & earlier, axis=1, dtype=jnp.int32))

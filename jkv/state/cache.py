@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jkv.state.storage import BlockStorage
 from jkv.status import UsageError
 
 
+@runtime_checkable
 class Device(Protocol):
     """A `jax.Device`, which type checkers do not know: it is not written in Python."""
 

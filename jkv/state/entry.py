@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import as_arrays, explain, explains_arguments
 from jkv.sharding.ranks import PoolSharding
 from jkv.state.cache import Cache, Role
 from jkv.status import CacheError, UsageError
@@ -56,8 +57,12 @@ def takes_cache(
                     return cache.watcher.call(function, cache, (args, kwargs), role)
                 return function(*args, **kwargs)
             except Exception as error:
-                _explain(function, cache, error)
-                raise
+                again = as_arrays(args, kwargs)
+                if again is None:
+                    _explain(function, cache, error)
+                    explain(function, args, kwargs, error)
+                    raise
+            return entered(*again[0], **again[1])
 
         return entered
 
@@ -74,7 +79,7 @@ def _enter_without(
     signature = inspect.signature(function)
     # Raises Python's own error for arguments that are missing or too many.
     if "cache" not in signature.bind(*args, **kwargs).arguments:
-        return function(*args, **kwargs)
+        return explains_arguments(function)(*args, **kwargs)
     _refuse_cache(function, signature, cache)
 
 

@@ -38,9 +38,9 @@ class BlockStorage:
     value_scales: jax.Array | None  # u16[L, N, K, T], likewise
     # The dtype that the stored bits mean; static, as the arrays' own may be another.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-    # D and Dv; static, as no shape tells how many numbers a format packs into a row.
-    head_dim: int = dataclasses.field(metadata={"static": True})
-    value_head_dim: int = dataclasses.field(metadata={"static": True})
+    # Static, as no shape tells how many numbers a format packs into a row.
+    head_dim: int = dataclasses.field(metadata={"static": True})  # D
+    value_head_dim: int = dataclasses.field(metadata={"static": True})  # Dv
     # Static: whether `value_pool` is None because values are the first of the keys.
     values_in_keys: bool = dataclasses.field(metadata={"static": True})
     # How keys and values lie on a mesh, None where they do not; static, as a step is

@@ -151,7 +151,7 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
       FileError: if it is not a file of ours, or not as it was written.
       OSError: if it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         raw, header = _read_header(path, file, size)
         metadata = header.pop("__metadata__")

@@ -19,7 +19,7 @@ from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step
 from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import Batch, Cache, Metadata
+from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
@@ -45,7 +45,7 @@ def append(
 
     Args:
       cache: the cache.
-      seq_ids: i32[B] or int; -1 is padding.
+      seq_ids: i32[B] or int; -1 is padding, and no requests are one of padding.
       num_tokens: i32[B] or int, 0 or more; it may vary from call to call.
       capacity: static number of rows R, default B.
       max_query_length: static Q, for the padded layout instead: R = B * Q and request i
@@ -82,7 +82,8 @@ def append(
         raise ValueError("give capacity or max_query_length, not both")
     num_requests = len(seq_ids)
     if num_requests == 0:
-        raise ValueError("append needs at least one request; -1 is padding")
+        padding, rows = [NO_SEQUENCE], 0 if capacity is None else capacity
+        return append(cache, padding, 0, capacity=rows, tokens=tokens)
     if max_query_length is None:
         num_rows = num_requests if capacity is None else capacity
         requests.check_static("capacity", num_rows, 0)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import as_array, explains_arguments
 from jkv.recurrence import (
     Arrays,
     ChunkRule,
@@ -22,6 +23,7 @@ from jkv.status import UsageError
 from jkv.verbs.states import Layer, read_pending, read_state, write_state
 
 
+@explains_arguments
 def fold_state(
     cache: Cache,
     layer: Layer,
@@ -86,6 +88,7 @@ def fold_state(
     """
     state = read_state(cache, layer, batch)
     storage = cache.states[cache.find_state(layer).group]
+    inputs = {name: as_array(rows) for name, rows in inputs.items()}
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)
     counts = batch.query_lengths

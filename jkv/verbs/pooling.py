@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.processes import bring_whole
 from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
@@ -17,6 +18,7 @@ from jkv.status import UsageError
 from jkv.storage.placement import put
 
 
+@explains_arguments
 def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs on each rank's pools, with each rank's arguments.
 
@@ -155,6 +157,7 @@ def leave_pool(answer: Any, pools: PoolSharding) -> Any:
     return jax.tree.map(leave, answer, is_leaf=lambda part: isinstance(part, Cache))
 
 
+@explains_arguments
 def split_pools(cache: Cache) -> list[Cache]:
     """Return the pool of each rank as a cache of its own. For the host, outside jit.
 

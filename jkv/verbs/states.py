@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import as_array
 from jkv.formats.bits import as_bits
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
@@ -148,7 +149,11 @@ def write_state(
     _check_arrays("state", storage.rows, storage.row_dtypes, state, len(batch.seq_ids))
     _check_arrays("inputs", storage.inputs, storage.input_dtypes, given, batch.num_rows)
     storage = _write(
-        storage, any_layer(found.layer, batch), batch, dict(state), dict(given)
+        storage,
+        any_layer(found.layer, batch),
+        batch,
+        {name: as_array(rows) for name, rows in state.items()},
+        {name: as_array(rows) for name, rows in given.items()},
     )
     states = list(cache.states)
     states[found.group] = storage
@@ -183,7 +188,7 @@ def _check_arrays(
         )
     for (name, array), dtype in zip(sorted(stored.items()), dtypes, strict=True):
         shape = (count, *array.shape[2 if what == "state" else 3 :])
-        found = given[name]
+        found = as_array(given[name])
         if getattr(found, "shape", None) != shape or found.dtype != dtype:
             raise UsageError(
                 f"{what}[{name!r}] must be {dtype.name}{list(shape)}, as StateConfig "

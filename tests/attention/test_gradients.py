@@ -128,3 +128,22 @@ def test_raw_bits_have_gradients_of_queries_and_sinks():
     )
     assert_close(actual[0], d_queries)
     assert_close(actual[1], d_sinks)
+
+
+def test_second_derivatives():
+    """Of the plain path; the kernels have none, and say what has."""
+
+    def loss(factor, implementation):
+        rows = jnp.sin(jnp.arange(2 * 64, dtype=jnp.float32)).reshape(2, 1, 64)
+        rows, one = rows * factor, jnp.ones((1,), jnp.int32)
+        pool = jnp.zeros((1, 1, 1, 16, 64)).at[0, 0, :, :2].set(rows.swapaxes(0, 1))
+        requests = one[None] * 0, None, one * 0, one * 2, one * 2
+        output = paged_attention(
+            rows, pool, pool, 0, *requests, implementation=implementation
+        )
+        return jnp.sum(output**2)
+
+    second = jax.jit(jax.hessian(loss), static_argnums=1)
+    assert_close(second(1.0, "xla"), second(1.0, "reference"))
+    with pytest.raises(NotImplementedError, match=r'attend\(..., implementation="xla"'):
+        second(1.0, None)

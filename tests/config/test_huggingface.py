@@ -67,6 +67,11 @@ def test_the_bundled_model_and_its_cache():
             dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024),
             (12, 12, 64, 1024, "float32"),
         ),
+        # Without positions to learn, so no longest context: Bloom 560M.
+        (
+            dict(model_type="bloom", n_layer=24, n_head=16, hidden_size=1024),
+            (24, 16, 64, 2048, "float32"),
+        ),
         # One head for all: Falcon 7B.
         (
             dict(
@@ -183,6 +188,8 @@ def test_settings_by_many_names(tmp_path, settings, expected):
     [
         (dict(sliding_window=4096), (32, 4096)),
         (dict(sliding_window=4096, use_sliding_window=False), None),
+        (dict(sliding_window=-1), None),
+        (dict(sliding_window=0), None),
         (dict(sliding_window=4096, max_window_layers=28), (4, 4096)),
         (dict(sliding_window=512, sliding_window_pattern=6), (27, 512)),
         (dict(sliding_window=512, model_type="gemma2", head_dim=128), (16, 512)),
@@ -233,6 +240,13 @@ def test_windows_by_many_names(tmp_path, settings, expected):
 def test_the_layers_with_a_window_are_known(tmp_path, settings, expected):
     path = folder(tmp_path, **LLAMA | dict(num_hidden_layers=4) | settings)
     assert read_sizes(path, {}).layer_windows == expected
+
+
+def test_an_assumed_context_is_noted(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jkv")
+    settings = LLAMA | dict(max_position_embeddings=None)
+    jkv.CacheConfig.from_model(folder(tmp_path, **settings), num_blocks=1)
+    assert "no context length, 2,048 is assumed; give max_context_length" in caplog.text
 
 
 def test_a_sliding_window_is_noted(tmp_path, caplog):

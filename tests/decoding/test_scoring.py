@@ -90,7 +90,7 @@ def test_scores_and_gradients_equal_a_dense_model():
         np.testing.assert_allclose(found[: len(other)], other, atol=2e-5)
     is_token = np.arange(6) < np.array(LENGTHS)[:, None]
     assert not np.asarray(scores)[~is_token].any()
-    assert np.isnan(scores).sum() == 2 and np.isnan(scores[[9, 11], 0]).all()
+    assert not np.asarray(scores)[[9, 11], 0].any()  # after empty prompts
     expected = jax.jit(jax.grad(lambda p: weigh(dense_scores(p, xp=jnp))))(params)
     for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
         assert np.abs(other).max() > 1e-2

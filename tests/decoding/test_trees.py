@@ -63,7 +63,7 @@ def assert_same_gradients(found, expected):
 def test_scores_and_gradients_equal_a_dense_model():
     params = attention_params()
     scores, gradient = score_and_differentiate(params, pad(TREE), WEIGHTS)
-    assert np.flatnonzero(np.isnan(scores)).tolist() == ROOT_ROWS
+    assert not np.asarray(scores)[ROOT_ROWS].any()
     assert not np.asarray(scores)[NUM_TOKENS:].any()
     expected = dense_scores(jax.device_get(params))
     known = np.flatnonzero(WEIGHTS)
@@ -76,6 +76,20 @@ def test_scores_and_gradients_equal_a_dense_model():
 
 
 @pytest.mark.one_end
+def test_no_number_stands_for_no_value():
+    """With `jax_debug_nans` any NaN on the way, such as "no score", is an error."""
+    with jax.debug_nans(True):
+        scores, _ = score_and_differentiate(attention_params(), pad(TREE), WEIGHTS)
+        exact = jkv.score(
+            *(attention_model, attention_params(), [[], [1, 2]], [[3, 4], [3, 4]]),
+            config=CONFIG,
+            exact=True,
+        )
+    assert np.isfinite(scores).all() and np.isfinite(exact).all()
+    assert exact[0, 0] == 0 and (exact[1] < 0).all()
+
+
+@pytest.mark.one_end
 def test_random_trees_equal_a_dense_model():
     """Of one compiled program; those of a tree with another parent do not."""
     params, rng = attention_params(), np.random.default_rng(11)
@@ -85,16 +99,15 @@ def test_random_trees_equal_a_dense_model():
         scores, _ = score_and_differentiate(params, pad(make_tree(segments)), WEIGHTS)
         expected = dense_scores(weights, segments)
         scores = np.asarray(scores)[: len(expected)]
-        known = ~np.isnan(scores)
-        np.testing.assert_allclose(scores[known], expected[known], atol=2e-5)
+        np.testing.assert_allclose(scores, expected, atol=2e-5)
         texts = list_texts(segments)
         pairs = zip(texts, segments, strict=True)
         begins = [text for text, (own, _) in pairs if own and text == own]
-        assert np.sum(~known) == len(begins)
+        assert np.sum(scores == 0) == len(begins)
     scores, _ = score_and_differentiate(params, pad(TREE), WEIGHTS)
     moved = [(own, 6 if i == 9 else parent) for i, (own, parent) in enumerate(SEGMENTS)]
     distance = np.abs(scores[:NUM_TOKENS] - dense_scores(weights, moved))
-    assert np.nanmax(distance) > 1e-2
+    assert distance.max() > 1e-2
 
 
 def traced_rows(tree):
@@ -185,7 +198,7 @@ def test_layers_with_a_state_are_computed_level_by_level(kind):
     )
     assert (scores[np.isin(segments, [1, 3])] > -0.1).all()
     assert scores[segments == 5][0] < -4
-    assert np.flatnonzero(np.isnan(scores)).tolist() == [0, len(segments) - 2]
+    assert scores[[0, len(segments) - 2]].tolist() == [0, 0]
     with pytest.raises(ValueError, match="let the jitted function close over the tree"):
         jax.eval_shape(run, tree)
 
@@ -317,7 +330,7 @@ def test_what_is_wrong_inside_jit_is_nan_and_nothing_else():
         fields = dict(tokens=good.tokens, segments=segments, parents=parents) | change
         tree = jkv.TextTree(max_length=good.max_length, **fields)
         scores = np.asarray(score_and_differentiate(params, tree, WEIGHTS)[0])
-        is_nan = np.isnan(scores) & ~np.isnan(expected)
+        is_nan = np.isnan(scores)
         unharmed = ~is_nan & ~np.isin(segments, is_moved) & (segments >= 0)
         np.testing.assert_allclose(scores[unharmed], expected[unharmed], atol=2e-5)
         return {int(each) for each in segments[is_nan]}
@@ -357,4 +370,4 @@ def test_trees_grow_inside_jit():
     assert tree.lengths.tolist() == [len(own) for own, _ in segments]
     found = np.asarray(scores)[np.asarray(tree.segments) >= 0]
     expected = dense_scores(jax.device_get(attention_params()), segments)
-    np.testing.assert_allclose(np.nan_to_num(found), expected, atol=2e-5)
+    np.testing.assert_allclose(found, expected, atol=2e-5)

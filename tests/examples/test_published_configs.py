@@ -325,6 +325,11 @@ def test_gemma_4_shares_keys():
     assert (config.layer_inputs.dim, config.stop_tokens) == (256, (1, 106))
     turned, whole = config.ropes[:1][0], config.ropes[4]
     assert (turned.dim, whole.dim, whole.part) == (256, 512, 0.25)
+    # What stands beside the two kinds of layers is for none, as in `transformers`.
+    text = GEMMA_4_E2B["text_config"]
+    ropes = text["rope_parameters"] | dict(rope_theta=5.0, rope_type="linear")
+    raw = GEMMA_4_E2B | dict(text_config=text | dict(rope_parameters=ropes))
+    assert pretrained.parse_config(raw).ropes == config.ropes
 
 
 def test_gemma_4_has_experts_beside_its_perceptron():
@@ -340,7 +345,10 @@ def test_gemma_4_has_experts_beside_its_perceptron():
         (dict(use_bidirectional_attention="all"), "bidirectional"),
         (dict(num_kv_shared_layers=32), "leaves a kind of layer_types without"),
         (dict(per_layer_config={"3": dict(sliding_window=4)}), "of single layers"),
-        (dict(rope_parameters=dict(rope_theta=1e4)), "must be those of full_attention"),
+        (
+            dict(rope_parameters=dict(rope_theta=1e4)),
+            "must have those of full_attention",
+        ),
         (dict(enable_moe_block=True), "use_double_wide_mlp beside experts"),
     ],
 )

@@ -180,10 +180,11 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
     assert (ours[~is_scored] == 0).all()
 
 
-def test_logps_behind_a_chosen_pad_are_those_drawn(rollout, module):
-    """A padding token inside a text is one of its tokens; those at its end are not."""
+def test_logps_behind_a_pad_that_is_a_token_are_those_drawn(rollout, module):
+    """A padding token inside a text is one of its tokens; those outside are not."""
     rng = np.random.default_rng(5)
     prompts = rng.integers(3, 20, (3, 6)).astype(np.int32)
+    prompts[0, [1, 2]] = prompts[1, 5] = PAD
     completions = rng.integers(3, 20, (3, 7)).astype(np.int32)
     completions[0, [0, 2]] = completions[1, 3] = PAD
     completions[1, 5:] = completions[2, :] = PAD
@@ -203,6 +204,10 @@ def test_logps_behind_a_chosen_pad_are_those_drawn(rollout, module):
             has[:ended], want[:ended], atol=TOLERANCE, err_msg=str(row)
         )
         assert (has[:ended] < 0).all() and (has[ended:] == 0).all()
+    wider = np.pad(prompts, ((0, 0), (2, 0)), constant_values=PAD)
+    traced = np.asarray(rollout.score(module, wider, completions))
+    is_scored = [[True] * 7, [True] * 5 + [False] * 2, [False] * 7]
+    np.testing.assert_allclose(traced, np.where(is_scored, expected, 0), atol=TOLERANCE)
 
 
 def test_logps_of_a_prompt_without_tokens_are_refused(rollout):

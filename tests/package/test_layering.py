@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import pathlib
 import re
 import subprocess
@@ -17,14 +18,16 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # The rooms from the ground up, with what each may import of the others.
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
+    "arguments": {"status"},
+    "lazy": set(),
     "steering": {"status"},
     "grammar": {"status", "steering"},
     "sharding": set(),
     "formats": set(),
-    "attention": {"formats", "sharding"},
+    "attention": {"arguments", "formats", "sharding"},
     "recurrence": {"sharding"},
     "config": {"formats", "status"},
-    "state": {"config", "formats", "sharding", "status"},
+    "state": {"arguments", "config", "formats", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     "storage": {
         "attention",
@@ -36,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
     },
     "verbs": {
+        "arguments",
         "attention",
         "config",
         "formats",
@@ -50,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
     "inspection": {"config", "metadata", "prefixes", "state", "status"},
     "making": {
+        "arguments",
         "config",
         "inspection",
         "metadata",
@@ -61,7 +66,9 @@ ALLOWED: dict[str, set[str]] = {
         "verbs",
     },
     "decoding": {
+        "arguments",
         "config",
+        "lazy",
         "making",
         "metadata",
         "sharding",
@@ -113,8 +120,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
-    *("status", "sharding", "formats", "attention", "recurrence", "config", "state"),
-    *("metadata", "storage", "verbs"),
+    *("status", "arguments", "sharding", "formats", "attention", "recurrence"),
+    *("config", "state", "metadata", "storage", "verbs"),
 }
 # The doors of rooms that have many, from the ground up: each may use those before it.
 DOORS: dict[str, tuple[str, ...]] = {
@@ -141,6 +148,14 @@ EXTRAS = {
     "prometheus_client": "serving/prometheus.py",
 }
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
+
+
+# That `import jkv` loads of its own.
+MOST_MODULES = 185
+
+
+def name_room(module: str) -> str:
+    return module.split(".")[1]
 
 
 @functools.cache
@@ -267,6 +282,7 @@ import jax
 before = set(sys.modules)
 import jkv
 found = set(sys.modules) - before
+own = [name for name in found if name.startswith("jkv")]
 import jax.numpy as jnp
 config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4,
                          max_sequences=2, max_context_length=16)
@@ -276,7 +292,7 @@ def step(rows):
 jax.eval_shape(step, jnp.ones((1, 1, 8)))
 print(*(name for name in found if not name.startswith("jkv")))
 print(*(name for name in sys.modules if name.startswith("jax.experimental.pallas")))
-print(*(name for name in found if name.startswith("jkv")))
+print(*own)
 """
     ran = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
@@ -285,6 +301,9 @@ print(*(name for name in found if name.startswith("jkv")))
     assert "jkv.integrations" not in ran.stdout.split("\n")[2]
     assert "chex" not in imported and "jax.experimental.pallas" not in imported
     assert len(imported.split()) < 60, imported
+    own = [name for name in ran.stdout.split("\n")[2].split() if name != "jkv"]
+    assert not {*map(name_room, own)} & {"inspection", "making", "steering", "trees"}
+    assert len(own) <= MOST_MODULES
     assert after_a_trace == ""
 
 
@@ -298,3 +317,26 @@ def test_only_runtime_packages_are_imported() -> None:
             if EXTRAS.get(top) == "/".join(parts):
                 known = known | {top}
             assert top in known or top in sys.stdlib_module_names, (path, name)
+
+
+@pytest.mark.parametrize("package", ["", "decoding"])
+def test_names_that_come_later_are_those_that_checkers_see(package: str) -> None:
+    path = PACKAGE / package / "__init__.py"
+    checked: dict[str, str] = {}
+    for block in ast.parse(path.read_text()).body:
+        if isinstance(block, ast.If):
+            for each in block.body:
+                assert isinstance(each, ast.ImportFrom)
+                names = [alias.name for alias in each.names]
+                checked |= dict.fromkeys(names, str(each.module))
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "imports_later"
+    )
+    homes = ast.literal_eval(call.args[1])
+    later = {name: home for home, names in homes.items() for name in names.split()}
+    assert later == {name: home for name, home in checked.items() if home != "jkv"}
+    assert later.keys() <= {
+        *importlib.import_module(f"jkv.{package}".strip(".")).__all__
+    }

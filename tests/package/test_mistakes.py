@@ -679,7 +679,7 @@ def test_context_lengths_outlive_the_cache():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(max_query_length=0), "max_query_length must be .* at least 1, got 0"),
+        (dict(max_query_length=0), "max_query_length must be .* at least 1 .*got 0"),
         (dict(capacity=-1), "capacity must be a static int of at least 0"),
         (dict(capacity=np.int64(4)), r"capacity must be .*int\(\.\.\.\) makes it one"),
     ],

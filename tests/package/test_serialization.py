@@ -99,3 +99,17 @@ def test_what_no_file_can_hold_is_refused_in_words():
 def test_a_program_of_other_fields_is_refused():
     with pytest.raises(jkv.UsageError, match="export it with this version"):
         serialization._reader(jkv.Ring)(b'{"size": 3}')
+
+
+@pytest.mark.one_end
+def test_a_symbolic_number_of_requests_is_refused_in_words():
+    """Each verb's programs are of a number of requests that is known."""
+    (count,) = export.symbolic_shape("count")
+    ids = jax.ShapeDtypeStruct((count,), np.int32)
+    for verb in (jkv.allocate, jkv.append, jkv.free, jkv.fork, jkv.touch):
+        with pytest.raises(jkv.UsageError, match=r"symbolic.*export it for the most"):
+            export.export(jax.jit(verb))(opened(3), ids)
+    with pytest.raises(jkv.UsageError, match=r"symbolic.*export it for the most"):
+        export.export(jax.jit(jkv.match))(
+            opened(3, prefix_caching=True), jax.ShapeDtypeStruct((count, 4), np.int32)
+        )

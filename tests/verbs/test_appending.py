@@ -116,6 +116,31 @@ def test_context_lengths_of_requests_not_served():
     assert batch.context_lengths.tolist() == [6, 0, 0, 3]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [dict(prefix_caching=True), dict(sliding_window=4)],
+    ids=lambda c: [*c][0],
+)
+@pytest.mark.parametrize(
+    ("options", "num_rows"),
+    [({}, 0), (dict(capacity=4), 4), (dict(max_query_length=2), 0)],
+    ids=["", "capacity", "padded"],
+)
+def test_no_requests_are_a_step_of_padding(changes, options, num_rows):
+    """As other verbs take none, the step of a queue that is empty does nothing."""
+    cache = opened(3, 6, **changes)
+    after, batch = jkv.append(cache, [], **options)
+    assert batch.num_rows == num_rows
+    assert batch.seq_ids.tolist() == [-1] and names(batch.status) == ["OK"]
+    rows = np.ones((num_rows, 1, cache.head_dim), np.float32)
+    after = jkv.write(after, 0, batch, rows, rows)
+    attended = jkv.attend(after, 0, batch, rows, window=4)
+    assert attended.shape == rows.shape and not np.asarray(attended).any()
+    after = jkv.commit(after, batch)
+    assert lengths(after) == lengths(cache) and free_count(after) == free_count(cache)
+    jkv.check(after)
+
+
 class TestBlocks:
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
     def test_are_taken_at_tokens_0_t_2t(self, block_size):

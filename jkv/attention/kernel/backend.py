@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jkv.sharding.varying import (
     is_manual,
@@ -295,4 +295,13 @@ for _platform in ("rocm", "cuda"):
     mlir.register_lowering(_deferred, _lower, platform=_platform)
 
 
+def _refuse_derivative(*_operands: Any, **_params: Any) -> Any:
+    raise NotImplementedError(
+        "kernels have no second derivative of attention (jax.hessian, or jax.jvp of "
+        'jax.grad): the model must call attend(..., implementation="xla"), which has'
+    )
+
+
 batching.primitive_batchers[_deferred] = _batch
+for _primitive in (_deferred, _interpreted):
+    ad.primitive_jvps[_primitive] = _refuse_derivative

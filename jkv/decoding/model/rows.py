@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_arguments
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import check_counts, saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
@@ -23,6 +24,7 @@ _LEAST_SPARED = 128
 _MULTIPLE = 16  # of the sizes in between, which matrix units like
 
 
+@explains_arguments
 def spread_row_counts(
     max_running: int, chunk_size: int = CHUNK_SIZE
 ) -> tuple[int, ...]:

@@ -8,9 +8,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.results import Generation
 
 
+@explains_arguments
 def select_best(
     result: Generation,
     num_samples: int,

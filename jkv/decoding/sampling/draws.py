@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.sampling.filters import PerRow, by_row, filter_rows, penalise
 from jkv.decoding.sampling.options import Sampling
 
@@ -21,6 +22,7 @@ from jkv.decoding.sampling.options import Sampling
 _TILE = 128
 
 
+@explains_arguments
 def sample(
     logits: jax.Array,  # f32[B, V]
     sampling: Sampling,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.sampling.options import (
     SAMPLING_DTYPES,
     Sampling,
@@ -26,6 +27,7 @@ from jkv.sharding.loops import while_loop
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
 
+@explains_arguments
 def filter_logits(
     logits: jax.Array,  # f32[B, V]
     sampling: Sampling,

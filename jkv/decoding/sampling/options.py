@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.status import UsageError
 
 _MOST = int(jnp.iinfo(jnp.int32).max)
@@ -131,6 +132,7 @@ def _draw_seed(key: jax.Array) -> jax.Array:
     return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
 
 
+@explains_arguments
 def spread_seeds(seed: Any, count: int) -> Any:
     """Return the seeds of sequences of which one number was given.
 

@@ -105,7 +105,7 @@ def _score_first(
     """Compute prompts, W at a time, and score the first tokens behind them.
 
     Returns:
-      The cache, and f32[N, C] with the first column; NaN where a prompt is empty.
+      The cache, and f32[N, C] with the first column; 0 where a prompt is empty.
     """
     exact, num_prompts = _shape_of(runner), prompts.shape[0]
     lengths = count_tokens(prompts)
@@ -145,7 +145,7 @@ def _score_first(
             note=note,
         )
 
-    found = jnp.full(chosen.shape, jnp.nan, jnp.float32)
+    found = jnp.zeros(chosen.shape, jnp.float32)
     num_groups = jnp.int32(-(-num_prompts // width))
     cache, found = fori_loop(jnp.int32(0), num_groups, take, (cache, found))
     is_given = continuations >= 0

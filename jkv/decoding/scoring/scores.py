@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
@@ -58,6 +59,7 @@ def score(
 ) -> jax.Array: ...
 
 
+@explains_arguments
 def score(
     model: Model,
     params: Any,
@@ -108,14 +110,14 @@ def score(
 
     Returns:
       f32[N, C], 0 past each continuation's end. Of a tree f32[R]: the log-probability
-      of each row's token after the text before it, 0 in a row without a token.
+      of each row's token after the text before it, 0 in a row without a token. A token
+      with nothing before it has 0, as nothing is asked of the model there: the first
+      one after an empty prompt, and the first one of each root of a tree.
 
-      NaN for a token with nothing before it: the first one after an empty prompt, and
-      the first one of each root of a tree. Inside jit also for a token of a
-      continuation or a tree that is outside the vocabulary, V or above, and for the
-      tokens of segments that break an invariant of `TextTree`, and of their
-      descendants. (What a token outside the vocabulary does to those behind it is up to
-      the model.)
+      Inside jit NaN for a token of a continuation or a tree that is outside the
+      vocabulary, V or above, and for the tokens of segments that break an invariant of
+      `TextTree`, and of their descendants. (What a token outside the vocabulary does to
+      those behind it is up to the model.)
 
     Raises:
       ValueError: for texts of a wrong shape or type, or a model whose logits are not
@@ -137,7 +139,7 @@ def score(
 
       >>> tree = jkv.TextTree.of([[5, 6], [7, 8], [7, 9], [10]], parents=[-1, 0, 0, 2])
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
-      [nan, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
+      [0.0, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
     """
     grouped, shape, devices = as_grouped(config), Exact.of(exact), Devices(mesh, heads)
     devices.check()
@@ -208,14 +210,15 @@ def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
     segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
     row = jnp.arange(tree.num_rows, dtype=jnp.int32)
     before = places.starts[segment] + row - places.first_rows[segment] - 1
+    is_token = (tree.tokens >= 0) & (tree.segments >= 0)
+    follows = is_token & (before >= 0)
     rows = find_rows(places, segment, jnp.maximum(before, 0))
     normalised = jax.nn.log_softmax(logits, axis=-1)
-    found = normalised.at[rows, jnp.maximum(tree.tokens, 0)].get(
-        mode="fill", fill_value=jnp.nan
-    )
-    found = jnp.where((before >= 0) & places.is_sound[segment], found, jnp.nan)
-    is_token = (tree.tokens >= 0) & (tree.segments >= 0)
-    return jnp.where(is_token, found, 0.0)
+    found = normalised.at[
+        jnp.where(follows, rows, 0), jnp.where(follows, tree.tokens, 0)
+    ].get(mode="fill", fill_value=jnp.nan)
+    found = jnp.where(follows, found, 0.0)
+    return jnp.where(is_token & ~places.is_sound[segment], jnp.nan, found)
 
 
 def _refuse_unknown_rows(tree: TextTree, vocabulary: int) -> None:

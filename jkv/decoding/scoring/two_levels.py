@@ -122,7 +122,7 @@ def _score_tokens(
     """
     num_prompts, (count, most) = lengths.shape[0], chosen.shape
     normalised = jax.nn.log_softmax(logits, axis=-1)
-    first = jnp.where(lengths[:, None] > 0, normalised[:num_prompts], jnp.nan)
+    first = jnp.where(lengths[:, None] > 0, normalised[:num_prompts], 0.0)
     of_first = jnp.take_along_axis(first, chosen[:, 0].reshape(num_prompts, -1), axis=1)
     later = normalised[num_prompts:].reshape(count, most - 1, logits.shape[1])
     of_later = jnp.take_along_axis(later, chosen[:, 1:, None], axis=2)[..., 0]

@@ -31,9 +31,9 @@ def score_completions(
 ) -> jax.Array:
     """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
 
-    A padding token with another token behind it was chosen, and is a token like any
-    other. Of those at the end the first is scored too: where texts are padded with the
-    token that ends them, it is that one.
+    Padding is told by its place: a prompt begins with its first other token, and of
+    a completion's padding at the end the first is scored too: where texts are padded
+    with the token that ends them, it is that one.
 
     Args:
       model: of tunix.
@@ -48,7 +48,8 @@ def score_completions(
       ValueError: for a prompt without tokens.
     """
     given = np.asarray(prompt_tokens, np.int32)
-    texts = [row[row != pad_id].tolist() for row in given]
+    starts = (np.cumsum(given != pad_id, axis=1) == 0).sum(axis=1)
+    texts = [row[start:].tolist() for row, start in zip(given, starts, strict=True)]
     check_texts(texts)
     repeats = find_repeats(texts)
     prompts = pad_right([texts[prompt] for prompt in repeats.first], given.shape[1])
@@ -84,7 +85,7 @@ def score_traced(
     scored at all, as a loss masks it.
     """
     prompts = prompt_tokens[::num_samples]
-    is_token = prompts != pad_id
+    is_token = jnp.cumsum(prompts != pad_id, axis=1) > 0
     order = jnp.argsort(~is_token, axis=1, stable=True)
     prompts = jnp.take_along_axis(jnp.where(is_token, prompts, -1), order, axis=1)
     is_token = completion_tokens != pad_id

@@ -202,7 +202,7 @@ class JkvRollout(BaseRollout):
             computed once.
 
         Returns:
-          f32[B, C], 0 in the padding at a completion's end; NaN without a prompt.
+          f32[B, C], 0 in the padding at a completion's end, and first without a prompt.
         """
         graph, state = nnx.split(model)
         return score_traced(

@@ -1,0 +1,191 @@
+"""What public functions say of an argument that is of another kind than they ask for.
+
+A call that is as it should be pays nothing: annotations are read when one has failed.
+"""
+
+import collections.abc
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from jkv.status import CacheError, UsageError
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+NUMBERS: dict[Any, tuple[type, ...]] = {
+    int: (int, np.integer),
+    float: (int, float, np.integer, np.floating),
+}
+WORDS: dict[Any, str] = {
+    int: "an int",
+    float: "a number",
+    bool: "a bool",
+    str: "a str",
+    type(None): "None",
+    jax.Array: "an array",
+    np.ndarray: "an array",
+}
+# What no protocol of ours is.
+PLAIN = (str, bytes, complex, float, int, list, tuple, dict, set, type(None))
+# Raised on purpose, with words of their own.
+OWN_ERRORS = (UsageError, CacheError, NotImplementedError)
+
+
+def explains_arguments(
+    function: Callable[Params, Result],
+) -> Callable[Params, Result]:
+    """Make a public function name the argument that its annotations do not allow."""
+
+    @functools.wraps(function)
+    def explained(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            again = as_arrays(args, kwargs)
+            if again is None:
+                explain(function, args, kwargs, error)
+                raise
+        return function(*again[0], **again[1])
+
+    return explained
+
+
+def as_arrays(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with what wraps an array (`nnx.Param`) as arrays; None if none.
+
+    Such a thing is known by its `__jax_array__`, and is no array of JAX itself.
+    """
+    named = {name: as_array(value) for name, value in kwargs.items()}
+    placed = tuple(map(as_array, args))
+    pairs = zip([*placed, *named.values()], [*args, *kwargs.values()], strict=True)
+    return (placed, named) if any(new is not old for new, old in pairs) else None
+
+
+def as_array(value: Any) -> Any:
+    """Return the array in what wraps one, anything else as it is."""
+    wraps = hasattr(type(value), "__jax_array__") and not isinstance(value, jax.Array)
+    return value.__jax_array__() if wraps else value
+
+
+def explain(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> None:
+    """Raise a better error where an argument is not what its annotation asks for.
+
+    Args:
+      function: that was called.
+      args: it got.
+      kwargs: it got.
+      error: it raised; what the package raised on purpose is left as it is.
+
+    Raises:
+      UsageError: that names the argument, from the error.
+    """
+    if isinstance(error, OWN_ERRORS) or _is_on_purpose(error):
+        return
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # the error is Python's own, about missing arguments
+        return
+    hints = typing.get_type_hints(function)
+    fields = hints.pop("fields", None)
+    if fields is not None:  # keyword arguments that a TypedDict names
+        hints |= typing.get_type_hints(typing.get_args(fields)[0])
+        bound |= bound.pop("fields", {})
+    for name, value in bound.items():
+        if name in hints and not fits(value, hints[name]):
+            raise UsageError(
+                f"{function.__name__}: {name} must be {_describe(hints[name])}, got "
+                f"{_name(value)}"
+            ) from error
+
+
+def _is_on_purpose(error: Exception) -> bool:
+    """Whether a ValueError was raised by a line of this package."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return type(error) is ValueError and module.startswith("jkv.")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a kind that an annotation allows.
+
+    Annotations that say nothing about a value itself (protocols, type variables) allow
+    all.
+    """
+    if hint is Any:
+        return True
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if origin is tuple:
+        return _fits_tuple(value, inner)
+    if origin is not None and issubclass(origin, collections.abc.Sequence):
+        is_sequence = isinstance(value, origin) and not isinstance(value, str | bytes)
+        return is_sequence and all(fits(item, inner[0]) for item in value)
+    if hint in NUMBERS:
+        return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
+    kind = origin or hint
+    if kind in (jax.Array, np.ndarray):
+        return _is_array(value)
+    is_checked = getattr(kind, "_is_runtime_protocol", False)
+    if getattr(kind, "_is_protocol", False) and not is_checked:
+        return not isinstance(value, PLAIN)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _fits_tuple(value: Any, inner: tuple[Any, ...]) -> bool:
+    if not isinstance(value, tuple | list):
+        return False
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        return all(fits(item, inner[0]) for item in value)
+    return len(value) == len(inner) and all(map(fits, value, inner))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of numbers."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    return is_array and not (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSU"
+    )
+
+
+def _describe(hint: Any) -> str:
+    """Say what an annotation allows."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_describe, inner)))
+    if origin is typing.Literal:
+        return " or ".join(map(repr, inner))
+    if origin is tuple:
+        return "a tuple"
+    if origin is not None and issubclass(origin, collections.abc.Sequence):
+        return "a list"
+    if (origin or hint) in WORDS:
+        return WORDS[origin or hint]
+    if isinstance(origin or hint, type) and issubclass(origin or hint, np.generic):
+        return WORDS[int if issubclass(origin or hint, np.integer) else float]
+    return str(getattr(hint, "__name__", hint))
+
+
+def _name(value: Any) -> str:
+    """Say what a value is."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"{value.dtype}{[*value.shape]}"
+    return f"{type(value).__name__} {value!r}"[:80]

@@ -1,0 +1,199 @@
+"""Every argument of every public function answers a value of another kind in words."""
+
+import contextlib
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_caches import opened, small_config
+
+import jkv
+from jkv.arguments import fits
+
+pytestmark = pytest.mark.one_end
+
+
+class Wrapped:
+    """An array in a thing that JAX takes for one, as flax's `nnx.Param` is."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def count_on(_params, tokens, cache, batch):
+    return jax.nn.one_hot(tokens + 1, 9)[batch.last_rows], cache
+
+
+def add(state, rows):
+    state = {"h": state["h"] + rows["h"]}
+    return state, state["h"]
+
+
+def call(function, bound):
+    function(*bound.args, **bound.kwargs)
+
+
+@functools.cache
+def calls():
+    """Arguments of a good call of each function, by its name."""
+    cache = opened(3, 3, prefix_caching=True)
+    ids = np.array([0, 1], np.int32)
+    stepped, batch = jkv.append(cache, ids)
+    rows = jnp.ones((2, 1, cache.head_dim), jnp.bfloat16)
+    pool, one = jnp.ones((1, 4, 1, 4, 8)), jnp.ones(2, jnp.int32)
+    of_requests = (jnp.zeros((2, 2), jnp.int32), jnp.arange(2), jnp.arange(2), one, one)
+    texts = count_on, None, cache, [[1, 2]]
+    of_states = jkv.init(
+        jkv.StateConfig(
+            num_layers=1,
+            arrays={"h": ((2,), jnp.float32)},
+            max_sequences=2,
+            max_context_length=8,
+        )
+    )
+    state_batch = jkv.append(jkv.allocate(of_states, [0])[0], [0])[1]
+    return {
+        **dict.fromkeys(("append", "free", "fork", "touch", "swap_out"), (cache, ids)),
+        **dict.fromkeys(("allocate", "can_allocate", "evict"), (cache, [3])),
+        **dict.fromkeys(("block_ids", "block_info", "tokens"), (cache, 0)),
+        **dict.fromkeys(("evict_older_than", "evict_cached", "invalidate"), (cache, 1)),
+        **dict.fromkeys(("least_recently_used", "snapshots"), (cache, 1)),
+        **dict.fromkeys(("truncate", "reorder", "slots"), (cache, ids, ids)),
+        **dict.fromkeys(("generate", "beam_search", "check_exact"), texts),
+        "attend": (stepped, 0, batch, rows),
+        "write": (stepped, 0, batch, rows, rows),
+        "commit": (stepped, batch),
+        "match": (cache, [[1, 2, 3, 4]]),
+        "read": (cache, 0, 0),
+        "read_slot": (cache, 0, 0, 0),
+        "resize": (cache, 16),
+        "init": (small_config(),),
+        "load": ("a file that is not there",),
+        "save": ("no folder/file", cache),
+        "swap_in": (cache, jkv.swap_out(cache, [0])[1]),
+        "extend": (count_on, None, cache, [0], [[1, 2]]),
+        "score": (count_on, None, [[1]], [[2]]),
+        "paged_attention": (jnp.ones((2, 1, 8)), pool, pool, 0, *of_requests),
+        "raise_for_status": (jnp.int32(0),),
+        "over_pools": (jkv.free,),
+        "read_state": (of_states, 0, state_batch),
+        "read_pending": (of_states, 0, state_batch),
+        "write_state": (of_states, 0, state_batch, {"h": jnp.ones((1, 2))}),
+        "fold_state": (of_states, 0, state_batch, add, {"h": jnp.ones((1, 2))}),
+    }
+
+
+NAMED = {
+    "generate": dict(max_new_tokens=2),
+    "beam_search": dict(num_beams=2, max_new_tokens=2),
+    "check_exact": dict(max_new_tokens=2),
+    "extend": dict(max_new_tokens=2),
+    "score": dict(config=small_config()),
+}
+FUNCTIONS = [
+    name for name in jkv.__all__ if inspect.isroutine(getattr(jkv, name, None))
+]
+WRONG = (
+    *("5", object(), {"a": 1}, [object()], np.array(["x"]), 10**30),
+    *((1, 2, "3"), np.ones((3, 3, 3, 3), np.float32), float("nan"), 1j, None),
+)
+# What no value is wrong for: a model's own business.
+FREE = {"params"}
+EXPECTED = (ValueError, NotImplementedError, jkv.CacheError, OSError)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_value_of_another_kind(name):
+    function = getattr(jkv, name)
+    signature = inspect.signature(function)
+    cache = calls()["free"][0]
+    good = signature.bind(*calls().get(name, (cache,)), **NAMED.get(name, {}))
+    hints = inspect.get_annotations(function, eval_str=True)
+    for argument in {*signature.parameters} - FREE - {"fields"}:
+        for value in WRONG:
+            if fits(value, hints[argument]):
+                continue
+            wrong = signature.bind(*good.args, **good.kwargs)
+            wrong.arguments[argument] = value
+            # Some are taken after all, as a str is where a list of names is.
+            with contextlib.suppress(*EXPECTED):
+                jax.eval_shape(functools.partial(call, function, wrong))
+
+
+def test_what_wraps_an_array_is_taken():
+    """By verbs, by functions without a cache, and inside a jit."""
+    plain = dict.fromkeys(
+        ("attend", "write", "append", "paged_attention", "fold_state")
+    )
+    for name in plain:
+        args = calls()[name]
+        wrapped = [Wrapped(a) if isinstance(a, jax.Array) else a for a in args]
+        jax.eval_shape(functools.partial(getattr(jkv, name), *wrapped))
+    stepped, _, batch, rows = calls()["attend"]
+    expected = jkv.attend(stepped, 0, batch, rows, sinks=jnp.ones(1))
+    found = jax.jit(
+        lambda rows: jkv.attend(
+            stepped, 0, batch, Wrapped(rows), sinks=Wrapped(jnp.ones(1))
+        )
+    )(rows)
+    np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (
+            lambda: attend(sinks=[1.0]),
+            "sinks must be an array or None, got list",
+        ),
+        (lambda: attend(soft_cap="5"), "soft_cap must be a number or None"),
+        (lambda: attend(scale=np.ones(2)), "scale must be one number"),
+        (lambda: attend(window=10**30), "below 2^31"),
+        (lambda: paged(4, [[0, 1], [0, 1]]), "block_tables must be an array, got list"),
+        (lambda: paged(8, [1, 1]), "context_lengths must be an array, got list"),
+        (lambda: paged(3, 0.5), "layer must be an int or i32[]"),
+        (lambda: free("5"), "seq_ids must be an int or a one-dimensional integer"),
+        (lambda: swap_in_a_pair(), "swapped must be Swapped, got tuple"),
+        (lambda: jkv.init(small_config(), device="cpu"), "device must be"),
+    ],
+)
+def test_the_words(mistake, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        mistake()
+
+
+def attend(**options):
+    return jkv.attend(*calls()["attend"], **options)
+
+
+def paged(place, value):
+    args = [*calls()["paged_attention"]]
+    args[place] = value
+    return jkv.paged_attention(*args)
+
+
+def free(seq_ids):
+    return jkv.free(calls()["free"][0], seq_ids)
+
+
+def swap_in_a_pair():
+    cache = calls()["free"][0]
+    return jkv.swap_in(cache, jkv.swap_out(cache, [0]))
+
+
+def test_an_error_of_another_cause_stays():
+    def broken(_params, _tokens, _cache, _batch):
+        raise TypeError("of the model")
+
+    cache = jkv.init(small_config())
+    with pytest.raises(TypeError, match="of the model"):
+        jkv.generate(broken, None, cache, [[1]], max_new_tokens=1)
+    with pytest.raises(TypeError, match="missing 1 required"):
+        jkv.free(cache)
