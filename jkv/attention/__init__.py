@@ -6,7 +6,7 @@ arrays with block ids in tables.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,24 @@ from jkv.attention.validation import (
 __all__ = ["paged_attention"]
 
 
+class _Options(TypedDict, total=False):
+    """The arguments by name on which no type depends."""
+
+    scale: jax.typing.ArrayLike | None
+    window: Integer | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+    kv_dtype: jax.typing.DTypeLike | None
+    value_head_dim: int | None
+    max_query_length: int | None
+    block_part: tuple[Integer, int] | None
+    work_lists: Mapping[str, Any] | None
+    by_position: bool
+    implementation: str | None
+
+
 @overload
 def paged_attention(
     queries: jax.Array,
@@ -38,20 +56,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[False] = ...,
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -67,20 +73,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[True],
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -96,20 +90,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: bool,
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

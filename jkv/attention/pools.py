@@ -15,12 +15,10 @@ from jax import lax
 
 from jkv.attention.validation import (
     require_format,
-    require_latent,
     require_pools,
     require_rank,
     require_value_dim,
 )
-from jkv.formats.bits import RAW_BITS
 from jkv.formats.format import Format, Formats, Parts
 
 
@@ -85,12 +83,6 @@ class Pools:
         """What the elements are, one dtype unless keys and values differ."""
         return {each.dtype for each in self.formats}
 
-    @property
-    def kv_dtype(self) -> np.dtype[Any]:
-        """What raw bits mean; of pools without any, the keys' dtype."""
-        has_bits = self.values is not None and self.values.dtype in RAW_BITS
-        return (self.formats.value if has_bits else self.formats.key).dtype
-
 
 def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
     return {name: array for name, array in parts.items() if array is not None}
@@ -121,20 +113,22 @@ def make_pools(
         )
     require_pools(keys, values)
     of_keys = of_values = require_format("key", keys, key_scales, kv_dtype)
-    head_dim = of_keys.width_of(keys.shape[4])
+    head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
     if values is not None:
         of_values = require_format("value", values, value_scales, kv_dtype)
         value_dim = of_values.width_of(values.shape[4])
-        require_value_dim(value_dim, value_head_dim)
-    else:
-        value_dim = require_latent(head_dim, value_head_dim, value_scales)
+    elif value_scales is not None:
+        raise ValueError(
+            "with value_pool=None the keys' scales are the values': leave value_scales "
+            "out"
+        )
     return Pools(
         keys=keys,
         values=values,
         key_scales=key_scales,
         value_scales=value_scales,
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=require_value_dim(value_dim, head_dim, value_head_dim),
         formats=Formats(of_keys, of_values),
     )
 
@@ -149,12 +143,7 @@ def gather_blocks(
     And their factors, f32[C, K, T], None for none. Rubbish ids are clamped, never
     dropped or filled: the caller masks what they bring.
     """
-    parts = {
-        name: _gather_rows(array, layer, blocks)
-        if array.ndim > 4
-        else _gather_numbers(array, layer, blocks)
-        for name, array in stored.parts.items()
-    }
+    parts = {n: _gather_part(a, layer, blocks) for n, a in stored.parts.items()}
     return stored.format.get(parts)
 
 
@@ -169,17 +158,17 @@ def gather_pieces(
     the pieces' factors, f32[P, K, W * T], None for none.
     """
     num_heads = stored.parts["pool"].shape[2]
-    by_head = jnp.clip(blocks, 0, stored.num_blocks - 1)[:, None] * num_heads
-    by_head += jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
-    # The view is free: a head of a block is a block of one head.
+    heads = jnp.clip(blocks, 0, stored.num_blocks - 1)[:, None] * num_heads
+    heads += jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
     parts = {
-        name: _gather_rows(
+        # The view is free: a head of a block is a block of one head.
+        name: _gather_part(
             array.reshape(array.shape[0], -1, 1, *array.shape[3:]),
             layer,
-            by_head.reshape(-1),
+            heads.reshape(-1),
         )
         if array.ndim > 4
-        else _gather_numbers(array, layer, blocks)
+        else _gather_part(array, layer, blocks)
         for name, array in stored.parts.items()
     }
     numbers, factor = stored.format.get(parts)
@@ -189,28 +178,21 @@ def gather_pieces(
     return numbers, factor
 
 
-def _gather_rows(
-    pool: jax.Array,  # [L, N, K, T, D]
+def _gather_part(
+    array: jax.Array,  # [L, N, K, T, ...]
     layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[C]
+    blocks: jax.Array,  # i32[...]
 ) -> jax.Array:
-    """Return [C, K * T * D] of what has an axis for each row."""
+    """Return [..., K, T] of what has a number for each row, else [C, K * T * D]."""
+    if array.ndim == 4:
+        found: jax.Array = array.at[layer, blocks].get(mode="clip")
+        return found
     return lax.platform_dependent(
-        pool,
+        array,
         jnp.stack([jnp.full_like(blocks, layer), blocks], axis=-1),
         tpu=_gather_tiled,
         default=_gather_flat,
     )
-
-
-def _gather_numbers(
-    numbers: jax.Array,  # [L, N, K, T]
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[...]
-) -> jax.Array:
-    """Return [..., K, T] of what has a number for each row."""
-    found: jax.Array = numbers.at[layer, blocks].get(mode="clip")
-    return found
 
 
 def _gather_flat(

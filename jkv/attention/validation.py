@@ -37,30 +37,27 @@ def require_pools(key_pool: jax.Array, value_pool: jax.Array | None) -> None:
         )
 
 
-def require_value_dim(value_dim: int, asked: int | None) -> None:
-    """Check a head dim that is not needed against that of the values."""
+def require_value_dim(value_dim: int | None, head_dim: int, asked: int | None) -> int:
+    """Return the value head dim; check what was asked against the pools.
+
+    Args:
+      value_dim: of the value pool; None where values lie in the keys.
+      head_dim: of the keys.
+      asked: with a value pool None, or the same.
+    """
+    if value_dim is None:
+        if asked is None or not 0 < asked <= head_dim:
+            raise ValueError(
+                "with value_pool=None the values are the first value_head_dim elements "
+                f"of the keys: pass 1 to {head_dim}, got {asked}"
+            )
+        return asked
     if asked not in (None, value_dim):
         raise ValueError(
             f"value_pool has head dim {value_dim}, value_head_dim is {asked}; it is "
             f"for value_pool=None, leave it out"
         )
-
-
-def require_latent(
-    head_dim: int, value_head_dim: int | None, value_scales: jax.Array | None
-) -> int:
-    """Check that values can lie in the keys, return their head dim."""
-    if value_head_dim is None or not 0 < value_head_dim <= head_dim:
-        raise ValueError(
-            "with value_pool=None the values are the first value_head_dim elements of "
-            f"the keys: pass 1 to {head_dim}, got {value_head_dim}"
-        )
-    if value_scales is not None:
-        raise ValueError(
-            "with value_pool=None the keys' scales are the values': leave value_scales "
-            "out"
-        )
-    return value_head_dim
+    return value_dim
 
 
 def require_format(

@@ -25,11 +25,6 @@ class Element(NamedTuple):
     dtype: np.dtype[Any]  # of the array
     meaning: np.dtype[Any]  # of its bits, as files say it
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -58,7 +53,8 @@ class Format:
 
     def nbytes(self, width: int) -> int:
         """Return the bytes of a row of so many numbers."""
-        return sum(element.nbytes for element in self.arrays(width).values())
+        elements = self.arrays(width).values()
+        return sum(math.prod(each.shape) * each.dtype.itemsize for each in elements)
 
     def prepare(self, rows: jax.Array) -> jax.Array:
         """Return rows, float[..., D], in the dtype in which `put` takes them.

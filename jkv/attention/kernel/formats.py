@@ -27,14 +27,17 @@ from jkv.formats.scaled import Scaled
 
 @dataclasses.dataclass(frozen=True)
 class KernelFormat:
-    """Elements of 16 or 32 bits, which are numbers as they are loaded."""
+    """Elements of 16 or 32 bits, which are numbers as they are loaded, or int8."""
 
     dtype: np.dtype[Any]
 
-    # Whether it rounds rows itself, to elements of one byte.
-    has_bytes: ClassVar[bool] = False
     # Whether words take fewer registers than single elements, and more instructions.
     has_costly_words: ClassVar[bool] = False
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether elements have one byte, to which the kernel rounds rows."""
+        return self.dtype.itemsize == 1
 
     def to_operand(
         self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
@@ -46,8 +49,9 @@ class KernelFormat:
           dtype: float32, bfloat16 or float16; at least as precise as the elements.
           interpret: whether the kernel is interpreted.
         """
-        del interpret
-        return bitcast(tile, self.dtype).astype(dtype)
+        if interpret or not self.has_bytes:
+            return bitcast(tile, self.dtype).astype(dtype)
+        return self._convert(tile, dtype)
 
     def words_to_operand(
         self, words: jax.Array, dtype: np.dtype[Any], *, interpret: bool
@@ -59,39 +63,12 @@ class KernelFormat:
           dtype: as above.
           interpret: likewise.
         """
-        raise NotImplementedError
-
-    def put(self, sections: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-        """Return the elements of a row, by section, and the bits of its scale.
-
-        Args:
-          sections: the row's columns, bits or, where it rounds, numbers.
-        """
-        return sections, None
-
-
-class KernelBytes(KernelFormat):
-    """Integers of one byte; and what all elements of one byte have."""
-
-    has_bytes: ClassVar[bool] = True
-
-    def to_operand(
-        self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
-    ) -> jax.Array:
-        """Convert each."""
-        del interpret
-        return narrow(tile.astype(jnp.float32), dtype)
-
-    def words_to_operand(
-        self, words: jax.Array, dtype: np.dtype[Any], *, interpret: bool
-    ) -> jax.Array:
-        """Convert each byte of all words."""
 
         def convert(byte: int) -> jax.Array:
             # The byte in front, with its sign.
             high = words << (24 - 8 * byte)
             if not interpret:
-                return self.take_byte(words, high, byte, dtype)
+                return self._take_byte(words, high, byte, dtype)
             tile = (high >> 24).astype(jnp.int8)
             return self.to_operand(tile, dtype, interpret=True)
 
@@ -99,39 +76,36 @@ class KernelBytes(KernelFormat):
         pairs = _join(convert(0), convert(2)), _join(convert(1), convert(3))
         return _join(*pairs).reshape(*words.shape[:-1], 4 * words.shape[-1])
 
-    def take_byte(
+    def put(self, sections: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        """Return the elements of a row, by section, and the bits of its scale.
+
+        Args:
+          sections: the row's columns, bits or, of bytes, numbers to be rounded.
+        """
+        if not self.has_bytes:
+            return sections, None
+        scale, elements = round_row(sections, self.dtype)
+        return elements, scale
+
+    def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        return narrow(tile.astype(jnp.float32), dtype)
+
+    def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
         """Convert one byte of all words, which `high` has in front."""
         del words, byte
         return narrow((high >> 24).astype(jnp.float32), dtype)
 
-    def put(self, sections: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-        """Round."""
-        scale, elements = round_row(sections, self.dtype)
-        return elements, scale
 
-
-class _SmallFloats(KernelBytes):
-    def to_operand(
-        self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
-    ) -> jax.Array:
-        if interpret:
-            return bitcast(tile, self.dtype).astype(dtype)
-        return self._convert(tile, dtype)
-
-    def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-        raise NotImplementedError
-
-
-class E5m2(_SmallFloats):
+class E5m2(KernelFormat):
     """Five bits of exponent."""
 
     def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
         half = bitcast(tile, jnp.uint8).astype(jnp.uint16) << 8
         return _widen(half, dtype)
 
-    def take_byte(
+    def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
         """Take two numbers of float16: of the upper bytes of both halves of a word."""
@@ -147,7 +121,7 @@ _SHIFT, _MASK = 20, 0x87F00000 - 2**32
 
 
 @dataclasses.dataclass(frozen=True)
-class E4m3(_SmallFloats):
+class E4m3(KernelFormat):
     """Four bits of exponent."""
 
     factor: float  # what is missing, 2 to the difference of the exponents' biases
@@ -157,7 +131,7 @@ class E4m3(_SmallFloats):
         bits = bitcast(tile, jnp.int8).astype(jnp.int32) << _SHIFT
         return self._scale(bits, dtype)
 
-    def take_byte(
+    def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
         """Shift by what the byte lacks."""
@@ -183,7 +157,7 @@ def _join(one: jax.Array, other: jax.Array) -> jax.Array:
 
 _NUMBERS = [KernelFormat(jnp.dtype(n)) for n in ("float32", "float16", "bfloat16")]
 _BYTES = [
-    KernelBytes(jnp.dtype(jnp.int8)),
+    KernelFormat(jnp.dtype(jnp.int8)),
     E4m3(jnp.dtype(jnp.float8_e4m3fn), 2.0**120),
     E4m3(jnp.dtype(jnp.float8_e4m3fnuz), 2.0**119),
     E5m2(jnp.dtype(jnp.float8_e5m2)),
