@@ -18,8 +18,8 @@ of their own), ``config.py`` (what a config.json says; ``settings.py``, ``readin
 ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and ``mixers`` for layers
 with a state), ``caches.py`` (what is kept of a sequence), ``tensors.py`` and
 ``checkpoint.py`` (weights; ``files.py``, ``quantized.py``, and ``spreading.py`` for
-several devices), ``tokenizer.py`` (texts and chats), ``sampling.py``
-(generation_config.json), ``keeping.py`` (compiled programs).
+several devices), ``tokenizer.py`` (texts), ``chat_template.py`` (chats),
+``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .chat_template import OWN_VARIABLES, has_chat_template, render_chat
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, fix_context, parse_config, read_config
 from .gguf_reading import find_folder
@@ -38,13 +39,14 @@ from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
 from .spreading import find_divided_axis, make_mesh, put_whole, spread_over
-from .tokenizer import has_chat_template, load_tokenizer, render_chat
+from .tokenizer import load_tokenizer
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Decoder",
     "DecoderConfig",
+    "OWN_VARIABLES",
     "Params",
     "Rope",
     "find_divided_axis",

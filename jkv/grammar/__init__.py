@@ -11,7 +11,7 @@ from jkv.grammar.json_texts import from_json_object, from_json_schema
 from jkv.grammar.languages import from_choices, from_regex
 from jkv.grammar.spelling import with_one_spelling
 from jkv.grammar.tables import join
-from jkv.grammar.tool_calls import from_tools
+from jkv.grammar.tool_calls import find_refused_tools, from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "TooLarge",
     "Unsupported",
     "Vocabulary",
+    "find_refused_tools",
     "from_choices",
     "from_json_object",
     "from_json_schema",

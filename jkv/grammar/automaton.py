@@ -10,6 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from jkv.grammar.bounds import Bounds
+
 # Rounds of refinement after which states are left unmerged. Tables are right with
 # states that could be merged, too; long chains of counted characters need as many
 # rounds as the chain is long.
@@ -68,18 +70,30 @@ def trim(automaton: Automaton) -> Automaton:
     return Automaton(number[table[alive]], accepting[alive])
 
 
-def minimize(automaton: Automaton) -> Automaton:
+def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     """Trim an automaton and merge states that accept the same continuations."""
     trimmed = trim(automaton)
-    columns, which = np.unique(trimmed.transitions, axis=1, return_inverse=True)
-    labels = merge_states(columns, trimmed.accepting.astype(np.int64))
+    firsts, which = _distinct_columns(trimmed.transitions)
+    columns = trimmed.transitions[:, firsts]
+    labels = merge_states(columns, trimmed.accepting.astype(np.int64), bounds)
     firsts = np.unique(labels, return_index=True)[1]
     renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
-    return Automaton(renamed[:, which.reshape(-1)], trimmed.accepting[firsts])
+    return Automaton(renamed[:, which], trimmed.accepting[firsts])
+
+
+def _distinct_columns(
+    table: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where distinct columns stand, and which of them each one is, by hashes."""
+    weights = _odd(np.random.default_rng(1), len(table))
+    hashes = weights @ table.astype(np.uint64)
+    hashes ^= hashes >> np.uint64(29)
+    _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
+    return firsts, which.reshape(-1)
 
 
 def merge_states(
-    table: npt.NDArray[np.int32], labels: npt.NDArray[np.int64]
+    table: npt.NDArray[np.int32], labels: npt.NDArray[np.int64], bounds: Bounds
 ) -> npt.NDArray[np.int64]:
     """Return a number for each state, equal for states that nothing tells apart.
 
@@ -90,6 +104,7 @@ def merge_states(
     Args:
       table: i32[S, C], -1 for none.
       labels: i64[S], what tells states apart from the beginning.
+      bounds: of the compilation.
 
     Returns:
       i64[S], numbered in the order of the states, so that state 0's is 0. Each state
@@ -99,6 +114,7 @@ def merge_states(
     weights = _odd(rng, table.shape[1])
     number = _number_by_first(labels)
     for _ in range(MAX_ROUNDS):
+        bounds.spend(1, entries=table.size)
         names = _odd(rng, int(number.max()) + 2)
         rows = names[np.append(number, -1)[table]] * weights
         hashes = rows.sum(axis=1, dtype=np.uint64)
@@ -123,7 +139,8 @@ def find_finishing(
     """Return from which states an accepting one can be reached, bool[S]."""
     sources, columns = np.nonzero(table >= 0)
     targets = table[sources, columns]
-    pairs = np.unique(np.stack([targets, sources]).astype(np.int64), axis=1)
+    count = np.int64(len(table))
+    pairs = np.stack(np.divmod(np.unique(targets * count + sources), count))
     counts = np.bincount(pairs[0], minlength=len(table))
     ends = np.cumsum(counts)
 

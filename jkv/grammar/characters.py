@@ -5,6 +5,7 @@ import re
 import sys
 
 from jkv.grammar.automaton import Automaton
+from jkv.grammar.bounds import UNBOUNDED
 from jkv.grammar.determinization import determinize
 from jkv.grammar.expressions import ByteRange, Choice, Expression, Leaf, concat
 
@@ -45,14 +46,35 @@ def category(letter: str) -> Ranges:
     return unite(*((_code(m.start()), _code(m.end() - 1)) for m in found))
 
 
-def ignoring_case(ranges: Ranges) -> Ranges:
-    """Add what differs in case alone from what is there."""
-    others = []
-    for low, high in ranges:
-        for code in range(low, high + 1):
-            both = chr(code).lower(), chr(code).upper()
-            others += [(ord(c), ord(c)) for c in both if len(c) == 1]
+def ignoring_case(ranges: Ranges, *, is_ascii: bool) -> Ranges:
+    """Add what `re` takes for the same letter, when case does not count."""
+    others = [
+        (other, other)
+        for code, cases in _cases(is_ascii).items()
+        if any(low <= code <= high for low, high in ranges)
+        for other in cases
+    ]
     return unite(*ranges, *others)
+
+
+@functools.cache
+def _cases(is_ascii: bool) -> dict[int, list[int]]:
+    """Return the other cases of each character that has some, as `re` sees them."""
+    groups: dict[str, set[str]] = {}
+    for character in map(chr, range(0x80 if is_ascii else 0x20000)):
+        forms = character.lower(), character.upper(), character.casefold()
+        alike = {character, *(form[0] for form in forms)}
+        if len(alike) > 1:
+            for form in alike:
+                groups.setdefault(form.casefold()[0], set()).update(alike)
+    flags = re.IGNORECASE | (re.ASCII if is_ascii else 0)
+    found: dict[int, list[int]] = {}
+    for alike in groups.values():
+        for one in alike:
+            same = re.compile(re.escape(one), flags)
+            others = [ord(c) for c in alike if c != one and same.fullmatch(c)]
+            found.setdefault(ord(one), []).extend(others)
+    return found
 
 
 @functools.lru_cache(maxsize=512)
@@ -68,7 +90,7 @@ def one_of(ranges: Ranges) -> Expression:
                 begin, end = chr(max(low, first)), chr(min(high, last))
                 sequences += _split(begin.encode(), end.encode())
             first = last + 1
-    automaton: Automaton = determinize(Choice(sequences), max_bytes=2**30)
+    automaton: Automaton = determinize(Choice(sequences), UNBOUNDED)
     return Leaf(automaton)
 
 

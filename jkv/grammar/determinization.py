@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jkv.grammar.automaton import Automaton, Run, minimize
-from jkv.grammar.errors import TooLarge
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.expressions import (
     ByteRange,
     Choice,
@@ -22,34 +22,80 @@ from jkv.grammar.expressions import (
     Separated,
 )
 
-# Bytes that a node takes on the host while it is laid out, measured, and those of a
-# state with its row of transitions.
-_BYTES_OF_NODE, _BYTES_OF_STATE = 400, 2048
+# Bytes that a node takes on the host while it is laid out, those of a state with its
+# row of transitions, and those of each node that a state stands for; measured.
+_BYTES_OF_NODE, _BYTES_OF_STATE, _BYTES_OF_MEMBER = 400, 2048, 40
+Row = np.ndarray[tuple[int], np.dtype[np.int32]]
+_WHAT = "putting a language together"
 
 
-def determinize(expression: Expression, *, max_bytes: int) -> Automaton:
+def determinize(expression: Expression, bounds: Bounds) -> Automaton:
     """Return the minimal automaton of an expression.
 
     Raises:
-      TooLarge: it takes more than `max_bytes` on the way.
+      TooLarge: it takes more than the bounds on the way.
     """
-    layout = _Layout(max_bytes)
+    layout = _Layout(bounds)
     begin, end = layout.lay_out(expression)
-    return minimize(layout.follow(begin, end))
+    return minimize(layout.follow(begin, end), bounds)
+
+
+def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Automaton:
+    """Return the texts of an automaton that are not an expression's.
+
+    The expression is followed along the texts of the automaton alone, where the
+    automaton of all its texts may be many times as large.
+    """
+    layout = _Layout(bounds)
+    begin, end = layout.lay_out(other)
+    sets = _Sets(layout, [begin])
+    numbers, pairs, rows = {(0, 0): 0}, [(0, 0)], []
+    for state, nodes in pairs:
+        reached = one.transitions[state]
+        which = sets.row(nodes) if nodes >= 0 else np.full(256, -1, np.int32)
+        row = np.full(256, -1, np.int32)
+        for pair in {*zip(reached.tolist(), which.tolist(), strict=True)}:
+            if pair[0] >= 0:
+                if pair not in numbers:
+                    numbers[pair] = len(pairs)
+                    pairs.append(pair)
+                    bounds.hold(len(pairs) * _BYTES_OF_STATE, _WHAT)
+                row[(reached == pair[0]) & (which == pair[1])] = numbers[pair]
+        rows.append(row)
+    accepting = [
+        one.accepting[s] and not (n >= 0 and end in sets.nodes[n]) for s, n in pairs
+    ]
+    return minimize(Automaton(np.stack(rows), np.array(accepting)), bounds)
+
+
+def without_bytes(
+    automaton: Automaton, taken: Sequence[int], bounds: Bounds
+) -> Automaton:
+    """Return the texts of an automaton with some bytes taken out of them."""
+    layout = _Layout(bounds)
+    begin, end = layout.lay_out(Leaf(automaton))
+    for node, edges in enumerate(layout.edges):
+        layout.edges[node] = []
+        for low, high, target in edges:
+            kept = [byte for byte in range(low, high + 1) if byte not in taken]
+            layout.edges[node] += [(byte, byte, target) for byte in kept]
+            if len(kept) <= high - low:
+                layout.jumps[node].append(target)
+    return minimize(layout.follow(begin, end), bounds)
 
 
 class _Layout:
     """Nodes with edges of byte ranges and edges that take no byte."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.edges: list[list[Run]] = []
         self.jumps: list[list[int]] = []
 
     def add_node(self) -> int:
         self.edges.append([])
         self.jumps.append([])
-        self._check(len(self.edges) * _BYTES_OF_NODE)
+        self.bounds.hold(len(self.edges) * _BYTES_OF_NODE, _WHAT)
         return len(self.edges) - 1
 
     def lay_out(self, expression: Expression) -> tuple[int, int]:
@@ -97,7 +143,9 @@ class _Layout:
         self, part: Expression, least: int, most: int | None, begin: int
     ) -> int:
         for _ in range(least):
-            begin = self.add(part, begin)
+            before, begin = begin, self.add(part, begin)
+            if begin == before:
+                return begin  # it takes nothing, however often
         if most is None:
             # A node of its own: what stands before must not be reached by the loop.
             begin = self._behind(begin)
@@ -107,27 +155,63 @@ class _Layout:
         ends = [begin]
         for _ in range(most - least):
             ends.append(self.add(part, ends[-1]))
+            if ends[-1] == ends[-2]:
+                return begin
         return self._meet(ends)
 
     def _separate(self, all_: Separated, begin: int) -> int:
-        # Two ways run side by side: nothing was there yet (first), or something was.
-        first, later = self._behind(begin), self.add_node()
+        # The nodes reached, by how many entries there were, as far as it matters.
+        reached = {0: self._behind(begin)}
         for entry, is_required in all_.entries:
-            before = self._behind(first)
-            self.jumps[self.add(all_.separator, self._behind(later))].append(before)
-            after = self._meet([self.add(entry, before)])
+            ends = self._add_entry(all_, entry, reached)
             if is_required:
-                first = self.add_node()  # not reached any more
-            else:
-                self.jumps[later].append(after)
-                first = self._behind(first)
-            later = after
+                reached = ends
+                continue
+            counts = reached.keys() | ends.keys()
+            both = {c: [at[c] for at in (reached, ends) if c in at] for c in counts}
+            reached = {c: self._meet(nodes) for c, nodes in both.items()}
+        finals = list(reached.items())
         if all_.rest is not None:
-            before = self._behind(first)
-            later = self._behind(later)
-            self.jumps[self.add(all_.separator, self._behind(later))].append(before)
-            self.jumps[self.add(all_.rest, before)].append(later)
-        return self._meet([first, self.add(all_.ending, self._behind(later))])
+            finals += self._add_rest(all_, all_.rest, reached).items()
+        some = [node for count, node in finals if count >= max(1, all_.least)]
+        none = [node for count, node in finals if count == 0 >= all_.least]
+        return self._meet([*none, self.add(all_.ending, self._meet(some))])
+
+    def _add_entry(
+        self, all_: Separated, entry: Expression, reached: dict[int, int]
+    ) -> dict[int, int]:
+        """Lay out an entry behind so many others; return where it ends."""
+        starts: dict[int, int] = {}
+        for count, node in reached.items():
+            most = max(1, all_.least) if all_.most is None else all_.most
+            target = count + 1 if all_.most is not None else min(count + 1, most)
+            if target <= most:
+                before = self._behind(node)
+                before = self.add(all_.separator, before) if count else before
+                self.jumps[before].append(starts.setdefault(target, self.add_node()))
+        return {
+            count: self._meet([self.add(entry, start)])
+            for count, start in starts.items()
+        }
+
+    def _add_rest(
+        self, all_: Separated, rest: Expression, reached: dict[int, int]
+    ) -> dict[int, int]:
+        """Lay out the rest behind so many entries; return where one of it ends."""
+        if all_.most is not None:
+            found: dict[int, list[int]] = {}
+            while reached:
+                reached = self._add_entry(all_, rest, reached)
+                for count, node in reached.items():
+                    found.setdefault(count, []).append(node)
+            return {count: self._meet(nodes) for count, nodes in found.items()}
+        ends: dict[int, int] = {}
+        for count, node in self._add_entry(all_, Literal(b""), reached).items():
+            start, end = self._behind(node), self.add_node()
+            self.jumps[self.add(rest, start)].append(end)
+            self.jumps[self.add(all_.separator, self._behind(end))].append(start)
+            ends[count] = end
+        return ends
 
     def _behind(self, begin: int) -> int:
         node = self.add_node()
@@ -142,26 +226,12 @@ class _Layout:
 
     def follow(self, begin: int, end: int) -> Automaton:
         """Return the automaton whose states are the sets of nodes reached at once."""
-        first = self._close([begin])
-        number, sets = {first: 0}, [first]
-        rows: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
-        closures: dict[tuple[int, ...], frozenset[int]] = {}
-        for nodes in sets:
-            row = np.full(256, -1, np.int32)
-            for low, high, targets in _split([e for n in nodes for e in self.edges[n]]):
-                if targets not in closures:
-                    closures[targets] = self._close(targets)
-                reached = closures[targets]
-                if reached not in number:
-                    number[reached] = len(sets)
-                    sets.append(reached)
-                    self._check(len(sets) * _BYTES_OF_STATE)
-                row[low : high + 1] = number[reached]
-            rows.append(row)
-        accepting = np.array([end in nodes for nodes in sets])
+        sets = _Sets(self, [begin])
+        rows = [sets.row(number) for number, _ in enumerate(sets.nodes)]
+        accepting = np.array([end in nodes for nodes in sets.nodes])
         return Automaton(np.stack(rows), accepting)
 
-    def _close(self, nodes: Sequence[int]) -> frozenset[int]:
+    def close(self, nodes: Sequence[int]) -> frozenset[int]:
         """Return the nodes reached without a byte; only those that lead on or end."""
         found, newest = set(nodes), list(nodes)
         while newest:
@@ -169,14 +239,43 @@ class _Layout:
                 if node not in found:
                     found.add(node)
                     newest.append(node)
+        self.bounds.spend(len(found))
         return frozenset(n for n in found if self.edges[n] or not self.jumps[n])
 
-    def _check(self, num_bytes: int) -> None:
-        if num_bytes > self.max_bytes:
-            raise TooLarge(
-                f"putting a language together takes more than max_bytes, "
-                f"{self.max_bytes:,}"
-            )
+
+class _Sets:
+    """Sets of nodes of a layout that texts reach at once, numbered as they are met.
+
+    Attributes:
+      nodes: of each set.
+    """
+
+    def __init__(self, layout: _Layout, begin: Sequence[int]) -> None:
+        first = layout.close(begin)
+        self._layout, self.nodes = layout, [first]
+        self._numbers, self._num_bytes = {first: 0}, 0
+        self._closures: dict[tuple[int, ...], int] = {}
+
+    def row(self, number: int) -> Row:
+        """Return the set that each byte leads to, -1 for none."""
+        bounds, edges_of = self._layout.bounds, self._layout.edges
+        row = np.full(256, -1, np.int32)
+        edges = [edge for node in self.nodes[number] for edge in edges_of[node]]
+        bounds.spend(len(self.nodes[number]) + len(edges))
+        for low, high, targets in _split(edges):
+            if targets not in self._closures:
+                self._closures[targets] = self._number(targets)
+            row[low : high + 1] = self._closures[targets]
+        return row
+
+    def _number(self, targets: tuple[int, ...]) -> int:
+        reached = self._layout.close(targets)
+        if reached not in self._numbers:
+            self._numbers[reached] = len(self.nodes)
+            self.nodes.append(reached)
+            self._num_bytes += _BYTES_OF_STATE + _BYTES_OF_MEMBER * len(reached)
+            self._layout.bounds.hold(self._num_bytes, _WHAT)
+        return self._numbers[reached]
 
 
 def _split(edges: Sequence[Run]) -> list[tuple[int, int, tuple[int, ...]]]:

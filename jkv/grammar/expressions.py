@@ -91,17 +91,47 @@ class Separated(Expression):
       separator: between two.
       rest: what follows the entries, any number of times; None for nothing.
       ending: what stands behind the last one, if there is any.
+      least: how many must be there, of which all of the rest are one.
+      most: how many may be there, of which all of the rest count; None for any number.
     """
 
     entries: Sequence[tuple[Expression, bool]]
     separator: Expression
     rest: Expression | None = None
     ending: Expression = Literal(b"")
+    least: int = 0
+    most: int | None = None
 
 
 def concat(*parts: Expression | bytes) -> Expression:
     """Return the expression of parts in order; bytes are literals."""
     return Concatenation([Literal(p) if isinstance(p, bytes) else p for p in parts])
+
+
+def size(expression: Expression) -> int:
+    """Return about how many states an expression takes."""
+    return _size(expression, {})
+
+
+def _size(expression: Expression, known: dict[int, int]) -> int:
+    if id(expression) in known:
+        return known[id(expression)]
+    found = 1
+    match expression:
+        case Literal(text):
+            found = len(text)
+        case Leaf(automaton):
+            found = len(automaton.transitions)
+        case Repeat(part, least, most):
+            found = _size(part, known) * max(1, least, most or 0)
+        case Concatenation(parts) | Choice(parts):
+            found = sum(_size(part, known) for part in parts)
+        case Separated(entries=entries, rest=rest):
+            one = sum(_size(entry, known) for entry, _ in entries)
+            one += _size(rest, known) if rest else 0
+            found = one * max(1, expression.least, expression.most or 0)
+    known[id(expression)] = found
+    return found
 
 
 def optional(part: Expression) -> Expression:

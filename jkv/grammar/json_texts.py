@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.languages import MAX_BYTES, compile_expression
-from jkv.grammar.schema.compilation import SchemaCompiler
+from jkv.grammar.schema.compilation import Reading, SchemaCompiler
 from jkv.grammar.vocabulary import Vocabulary
 
 WHITESPACE = "[ ]?"
-DEPTH = 3
+DEPTH, RECURSION = 3, 2
 
 
 def from_json_schema(
@@ -19,7 +20,10 @@ def from_json_schema(
     *,
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
+    recursion: int = RECURSION,
+    strict: bool = False,
     max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
     folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are the JSON values that a schema describes.
@@ -35,14 +39,20 @@ def from_json_schema(
       whitespace: pattern of what may stand around brackets, commas and colons; once at
         each place. None stands before the value or behind it.
       depth: levels of arrays and objects in a value of which the schema says nothing.
+      recursion: how often a schema that refers to itself may stand in itself.
+      strict: whether keywords and formats that JSON Schema does not define are errors;
+        they are ignored otherwise, as the standard says.
       max_bytes: of the tables, and of the memory that compiling takes beside the
-        vocabulary's own.
+        vocabulary's own; steps are bounded in proportion.
+      timeout: seconds that compiling may take; None for any time.
       folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
-      Unsupported: a keyword that is not served, or recursion (a ValueError).
+      Unsupported: a keyword that is not served, or has a value that it cannot have,
+        with its place in the schema (a ValueError).
       NoText: no value is valid, or the vocabulary spells none (a ValueError).
-      TooLarge: `max_bytes` is exceeded (a ValueError).
+      TooLarge: `max_bytes` or `timeout` is exceeded, or the schema is nested too deeply
+        (a ValueError).
 
     Example:
       >>> from jkv.grammar import Vocabulary, from_json_schema
@@ -54,13 +64,12 @@ def from_json_schema(
     """
 
     def make() -> Grammar:
-        compiler = SchemaCompiler(
-            schema, whitespace=whitespace, depth=depth, max_bytes=max_bytes
-        )
-        texts = compiler.compile(schema)
-        return compile_expression(texts, vocabulary, max_bytes=max_bytes)
+        bounds = Bounds(max_bytes, timeout)
+        texts = SchemaCompiler(schema, reading, bounds).compile_root()
+        return compile_expression(texts, vocabulary, bounds)
 
-    return keep(folder, vocabulary, ["schema", schema, whitespace, depth], make)
+    reading = Reading(whitespace, depth, recursion, strict)
+    return keep(folder, vocabulary, ["schema", schema, *reading], make)
 
 
 def from_json_object(
@@ -69,6 +78,7 @@ def from_json_object(
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
     max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
     folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are any JSON object.
@@ -78,6 +88,7 @@ def from_json_object(
       whitespace: as `from_json_schema` has it.
       depth: levels of arrays and objects inside of the object.
       max_bytes: as `from_json_schema` has it.
+      timeout: as `from_json_schema` has it.
       folder: as `from_json_schema` has it.
 
     Raises:
@@ -90,5 +101,6 @@ def from_json_object(
         whitespace=whitespace,
         depth=depth,
         max_bytes=max_bytes,
+        timeout=timeout,
         folder=folder,
     )

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import NoText
+from jkv.grammar.errors import NoText, TooLarge
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Folder, keep
@@ -20,6 +21,7 @@ def from_choices(
     vocabulary: Vocabulary,
     *,
     max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
     folder: Folder = None,
 ) -> Grammar:
     """Make a grammar whose texts are some given ones.
@@ -28,12 +30,13 @@ def from_choices(
       texts: to choose from.
       vocabulary: of the model.
       max_bytes: of the tables, and of the memory that compiling takes beside the
-        vocabulary's own.
+        vocabulary's own; steps are bounded in proportion.
+      timeout: seconds that compiling may take; None for any time.
       folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
       NoText: the vocabulary can spell none of them, or none are given (a ValueError).
-      TooLarge: `max_bytes` is exceeded (a ValueError).
+      TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
       >>> from jkv.grammar import Vocabulary, from_choices
@@ -49,7 +52,7 @@ def from_choices(
     choice = Choice([Literal(text.encode()) for text in texts])
 
     def make() -> Grammar:
-        return compile_expression(choice, vocabulary, max_bytes=max_bytes)
+        return compile_expression(choice, vocabulary, Bounds(max_bytes, timeout))
 
     return keep(folder, vocabulary, ["choices", list(texts)], make)
 
@@ -59,6 +62,7 @@ def from_regex(
     vocabulary: Vocabulary,
     *,
     max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
     folder: Folder = None,
 ) -> Grammar:
     r"""Make a grammar whose texts match a regular expression, from end to end.
@@ -68,14 +72,15 @@ def from_regex(
         a line's end, `\d` a digit of any script. Greedy or not makes no difference.
       vocabulary: of the model.
       max_bytes: of the tables, and of the memory that compiling takes beside the
-        vocabulary's own.
+        vocabulary's own; steps are bounded in proportion.
+      timeout: seconds that compiling may take; None for any time.
       folder: where compiled grammars are kept and found again; None for nowhere.
 
     Raises:
       Unsupported: it is no pattern, or it has look-around, references back, `\b`,
         atomic groups or lines as a flag (a ValueError).
       NoText: the vocabulary can spell none of the texts (a ValueError).
-      TooLarge: `max_bytes` is exceeded (a ValueError).
+      TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
       >>> from jkv.grammar import Vocabulary, from_regex
@@ -89,16 +94,20 @@ def from_regex(
     """
 
     def make() -> Grammar:
-        leaf = Leaf(compile_regex(pattern, max_bytes))
-        return compile_expression(leaf, vocabulary, max_bytes=max_bytes)
+        bounds = Bounds(max_bytes, timeout)
+        leaf = Leaf(compile_regex(pattern, bounds))
+        return compile_expression(leaf, vocabulary, bounds)
 
     return keep(folder, vocabulary, ["regex", pattern], make)
 
 
 def compile_expression(
-    expression: Expression, vocabulary: Vocabulary, *, max_bytes: int
+    expression: Expression, vocabulary: Vocabulary, bounds: Bounds
 ) -> Grammar:
     """Make the grammar of an expression over bytes."""
-    automaton = determinize(expression, max_bytes=max_bytes)
-    table = make_table(automaton, vocabulary, max_bytes=max_bytes)
-    return make_grammar(table, vocabulary, max_bytes=max_bytes)
+    try:
+        automaton = determinize(expression, bounds)
+    except RecursionError as error:
+        raise TooLarge("what is nested in the language is nested too deeply") from error
+    table = make_table(automaton, vocabulary, bounds)
+    return make_grammar(table, vocabulary, bounds)

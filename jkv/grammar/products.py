@@ -4,27 +4,27 @@ import numpy as np
 import numpy.typing as npt
 
 from jkv.grammar.automaton import Automaton, minimize
-from jkv.grammar.errors import TooLarge
+from jkv.grammar.bounds import Bounds
 
-_BYTES_OF_STATE = 4096  # of a pair of states: its rows of transitions
+BYTES_OF_PAIR = 4096  # of a pair of states: its rows of transitions
 
 
-def intersect(one: Automaton, other: Automaton, *, max_bytes: int) -> Automaton:
+def intersect(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
     """Return the texts that are in both languages."""
-    pairs, transitions = _pair(one.transitions, other.transitions, max_bytes)
+    pairs, transitions = _pair(one.transitions, other.transitions, bounds)
     accepting = one.accepting[pairs[0]] & other.accepting[pairs[1]]
-    return minimize(Automaton(transitions, accepting))
+    return minimize(Automaton(transitions, accepting), bounds)
 
 
-def subtract(one: Automaton, other: Automaton, *, max_bytes: int) -> Automaton:
+def subtract(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
     """Return the texts of a language that are not in another."""
     # What leads nowhere leads to a state that accepts nothing.
     nowhere = len(other.transitions)
     table = np.where(other.transitions < 0, np.int32(nowhere), other.transitions)
     table = np.concatenate([table, np.full((1, 256), nowhere, np.int32)])
-    pairs, transitions = _pair(one.transitions, table, max_bytes)
+    pairs, transitions = _pair(one.transitions, table, bounds)
     accepting = one.accepting[pairs[0]] & ~np.append(other.accepting, False)[pairs[1]]
-    return minimize(Automaton(transitions, accepting))
+    return minimize(Automaton(transitions, accepting), bounds)
 
 
 def is_empty(automaton: Automaton) -> bool:
@@ -33,7 +33,7 @@ def is_empty(automaton: Automaton) -> bool:
 
 
 def _pair(
-    one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], max_bytes: int
+    one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], bounds: Bounds
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Return the pairs of states that are reached, i64[2, P], and where they lead."""
     width = len(other)
@@ -47,8 +47,8 @@ def _pair(
         distinct = np.unique(reached[is_alive])
         newest = np.setdiff1d(distinct, known, assume_unique=True)
         known = np.concatenate([known, newest])
-        if len(known) * _BYTES_OF_STATE > max_bytes:
-            raise TooLarge(f"two languages at once exceed max_bytes, {max_bytes:,}")
+        bounds.hold(len(known) * BYTES_OF_PAIR, "two languages at once")
+        bounds.spend(1, entries=reached.size)
     order = np.argsort(known)
     wanted = np.concatenate(rows)
     places = order[np.searchsorted(known[order], wanted).clip(max=len(known) - 1)]

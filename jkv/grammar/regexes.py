@@ -1,8 +1,10 @@
 """Regular expressions as automata: parsed by Python's own parser, put together here.
 
-Two bytes that UTF-8 never has stand for the beginning and the end of a text while a
-pattern is put together: `^` and `$` are texts of one such byte. So anchors may stand
-anywhere; where a text cannot begin, `^` matches nothing.
+Bytes that UTF-8 never has stand for the beginning and the end of a text while a pattern
+is put together: `^` and `$` are texts of one such byte, and there are as many of them
+around a text as a pattern asks for. Other such bytes stand where something is asserted
+of what is before or behind; texts in which one stands where that does not hold are
+taken away, then these bytes are.
 """
 
 import functools
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.characters import (
     Ranges,
     category,
@@ -23,91 +26,120 @@ from jkv.grammar.characters import (
     one_of,
     unite,
 )
-from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import Unsupported
+from jkv.grammar.determinization import (
+    determinize,
+    subtract_expression,
+    without_bytes,
+)
+from jkv.grammar.errors import TooLarge, Unsupported
 from jkv.grammar.expressions import (
+    ByteRange,
     Choice,
     Expression,
+    Leaf,
     Literal,
     Repeat,
     concat,
-    optional,
 )
+from jkv.grammar.products import subtract
 
 # The standard library's parser has no public name since `sre_parse` was deprecated.
 _parser = importlib.import_module("re._parser")
 
 _BEGIN, _END = 0xFE, 0xFF
+_MARKS = (0xC0, 0xC1, *range(0xF5, 0xFE))  # of what is asserted, each its own
 _ANCHORS = {
     "AT_BEGINNING": _BEGIN,
     "AT_BEGINNING_STRING": _BEGIN,
     "AT_END": _END,
     "AT_END_STRING": _END,
 }
+_BOUNDARIES = {"AT_BOUNDARY": True, "AT_NON_BOUNDARY": False}
+_ANY_BYTES = Repeat(ByteRange(0, 255))
 _LINE_END = ((0x0A, 0x0A),)
+_ASCII_SPACE = ((0x09, 0x0D), (0x20, 0x20))
 _REFUSED_FLAGS = re.MULTILINE | re.LOCALE
 
 
 @functools.lru_cache(maxsize=256)
 def compile_regex(
-    pattern: str, max_bytes: int, *, is_search: bool = False, flags: int = 0
+    pattern: str, bounds: Bounds, *, is_search: bool = False, shown: str | None = None
 ) -> Automaton:
-    r"""Return the texts that a pattern matches.
+    """Return the texts that a pattern matches.
 
     Args:
       pattern: in the syntax of Python's `re`.
-      max_bytes: memory that compiling may take.
+      bounds: of the compilation.
       is_search: whether it may be found anywhere; from end to end otherwise.
-      flags: of `re`; with `re.ASCII` \d and \w are those of ASCII, as ECMA-262 has
-        them, and \s is still any white space.
+      shown: the pattern as errors quote it, if it was written otherwise.
 
     Raises:
-      TooLarge: it takes more than `max_bytes`.
+      TooLarge: it takes more than the bounds.
       Unsupported: it is no pattern, or none that an automaton can match.
     """
+    name = f"the pattern {_shorten(shown or pattern)}"
     try:
         with warnings.catch_warnings():
-            # Python may read "[[" otherwise one day; schemas mean what it reads now.
+            # Python may read "[[" otherwise one day; patterns mean what it reads now.
             warnings.simplefilter("ignore", FutureWarning)
-            parsed = _parser.parse(pattern, flags)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise Unsupported(f"the pattern {_shorten(pattern)}: {error}") from error
-    if parsed.state.flags & _REFUSED_FLAGS:
-        raise Unsupported(f"flags of the pattern {_shorten(pattern)}")
-    inner = _Reader(pattern).read(parsed, parsed.state.flags)
-    anything = Repeat(one_of(complement(()))) if is_search else Literal(b"")
-    # A text begins before the pattern, unless the pattern has the beginning itself.
-    before = optional(concat(bytes([_BEGIN]), anything))
-    behind = optional(concat(anything, bytes([_END])))
-    marked = determinize(concat(before, inner, behind), max_bytes=max_bytes)
-    return _without_marks(marked)
+            parsed = _parser.parse(pattern)
+        if parsed.state.flags & _REFUSED_FLAGS:
+            raise Unsupported(f"flags of {name}")
+        reader = _Reader(name, bounds)
+        inner = reader.read(parsed, parsed.state.flags)
+        anything = Repeat(one_of(complement(()))) if is_search else Literal(b"")
+        before = concat(Repeat(Literal(bytes([_BEGIN]))), anything)
+        behind = concat(anything, Repeat(Literal(bytes([_END]))))
+        marked = determinize(concat(before, inner, behind), bounds)
+    except (re.error, OverflowError) as error:
+        raise Unsupported(f"{name}: {error}") from error
+    except RecursionError as error:
+        raise TooLarge(f"{name} is nested too deeply") from error
+    return _without_anchors(reader.without_marks(marked), bounds)
 
 
-def _without_marks(marked: Automaton) -> Automaton:
-    """Return the texts that stand between the two marks."""
-    table = marked.transitions
-    start = int(table[0, _BEGIN])
-    if start < 0:
-        return Automaton(np.full((1, 256), -1, np.int32), np.zeros(1, bool))
-    accepting = np.append(marked.accepting, False)[table[:, _END]]
-    table = table.copy()
+def _without_anchors(marked: Automaton, bounds: Bounds) -> Automaton:
+    """Return the texts that stand between any number of the two anchors."""
+    table = np.append(marked.transitions, np.full((1, 256), -1, np.int32), axis=0)
+    begins = table[:, _BEGIN]
+    start = 0
+    # More anchors than states change nothing any more.
+    for _ in range(len(table)):
+        start = int(begins[start])
+    ends = np.arange(len(table))
+    for _ in range(len(table)):
+        further = table[ends, _END]
+        if np.array_equal(further, ends):
+            break
+        ends = further
+    accepting = np.append(marked.accepting, False)[ends]
     table[:, [_BEGIN, _END]] = -1
-    # The first state is the one that the mark led to; the two change places.
+    # The first state is the one that the anchors led to; the two change places.
     names = np.arange(len(table) + 1, dtype=np.int32)
     names[[0, start, -1]] = start, 0, -1
     table = names[table]
     table[[0, start]], accepting[[0, start]] = table[[start, 0]], accepting[[start, 0]]
-    return minimize(Automaton(table, accepting))
+    return minimize(Automaton(table, accepting), bounds)
 
 
 class _Reader:
     """From what the parser returns to expressions."""
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    def __init__(self, name: str, bounds: Bounds) -> None:
+        self._name, self._bounds = name, bounds
+        # For each mark the texts, marks among them, in which it stands wrongly.
+        self._wrong: list[Expression] = []
+        self._is_inside = False  # of an assertion
 
     def read(self, items: Iterable[tuple[Any, Any]], flags: int) -> Expression:
         return concat(*(self._read_item(str(op), given, flags) for op, given in items))
+
+    def without_marks(self, marked: Automaton) -> Automaton:
+        """Return the texts in which no mark stands wrongly, without marks."""
+        if not self._wrong:
+            return marked
+        right = subtract_expression(marked, Choice(self._wrong), self._bounds)
+        return without_bytes(right, _MARKS, self._bounds)
 
     def _read_item(self, op: str, given: Any, flags: int) -> Expression:
         match op:
@@ -122,15 +154,71 @@ class _Reader:
                 least, most, inner = given
                 bound = None if most == _parser.MAXREPEAT else int(most)
                 return Repeat(self.read(inner, flags), int(least), bound)
+            case "FAILURE":
+                return Choice([])
             case "AT" if str(given) in _ANCHORS:
                 return Literal(bytes([_ANCHORS[str(given)]]))
-        raise Unsupported(f"{op} in the pattern {_shorten(self._pattern)}")
+            case "AT" if str(given) in _BOUNDARIES:
+                return self._boundary(_BOUNDARIES[str(given)], flags)
+            case "ASSERT" | "ASSERT_NOT":
+                return self._look(given[0] > 0, op == "ASSERT", given[1], flags)
+        raise Unsupported(f"{op} in {self._name}")
+
+    def _look(
+        self, is_ahead: bool, is_wanted: bool, items: Any, flags: int
+    ) -> Expression:
+        """Return a mark: what is behind it, or before, must match or must not."""
+        if self._is_inside:
+            raise Unsupported(f"an assertion in another one in {self._name}")
+        self._is_inside = True
+        inner = self.read(items, flags)
+        self._is_inside = False
+        parts = (inner, _ANY_BYTES) if is_ahead else (_ANY_BYTES, inner)
+        return self._mark([(self._side(concat(*parts), is_wanted), is_ahead)])
+
+    def _boundary(self, is_wanted: bool, flags: int) -> Expression:
+        r"""Return the mark of `\b`, or of `\B`."""
+        word = one_of(_read_category("CATEGORY_WORD", flags))
+        ahead, back = concat(word, _ANY_BYTES), concat(_ANY_BYTES, word)
+        # A boundary is wrong where both sides are alike, the other where they differ.
+        return self._mark(
+            *(
+                [
+                    (self._side(back, is_word), False),
+                    (self._side(ahead, is_word == is_wanted), True),
+                ]
+                for is_word in (False, True)
+            )
+        )
+
+    def _side(self, texts: Expression, is_complement: bool) -> Expression:
+        """Return texts, or all others, with marks anywhere in them."""
+        found = determinize(texts, self._bounds)
+        if is_complement:
+            everything = determinize(_ANY_BYTES, self._bounds)
+            found = subtract(everything, found, self._bounds)
+        table = found.transitions.copy()
+        table[:, list(_MARKS)] = np.arange(len(table))[:, None]
+        return Leaf(Automaton(table, found.accepting))
+
+    def _mark(self, *wrong: list[tuple[Expression, bool]]) -> Expression:
+        """Return a new mark, wrong where one of the lists of sides holds."""
+        if self._is_inside or len(self._wrong) == len(_MARKS):
+            raise Unsupported(f"more assertions than are served in {self._name}")
+        mark = Literal(bytes([_MARKS[len(self._wrong)]]))
+        ways = []
+        for sides in wrong:
+            before = [side for side, is_ahead in sides if not is_ahead] or [_ANY_BYTES]
+            behind = [side for side, is_ahead in sides if is_ahead] or [_ANY_BYTES]
+            ways.append(concat(*before, mark, *behind))
+        self._wrong.append(Choice(ways))
+        return mark
 
     def _read_set(self, op: str, given: Any, flags: int) -> Ranges:
         if op == "ANY":
             return complement(() if flags & re.DOTALL else _LINE_END)
         members = given if op == "IN" else [("LITERAL", given)]
-        found: list[tuple[int, int]] = []
+        found, categories = list[tuple[int, int]](), list[tuple[int, int]]()
         is_negated = op == "NOT_LITERAL"
         for kind, value in ((str(kind), value) for kind, value in members):
             if kind == "NEGATE":
@@ -140,10 +228,11 @@ class _Reader:
             elif kind == "RANGE":
                 found.append(value)
             else:
-                found += _read_category(str(value), flags)
+                categories += _read_category(str(value), flags)
         ranges = unite(*found)
         if flags & re.IGNORECASE:
-            ranges = ignoring_case(ranges)
+            ranges = ignoring_case(ranges, is_ascii=bool(flags & re.ASCII))
+        ranges = unite(*ranges, *categories)
         return complement(ranges) if is_negated else ranges
 
 
@@ -151,8 +240,9 @@ def _read_category(name: str, flags: int) -> Ranges:
     """Return the characters of CATEGORY_DIGIT, CATEGORY_NOT_WORD and so on."""
     letter = {"DIGIT": "d", "WORD": "w", "SPACE": "s"}[name.rpartition("_")[2]]
     ranges = category(letter)
-    if flags & re.ASCII and letter != "s":
+    if flags & re.ASCII:
         ranges = tuple((low, min(high, 0x7F)) for low, high in ranges if low < 0x80)
+        ranges = _ASCII_SPACE if letter == "s" else ranges
     return complement(ranges) if "_NOT_" in name else ranges
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jkv.grammar.errors import TooLarge
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.token_table import TokenTable
 from jkv.grammar.vocabulary import Vocabulary
@@ -15,13 +15,11 @@ from jkv.grammar.vocabulary import Vocabulary
 Ints = npt.NDArray[np.integer[Any]]
 
 
-def make_grammar(
-    table: TokenTable, vocabulary: Vocabulary, *, max_bytes: int
-) -> Grammar:
+def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> Grammar:
     """Lay out one language.
 
     Raises:
-      TooLarge: the arrays exceed `max_bytes`.
+      TooLarge: the arrays exceed the bounds.
     """
     num_states, num_tokens = len(table.transitions), len(vocabulary.tokens)
     lost, over = num_states, num_states + 1
@@ -42,12 +40,11 @@ def make_grammar(
         + (len(allowed) + 2) * num_words * 4
         + (num_states + 2) * 16
     )
-    if needed > max_bytes:
-        raise TooLarge(
-            f"{num_states:,} states, {end_class + 1:,} classes and {len(allowed):,} "
-            f"sets of {num_tokens:,} tokens take {needed:,} bytes, max_bytes is "
-            f"{max_bytes:,}"
-        )
+    bounds.hold(
+        needed,
+        f"a grammar of {num_states:,} states, {end_class + 1:,} classes and "
+        f"{len(allowed):,} sets of {num_tokens:,} tokens",
+    )
     transitions = np.full((num_states + 2, end_class + 1), lost, np.int32)
     transitions[:-2, :-1] = np.where(table.transitions < 0, lost, table.transitions)
     transitions[:-2, -1] = np.where(table.accepting, over, lost)

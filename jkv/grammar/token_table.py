@@ -17,7 +17,8 @@ from jkv.grammar.automaton import (
     find_reached,
     merge_states,
 )
-from jkv.grammar.errors import NoText, TooLarge
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.errors import NoText
 from jkv.grammar.token_trie import TokenTrie, trie_of
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -44,29 +45,26 @@ class TokenTable:
 
 
 def make_table(
-    automaton: Automaton, vocabulary: Vocabulary, *, max_bytes: int
+    automaton: Automaton, vocabulary: Vocabulary, bounds: Bounds
 ) -> TokenTable:
     """Walk a vocabulary over an automaton.
 
     Raises:
       NoText: no text of the language can be spelled.
-      TooLarge: states times classes exceed `max_bytes`.
+      TooLarge: states times classes exceed the bounds.
     """
     trie = trie_of(vocabulary)
     tell = vocabulary.progress or (lambda _done, _all: None)
-    class_of_token, firsts = _find_classes(automaton.transitions, trie, tell)
+    class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
     num_states = len(automaton.transitions)
     # Two such tables, of four bytes an entry, live at a time.
-    if num_states * len(firsts) * 8 > max_bytes:
-        raise TooLarge(
-            f"{num_states:,} states and {len(firsts):,} classes of tokens take "
-            f"{num_states * len(firsts) * 8:,} bytes, max_bytes is {max_bytes:,}"
-        )
+    what = f"a table of {num_states:,} states and {len(firsts):,} classes of tokens"
+    bounds.hold(num_states * len(firsts) * 8, what)
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
     table, accepting = _keep_spelled(table, automaton.accepting)
-    labels = merge_states(table, accepting.astype(np.int64))
+    labels = merge_states(table, accepting.astype(np.int64), bounds)
     merged = np.unique(labels, return_index=True)[1]
     table = np.append(labels, -1)[table[merged]].astype(np.int32)
     # Classes that differed in states that are gone are one.
@@ -76,7 +74,10 @@ def make_table(
 
 
 def _find_classes(
-    transitions: Ints, trie: TokenTrie, tell: Callable[[int, int], None]
+    transitions: Ints,
+    trie: TokenTrie,
+    tell: Callable[[int, int], None],
+    bounds: Bounds,
 ) -> tuple[Ints, list[int]]:
     """Return the class of each token, i32[V], and a token of each class.
 
@@ -92,6 +93,7 @@ def _find_classes(
     for first in range(0, num_states, at_once):
         states = np.arange(first, min(first + at_once, num_states), dtype=np.int32)
         for origins, nodes, reached in trie.walk(transitions, states):
+            bounds.spend(1, entries=nodes.size)
             for half in range(2):
                 parts = begin[half, states[origins]] * end[half, reached]
                 np.add.at(hashes[half], nodes, parts)

@@ -5,10 +5,12 @@ A call is written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "argu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jkv.grammar.errors import NoText
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.determinization import determinize
+from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.expressions import (
     Choice,
     Expression,
@@ -18,12 +20,12 @@ from jkv.grammar.expressions import (
     concat,
 )
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.json_texts import DEPTH, WHITESPACE
+from jkv.grammar.json_texts import DEPTH, RECURSION, WHITESPACE
 from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.languages import MAX_BYTES, compile_expression
-from jkv.grammar.products import subtract
+from jkv.grammar.products import is_empty, subtract
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.compilation import SchemaCompiler
+from jkv.grammar.schema.compilation import Reading, SchemaCompiler
 from jkv.grammar.schema.strings import ANYTHING, literal_string
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -38,7 +40,12 @@ def from_tools(
     end: str = "</tool_call>",
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
+    recursion: int = RECURSION,
+    strict: bool = False,
+    free_arguments: Collection[str] = (),
+    answer: Mapping[str, Any] | bool | None = None,
     max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
     folder: Folder = None,
 ) -> Grammar:
     r"""Make a grammar of texts in which tools are called rightly.
@@ -59,15 +66,22 @@ def from_tools(
       end: the tag behind a call.
       whitespace: as `from_json_schema` has it.
       depth: as `from_json_schema` has it.
+      recursion: as `from_json_schema` has it.
+      strict: as `from_json_schema` has it.
+      free_arguments: names of tools whose arguments are any JSON object, whatever their
+        schemas say: those that `find_refused_tools` has found.
+      answer: a JSON schema, for "auto": a text is then JSON that it describes, or calls
+        and nothing else.
       max_bytes: as `from_json_schema` has it.
+      timeout: as `from_json_schema` has it.
       folder: as `from_json_schema` has it.
 
     Raises:
       NoText: no tool is called `choice` (a ValueError).
       ValueError: `begin` ends as it begins, so that it may stand in free text and a
         call at once.
-      Unsupported: a schema uses a keyword that is not served (a ValueError).
-      TooLarge: `max_bytes` is exceeded (a ValueError).
+      Unsupported: a schema uses what is not served, at which place (a ValueError).
+      TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
       >>> from jkv.grammar import Vocabulary, from_tools
@@ -79,47 +93,106 @@ def from_tools(
     """
     if any(begin.startswith(begin[i:]) for i in range(1, len(begin))):
         raise ValueError(f"begin, {begin!r}, ends as it begins: take another tag")
-    functions = [tool.get("function", tool) for tool in tools]
+    functions = _functions(tools)
     if choice not in ("auto", "required"):
         functions = [one for one in functions if one["name"] == choice]
     if not functions:
         raise NoText(f"there is no tool to call; choice is {choice!r}")
     is_single = not is_parallel or choice not in ("auto", "required")
+    free = sorted({one["name"] for one in functions} & {*free_arguments})
 
     def make() -> Grammar:
-        calls = [_call(one, whitespace, depth, max_bytes) for one in functions]
+        bounds = Bounds(max_bytes, timeout)
+        calls = [_call(one, reading, bounds, one["name"] in free) for one in functions]
         line = Repeat(Literal(b"\n"), 0, 1)
         inner = concat(begin.encode(), line, Choice(calls), line, end.encode())
-        texts = _with_text(inner, begin, is_single, max_bytes)
-        if choice != "auto":
-            texts = concat(
-                inner, Repeat(concat(line, inner), 0, 0 if is_single else None)
-            )
-        return compile_expression(texts, vocabulary, max_bytes=max_bytes)
+        more = Repeat(concat(line, inner), 0, 0 if is_single else None)
+        texts: Expression = concat(inner, more)
+        if choice == "auto" and answer is None:
+            texts = _with_text(inner, begin, is_single, bounds)
+        elif choice == "auto":
+            compiler = SchemaCompiler(answer, reading, bounds)
+            texts = Choice([texts, compiler.compile_root()])
+        return compile_expression(texts, vocabulary, bounds)
 
-    asked = ["tools", functions, choice, is_single, begin, end, whitespace, depth]
+    reading = Reading(whitespace, depth, recursion, strict)
+    asked = ["tools", functions, choice, is_single, begin, end, free, answer, *reading]
     return keep(folder, vocabulary, asked, make)
 
 
+def find_refused_tools(
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    recursion: int = RECURSION,
+    strict: bool = False,
+    max_bytes: int = MAX_BYTES,
+    timeout: float | None = None,
+) -> dict[str, ValueError]:
+    """Return the tools whose arguments' schemas cannot be served, each with the reason.
+
+    Give them to `from_tools(free_arguments=)`, and say so to whoever asked for them.
+    No vocabulary is needed; that a grammar is too large for one, `from_tools` tells.
+
+    Args:
+      tools: as `from_tools` has them.
+      recursion: as `from_json_schema` has it.
+      strict: as `from_json_schema` has it.
+      max_bytes: for each tool.
+      timeout: for each tool.
+
+    Raises:
+      ValueError: one of the tools has no name.
+
+    Example:
+      >>> from jkv.grammar import find_refused_tools
+      >>> lookup = {"name": "lookup", "parameters": {"$ref": "https://example.com/a"}}
+      >>> print(find_refused_tools([lookup])["lookup"])
+      $ref 'https://example.com/a' at #: only places of this schema are served
+    """
+    reading, found = Reading(WHITESPACE, DEPTH, recursion, strict), {}
+    for function in _functions(tools):
+        bounds = Bounds(max_bytes, timeout)
+        try:
+            arguments = SchemaCompiler(_schema_of(function), reading, bounds)
+            if is_empty(determinize(arguments.compile_root(), bounds)):
+                raise NoText("no value is valid for its schema")
+        except ValueError as error:
+            found[function["name"]] = error
+    return found
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    functions = [tool.get("function", tool) for tool in tools]
+    if not all(isinstance(one.get("name"), str) for one in functions):
+        raise ValueError("a tool needs a name, a string")
+    return functions
+
+
+def _schema_of(function: Mapping[str, Any]) -> Any:
+    return function.get("parameters", {"type": "object", "properties": {}})
+
+
 def _call(
-    function: Mapping[str, Any], whitespace: str, depth: int, max_bytes: int
+    function: Mapping[str, Any], reading: Reading, bounds: Bounds, is_free: bool
 ) -> Expression:
     """Return the calls of one tool, objects of its name and its arguments."""
-    schema = function.get("parameters", {"type": "object", "properties": {}})
-    compiler = SchemaCompiler(
-        schema, whitespace=whitespace, depth=depth, max_bytes=max_bytes
-    )
-    marks = compiler.marks
+    schema = {"type": "object"} if is_free else _schema_of(function)
+    try:
+        compiler = SchemaCompiler(schema, reading, bounds)
+        texts, marks = compiler.compile_root(), compiler.marks
+    except (Unsupported, TooLarge) as error:
+        message = f"tool {function['name']!r}: {error}"
+        raise type(error)(message) from error
     name = marks.property("name", literal_string(function["name"]))
-    arguments = marks.property("arguments", compiler.compile(schema))
+    arguments = marks.property("arguments", texts)
     return marks.object(marks.separated([(name, True), (arguments, True)]))
 
 
 def _with_text(
-    call: Expression, begin: str, is_single: bool, max_bytes: int
+    call: Expression, begin: str, is_single: bool, bounds: Bounds
 ) -> Expression:
     """Return free texts with calls in them."""
-    tagged = compile_regex(re.escape(begin), max_bytes, is_search=True)
-    anything = compile_regex(ANYTHING, max_bytes)
-    free = Leaf(subtract(anything, tagged, max_bytes=max_bytes))
+    tagged = compile_regex(re.escape(begin), bounds, is_search=True)
+    anything = compile_regex(ANYTHING, bounds)
+    free = Leaf(subtract(anything, tagged, bounds))
     return concat(free, Repeat(concat(call, free), 0, 1 if is_single else None))

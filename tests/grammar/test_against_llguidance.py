@@ -38,7 +38,7 @@ SCHEMAS = {
             "name": {"type": "string", "maxLength": 6},
             "kind": {"enum": ["int", "str", 3]},
             "size": {"type": "integer", "minimum": 7, "maximum": 1205},
-            "when": {"format": "date"},
+            "where": {"format": "ipv4"},
         },
         "required": ["kind"],
     },

@@ -1,6 +1,8 @@
 """A grammar inside jit: masks, states, ends, variants."""
 
 import dataclasses
+import itertools
+import re
 
 import chex
 import jax
@@ -19,6 +21,8 @@ from jkv.grammar import (
     join,
     token_table,
 )
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.regexes import compile_regex
 
 # Of 40 tokens, so that a set is more than a word.
 WORDS = [b"a", b"b", b"ab", b"1", b"23", b"{", b"}", b" "]
@@ -118,11 +122,37 @@ def test_anchors_at_the_ends_say_nothing(pattern):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize(
-    "pattern", ["(?=a)a", r"(a)\1", "(", r"a\b", "(?m)^a$", "(?>a)"]
+    "pattern", ["(?=a(?!b))a", r"(a)\1", "(", r"(?=\b)a", "(?m)^a$", "(?>a)"]
 )
 def test_patterns_that_are_not_served_are_refused(pattern):
     with pytest.raises(Unsupported):
         from_regex(pattern, VOCABULARY)
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("^^a", "^(^a$|^b$)$", r"a\b", r"\ba\b1?", r"a\B|^\b", "(?!a)", "(?!ab).*"),
+        *("(?=.*a)(?=.*b).{2,3}", "(?<!a)b|b(?<=ab)", "(?:(?!ab).)*", "(?!a$)[ab]+"),
+        *(
+            "(?i)aB",
+            "(?i)[^k]",
+            "(?i:\\w)",
+            "(?i)[a-j]",
+            "(?ai:[k-z])",
+            "(?a)\\s",
+            "\\d",
+        ),
+    ],
+)
+def test_patterns_mean_what_they_mean_to_python(pattern):
+    automaton = compile_regex(pattern, Bounds(2**28))
+    texts = map("".join, itertools.product("ab1 ", repeat=3))
+    texts = [text[:length] for text in texts for length in range(4)]
+    for text in [*texts, *map(chr, range(0xD800)), "İ", "\u212a", "𝔸"]:
+        is_match = re.fullmatch(pattern, text) is not None
+        assert automaton.matches(text.encode()) == is_match, text
 
 
 @pytest.mark.one_end
@@ -131,6 +161,10 @@ def test_what_takes_too_much_is_refused():
         from_regex("[ab]*a[ab]{24}", VOCABULARY, max_bytes=2**22)
     with pytest.raises(TooLarge, match="max_bytes"):
         from_choices(["ab1"], VOCABULARY, max_bytes=100)
+    with pytest.raises(TooLarge, match="max_bytes"):
+        from_regex("(?:(?:a{1,15}){1,15}){1,15}", VOCABULARY, max_bytes=2**22)
+    with pytest.raises(TooLarge, match="timeout"):
+        from_regex("[ab]{99}", VOCABULARY, timeout=0.0)
 
 
 @pytest.mark.one_end

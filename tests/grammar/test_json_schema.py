@@ -5,7 +5,7 @@ import re
 
 import pytest
 from support.grammar_reading import HostGrammar
-from support.paths import ROOT
+from support.schema_keywords import PAGE, ROWS, make_page
 
 from jkv.grammar import (
     NoText,
@@ -16,7 +16,7 @@ from jkv.grammar import (
     from_json_schema,
 )
 from jkv.grammar.schema.formats import FORMATS
-from jkv.grammar.schema.keywords import HARMLESS, IGNORED, SERVED
+from jkv.grammar.schema.keywords import SERVED
 
 pytestmark = pytest.mark.one_end
 BYTES = Vocabulary([*(bytes([b]) for b in range(256)), None], end_tokens=[256])
@@ -93,7 +93,6 @@ CASES = {
         '"a" 1 null true {"k":[1]}',
         'a 1.0 {"k":1} {} false',
     ),
-    "a value beside": ({"enum": ["a", "abc", 3], "maxLength": 2}, '"a"', '"abc" 3'),
     "constant": ({"const": "\n\x7f"}, r'"\n\u007f" "\u000a\u007F"', '"\x7f" "n"'),
     "object": (
         PERSON,
@@ -157,64 +156,126 @@ def test_texts_of_a_schema(name):
     assert [text for text in others.split(" ") if is_text(grammar, text)] == []
 
 
+@pytest.mark.parametrize("words", [words for words, _, _ in ROWS])
+def test_what_the_page_says_of_a_keyword(words):
+    (cases,) = [cases for row, _, cases in ROWS if row == words]
+    for schema, valid, others in cases:
+        grammar = grammar_of(schema)
+        lost = [text for text in valid.split() if not is_text(grammar, text)]
+        wrong = [text for text in others.split() if is_text(grammar, text)]
+        assert (lost, wrong) == ([], []), schema
+
+
+def test_the_page_has_a_row_of_every_keyword():
+    """And its table is the one that is made: see tests/support/schema_keywords.py."""
+    assert PAGE.read_text() == make_page()
+    named = {word for row, _, _ in ROWS for word in re.findall("`([^`]+)`", row)}
+    assert named == SERVED
+    (formats,) = [text for row, text, _ in ROWS if row == "`format`"]
+    assert {*re.findall("`([^`]+)`", formats)} == {*FORMATS}
+
+
+# Schemas that are refused, and what the error says.
 REFUSED = {
-    "not": {"not": {}},
-    "uniqueItems": {"items": {"type": "integer"}, "uniqueItems": True},
-    "if": {"if": {}, "then": {}},
-    "frobnicate": {"properties": {"a": {"frobnicate": 1}}},
-    "recursion": {"properties": {"a": {"$ref": "#"}}},
+    "'contains' beside 'prefixItems'": {"prefixItems": [{}], "contains": {}},
+    "'uniqueItems' of items that are not listed, at #/properties/a": {
+        "properties": {"a": {"items": {"type": "string"}, "uniqueItems": True}}
+    },
     "points to nothing": {"$ref": "#/$defs/a"},
     "only places": {"$ref": "https://example.com/schema"},
-    "format": {"format": "iri"},
-    "multipleOf": {"type": "integer", "multipleOf": 3},
-    "oneOf": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
-    "minProperties": {"properties": {"a": {}, "b": {}}, "minProperties": 1},
-    "pattern": {"pattern": "(?!a)"},
-    "AT": {"pattern": "a\\b"},
-    "type": {"type": "text"},
-    "additionalProperties": {
-        "allOf": [{"properties": {"a": {}}, "additionalProperties": False}],
-        "properties": {"b": {}},
+    "'propertyNames' at #/not, where it must not hold": {
+        "not": {"propertyNames": {"maxLength": 3}}
     },
+    "'minProperties' above 1": {"minProperties": 2},
+    r"'\Z' in the pattern": {"pattern": r"a\Z"},
+    "an assertion in another": {"pattern": "(?!a(?!b))"},
+    "'type' at #/properties/a~1b must be": {"properties": {"a/b": {"type": "text"}}},
+    "'minLength' at # must be": {"minLength": 2.5},
+    "'maximum' at # must be a finite number": {"maximum": float("inf")},
+    "'anyOf' at # must be": {"anyOf": []},
+    "'const' at # must be": {"const": "\ud800"},
+    "'enum' at #/items must be": {"items": {"enum": [{"a": [float("nan")]}]}},
+    "'required' at # must be": {"required": ["\udfff"]},
+    "'pattern' at # must be": {"pattern": "\udfff"},
+    "draft 3": {"$schema": "http://json-schema.org/draft-03/schema#"},
+    "a schema is of JSON": {"enum": [{1, 2}]},
+    "is an object or a boolean": 5,
 }
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_what_is_not_served_is_refused_by_name(word):
-    with pytest.raises(Unsupported, match=word):
-        grammar_of(REFUSED[word])
+@pytest.mark.parametrize("error", REFUSED)
+def test_what_is_not_served_is_refused_with_its_place(error):
+    with pytest.raises(Unsupported, match=re.escape(error)):
+        grammar_of(REFUSED[error])
+
+
+def test_unknown_words_are_errors_if_asked():
+    for word, value in (("frobnicate", 1), ("format", "colour")):
+        schema = {"items": {word: value}}
+        grammar_of(schema)
+        with pytest.raises(Unsupported, match=f"{word}.* at #/items"):
+            grammar_of(schema, strict=True)
+    grammar_of({"const": 1, "title": "t", "x-more": 2}, strict=True)
+
+
+def test_recursion_goes_as_deep_as_asked():
+    tree = {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": {"items": {"$ref": "#/$defs/node"}}},
+    }
+    for depth in range(4):
+        grammar = grammar_of(tree, recursion=depth)
+        assert is_text(grammar, "[" * (depth + 1) + "]" * (depth + 1))
+        assert not is_text(grammar, "[" * (depth + 2) + "]" * (depth + 2))
+
+
+def nested(levels, word="items"):
+    schema = {"type": "null"}
+    for _ in range(levels):
+        schema = {word: schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(150),
+        nested(3000, "not"),
+        {"const": [[]]} | {"const": eval("[" * 80 + "]" * 80)},
+        {"pattern": "(?:" * 3000 + ")" * 3000},
+        {"pattern": "(?:(?:a{1,15}){1,15}){1,15}"},
+        {"multipleOf": 123456789},
+        {"minLength": 10**9},
+        {"minItems": 10**9},
+        {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(12)]},
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_made(schema):
+    with pytest.raises(TooLarge):
+        grammar_of(schema, max_bytes=2**23)
+
+
+def test_a_repetition_of_nothing_is_nothing():
+    assert is_text(grammar_of({"pattern": "^(?:){1000000000}a$"}), '"a"')
+
+
+def test_compiling_stops_at_its_deadline():
+    with pytest.raises(TooLarge, match="timeout"):
+        grammar_of({"type": "object"}, timeout=0.0)
+
+
+def test_long_texts_and_lists_are_lowered():
+    url = grammar_of({"type": "string", "format": "uri", "maxLength": 2083})
+    assert is_text(url, '"https://example.com/a/path?of=60&characters=12345678901234"')
+    many = grammar_of({"items": {"type": "string", "maxLength": 90}, "maxItems": 10**6})
+    assert is_text(many, '["a","b","c"]')
+    for grammar in (url, many):
+        assert grammar.grammar.num_states < 2**14
 
 
 def test_a_schema_that_takes_too_much_is_refused():
     with pytest.raises(TooLarge, match="max_bytes"):
         from_json_schema({"maxLength": 10_000}, BYTES, max_bytes=2**20)
-
-
-def test_keywords_that_say_nothing_are_ignored():
-    words = {"title": "t", "description": "d", "default": 1, "x-more": {"not": {}}}
-    grammar = grammar_of({"type": "integer", **words, "uniqueItems": False})
-    assert is_text(grammar, "5") and not is_text(grammar, "a")
-
-
-def test_the_page_lists_every_keyword():
-    page = (ROOT / "docs" / "how-to" / "grammars.md").read_text()
-    rows = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", page, re.MULTILINE))
-    named = {kind: re.findall(r"`([^`]+)`", row) for kind, row in rows.items()}
-    served = {word.partition(":")[0] for word in named["served"]} - {"#/..."}
-    assert served == SERVED
-    assert {*named["formats"]} == {*FORMATS}
-    harmless = {f"{word}: {json.dumps(value)}" for word, value in HARMLESS.items()}
-    assert {*named["ignored on purpose"]} - {"x-"} == IGNORED | harmless
-    # Those that the page names are among every other one.
-    refused = {*named["refused by name"]} - {"multipleOf"}
-    assert refused and not refused & (SERVED | IGNORED)
-    for word, value in HARMLESS.items():
-        assert is_text(grammar_of({word: value, "const": 1}), "1")
-        with pytest.raises(Unsupported, match=word):
-            grammar_of({word: not value})
-    for word in refused:
-        with pytest.raises(Unsupported, match=f"keyword '{word}'"):
-            grammar_of({word: {}})
 
 
 @pytest.mark.parametrize(

@@ -6,181 +6,245 @@ the schema names them.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jkv.grammar.automaton import Automaton
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import Unsupported
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal
-from jkv.grammar.products import intersect, is_empty
+from jkv.grammar.errors import TooLarge, Unsupported
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, size
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.containers import (
-    ContainerMaker,
     Punctuation,
     array_expression,
     object_expression,
 )
-from jkv.grammar.schema.keywords import OF_TYPE, constraints_of, types_of
-from jkv.grammar.schema.merging import merge
+from jkv.grammar.schema.document import MAX_LEVELS, Document
+from jkv.grammar.schema.expansion import Expander, Part, Way
+from jkv.grammar.schema.judging import (
+    Judge,
+    allowed_kinds,
+    kind_of,
+    spoken_kinds,
+)
+from jkv.grammar.schema.negation import NOT_VALUES, NUMBERS
 from jkv.grammar.schema.numbers import number_expression
-from jkv.grammar.schema.references import Reference, resolve
-from jkv.grammar.schema.strings import literal_string, string_expression
+from jkv.grammar.schema.strings import (
+    counted_characters,
+    literal_string,
+    string_automaton,
+    string_expression,
+)
 
-Words = Mapping[str, Any]  # the keywords of a schema
-SCALARS = "null", "boolean", "number", "string"
+_LEVELS_TO_DETERMINIZE = 6  # so that expressions do not stand in each other too deeply
+# States of a grammar, as far as they come from numbers of characters and items, and
+# those that each such number may take in any case.
+_MAX_STATES, _LEAST_COUNTED = 2**14, 2**8
+_SMALL = 32  # states up to which an expression is repeated as it is
+
+
+class Reading(NamedTuple):
+    """How schemas are read.
+
+    Attributes:
+      whitespace: pattern of what may stand around brackets, commas and colons.
+      depth: levels of arrays and objects in a value of which nothing is said.
+      recursion: how often a schema may be opened again where it is open.
+      strict: whether unknown keywords and formats are refused.
+    """
+
+    whitespace: str
+    depth: int
+    recursion: int
+    strict: bool
 
 
 class SchemaCompiler:
     """What all parts of a schema share while they are compiled."""
 
     def __init__(
-        self, root: Any, *, whitespace: str, depth: int, max_bytes: int
+        self,
+        root: Any,
+        reading: Reading,
+        bounds: Bounds,
+        max_counted: int = _MAX_STATES,
     ) -> None:
-        """Take the whole schema, in which references are looked up."""
-        self.root, self.depth, self.max_bytes = root, depth, max_bytes
-        self.marks = Punctuation(Leaf(compile_regex(whitespace, max_bytes)))
-        self._free: dict[int, Expression] = {}
-
-    def compile(self, schema: Any, open_references: tuple[str, ...] = ()) -> Expression:
-        """Return the texts of a schema.
+        """Take the whole schema, in which references are looked up.
 
         Args:
-          schema: of JSON Schema, a mapping or a boolean.
-          open_references: that this one stands in.
+          root: the schema.
+          reading: how it is read.
+          bounds: of the compilation.
+          max_counted: states that what is counted may take, in each place.
+        """
+        self.bounds, self._reading, self.max_counted = bounds, reading, max_counted
+        self.document = Document(root, is_strict=reading.strict)
+        self._expander = Expander(self.document, reading.recursion, bounds)
+        self.judge = Judge(self._expander, bounds)
+        self.marks = Punctuation(Leaf(compile_regex(reading.whitespace, bounds)))
+        self._free: dict[int, Expression] = {}
+        self._known: dict[Any, tuple[Sequence[Part], Expression]] = {}
+        self._level = 0
+
+    def compile_root(self) -> Expression:
+        """Return the texts of the whole schema.
+
+        Numbers of characters and items that take too many states are lowered.
 
         Raises:
-          Unsupported: recursion, or a keyword that is not served.
+          Unsupported: a keyword that is not served.
+          TooLarge: a schema that takes more than the bounds, or is nested too deeply.
         """
-        words, open_references = self._flatten(schema, open_references)
-        return self._compile_flat(words, open_references)
+        try:
+            found = self.compile([Part(self.document.root)])
+            if self.max_counted > _LEAST_COUNTED and size(found) > _MAX_STATES:
+                less, root = self.max_counted // 4, self.document.root
+                lower = SchemaCompiler(root, self._reading, self.bounds, less)
+                lowered = lower.compile_root()
+                # Most of the states may come from something else.
+                return lowered if size(lowered) < size(found) * 0.75 else found
+            return found
+        except RecursionError as error:
+            raise TooLarge("schemas stand in each other too deeply") from error
 
-    def _flatten(
-        self, schema: Any, open_references: tuple[str, ...]
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Put the schemas of `$ref` and `allOf` into the one that they stand in."""
-        words = constraints_of(schema)
-        parts = list(words.pop("allOf", ()))
-        if "$ref" in words:
-            parts.insert(0, Reference(words.pop("$ref")))
-        for part in parts:
-            if isinstance(part, Reference):
-                if part.pointer in open_references:
-                    raise Unsupported(f"recursion by $ref {part.pointer!r}")
-                open_references = (*open_references, part.pointer)
-                part = resolve(self.root, part.pointer)
-            inner, open_references = self._flatten(part, open_references)
-            words = merge(inner, words) if inner else words
-        return words, open_references
+    def compile(self, parts: Sequence[Part]) -> Expression:
+        """Return the texts for which all parts hold."""
+        key = tuple(part.key for part in parts)
+        if key in self._known:
+            _, found = self._known[key]
+            if not isinstance(found, Leaf) and size(found) > _SMALL:
+                found = Leaf(determinize(found, self.bounds))
+        else:
+            found = self._compile(parts)
+        self._known[key] = parts, found
+        return found
 
-    def _compile_flat(self, words: dict[str, Any], refs: tuple[str, ...]) -> Expression:
-        for name in ("anyOf", "oneOf"):
-            if name in words:
-                return self._compile_branches(name, words, refs)
-        if "const" in words or "enum" in words:
-            return self._compile_values(words, refs)
-        if not words:
-            return self._free_value(self.depth)
-        return Choice([self._compile_type(t, words, refs) for t in types_of(words)])
+    def _compile(self, parts: Sequence[Part]) -> Expression:
+        self.bounds.spend(1)
+        if self._level > MAX_LEVELS:
+            raise TooLarge(
+                f"values stand in each other too deeply at {self._at(parts)}"
+            )
+        self._level += 1
+        ways = self._ways(parts)
+        try:
+            found = Choice([self._compile_way(way) for way in ways])
+        except (Unsupported, TooLarge) as error:
+            if " at #" in str(error) or not parts:
+                raise
+            raise type(error)(f"{error}, at {self._at(parts)}") from error
+        self._level -= 1
+        if self._level and self._level % _LEVELS_TO_DETERMINIZE == 0:
+            return Leaf(determinize(found, self.bounds))
+        return found.parts[0] if len(found.parts) == 1 else found
 
-    def _compile_branches(
-        self, name: str, words: dict[str, Any], refs: tuple[str, ...]
-    ) -> Expression:
-        """Return the texts of any branch, each with what stands beside them."""
-        beside = {word: value for word, value in words.items() if word != name}
-        branches = []
-        for branch in words[name]:
-            inner, inner_refs = self._flatten(branch, refs)
-            both = merge(beside, inner) if beside else inner
-            branches.append(self._compile_flat(both, inner_refs))
-        if name == "oneOf":
-            self._check_disjoint(branches)
-        return Choice(branches)
+    def _at(self, parts: Sequence[Part]) -> str:
+        return self.document.place(parts[0].schema) if parts else "#"
 
-    def _check_disjoint(self, branches: list[Expression]) -> None:
-        automata = [self.automaton(branch) for branch in branches]
-        for place, one in enumerate(automata):
-            for other in automata[:place]:
-                if not is_empty(intersect(one, other, max_bytes=self.max_bytes)):
-                    raise Unsupported(
-                        "'oneOf' with a text of two branches ('anyOf' is served)"
-                    )
+    def _ways(self, parts: Sequence[Part]) -> list[Way]:
+        return self._expander.settle(self._expander.expand(parts))
 
-    def _compile_values(
-        self, words: dict[str, Any], refs: tuple[str, ...]
-    ) -> Expression:
-        """Return the texts of listed values that hold for what stands beside them."""
-        values = list(words["enum"]) if "enum" in words else [words["const"]]
-        if "const" in words:
-            values = [value for value in values if value == words["const"]]
-        beside = {w: v for w, v in words.items() if w not in ("enum", "const")}
-        if beside:
-            rest = self.automaton(self._compile_flat(beside, refs))
-            values = [
-                value for value in values if rest.matches(_compact(value).encode())
-            ]
-        return Choice([self._value(value) for value in values])
+    def _compile_way(self, way: Way) -> Expression:
+        way = [atom for atom in way if atom.words]
+        if not way:
+            return self._free_value(self._reading.depth)
+        values = self.judge.listed(way)
+        if values is not None:
+            return Choice([self.value(value) for value in values])
+        kinds = allowed_kinds(way) & spoken_kinds(way)
+        found = [self._compile_kind(kind, way) for kind in sorted(kinds & _OTHER_KINDS)]
+        if numbers := kinds - _OTHER_KINDS:
+            found.append(number_expression(way, numbers, self.bounds))
+        return Choice(found) if len(found) > 1 else found[0] if found else Choice([])
 
-    def _value(self, value: Any) -> Expression:
+    def _compile_kind(self, kind: str, way: Way) -> Expression:
+        match kind:
+            case "null":
+                return self._those([None], way)
+            case "boolean":
+                return self._those([True, False], way)
+            case "string":
+                return string_expression(way, self.judge, self.bounds, self.max_counted)
+        for atom in way:
+            for value in atom.words.get(NOT_VALUES, ()):
+                others = [one for one in way if NOT_VALUES not in one.words]
+                if kind_of(value) == kind and self.judge.hold(others, value):
+                    raise Unsupported(f"{kind}s but for a listed one")
+        make = array_expression if kind == "array" else object_expression
+        return make(way, self)
+
+    def _those(self, values: Sequence[Any], way: Way) -> Expression:
+        return Choice([self.value(v) for v in values if self.judge.hold(way, v)])
+
+    def values(self, parts: Sequence[Part]) -> list[Any] | None:
+        """Return the values for which all parts hold, if they are listed."""
+        found = []
+        for way in self._ways(parts):
+            values = self.judge.listed(way)
+            if values is None and allowed_kinds(way) & spoken_kinds(way) <= {
+                "null",
+                "boolean",
+            }:
+                values = [v for v in (None, True, False) if self.judge.hold(way, v)]
+            if values is None:
+                return None
+            found += values
+        return found
+
+    def keys(self, parts: Sequence[Part]) -> Automaton:
+        """Return the strings for which all parts hold, without quotes."""
+        found: list[Expression] = []
+        for way in self._ways(parts):
+            listed = self.judge.listed(way)
+            if listed is not None:
+                texts = [value for value in listed if isinstance(value, str)]
+                found += [Literal(text.encode()) for text in texts]
+            elif "string" in allowed_kinds(way):
+                strings = string_automaton(way, self.judge, self.bounds)
+                if not isinstance(strings, Automaton):
+                    strings = counted_characters(*strings, self.bounds)
+                found.append(Leaf(strings))
+        return determinize(Choice(found), self.bounds)
+
+    def value(self, value: Any, level: int = 0) -> Expression:
         """Return the texts of one value."""
+        if level > MAX_LEVELS:
+            raise TooLarge(
+                "a listed value has arrays or objects in each other too deeply"
+            )
         if isinstance(value, str):
             return literal_string(value)
         marks = self.marks
         if isinstance(value, list):
-            items = [(self._value(item), True) for item in value]
+            items = [(self.value(item, level + 1), True) for item in value]
             return marks.array(marks.separated(items))
         if isinstance(value, Mapping):
             entries = [
-                (marks.property(key, self._value(part)), True)
+                (marks.property(key, self.value(part, level + 1)), True)
                 for key, part in value.items()
             ]
             return marks.object(marks.separated(entries))
         return Literal(_compact(value).encode())
 
-    def _compile_type(
-        self, kind: str, words: Words, refs: tuple[str, ...]
-    ) -> Expression:
-        is_number = kind in ("integer", "number")
-        own = OF_TYPE.get("number" if is_number else kind, set())
-        said = {word: value for word, value in words.items() if word in own}
-        if is_number:
-            is_integer = kind == "integer"
-            return number_expression(
-                said, is_integer=is_integer, max_bytes=self.max_bytes
-            )
-        match kind:
-            case "null":
-                return Literal(b"null")
-            case "boolean":
-                return Choice([Literal(b"true"), Literal(b"false")])
-            case "string":
-                return string_expression(said, self.max_bytes)
-            case "array":
-                return self._container(array_expression, said, refs)
-        return self._container(object_expression, said, refs)
-
-    def _container(
-        self, make: ContainerMaker, words: Words, refs: tuple[str, ...]
-    ) -> Expression:
-        def compile_part(schema: Any) -> Expression:
-            return self.compile(schema, refs)
-
-        return make(words, compile_part, self.marks, self.max_bytes)
-
     def _free_value(self, depth: int) -> Expression:
         """Return any JSON of so many levels of arrays and objects."""
         if depth not in self._free:
-            parts = [self._compile_type(t, {}, ()) for t in SCALARS]
+            found = [
+                self._compile_kind(kind, []) for kind in ("null", "boolean", "string")
+            ]
+            found.append(number_expression([], {*NUMBERS}, self.bounds))
             if depth:
-                inner = self._free_value(depth - 1)
-                for make in (array_expression, object_expression):
-                    parts.append(make({}, lambda _: inner, self.marks, self.max_bytes))
-            self._free[depth] = Leaf(self.automaton(Choice(parts)))
+                inner, marks = self._free_value(depth - 1), self.marks
+                key = self._compile_kind("string", [])
+                entry = marks.property(key, inner)
+                found.append(marks.array(marks.alike(inner, 0, None)))
+                found.append(marks.object(marks.alike(entry, 0, None)))
+            self._free[depth] = Leaf(determinize(Choice(found), self.bounds))
         return self._free[depth]
 
-    def automaton(self, expression: Expression) -> Automaton:
-        """Return the automaton of an expression, within the bounds of this compiler."""
-        return determinize(expression, max_bytes=self.max_bytes)
+
+_OTHER_KINDS = {"null", "boolean", "string", "array", "object"}
 
 
 def _compact(value: Any) -> str:

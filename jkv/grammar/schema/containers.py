@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from jkv.grammar.automaton import Automaton
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import Unsupported
+from jkv.grammar.errors import TooLarge, Unsupported
 from jkv.grammar.expressions import (
     Choice,
     Expression,
@@ -17,18 +18,19 @@ from jkv.grammar.expressions import (
     Separated,
     concat,
     optional,
+    size,
 )
-from jkv.grammar.products import subtract
+from jkv.grammar.products import intersect, is_empty, subtract
 from jkv.grammar.regexes import compile_regex
+from jkv.grammar.schema.expansion import Part, Way
+from jkv.grammar.schema.judging import Judge
+from jkv.grammar.schema.negation import ABSENT, items_of
 from jkv.grammar.schema.quoting import quote
-from jkv.grammar.schema.strings import (
-    ANYTHING,
-    find_pattern,
-    in_quotes,
-    literal_string,
-)
+from jkv.grammar.schema.strings import ANYTHING, in_quotes, literal_string
 
-Compile = Callable[[Any], Expression]  # the texts of a schema
+_MAX_REGIONS = 64  # into which patterns divide the keys of an object
+_MAX_HITS = 8  # of `contains` in one array
+_MAX_ORDERED = 4  # values that may stand in any order where all must differ
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,10 +49,14 @@ class Punctuation:
         return concat(self.space, b",", self.space)
 
     def separated(
-        self, entries: Sequence[tuple[Expression, bool]], rest: Expression | None = None
+        self,
+        entries: Sequence[tuple[Expression, bool]],
+        rest: Expression | None = None,
+        least: int = 0,
+        most: int | None = None,
     ) -> Expression:
         """Return entries, each with whether it must be there, and white space."""
-        return Separated(entries, self.comma, rest, self.space)
+        return Separated(entries, self.comma, rest, self.space, least, most)
 
     def property(self, key: str | Expression, value: Expression) -> Expression:
         """Return a key and its value."""
@@ -79,131 +85,320 @@ class Punctuation:
         return some if least else optional(some)
 
 
-class ContainerMaker(Protocol):
-    """`array_expression` or `object_expression`."""
+class Compiler(Protocol):
+    """What makes the texts of the schemas in a container."""
 
-    def __call__(
-        self,
-        words: Mapping[str, Any],
-        compile_part: Compile,
-        marks: Punctuation,
-        max_bytes: int,
-    ) -> Expression:
-        """Return the texts that the keywords of a type describe."""
+    marks: Punctuation
+    judge: Judge
+    bounds: Bounds
+    max_counted: int
+
+    def compile(self, parts: Sequence[Part]) -> Expression:
+        """Return the texts for which all parts hold."""
+        ...
+
+    def keys(self, parts: Sequence[Part]) -> Automaton:
+        """Return the strings for which all parts hold, without quotes."""
+        ...
+
+    def values(self, parts: Sequence[Part]) -> list[Any] | None:
+        """Return the values for which all parts hold, if they are listed."""
+        ...
+
+    def value(self, value: Any) -> Expression:
+        """Return the texts of a value."""
         ...
 
 
-def array_expression(
-    words: Mapping[str, Any], compile_part: Compile, marks: Punctuation, max_bytes: int
-) -> Expression:
-    """Return the arrays that a schema describes.
+def array_expression(way: Way, compiler: Compiler) -> Expression:
+    """Return the arrays that atoms describe.
 
-    Args:
-      words: its keywords of arrays.
-      compile_part: returns the texts of a schema inside.
-      marks: what stands between values.
-      max_bytes: not used, since arrays compile nothing.
+    Raises:
+      Unsupported: `uniqueItems` or `contains` where items cannot be told apart.
     """
-    del max_bytes
-    first, more = words.get("prefixItems", []), words.get("items", not words)
-    if isinstance(more, list):  # before the draft of 2020
-        first, more = more, words.get("additionalItems", False)
-    elif "items" not in words and not first:
-        more = True
-    least, most = words.get("minItems", 0), words.get("maxItems")
-    if more is False:
-        most = len(first) if most is None else min(most, len(first))
-    first = first[:most]
+    items = _Items(way)
+    least = int(max((atom.words.get("minItems", 0) for atom in way), default=0))
+    mosts = [int(atom.words["maxItems"]) for atom in way if "maxItems" in atom.words]
+    most = min(mosts, default=None)
+    if items.rest is None:
+        most = len(items.first) if most is None else min(most, len(items.first))
     if most is not None and least > most:
         return Choice([])
-    rest: Expression = marks.space
+    wanted = [atom for atom in way if "contains" in atom.words]
+    is_unique = any(atom.words.get("uniqueItems") for atom in way)
+    if is_unique and (most is None or most > 1):
+        if wanted:
+            raise Unsupported("'uniqueItems' beside 'contains'")
+        return compiler.marks.array(_unique(items, least, most, compiler))
+    found = compiler.marks.array(_in_order(items, least, most, compiler))
+    for atom in wanted:
+        hits = _with_hits(
+            items, atom.part(atom.words["contains"]), atom.words, compiler
+        )
+        if hits is not None:
+            found = _both(found, hits, compiler.bounds)
+    return found
+
+
+def _both(one: Expression, other: Expression, bounds: Bounds) -> Expression:
+    automata = determinize(one, bounds), determinize(other, bounds)
+    return Leaf(intersect(automata[0], automata[1], bounds))
+
+
+class _Items:
+    """Which parts hold for the items of an array.
+
+    Attributes:
+      first: those of each of the first items.
+      rest: those of the others; None where there are none.
+    """
+
+    def __init__(self, way: Way) -> None:
+        schemas = [(atom, *items_of(atom.words)) for atom in way]
+        longest = max((len(first) for _, first, _ in schemas), default=0)
+        self.first = [
+            [
+                atom.part(schema)
+                for atom, first, more in schemas
+                if (schema := first[place] if place < len(first) else more) is not None
+            ]
+            for place in range(longest)
+        ]
+        rest = [atom.part(more) for atom, _, more in schemas if more is not None]
+        is_open = bool(rest) or not longest
+        self.rest = rest if is_open else None
+        if any(part.schema is False for part in rest):
+            self.rest = None
+
+
+def _in_order(
+    items: _Items, least: int, most: int | None, compiler: Compiler
+) -> Expression:
+    """Return what stands between the brackets."""
+    marks, first = compiler.marks, items.first[:most]
     if not first:
-        item = compile_part(more) if most != 0 else Choice([])
-        return marks.array(marks.alike(item, least, most))
-    if most is None or most > len(first):
-        others = None if most is None else most - len(first)
-        behind = concat(marks.comma, compile_part(more))
-        rest = concat(Repeat(behind, max(0, least - len(first)), others), rest)
+        item = Choice([]) if most == 0 else compiler.compile(items.rest or [])
+        return marks.alike(item, least, _lower(most, least, item, compiler))
+    rest: Expression = marks.space
+    if items.rest is not None and (most is None or most > len(first)):
+        behind = concat(marks.comma, compiler.compile(items.rest))
+        count = max(0, least - len(first))
+        others = (
+            None if most is None else _lower(most - len(first), count, behind, compiler)
+        )
+        rest = concat(Repeat(behind, count, others), rest)
     # From the last to the first: each that may lack takes the ones behind it along.
     for place in range(len(first) - 1, -1, -1):
         comma = marks.comma if place else Literal(b"")
-        there = concat(comma, compile_part(first[place]), rest)
+        there = concat(comma, compiler.compile(first[place]), rest)
         ending = marks.space if place else Literal(b"")
         rest = there if place < least else Choice([there, ending])
-    return marks.array(rest)
+    return rest
 
 
-def object_expression(
-    words: Mapping[str, Any], compile_part: Compile, marks: Punctuation, max_bytes: int
+def _lower(
+    most: int | None, least: int, item: Expression, compiler: Compiler
+) -> int | None:
+    """Return how many items are served, of those that may be there."""
+    if most is None:
+        return None
+    return max(least, min(most, compiler.max_counted // max(1, size(item))))
+
+
+def _unique(
+    items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
-    """Return the objects that a schema describes.
+    """Return items of which no two are the same."""
+    marks, judge = compiler.marks, compiler.judge
+    if items.rest is None or most is not None and most <= len(items.first):
+        first = items.first[:most]
+        ways = [judge.expand(parts) for parts in first]
+        if any(
+            judge.overlap(one, other)
+            for i, one in enumerate(ways)
+            for other in ways[:i]
+        ):
+            raise Unsupported("'uniqueItems' of items that may be the same")
+        return _in_order(items, least, most, compiler)
+    values = None if items.first else compiler.values(items.rest)
+    if values is None:
+        raise Unsupported("'uniqueItems' of items that are not listed")
+    distinct = judge.distinct(values)
+    texts = [compiler.value(value) for value in distinct]
+    most = len(texts) if most is None else min(most, len(texts))
+    if len(texts) > _MAX_ORDERED:
+        return marks.separated([(text, False) for text in texts], None, least, most)
+    ways_ = [
+        _arrangements(texts, count, marks) for count in range(max(1, least), most + 1)
+    ]
+    return Choice([*ways_, *([] if least else [Literal(b"")])])
+
+
+def _arrangements(
+    texts: Sequence[Expression], count: int, marks: Punctuation
+) -> Expression:
+    """Return so many of some texts in every order."""
+    if not count:
+        return marks.space
+    ways = []
+    for place, text in enumerate(texts):
+        others = [*texts[:place], *texts[place + 1 :]]
+        comma = marks.comma if count > 1 else Literal(b"")
+        ways.append(concat(text, comma, _arrangements(others, count - 1, marks)))
+    return Choice(ways)
+
+
+def _with_hits(
+    items: _Items, hit: Part, words: Any, compiler: Compiler
+) -> Expression | None:
+    """Return the arrays with so many items for which a part holds; None for all."""
+    least, most = int(words.get("minContains", 1)), words.get("maxContains")
+    if least == 0 and most is None:
+        return None
+    if items.first or items.rest is None:
+        raise Unsupported("'contains' beside 'prefixItems'")
+    counts = range(least, (least if most is None else int(most)) + 1)
+    if len(counts) > _MAX_HITS or least > _MAX_HITS:
+        raise Unsupported(f"'contains' of more than {_MAX_HITS} items")
+    marks, rest = compiler.marks, items.rest
+    wanted = compiler.compile([*rest, hit])
+    missed = rest if most is None else [*rest, hit._replace(is_negated=True)]
+    other = compiler.compile(missed)
+    ways = []
+    for count in counts:
+        behind = Repeat(concat(marks.comma, other))
+        hits = [concat(wanted, behind)] * count
+        inner = Separated([(one, True) for one in hits], marks.comma)
+        before = Repeat(concat(other, marks.comma))
+        some = concat(before, inner, marks.space)
+        ways.append(some if count else marks.alike(other, 0, None))
+    return marks.array(Choice(ways))
+
+
+def object_expression(way: Way, compiler: Compiler) -> Expression:
+    """Return the objects that atoms describe.
 
     Named properties stand in the order of `properties`, then of `required`; those that
     have no name follow in any order.
 
-    Args:
-      words: its keywords of objects.
-      compile_part: returns the texts of a schema inside.
-      marks: what stands between values.
-      max_bytes: of the automata of keys.
-
     Raises:
-      Unsupported: `minProperties` or `maxProperties` where they would count named ones.
+      Unsupported: `minProperties` above 1 where properties without a name would count.
+      TooLarge: patterns that divide keys in too many ways.
     """
-    named = dict(words.get("properties", {}))
-    patterns = words.get("patternProperties", {})
-    # An object that says nothing of its properties has any.
-    is_named = "properties" in words or "patternProperties" in words
-    other = words.get("additionalProperties", not is_named)
-    required = words.get("required", [])
-    for key in required:
-        named.setdefault(key, words.get("additionalProperties", True))
-    entries = []
-    for key, schema in named.items():
-        also = [
-            inner
-            for pattern, inner in patterns.items()
-            if find_pattern(pattern, max_bytes).matches(key.encode())
-        ]
-        value = compile_part({"allOf": [schema, *also]} if also else schema)
-        entries.append((marks.property(key, value), key in required))
-    keys = _Keys(named, patterns, max_bytes)
-    rest = [
-        marks.property(keys.of_pattern(pattern), compile_part(schema))
-        for pattern, schema in patterns.items()
+    marks, keys = compiler.marks, _Keys(way, compiler)
+    entries = [
+        (marks.property(key, compiler.compile(parts)), key in keys.required)
+        for key, parts in keys.named.items()
     ]
-    if other is not False:
-        rest.append(marks.property(keys.of_others(), compile_part(other)))
-    least, most = words.get("minProperties", 0), words.get("maxProperties")
-    if not entries:
-        return marks.object(marks.alike(Choice(rest), least, most))
-    is_counted = most is not None and (rest or most < len(entries))
-    if least > len(required) or is_counted:
-        raise Unsupported("'minProperties' or 'maxProperties' beside 'properties'")
-    return marks.object(marks.separated(entries, Choice(rest) if rest else None))
+    if keys.required - keys.named.keys():
+        return Choice([])  # one of them cannot be there
+    least = int(max((atom.words.get("minProperties", 0) for atom in way), default=0))
+    mosts = [int(a.words["maxProperties"]) for a in way if "maxProperties" in a.words]
+    most = min(mosts, default=None)
+    rest = [
+        marks.property(in_quotes(Leaf(quote(found))), compiler.compile(parts))
+        for found, parts in keys.regions()
+    ]
+    other = Choice(rest) if rest else None
+    if not other and (most is None or most >= len(entries)):
+        most = None
+    if other and least > len(entries) + 1:
+        raise Unsupported("'minProperties' above 1 for properties without a name")
+    least = 0 if least <= len(keys.required) else least
+    if most is not None and other is not None:
+        most = _lower(most, max(least, len(keys.required)), other, compiler)
+    if most is None or other is None or least < 2:
+        return marks.object(marks.separated(entries, other, least, most))
+    at_least = marks.object(marks.separated(entries, other, least))
+    at_most = marks.object(marks.separated(entries, other, 0, most))
+    return _both(at_least, at_most, compiler.bounds)
 
 
 class _Keys:
-    """Keys of properties that are not named."""
+    """Which parts hold for the properties of an object.
 
-    def __init__(
-        self, named: Iterable[str], patterns: Iterable[str], max_bytes: int
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._patterns = list(patterns)
-        literals = Choice([Literal(key.encode()) for key in named])
-        self._named = determinize(literals, max_bytes=max_bytes)
+    Attributes:
+      required: keys that must be there.
+      named: those of keys that are named and may be there.
+    """
 
-    def of_pattern(self, pattern: str) -> Expression:
-        """Return the keys in which a pattern is found."""
-        return self._without(find_pattern(pattern, self._max_bytes), [])
+    def __init__(self, way: Way, compiler: Compiler) -> None:
+        self._way, self._compiler = way, compiler
+        self._judge, self._bounds = compiler.judge, compiler.bounds
+        listed = [key for atom in way for key in atom.words.get("properties", ())]
+        required = [key for atom in way for key in atom.words.get("required", ())]
+        absent = [key for atom in way for key in atom.words.get(ABSENT, ())]
+        self.required = {*required}
+        self._all = dict.fromkeys([*listed, *required, *absent])
+        self._names = [
+            atom.part(atom.words["propertyNames"])
+            for atom in way
+            if "propertyNames" in atom.words
+        ]
+        self.named = {
+            key: self._parts_of(key)
+            for key in self._all
+            if key not in absent and self._may_be(key)
+        }
 
-    def of_others(self) -> Expression:
-        """Return the keys in which no pattern is found."""
-        return self._without(compile_regex(ANYTHING, self._max_bytes), self._patterns)
+    def _may_be(self, key: str) -> bool:
+        is_false = any(part.schema is part.is_negated for part in self._parts_of(key))
+        return not is_false and all(self._judge.holds(p, key) for p in self._names)
 
-    def _without(self, keys: Automaton, patterns: Sequence[str]) -> Expression:
-        taken = [find_pattern(pattern, self._max_bytes) for pattern in patterns]
-        for automaton in (self._named, *taken):
-            keys = subtract(keys, automaton, max_bytes=self._max_bytes)
-        return in_quotes(Leaf(quote(keys)))
+    def _parts_of(self, key: str) -> list[Part]:
+        return [
+            atom.part(schema)
+            for atom in self._way
+            for schema in self._judge.schemas_of(atom.words, key)
+        ]
+
+    def regions(self) -> Iterable[tuple[Automaton, list[Part]]]:
+        """Yield sets of other keys, each with the parts that hold for its values."""
+        words = [atom.words for atom in self._way]
+        patterns = dict.fromkeys(
+            p for one in words for p in one.get("patternProperties", ())
+        )
+        is_named = any(
+            one.keys() & {"properties", "patternProperties"} for one in words
+        )
+        others = [
+            one["additionalProperties"]
+            for one in words
+            if "additionalProperties" in one
+        ]
+        is_open = False not in others if others else not is_named
+        if not patterns and not is_open:
+            return
+        for keys, found in self._divide(list(patterns)):
+            if not found and not is_open:
+                continue
+            parts = list[Part]()
+            for atom in self._way:
+                own = atom.words.get("patternProperties", {})
+                schemas = [own[pattern] for pattern in found if pattern in own]
+                if not schemas and "additionalProperties" in atom.words:
+                    schemas = [atom.words["additionalProperties"]]
+                parts += map(atom.part, schemas)
+            if not any(part.schema is part.is_negated for part in parts):
+                yield keys, parts
+
+    def _divide(self, patterns: list[str]) -> list[tuple[Automaton, list[str]]]:
+        """Return disjoint sets of keys, each with the patterns that are found in it."""
+        everything = compile_regex(ANYTHING, self._bounds)
+        if self._names:
+            everything = self._compiler.keys(self._names)
+        names = determinize(
+            Choice([Literal(key.encode()) for key in self._all]), self._bounds
+        )
+        regions = [(subtract(everything, names, self._bounds), list[str]())]
+        for pattern in patterns:
+            found = self._judge.strings("pattern", pattern)
+            divided = []
+            for keys, known in regions:
+                inside = intersect(keys, found, self._bounds)
+                outside = subtract(keys, found, self._bounds)
+                divided += [(inside, [*known, pattern]), (outside, known)]
+            regions = [one for one in divided if not is_empty(one[0])]
+            if len(regions) > _MAX_REGIONS:
+                raise TooLarge(f"'patternProperties' of {len(patterns)} patterns")
+        return regions

@@ -1,15 +1,19 @@
 """Numbers: integers and decimals, within bounds digit by digit.
 
 Numbers without bounds are those of JSON (RFC 8259, section 6). Those with bounds are
-written without an exponent, and zero without a sign.
+written without an exponent, and zero without a sign; those with `multipleOf`, or of
+which some are excluded, without an exponent.
 """
 
 import decimal
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Set
 
+import numpy as np
+
+from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import Unsupported
 from jkv.grammar.expressions import (
     ByteRange,
     Choice,
@@ -21,6 +25,9 @@ from jkv.grammar.expressions import (
     optional,
 )
 from jkv.grammar.products import intersect, subtract
+from jkv.grammar.schema.expansion import Way
+from jkv.grammar.schema.keywords import is_number
+from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
 _DIGIT, _NOT_ZERO = ByteRange(0x30, 0x39), ByteRange(0x31, 0x39)
 _DIGITS = Repeat(_DIGIT)
@@ -32,72 +39,155 @@ _POWER = concat(
 )
 INTEGER = concat(optional(Literal(b"-")), _WHOLE)
 NUMBER = concat(INTEGER, optional(_FRACTION), optional(_POWER))
+_PLAIN = concat(INTEGER, optional(_FRACTION))
+_ZEROS = concat(b".", b"0", Repeat(Literal(b"0")))
+
+# Bounds with more digits allow numbers of so many.
+_MOST_DIGITS = 32
 
 _Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left out
 
 
-def number_expression(
-    schema: Mapping[str, Any], *, is_integer: bool, max_bytes: int
-) -> Expression:
-    """Return the numbers that a schema describes.
+def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
+    """Return the numbers that atoms describe.
+
+    Args:
+      way: the atoms.
+      kinds: "integer" for whole numbers, "fraction" for others; either or both.
+      bounds: of the compilation.
 
     Raises:
-      Unsupported: `multipleOf`, unless it says that numbers are whole.
+      TooLarge: a number of `multipleOf` with too many digits.
     """
-    if "multipleOf" in schema:
-        if schema["multipleOf"] != 1:
-            raise Unsupported("keyword 'multipleOf'")
-        is_integer = True
-    least = _read_bound(schema, "minimum", "exclusiveMinimum", max)
-    most = _read_bound(schema, "maximum", "exclusiveMaximum", min)
+    shape = _within_bounds(way, "fraction" not in kinds, bounds)
+    wanted = [atom.words["multipleOf"] for atom in way if "multipleOf" in atom.words]
+    unwanted = [atom.words[NOT_MULTIPLE] for atom in way if NOT_MULTIPLE in atom.words]
+    values = [v for atom in way for v in atom.words.get(NOT_VALUES, ()) if is_number(v)]
+    is_integer = "integer" in kinds
+    if not (wanted or unwanted or values) and is_integer:
+        return shape
+    found = determinize(shape, bounds)
+    for number in wanted:
+        found = intersect(found, _multiples(number, bounds), bounds)
+    if wanted and is_integer and not unwanted and not values:
+        return Leaf(found)
+    # A number is taken away however it is written, so it has no exponent.
+    found = intersect(found, determinize(_PLAIN, bounds), bounds)
+    taken = [_multiples(number, bounds) for number in unwanted]
+    taken += [determinize(_spellings(value), bounds) for value in values]
+    if not is_integer:
+        taken.append(determinize(concat(INTEGER, optional(_ZEROS)), bounds))
+    for automaton in taken:
+        found = subtract(found, automaton, bounds)
+    return Leaf(found)
+
+
+def _within_bounds(way: Way, is_integer: bool, bounds: Bounds) -> Expression:
+    least = _read_bound(way, "minimum", "exclusiveMinimum", max)
+    most = _read_bound(way, "maximum", "exclusiveMaximum", min)
     if least is None and most is None:
         return INTEGER if is_integer else NUMBER
     parts: list[Expression] = []
     zero = (decimal.Decimal(0), False)
     positive = least if least and least[0] >= 0 else zero
     if most is None or most[0] >= 0:
-        parts.append(_magnitudes(positive, most, is_integer, max_bytes))
+        parts.append(_magnitudes(positive, most, is_integer, bounds))
     if least is None or least[0] < 0:
         above = (-most[0], most[1]) if most and most[0] < 0 else (zero[0], True)
         below = (-least[0], least[1]) if least else None
-        negative = _magnitudes(above, below, is_integer, max_bytes)
+        negative = _magnitudes(above, below, is_integer, bounds)
         parts.append(concat(b"-", negative))
     return Choice(parts)
 
 
 def _read_bound(
-    schema: Mapping[str, Any], name: str, exclusive: str, tighter: Any
+    way: Way, name: str, exclusive: str, tighter: Callable[..., _Bound]
 ) -> _Bound | None:
     """Read a bound; in draft 4 the exclusive one says of the other that it is."""
     found = []
-    is_flag = isinstance(schema.get(exclusive), bool)
-    if name in schema:
-        found.append((_decimal(schema[name]), is_flag and schema[exclusive]))
-    if exclusive in schema and not is_flag:
-        found.append((_decimal(schema[exclusive]), True))
-    if len(found) == 2 and found[0][0] == found[1][0]:
-        return found[1]
-    return tighter(found, key=lambda bound: bound[0]) if found else None
+    for atom in way:
+        flag = atom.words.get(exclusive)
+        if name in atom.words:
+            found.append((_decimal(atom.words[name]), flag is True))
+        if flag is not None and not isinstance(flag, bool):
+            found.append((_decimal(flag), True))
+    if not found:
+        return None
+    value, _ = tighter(found, key=lambda bound: bound[0])
+    is_exclusive = (value, True) in found
+    return _round(value, tighter is max, is_exclusive)
 
 
-def _decimal(value: Any) -> decimal.Decimal:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unsupported(f"a bound of numbers that is none: {value!r}")
-    return decimal.Decimal(str(value))
+def _round(value: decimal.Decimal, is_least: bool, is_exclusive: bool) -> _Bound:
+    """Bring a bound of more digits than are served towards the numbers it allows."""
+    furthest = decimal.Decimal(10) ** _MOST_DIGITS
+    if value > furthest and not is_least:
+        return furthest, False
+    if value < -furthest and is_least:
+        return -furthest, False
+    return value, is_exclusive
 
 
+def _decimal(value: int | float) -> decimal.Decimal:
+    return decimal.Decimal(str(value)) if value else decimal.Decimal(0)
+
+
+def _multiples(number: int | float, bounds: Bounds) -> Automaton:
+    """Return the multiples of a number, digit by digit, with what is left over.
+
+    What is no number may be among them.
+    """
+    _, digits, exponent = _decimal(number).as_tuple()
+    places = max(0, -int(exponent))
+    divisor = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+    # Levels: of the whole part, then of each place behind the point. State 0 begins.
+    count = divisor * (places + 2) + 1
+    bounds.hold(count * 4096, f"the multiples of {number}")
+    level, rest = np.divmod(np.arange(count - 1), divisor)
+    place = np.maximum(level - 1, 0)
+    table = np.full((count, 256), -1, np.int32)
+    for digit in range(10):
+        below = 1 + np.minimum(level + (level > 0), places + 1) * divisor
+        below += (rest * 10 + digit) % divisor
+        if digit == 0:  # behind the last place, where nothing counts any more
+            below = np.where(place == places, np.arange(count - 1) + 1, below)
+            below = np.where(level == 0, 1 + rest * 10 % divisor, below)
+        is_allowed = (level == 0) | (place < places) | (digit == 0)
+        table[1:, 0x30 + digit] = np.where(is_allowed, below, -1)
+    table[1:, 0x2E] = np.where(level == 0, 1 + divisor + rest, -1)
+    table[0] = table[1]
+    table[0, 0x2D] = 1
+    powers = np.array([pow(10, places - int(p), divisor) for p in range(places + 1)])
+    is_multiple = rest * powers[np.minimum(place, places)] % divisor == 0
+    return minimize(Automaton(table, np.append(False, is_multiple)), bounds)
+
+
+def _spellings(value: int | float) -> Expression:
+    """Return a number in every way that has no exponent."""
+    whole, _, fraction = f"{abs(_decimal(value)):f}".partition(".")
+    fraction = fraction.rstrip("0")
+    sign = b"-" if value < 0 else b""
+    number = concat(sign, whole.encode())
+    if value == 0:
+        number = concat(optional(Literal(b"-")), b"0")
+    if fraction:
+        return concat(number, f".{fraction}".encode(), Repeat(Literal(b"0")))
+    return concat(number, optional(_ZEROS))
+
+
+@functools.lru_cache(maxsize=256)
 def _magnitudes(
-    least: _Bound, most: _Bound | None, is_integer: bool, max_bytes: int
+    least: _Bound, most: _Bound | None, is_integer: bool, bounds: Bounds
 ) -> Expression:
     """Return the numbers without a sign within two bounds that are not negative."""
     shape = _WHOLE if is_integer else concat(_WHOLE, optional(_FRACTION))
-    found = determinize(shape, max_bytes=max_bytes)
-    above = determinize(_at_least(*least), max_bytes=max_bytes)
-    found = intersect(found, above, max_bytes=max_bytes)
+    found = determinize(shape, bounds)
+    above = determinize(_at_least(*least), bounds)
+    found = intersect(found, above, bounds)
     if most is not None:
         bound, is_exclusive = most
-        above = determinize(_at_least(bound, not is_exclusive), max_bytes=max_bytes)
-        found = subtract(found, above, max_bytes=max_bytes)
+        above = determinize(_at_least(bound, not is_exclusive), bounds)
+        found = subtract(found, above, bounds)
     return Leaf(found)
 
 

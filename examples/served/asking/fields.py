@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .mistakes import Refused
+from ..mistakes import Refused
+from ..values import read_flag
 
 
 class Refusal(NamedTuple):
@@ -19,8 +20,9 @@ class Refusal(NamedTuple):
 
 
 # `user` and the two beside it name a client for the API's owner. No text depends on
-# them, and the first two say whose turn it is (`Engine.submit(client=)`).
-LABELS = ("user", "safety_identifier", "prompt_cache_key")
+# them, and the first two say whose turn it is (`Engine.submit(client=)`). Nothing is
+# stored, with `metadata` or without, and there is one `service_tier`.
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 
 SERVED = {
     *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
@@ -30,17 +32,17 @@ SERVED = {
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),
     *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"),
+    *("presence_penalty", "frequency_penalty", "store", "metadata"),
 }
 SERVED_OF_TEXTS = SERVED | {"prompt", "best_of", "echo"}
 _OF_CALLS = ("tools", "tool_choice", "parallel_tool_calls")
-SERVED_OF_CHATS = SERVED | {"messages", *_OF_CALLS}
+SERVED_OF_CHATS = SERVED | {"messages", "top_logprobs", *_OF_CALLS}
+SERVED_OF_CHATS |= {"chat_template_kwargs", "reasoning_effort"}
 
 _OF_CHATS = "is not served of texts; of chats it is"
 _OLD = "is not served: it is the old name of tools and tool_choice"
-_PENALTY = "is not served yet; repetition_penalty is"
 _TEXT_ONLY = "is not served: the model reads and writes text"
 _OF_THE_TEMPLATE = "is not served: the checkpoint's own template is used as it is"
-_NOT_STORED = "is not served: nothing is stored"
 _AS_IT_IS = "is not served: tokens are told as texts"
 
 REFUSED = {
@@ -53,15 +55,9 @@ REFUSED = {
     "parallel_tool_calls": Refusal(_OF_CHATS, (True, False)),
     "functions": Refusal(_OLD, ([],)),
     "function_call": Refusal(_OLD, ("none",)),
-    "presence_penalty": Refusal(_PENALTY, (0, 0.0)),
-    "frequency_penalty": Refusal(_PENALTY, (0, 0.0)),
     # What the model or the loop does not do.
-    "top_logprobs": Refusal(
-        "is not served: each token's own logprob is told, not those of others", (0,)
-    ),
-    "prompt_logprobs": Refusal(
-        "is not served: jkv.score tells the logprobs of a text that is there"
-    ),
+    "top_logprobs": Refusal("is of chats; of texts logprobs is a number", (0,)),
+    "prompt_logprobs": Refusal("is not served; echo with logprobs is"),
     "suffix": Refusal("is not served: texts are continued, not filled in", ("",)),
     "use_beam_search": Refusal("is not served; best_of is", (False,)),
     "length_penalty": Refusal("is not served: it is of beam search", (1, 1.0)),
@@ -72,14 +68,14 @@ REFUSED = {
     "audio": Refusal(_TEXT_ONLY),
     "mm_processor_kwargs": Refusal(_TEXT_ONLY),
     "prediction": Refusal("is not served: the engine guesses by itself or not at all"),
-    "reasoning_effort": Refusal("is not served: ask for it in the messages"),
+    "reasoning_effort": Refusal(_OF_CHATS),
     "include_reasoning": Refusal("is not served: a text is told whole", (True,)),
     "verbosity": Refusal("is not served: ask for it in the messages"),
     "web_search_options": Refusal("is not served: nothing is searched"),
     "moderation": Refusal("is not served: nothing is moderated"),
     # How a prompt is made of messages.
     "chat_template": Refusal(_OF_THE_TEMPLATE),
-    "chat_template_kwargs": Refusal(_OF_THE_TEMPLATE, ({},)),
+    "chat_template_kwargs": Refusal(_OF_CHATS, ({},)),
     "documents": Refusal(_OF_THE_TEMPLATE, ([],)),
     "add_generation_prompt": Refusal(_OF_THE_TEMPLATE, (True,)),
     "continue_final_message": Refusal(_OF_THE_TEMPLATE, (False,)),
@@ -94,9 +90,6 @@ REFUSED = {
         "is not served: a text ends before its stop", (False,)
     ),
     # What is around a reply.
-    "store": Refusal(_NOT_STORED, (False,)),
-    "metadata": Refusal(_NOT_STORED, ({},)),
-    "service_tier": Refusal("is not served: there is one", ("auto", "default")),
     "prompt_cache_retention": Refusal("is not served: prompts are kept while they may"),
     "prompt_cache_options": Refusal("is not served: prompts are kept while they may"),
     "request_id": Refusal("is not served: ids are made here"),
@@ -115,22 +108,34 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
     for name, value in body.items():
         if value is None or name in served:
             continue
-        refusal = REFUSED.get(name)
-        if refusal is None:
-            raise Refused(
-                f"{name[:60]!r} is no field of this endpoint; leave it out",
-                name[:60],
-                code="unknown_parameter",
-            )
-        if not _is_one_of(value, refusal.neutral):
-            raise Refused(
-                f"{name} {refusal.reason}; leave it out",
-                name,
-                code="unsupported_parameter",
-            )
+        refuse(name, value, REFUSED)
     for name in LABELS:
         if not isinstance(body.get(name), str | None):
             raise Refused(f"{name} must be a text", name)
+    if not isinstance(body.get("metadata"), Mapping | None):
+        raise Refused("metadata must be an object", "metadata")
+    read_flag(body, "store", False)
+
+
+def refuse(name: str, value: Any, refused: Mapping[str, Refusal]) -> None:
+    """Refuse a field that is not served, unless its value asks for nothing.
+
+    Raises:
+        Refused: with the field's name, and why.
+    """
+    refusal = refused.get(name)
+    if refusal is None:
+        raise Refused(
+            f"{name[:60]!r} is no field of this endpoint; leave it out",
+            name[:60],
+            code="unknown_parameter",
+        )
+    if not _is_one_of(value, refusal.neutral):
+        raise Refused(
+            f"{name} {refusal.reason}; leave it out",
+            name,
+            code="unsupported_parameter",
+        )
 
 
 def check_texts(body: Mapping[str, Any]) -> None:

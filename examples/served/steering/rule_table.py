@@ -1,7 +1,7 @@
 """Rules of requests in a table of fixed size, which an engine takes without compiling.
 
-A rule says by numbers what tokens a text may have: biases, a least length, bans, a
-choice of tokens.
+A rule says by numbers what tokens a text may have: biases, penalties, a least length,
+bans, a choice of tokens.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from jkv.steering import (
     renumber,
 )
 
+from .penalties import CountPenalties
+
 MOST_BIASES = 256
 MOST_BAD_WORDS = 32
 MOST_TOKENS_OF_A_WORD = 8
@@ -32,18 +34,29 @@ class Rules(NamedTuple):
     end_tokens: list[int]  # which may not come before so many
     banned: list[list[int]]  # token ids
     allowed: list[int] | None  # token ids; None for all
+    presence: float = 0.0  # penalties
+    frequency: float = 0.0
 
 
 class RuleTable:
-    """Rows of rules, arrays on the host."""
+    """Rows of rules, arrays on the host.
 
-    def __init__(self, num_rows: int, num_stop_tokens: int) -> None:
+    Attributes:
+        num_rows: of requests that have rules at one time.
+    """
+
+    def __init__(
+        self, num_rows: int, num_stop_tokens: int, vocabulary_size: int
+    ) -> None:
         """Make room.
 
         Args:
             num_rows: of requests.
             num_stop_tokens: that a request can have.
+            vocabulary_size: tokens that the model knows.
         """
+
+        self.num_rows = num_rows
 
         def none(*shape: int) -> np.ndarray[Any, np.dtype[np.int32]]:
             return np.full((num_rows, *shape), -1, np.int32)
@@ -55,6 +68,9 @@ class RuleTable:
         self._banned = none(2 * MOST_BAD_WORDS, MOST_TOKENS_OF_A_WORD)
         self._allowed = none(MOST_ALLOWED)
         self._has_allowed = none()  # the row itself, -1 where all are
+        self._presence = np.zeros(num_rows, np.float32)
+        self._frequency = np.zeros(num_rows, np.float32)
+        self._vocabulary_size = vocabulary_size
 
     def put(self, row: int, rules: Rules) -> None:
         """Write a row."""
@@ -68,6 +84,7 @@ class RuleTable:
             self._banned[row, place] = _pad(tokens, MOST_TOKENS_OF_A_WORD)
         self._allowed[row] = _pad(rules.allowed or [], MOST_ALLOWED)
         self._has_allowed[row] = -1 if rules.allowed is None else row
+        self._presence[row], self._frequency[row] = rules.presence, rules.frequency
 
     @property
     def steering(self) -> Steering:
@@ -75,6 +92,9 @@ class RuleTable:
         copy = np.copy  # a device may look at the memory of the array itself
         return chain(
             TokenBias(copy(self._biased), copy(self._biases)),
+            CountPenalties(
+                copy(self._presence), copy(self._frequency), self._vocabulary_size
+            ),
             renumber(AllowedTokens(copy(self._allowed)), copy(self._has_allowed)),
             BannedTexts(copy(self._banned)),
             MinimumLength(copy(self._ends), copy(self._least)),

@@ -7,22 +7,29 @@ connection of a whole reply is watched meanwhile.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
 from jkv import FinishReason
 from jkv.serving import Completion, EngineError, Event, QueueFull
+from jkv.serving.request.texts import TextStream
 
-from .loading import Served
-from .mistakes import Refused
-from .replies import Reply, check_reason
-from .showing import Asked, Shown
+from ..asking.showing import Asked, Shown
+from ..loading import Served
+from ..mistakes import Refused
+from ..responses.writing import ResponseReply
+from .replies import Reply, check_reason, select_likely
+from .scoring import Scored
 
-Found = AsyncGenerator[tuple[int, Event], None]
+# Events, each with its text's number; None where nothing came for a while.
+Found = AsyncGenerator[tuple[int, Event] | None, None]
+
+AnyReply = Reply | ResponseReply
+
+SILENT_SECONDS = 15.0
 
 
 def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
@@ -46,12 +53,56 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
     except BaseException as error:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):
-            later = {"Retry-After": str(math.ceil(error.seconds))}
-            raise Refused(f"{error}; try later", status=429, headers=later) from error
+            raise Refused(
+                f"{error}; try later",
+                status=429,
+                headers={
+                    "Retry-After": str(math.ceil(error.seconds)),
+                    # Of OpenAI's clients, which take it first.
+                    "retry-after-ms": str(math.ceil(1000 * error.seconds)),
+                },
+            ) from error
         if isinstance(error, EngineError):
             raise Refused(str(error), status=503, code="engine_failed") from error
         raise
     return numbers
+
+
+def tell_known(
+    served: Served, asked: Asked, scored: Sequence[Scored]
+) -> list[tuple[int, Event]] | None:
+    """Return what comes without the engine; None where it is asked.
+
+    Nothing comes of texts that are only shown again; and a single token, if it is the
+    most likely one, is known with the logprobs of the prompt.
+    """
+    ask = asked.ask
+    if ask.max_new_tokens == 0:
+        end = FinishReason.LENGTH
+        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * ask.n)
+        return list(enumerate(events))
+    sampling = ask.sampling
+    is_greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
+    is_free = asked.language is None and asked.rules is None and not ask.stop_strings
+    if not scored or ask.max_new_tokens != 1 or not is_greedy or not is_free:
+        return None
+    events = []
+    for prompt, scores in zip(asked.prompts, scored, strict=True):
+        ((token, logprob),) = scores.list_top(len(prompt), 1)
+        stream = TextStream(served.tokenizer.decode, prompt, ())
+        stream.advance([token], has_ended=True)
+        is_end = token in tuple(ask.stop_tokens or ())
+        reason = FinishReason.STOP if is_end else FinishReason.LENGTH
+        event = Event(-1, 0, [token], [logprob], stream.text, reason)
+        events += [event] * ask.n
+    return list(enumerate(events))
+
+
+async def list_events(events: Sequence[tuple[int, Event]]) -> Found:
+    """Yield events that are known, as `read_events` does those of the engine."""
+    for event in events:
+        check_reason(event[1].reason)
+        yield event
 
 
 def cancel_all(served: Served, numbers: list[int]) -> None:
@@ -85,7 +136,11 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
     num_open = len(tasks)
     try:
         while num_open:
-            found = await queue.get()
+            try:
+                found = await asyncio.wait_for(queue.get(), SILENT_SECONDS)
+            except TimeoutError:
+                yield None
+                continue
             if found is None:
                 num_open -= 1
                 continue
@@ -101,17 +156,17 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
 
 
 async def gather(
-    served: Served, numbers: list[int], asked: Asked, shown: Shown
+    found: Found, asked: Asked, shown: Shown
 ) -> tuple[list[Completion], int]:
     """Return what came of each choice, and the tokens that all texts took."""
     n = asked.ask.n
     texts = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
-        for number in numbers
+        for number in range(len(asked.prompts))
         for sample in range(n)
     ]
-    async with contextlib.aclosing(read_events(served, numbers, n)) as events:
-        async for index, event in events:
+    async with contextlib.aclosing(found) as events:
+        async for index, event in filter_events(events):
             old = texts[index]
             texts[index] = old._replace(
                 tokens=old.tokens + event.tokens,
@@ -125,27 +180,18 @@ async def gather(
     return chosen, sum(len(text.tokens) for text in texts)
 
 
-def select_likely(texts: list[Completion], count: int) -> list[Completion]:
-    """Return so many, by the mean logprob of their tokens; all as they are."""
-    if count == len(texts):
-        return texts
-
-    def measure(text: Completion) -> float:
-        return sum(text.logprobs) / len(text.tokens) if text.tokens else -float("inf")
-
-    return sorted(texts, key=measure, reverse=True)[:count]
+async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]:
+    """Yield what came, and nothing where nothing did."""
+    async for each in found:
+        if each is not None:
+            yield each
 
 
 async def reply_whole(
-    served: Served,
-    request: Request,
-    numbers: list[int],
-    reply: Reply,
-    asked: Asked,
-    shown: Shown,
+    request: Request, found: Found, reply: AnyReply, asked: Asked, shown: Shown
 ) -> dict[str, Any] | None:
     """Wait for the end of all, or of the connection: then there is no reply."""
-    work = asyncio.ensure_future(gather(served, numbers, asked, shown))
+    work = asyncio.ensure_future(gather(found, asked, shown))
     gone = asyncio.ensure_future(wait_until_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,24 +212,20 @@ async def wait_until_gone(request: Request) -> None:
         pass
 
 
-async def stream(
-    served: Served, numbers: list[int], n: int, reply: Reply, *, has_usage: bool
-) -> AsyncIterator[str]:
-    """Write a reply as server-sent events, and what it took if that is asked for."""
-    num_new = 0
+async def stream(found: Found, reply: AnyReply) -> AsyncIterator[str]:
+    """Write a reply as server-sent events, and a comment where nothing came."""
     try:
-        async with contextlib.aclosing(read_events(served, numbers, n)) as events:
-            async for index, event in events:
-                num_new += len(event.tokens)
-                yield write_event(reply.piece(index, event))
+        if opening := reply.write_opening():
+            yield opening
+        async with contextlib.aclosing(found) as events:
+            async for each in events:
+                if each is None:
+                    yield ": nothing yet\n\n"
+                elif reply.is_scored:
+                    yield await asyncio.to_thread(reply.write_piece, *each)
+                else:
+                    yield reply.write_piece(*each)
     except Refused as error:
-        yield write_event(error.body)
+        yield reply.write_failure(error.body)
         return
-    if has_usage:
-        yield write_event(reply.closing(num_new))
-    yield "data: [DONE]\n\n"
-
-
-def write_event(found: dict[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(found)}\n\n"
+    yield reply.write_closing()

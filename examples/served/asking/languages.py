@@ -14,7 +14,11 @@ from jkv.grammar import (
     from_tools,
 )
 
-from .mistakes import Refused
+from ..mistakes import Refused
+
+# The fields that ask for one.
+FIELDS = {"response_format", "structured_outputs", "tools"}
+FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
 
 MOST_CHARACTERS = 2**16  # of what describes a language
 MOST_BYTES = 2**25  # that its tables and its compiling take
@@ -36,8 +40,11 @@ class Language(NamedTuple):
         make = _COMPILERS[self.kind]
         try:
             return make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"{self.param}: {error}", self.param) from error
+        except Exception as error:  # a schema may be wrong in any way
+            words = str(error)
+            if not isinstance(error, ValueError):
+                words = f"it cannot be read ({type(error).__name__}: {words})"
+            raise Refused(f"{self.param}: {words}", self.param) from error
 
 
 def _compile_tools(
@@ -67,11 +74,14 @@ def read_language(
     Raises:
         Refused: for what describes none, and for two.
     """
+    answer = _read_response_format(body.get("response_format"))
+    if calls is not None and answer is not None:
+        calls, answer = _join(calls, answer), None
     found = [
         language
         for language in (
             calls,
-            _read_response_format(body.get("response_format")),
+            answer,
             _read_structured_outputs(body.get("structured_outputs")),
             *(_read_guided(body, kind) for kind in ("json", "regex", "choice")),
         )
@@ -81,6 +91,19 @@ def read_language(
         names = " and ".join(language.param for language in found)
         raise Refused(f"give one of {names}", found[1].param)
     return found[0] if found else None
+
+
+def _join(calls: Language, answer: Language) -> Language:
+    """Return the language of texts that call tools, or are the answer.
+
+    Where tools must be called there is no answer yet.
+    """
+    described = json.loads(calls.text)
+    is_schema = answer.kind == "json"
+    schema = json.loads(answer.text) if is_schema else {"type": "object"}
+    if described["choice"] != "auto":
+        return calls
+    return describe(calls.kind, {**described, "answer": schema}, calls.param)
 
 
 def _read_response_format(given: Any) -> Language | None:

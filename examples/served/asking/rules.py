@@ -1,21 +1,22 @@
-"""What a request asks of its tokens by numbers: biases, a minimum, bans, a choice."""
+"""What a request asks of its tokens by numbers: biases, penalties, bans and others."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from .loading import Served
-from .mistakes import Refused
-from .rule_table import (
+from ..loading import Served
+from ..mistakes import Refused
+from ..steering.rule_table import (
     MOST_ALLOWED,
     MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_TOKENS_OF_A_WORD,
     Rules,
 )
-from .values import is_tokens, read_number
+from ..values import is_tokens, read_number
 
 # Each field, and the values of it that ask for nothing.
 FIELDS = {"logit_bias": {}, "min_tokens": 0, "bad_words": [], "allowed_token_ids": None}
+FIELDS |= {"presence_penalty": 0, "frequency_penalty": 0}
 
 
 def read_rules(
@@ -58,6 +59,8 @@ def read_rules(
         ends,
         _read_bad_words(served, body.get("bad_words")),
         _read_allowed(served, body.get("allowed_token_ids")),
+        read_number(body, "presence_penalty", 0.0, float, -2, 2),
+        read_number(body, "frequency_penalty", 0.0, float, -2, 2),
     )
 
 

@@ -4,17 +4,16 @@ Calls are steered: a grammar lets the model write free text and calls between ta
 calls alone, whose arguments follow each tool's schema (`jkv.grammar.from_tools`).
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..mistakes import Refused
+from ..values import read_flag
 from .languages import Language, describe
-from .mistakes import Refused
-from .values import read_flag
 
 MOST_TOOLS = 128  # as in the API
-NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
 OF_A_FUNCTION = {"name", "description", "parameters", "strict"}
 
 
@@ -73,7 +72,7 @@ def _read_tool(tool: Any) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise Refused(
-            "a tool has a function with a name of 1 to 64 letters, digits, _ and -",
+            "a tool has a function with a name of 1 to 128 letters, digits, _, . and -",
             "tools",
         )
     unknown = [
@@ -115,24 +114,3 @@ def _read_name(choice: Any) -> str:
             "tool_choice",
         )
     return name
-
-
-def read_arguments(call: Any) -> dict[str, Any]:
-    """Return a call of an earlier message as templates write it: arguments as JSON.
-
-    Raises:
-        Refused: for what is no call.
-    """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    try:
-        arguments = json.loads(function["arguments"]) if name else None
-    except (KeyError, TypeError, ValueError, RecursionError):
-        arguments = None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise Refused(
-            "a call in tool_calls has a function with a name, and with arguments, "
-            "a JSON object as a text",
-            "messages",
-        )
-    return {**call, "function": {**function, "arguments": arguments}}

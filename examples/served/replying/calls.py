@@ -34,18 +34,20 @@ class Told(NamedTuple):
 class CallReader:
     """Reads one text; each state is a method that takes what it can of what is left."""
 
-    def __init__(self, begin: str, end: str) -> None:
+    def __init__(self, begin: str, end: str, *, has_answer: bool = False) -> None:
         """Begin with free text.
 
         Args:
             begin: the tag before a call.
             end: the tag behind one; white space behind it is not told, nor that
                 before a call.
+            has_answer: whether a text that does not begin with a call has none, as an
+                answer after a schema, which may have the tag in it.
         """
         self._begin = begin
         self._tail = re.compile(rf"\s*\}}\n?{re.escape(end)}")
         self._left = ""  # what is not understood yet
-        self._read = self._read_free
+        self._read = self._read_first if has_answer else self._read_free
         self._is_behind_call = False
         self._content = ""
         self._parts: list[CallPart] = []
@@ -61,12 +63,24 @@ class CallReader:
         self._left += text
         while self._read():
             pass
-        if is_last and self._read == self._read_free:
+        if is_last and self._read in (self._read_free, self._read_first):
             self._tell(self._left.lstrip() if self._is_behind_call else self._left)
             self._left = ""
         told = Told(self._content, self._parts)
         self._content, self._parts = "", []
         return told
+
+    def _read_first(self) -> bool:
+        if self._left.startswith(self._begin):
+            self._read = self._read_free
+        elif not self._begin.startswith(self._left):
+            self._read = self._read_answer
+        return self._read != self._read_first
+
+    def _read_answer(self) -> bool:
+        self._tell(self._left)
+        self._left = ""
+        return False
 
     def _read_free(self) -> bool:
         free, tag, rest = self._left.partition(self._begin)

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import jkv
 from jkv.serving import Ask
 
+from ..loading import MOST_STOP_TOKENS, Served
+from ..mistakes import Refused
+from ..steering.rule_table import Rules
+from ..values import is_tokens, read_flag, read_number
 from .languages import Language
-from .loading import MOST_STOP_TOKENS, Served
-from .mistakes import Refused
 from .prompts import read_chat, read_prompts
-from .rule_table import Rules
 from .tools import Tools, read_tools
-from .values import is_tokens, read_flag, read_number
 
 MOST_SAMPLES = 16
-MOST_STOPS = 4  # as in the API
+MOST_STOPS = 32
+TOKENS_OF_TEXTS = 256  # of one that does not say; a chat may use the context
 MOST_SALT = MOST_NAME = 256  # characters
 MOST_SECONDS = 24 * 3600
 I32 = 2**31
@@ -36,6 +37,16 @@ class Asked(NamedTuple):
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
     rules: Rules | None = None  # likewise
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a text may call tools."""
+        return self.tools is not None and self.tools.language is not None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a text that calls none is an answer after a schema."""
+        return self.has_calls and self.language != self.tools.language
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
@@ -67,7 +78,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
     ask = Ask(
         (),
         n=n,
-        max_new_tokens=_read_most_tokens(served, body, longest),
+        max_new_tokens=_read_most_tokens(served, body, longest, is_chat=is_chat),
         sampling=_read_sampling(body),
         stop_strings=_read_stops(body),
         stop_tokens=_read_stop_tokens(served, body),
@@ -79,7 +90,10 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
     return Asked(prompts, ask, n, tools)
 
 
-def _read_most_tokens(served: Served, body: Mapping[str, Any], longest: int) -> int:
+def _read_most_tokens(
+    served: Served, body: Mapping[str, Any], longest: int, *, is_chat: bool
+) -> int:
+    """Return how many tokens a text may have: all that the context leaves, if asked."""
     names = [
         name
         for name in ("max_completion_tokens", "max_tokens")
@@ -87,9 +101,22 @@ def _read_most_tokens(served: Served, body: Mapping[str, Any], longest: int) -> 
     ]
     if len(names) > 1:
         raise Refused("give max_tokens or max_completion_tokens", names[0])
-    name = names[0] if names else "max_tokens"
-    most = min(served.max_new_tokens, served.context - longest + 1)
-    return read_number(body, name, most, int, 1, served.max_new_tokens)
+    # The last token needs no room.
+    room = served.context - longest + 1
+    if not names:
+        usual = served.max_new_tokens or (room if is_chat else TOKENS_OF_TEXTS)
+        return min(usual, room)
+    # A text that is shown again need not go on.
+    least = 0 if not is_chat and body.get("echo") is True else 1
+    most: int = read_number(body, names[0], room, int, least, I32 - 1)
+    if most > room:
+        raise Refused(
+            f"the prompt has {longest} tokens and {names[0]} is {most}; the context "
+            f"is {served.context} tokens, which leaves {room}",
+            names[0],
+            code="context_length_exceeded",
+        )
+    return most
 
 
 def _read_sampling(body: Mapping[str, Any]) -> jkv.Sampling:

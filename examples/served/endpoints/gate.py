@@ -2,15 +2,18 @@
 
 import asyncio
 import hmac
+import re
+import uuid
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..mistakes import Refused
 from .connections import Bounds
-from .mistakes import Refused
 
 OPEN_TO_ALL = ("/health",)
+NAME = re.compile(rb"[!-~]{1,128}")  # of a request, as a client may give it
 
 
 def respond(error: Refused) -> JSONResponse:
@@ -59,6 +62,44 @@ def tell_of_end(app: ASGIApp) -> ASGIApp:
             if not has_begun:
                 going = Refused("the server is going down", status=503)
                 await respond(going)(scope, receive, send)
+
+    return answer
+
+
+def name_request(app: ASGIApp) -> ASGIApp:
+    """Tell each answer's name in `x-request-id`: the client's own, or a new one."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        name = given if NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+            await send(message)
+
+        return await app(scope, receive, note)
+
+    return answer
+
+
+def refuse_two_lengths(app: ASGIApp) -> ASGIApp:
+    """Refuse a body of two lengths, which others may take for two requests.
+
+    RFC 9112, section 6.3: it "ought to be handled as an error".
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = Refused(
+                "a body has Content-Length or Transfer-Encoding, not both",
+                headers={"Connection": "close"},
+            )
+            return await respond(error)(scope, receive, send)
+        return await app(scope, receive, send)
 
     return answer
 

@@ -1,0 +1,73 @@
+"""What compiling may take: memory, steps and time."""
+
+import time
+
+from jkv.grammar.errors import TooLarge
+
+# Steps are edges that are looked at; so many bytes stand for one of them, and an
+# entry of an array takes a part of one.
+_BYTES_OF_STEP, _ENTRIES_OF_STEP = 32, 256
+_LEAST_STEPS = 2**18
+_STEPS_BETWEEN_LOOKS = 2**12  # at the clock
+
+
+class Bounds:
+    """Bounds of one compilation, which counts its steps.
+
+    Two with the same `max_bytes` are equal: what was compiled within them is the same.
+    """
+
+    def __init__(self, max_bytes: int, timeout: float | None = None) -> None:
+        """Begin to count.
+
+        Args:
+          max_bytes: of the tables, and of what compiling holds at one time; steps are
+            bounded in proportion.
+          timeout: seconds from now; None for any time.
+        """
+        self.max_bytes = max_bytes
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self._most_steps = max(_LEAST_STEPS, max_bytes // _BYTES_OF_STEP)
+        self._steps = self._next_look = 0
+
+    def __eq__(self, other: object) -> bool:
+        """Whether what is compiled does not depend on which of the two is given."""
+        return isinstance(other, Bounds) and self.max_bytes == other.max_bytes
+
+    def __hash__(self) -> int:
+        """Agree with equality."""
+        return hash(self.max_bytes)
+
+    def hold(self, num_bytes: int, what: str) -> None:
+        """Check what is held at one time.
+
+        Raises:
+          TooLarge: it is more than `max_bytes`.
+        """
+        if num_bytes > self.max_bytes:
+            raise TooLarge(
+                f"{what} takes {num_bytes:,} bytes, max_bytes is {self.max_bytes:,}"
+            )
+
+    def spend(self, steps: int, *, entries: int = 0) -> None:
+        """Count steps, and entries of arrays that are looked at at once.
+
+        Raises:
+          TooLarge: they were too many, or the time is over.
+        """
+        self._steps += steps + entries // _ENTRIES_OF_STEP
+        if self._steps < self._next_look:
+            return
+        self._next_look = self._steps + _STEPS_BETWEEN_LOOKS
+        if self._steps > self._most_steps:
+            raise TooLarge(
+                f"compiling takes more than {self._most_steps:,} steps, which max_bytes"
+                f", {self.max_bytes:,}, bounds"
+            )
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise TooLarge(f"compiling takes more than timeout, {self._timeout} s")
+
+
+# Of what the project itself writes down, such as the characters of a class.
+UNBOUNDED = Bounds(2**40)

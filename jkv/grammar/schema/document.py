@@ -1,0 +1,246 @@
+"""A schema as a document: its places, what they say, and what references name."""
+
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jkv.grammar.errors import TooLarge, Unsupported
+from jkv.grammar.schema.formats import FORMATS
+from jkv.grammar.schema.keywords import (
+    FORMS,
+    IGNORED,
+    LIST_WORDS,
+    MAP_WORDS,
+    SCHEMA_WORDS,
+    SERVED,
+    is_schema,
+)
+
+MAX_LEVELS = 64  # of schemas in schemas, and of lists and objects in a listed value
+_OLD_DRAFTS = "draft-04", "draft-05", "draft-06", "draft-07"
+_REFERENCES = "$ref", "$dynamicRef", "$recursiveRef"
+
+
+class Place(NamedTuple):
+    """Where a schema stands.
+
+    Attributes:
+      pointer: from the root, "#/properties/a".
+      base: what references in it are relative to, a URI without a fragment.
+    """
+
+    pointer: str
+    base: str
+
+
+class Document:
+    """A whole schema, copied."""
+
+    def __init__(self, root: Any, *, is_strict: bool) -> None:
+        """Look at every place of a schema.
+
+        Args:
+          root: of JSON.
+          is_strict: whether keywords and formats that are unknown are refused.
+
+        Raises:
+          Unsupported: it is none, or an old one (draft 3).
+          TooLarge: schemas stand in each other too deeply.
+        """
+        self.root, self._is_strict = _copy(root), is_strict
+        if not is_schema(self.root):
+            raise Unsupported(
+                f"a schema is an object or a boolean, this is {_shorten(root)}"
+            )
+        dialect = self.root.get("$schema", "") if isinstance(self.root, dict) else ""
+        dialect = dialect if isinstance(dialect, str) else ""
+        if "draft-03" in dialect:
+            raise Unsupported("a schema of draft 3: write it as one of a later draft")
+        self._is_old = any(draft in dialect for draft in _OLD_DRAFTS)
+        self._id = "id" if "draft-04" in dialect else "$id"
+        self._places: dict[int, Place] = {}
+        self._resources: dict[str, Any] = {"": self.root}
+        self._anchors: dict[tuple[str, str], Any] = {}
+        self._dynamic: dict[str, int] = {}  # how many anchors of a name
+        self._words: dict[int, dict[str, Any]] = {}
+        self._targets: dict[int, list[Any]] = {}
+        self._recursive: dict[int, bool] = {}
+        self._kept: list[Any] = []  # so that no other schema takes the place in memory
+        self._look(self.root, Place("#", ""), 0)
+
+    def place(self, schema: Any) -> str:
+        """Return where a schema stands, a JSON pointer from the root."""
+        return self._places[id(schema)].pointer if id(schema) in self._places else "#"
+
+    def add(self, words: dict[str, Any], like: Any) -> dict[str, Any]:
+        """Return a schema that is not written, in the place of one that is."""
+        self._places[id(words)] = self._places.get(id(like), Place("#", ""))
+        self._kept.append(words)
+        return words
+
+    def words(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema's keywords without those that are ignored.
+
+        Raises:
+          Unsupported: one has a value that it cannot have, or an unknown one is there
+            and this document is strict.
+        """
+        if id(schema) not in self._words:
+            self._words[id(schema)] = self._read_words(schema)
+        return self._words[id(schema)]
+
+    def _read_words(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        is_reference = self._is_old and "$ref" in schema
+        for name, value in schema.items():
+            if name not in SERVED:
+                is_known = name in IGNORED or name.startswith("x-")
+                if self._is_strict and not is_known:
+                    raise Unsupported(f"keyword {name!r} at {self.place(schema)}")
+                continue
+            if is_reference and name != "$ref":
+                continue  # until draft 7 nothing counts beside a reference
+            check, form = FORMS.get(name, (lambda _: True, ""))
+            if not check(value):
+                raise Unsupported(
+                    f"{name!r} at {self.place(schema)} must be {form}, not "
+                    f"{_shorten(value)}"
+                )
+            found[name] = value
+        if self._is_strict and found.get("format", "uuid") not in FORMATS:
+            raise Unsupported(f"format {found['format']!r} at {self.place(schema)}")
+        return found
+
+    def target(self, schema: Mapping[str, Any], word: str) -> Any:
+        """Return the schema that a reference in another one names.
+
+        Raises:
+          Unsupported: it is not in this document, or no schema, or which one it is
+            depends on where it is referred to from.
+        """
+        reference = schema[word]
+        where = f"{word} {reference!r} at {self.place(schema)}"
+        if self._dynamic.get(f"{word} {reference.rpartition('#')[2]}", 0) > 1:
+            raise Unsupported(f"{where}: several places have this name")
+        base = self._places.get(id(schema), Place("#", "")).base
+        whole = base + reference if reference[:1] in "#" else _join(base, reference)
+        uri, fragment = urllib.parse.urldefrag(whole)
+        if uri not in self._resources:
+            raise Unsupported(f"{where}: only places of this schema are served")
+        found = self._resources[uri]
+        if fragment and not fragment.startswith("/"):
+            found = self._anchors.get((uri, urllib.parse.unquote(fragment)))
+        elif fragment:
+            found = self._follow(found, fragment)
+        if not is_schema(found):
+            raise Unsupported(f"{where} points to nothing, or to no schema")
+        if isinstance(found, dict) and id(found) not in self._places:
+            self._look(found, Place(f"#{fragment}", uri), 0)
+        return found
+
+    def _follow(self, found: Any, pointer: str) -> Any:
+        for part in pointer.split("/")[1:]:
+            key = urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, Mapping) and key in found:
+                found = found[key]
+            else:
+                return None
+        return found
+
+    def is_recursive(self, schema: Any) -> bool:
+        """Whether references lead from a schema back to it."""
+        if id(schema) not in self._recursive:
+            seen: set[int] = set()
+            newest = self._direct_targets(schema)
+            while newest and id(schema) not in seen:
+                one = newest.pop()
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    newest = newest + self._direct_targets(one)
+            self._recursive[id(schema)] = id(schema) in seen
+        return self._recursive[id(schema)]
+
+    def _direct_targets(self, schema: Any) -> list[Any]:
+        if not isinstance(schema, dict):
+            return []
+        if id(schema) not in self._targets:
+            self._targets[id(schema)] = found = []
+            for word in _REFERENCES:
+                if isinstance(schema.get(word), str):
+                    try:
+                        found.append(self.target(schema, word))
+                    except Unsupported:
+                        continue  # it is refused where it counts
+            for _, inner in _parts(schema, with_definitions=False):
+                found += self._direct_targets(inner)
+        return self._targets[id(schema)]
+
+    def _look(self, schema: Any, place: Place, level: int) -> None:
+        """Note the place of a schema and of all in it, their names and anchors."""
+        if not isinstance(schema, dict):
+            return
+        if level > MAX_LEVELS:
+            raise TooLarge(f"schemas stand in each other too deeply at {place.pointer}")
+        name = schema.get(self._id)
+        if isinstance(name, str) and not (self._is_old and "$ref" in schema):
+            uri, fragment = urllib.parse.urldefrag(_join(place.base, name))
+            if fragment:
+                self._anchors[uri, fragment] = schema
+            if uri and uri != place.base:
+                place = place._replace(base=uri)
+                self._resources.setdefault(uri, schema)
+        self._places[id(schema)] = place
+        for word in ("$anchor", "$dynamicAnchor"):
+            if isinstance(schema.get(word), str):
+                self._anchors[place.base, schema[word]] = schema
+        for word, anchor in (
+            ("$dynamicRef", schema.get("$dynamicAnchor")),
+            ("$recursiveRef", "" if schema.get("$recursiveAnchor") is True else None),
+        ):
+            if isinstance(anchor, str):
+                kind = f"{word} {anchor}"
+                self._dynamic[kind] = self._dynamic.get(kind, 0) + 1
+        for path, inner in _parts(schema):
+            pointer = "/".join(
+                part.replace("~", "~0").replace("/", "~1") for part in path
+            )
+            below = place._replace(pointer=f"{place.pointer}/{pointer}")
+            self._look(inner, below, level + 1)
+
+
+def _parts(
+    schema: Mapping[str, Any], *, with_definitions: bool = True
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the schemas that stand directly in a schema, each with its path."""
+    for word, value in schema.items():
+        if word in SCHEMA_WORDS and isinstance(value, Mapping):
+            yield (word,), value
+        elif word in LIST_WORDS and isinstance(value, list):
+            yield from (((word, str(i)), part) for i, part in enumerate(value))
+        elif word in MAP_WORDS and isinstance(value, Mapping):
+            if with_definitions or word not in ("$defs", "definitions"):
+                yield from (((word, key), part) for key, part in value.items())
+
+
+def _copy(root: Any) -> Any:
+    try:
+        return json.loads(json.dumps(root))
+    except (TypeError, ValueError) as error:
+        raise Unsupported(f"a schema is of JSON: {error}") from error
+    except RecursionError as error:
+        raise TooLarge("schemas stand in each other too deeply") from error
+
+
+def _join(base: str, reference: str) -> str:
+    try:
+        return urllib.parse.urljoin(base, reference)
+    except ValueError:
+        return reference
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,386 @@
+"""Whether a value is described by a schema, and whether any can be."""
+
+import fractions
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jkv.grammar.automaton import Automaton
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.products import intersect, is_empty
+from jkv.grammar.regexes import compile_regex
+from jkv.grammar.schema.expansion import Atom, Expander, Part, Route, Way
+from jkv.grammar.schema.formats import COUNTED, FORMATS
+from jkv.grammar.schema.keywords import OF_TYPE, is_number
+from jkv.grammar.schema.negation import (
+    ABSENT,
+    KIND,
+    KINDS,
+    NOT_MULTIPLE,
+    NOT_PATTERN,
+    NOT_VALUES,
+    SOME_PROPERTY,
+    Others,
+    items_of,
+    kinds_of,
+)
+from jkv.grammar.schema.patterns import find_pattern
+
+_LEVELS = 3  # into which it is looked, to see whether two schemas exclude each other
+
+
+class Judge:
+    """Judges values, by the schemas of a document."""
+
+    def __init__(self, expander: Expander, bounds: Bounds) -> None:
+        """Take what takes schemas apart, and tell it what is possible."""
+        self._expander, self._bounds = expander, bounds
+        self._strings: dict[tuple[str, str], Automaton] = {}
+        expander.is_possible = self.is_possible
+        expander.finds = self.finds
+
+    def finds(self, pattern: str, text: str) -> bool:
+        """Whether a pattern of a schema is found in a text."""
+        return self.strings("pattern", pattern).matches(text.encode())
+
+    def strings(self, word: str, value: str) -> Automaton:
+        """Return the strings of a `pattern`, a `format` or a "short format"."""
+        if (word, value) not in self._strings:
+            if word == "pattern":
+                found = find_pattern(value, self._bounds)
+            else:
+                forms = COUNTED if word == "short format" else FORMATS
+                found = compile_regex(forms[value], self._bounds)
+            self._strings[word, value] = found
+        return self._strings[word, value]
+
+    def holds(self, part: Part, value: Any) -> bool:
+        """Whether a part holds for a value, at any depth."""
+        part = part._replace(route=Route(is_wide=part.route.is_wide))
+        ways = self._expander.expand([part])
+        return any(self.hold(way, value) for way in ways)
+
+    def hold(self, way: Way, value: Any) -> bool:
+        """Whether all atoms hold for a value."""
+        return all(
+            self._holds(atom, word, value) for atom in way for word in atom.words
+        )
+
+    def _holds(self, atom: Atom, word: str, value: Any) -> bool:
+        """Whether a keyword of an atom holds for a value."""
+        self._bounds.spend(1)
+        said = atom.words[word]
+        match word:
+            case "type":
+                return kind_of(value) in kinds_of(said)
+            case "const":
+                return equal(value, said)
+            case "enum":
+                return any(equal(value, one) for one in said)
+        if word == KIND:
+            return kind_of(value) in said
+        if word == NOT_VALUES:
+            return not any(equal(value, one) for one in said)
+        if isinstance(value, str):
+            return self._holds_for_string(word, said, value)
+        if is_number(value):
+            return _holds_for_number(word, said, atom.words, value)
+        if isinstance(value, list):
+            return self._holds_for_array(atom, word, value)
+        if isinstance(value, Mapping):
+            return self._holds_for_object(atom, word, value)
+        return True
+
+    def _holds_for_string(self, word: str, said: Any, value: str) -> bool:
+        match word:
+            case "minLength":
+                return len(value) >= said
+            case "maxLength":
+                return len(value) <= said
+            case "pattern":
+                return self.finds(said, value)
+            case "format":
+                strings = said in FORMATS and self.strings("format", said)
+                return not strings or strings.matches(value.encode())
+        return not (word == NOT_PATTERN and self.finds(said, value))
+
+    def _holds_for_array(self, atom: Atom, word: str, value: list[Any]) -> bool:
+        said, (first, more) = atom.words[word], items_of(atom.words)
+        match word:
+            case "minItems":
+                return len(value) >= said
+            case "maxItems":
+                return len(value) <= said
+            case "uniqueItems":
+                pairs = ((one, two) for i, one in enumerate(value) for two in value[:i])
+                return not said or not any(equal(one, two) for one, two in pairs)
+            case "contains":
+                count = sum(self.holds(atom.part(said), item) for item in value)
+                least = atom.words.get("minContains", 1)
+                return least <= count <= atom.words.get("maxContains", count)
+            case "prefixItems" | "items":
+                schemas = [*first, *([more] * (len(value) - len(first)))]
+                return all(
+                    schema is None or self.holds(atom.part(schema), item)
+                    for schema, item in zip(schemas, value, strict=False)
+                )
+        return True
+
+    def _holds_for_object(
+        self, atom: Atom, word: str, value: Mapping[str, Any]
+    ) -> bool:
+        said = atom.words[word]
+        match word:
+            case "minProperties":
+                return len(value) >= said
+            case "maxProperties":
+                return len(value) <= said
+            case "required":
+                return value.keys() >= {*said}
+            case "propertyNames":
+                return all(self.holds(atom.part(said), key) for key in value)
+            case "properties" | "patternProperties" | "additionalProperties":
+                return all(
+                    self.holds(atom.part(schema), one)
+                    for key, one in value.items()
+                    for schema in self.schemas_of(atom.words, key)
+                )
+        if word == ABSENT:
+            return not value.keys() & {*said}
+        if word == SOME_PROPERTY:
+            return any(
+                self.is_meant(said, key) and not self.holds(atom.part(said.schema), one)
+                for key, one in value.items()
+            )
+        return True
+
+    def is_meant(self, others: Others, key: str) -> bool:
+        """Whether a key is one of those that are meant."""
+        is_found = any(self.finds(pattern, key) for pattern in others.patterns)
+        if others.is_outside:
+            return key not in others.named and not is_found
+        return is_found
+
+    def schemas_of(self, words: Mapping[str, Any], key: str) -> list[Any]:
+        """Return the schemas that keywords have for a property."""
+        named = words.get("properties", {})
+        found = [named[key]] if key in named else []
+        for pattern, schema in words.get("patternProperties", {}).items():
+            if self.finds(pattern, key):
+                found.append(schema)
+        if not found and "additionalProperties" in words:
+            found.append(words["additionalProperties"])
+        return found
+
+    def listed(self, way: Way) -> list[Any] | None:
+        """Return the values that atoms list, of which all hold; None for no list."""
+        for atom in way:
+            if "const" in atom.words or "enum" in atom.words:
+                values = atom.words.get("enum", [atom.words.get("const")])
+                return [value for value in values if self.hold(way, value)]
+        return None
+
+    def expand(self, parts: Sequence[Part]) -> list[Way]:
+        """Return ways in which parts hold, rather more than less."""
+        return self._expander.expand([part.widely() for part in parts])
+
+    def overlap(self, ones: list[Way], others: list[Way]) -> bool:
+        """Whether a value may hold in one way of each."""
+        return any(
+            self.is_possible([*one, *other], True) for one in ones for other in others
+        )
+
+    def distinct(self, values: Sequence[Any]) -> list[Any]:
+        """Return each of some values once."""
+        return [
+            value
+            for place, value in enumerate(values)
+            if not any(equal(value, other) for other in values[:place])
+        ]
+
+    def is_possible(self, way: Way, is_thorough: bool) -> bool:
+        """Whether a value may exist for which all atoms hold; True where in doubt.
+
+        Args:
+          way: the atoms.
+          is_thorough: whether strings are compared by their languages, too.
+        """
+        return self._is_possible(way, is_thorough, _LEVELS if is_thorough else 1)
+
+    def _is_possible(self, way: Way, is_thorough: bool, levels: int) -> bool:
+        if len(way) < 2 and not is_thorough:
+            return True
+        kinds = allowed_kinds(way)
+        if not kinds:
+            return False
+        values = self.listed(way)
+        if values is not None:
+            return bool(values)
+        return any(
+            self._is_kind_possible(kind, way, is_thorough, levels) for kind in kinds
+        )
+
+    def _is_kind_possible(
+        self, kind: str, way: Way, is_thorough: bool, levels: int
+    ) -> bool:
+        match kind:
+            case "string":
+                return not is_thorough or self._has_string(way)
+            case "integer" | "fraction":
+                return not _contradict(
+                    way,
+                    ("minimum", "exclusiveMinimum"),
+                    ("maximum", "exclusiveMaximum"),
+                )
+            case "array":
+                return self._has_array(way, is_thorough, levels)
+            case "object":
+                return self._has_object(way, is_thorough, levels)
+        return True
+
+    def _has_string(self, way: Way) -> bool:
+        if _contradict(way, ("minLength",), ("maxLength",)):
+            return False
+        found = [
+            self.strings(word, atom.words[word])
+            for atom in way
+            for word in ("pattern", "format")
+            if word in atom.words and (word == "pattern" or atom.words[word] in FORMATS)
+        ]
+        texts = found[0] if found else None
+        for other in found[1:]:
+            texts = intersect(texts, other, self._bounds) if texts else other
+        return texts is None or not is_empty(texts)
+
+    def _has_array(self, way: Way, is_thorough: bool, levels: int) -> bool:
+        if _contradict(way, ("minItems",), ("maxItems",)):
+            return False
+        least = max((atom.words.get("minItems", 0) for atom in way), default=0)
+        items = [(atom, *items_of(atom.words)) for atom in way]
+        first = max((len(first) for _, first, _ in items), default=0)
+        for place in range(min(int(least), first + 1)):
+            parts = [
+                atom.part(schema)
+                for atom, first_, more in items
+                if (schema := first_[place] if place < len(first_) else more)
+                is not None
+            ]
+            if not self._is_part_possible(parts, is_thorough, levels):
+                return False
+        return True
+
+    def _has_object(self, way: Way, is_thorough: bool, levels: int) -> bool:
+        if _contradict(way, ("minProperties",), ("maxProperties",)):
+            return False
+        required = {key for atom in way for key in atom.words.get("required", ())}
+        absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
+        if required & absent:
+            return False
+        for key in required:
+            parts = [
+                atom.part(schema)
+                for atom in way
+                for schema in self.schemas_of(atom.words, key)
+            ]
+            if not self._is_part_possible(parts, is_thorough, levels):
+                return False
+        return True
+
+    def _is_part_possible(
+        self, parts: list[Part], is_thorough: bool, levels: int
+    ) -> bool:
+        if any(part.schema is part.is_negated for part in parts):
+            return False
+        if not levels or len(parts) < 2 and not is_thorough:
+            return True
+        ways = self._expander.expand([part.widely() for part in parts])
+        return any(self._is_possible(way, is_thorough, levels - 1) for way in ways)
+
+
+def allowed_kinds(way: Way) -> set[str]:
+    """Return the kinds of values that the types of all atoms allow."""
+    found = {*KINDS}
+    for atom in way:
+        if "type" in atom.words:
+            found &= kinds_of(atom.words["type"])
+        found &= {*atom.words.get(KIND, KINDS)}
+    return found
+
+
+def spoken_kinds(way: Way) -> set[str]:
+    """Return the kinds of which keywords of atoms say something; all if none."""
+    types = [
+        name
+        for name, words in OF_TYPE.items()
+        if any(words & atom.words.keys() for atom in way)
+    ]
+    is_typed = any("type" in atom.words for atom in way)
+    return {*KINDS} if is_typed or not types else kinds_of(types)
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value of JSON."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if is_number(value) and value == int(value) else "fraction"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same; true is not 1, 1.0 is."""
+    if kind_of(one) != kind_of(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def exact(value: int | float) -> fractions.Fraction:
+    """Return a number as it is written."""
+    return fractions.Fraction(str(value))
+
+
+def _holds_for_number(
+    word: str, said: Any, words: Mapping[str, Any], value: int | float
+) -> bool:
+    if isinstance(said, bool):
+        return True
+    number = exact(value)
+    match word:
+        case "minimum":
+            is_strict = words.get("exclusiveMinimum") is True
+            return number > exact(said) or number == exact(said) and not is_strict
+        case "maximum":
+            is_strict = words.get("exclusiveMaximum") is True
+            return number < exact(said) or number == exact(said) and not is_strict
+        case "exclusiveMinimum":
+            return number > exact(said)
+        case "exclusiveMaximum":
+            return number < exact(said)
+        case "multipleOf":
+            return (number / exact(said)).denominator == 1
+    return not (word == NOT_MULTIPLE and (number / exact(said)).denominator == 1)
+
+
+def _contradict(way: Way, least: tuple[str, ...], most: tuple[str, ...]) -> bool:
+    """Whether a lower bound is above an upper one, or meets one that is exclusive."""
+    bounds = [
+        [
+            (exact(atom.words[word]), word)
+            for atom in way
+            for word in names
+            if not isinstance(atom.words.get(word, True), bool)
+        ]
+        for names in (least, most)
+    ]
+    return any(
+        low > high or low == high and "exclusive" in lower + upper
+        for low, lower in bounds[0]
+        for high, upper in bounds[1]
+    )

@@ -1,0 +1,153 @@
+"""What holds where a keyword of a schema does not."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# Kinds of values: numbers are whole (with a fraction of zero, too) or not.
+KINDS = "null", "boolean", "integer", "fraction", "string", "array", "object"
+NUMBERS = ("integer", "fraction")
+
+# Keywords that no schema has.
+KIND = " kinds"  # those that are allowed
+ABSENT = " absent"  # keys that are not there
+NOT_VALUES = " not values"
+NOT_PATTERN = " not pattern"
+NOT_MULTIPLE = " not a multiple"
+SOME_PROPERTY = " some property"  # for which a schema does not hold, of `Others`
+
+Words = Mapping[str, Any]
+
+
+class Others(NamedTuple):
+    """Properties but those named or found by a pattern; or those found by one.
+
+    Attributes:
+      named: keys.
+      patterns: of keys.
+      is_outside: whether neither is meant, or what a pattern finds.
+      schema: that does not hold for one of them.
+    """
+
+    named: frozenset[str]
+    patterns: tuple[str, ...]
+    is_outside: bool
+    schema: Any
+
+
+def contraries(
+    word: str, words: Words, negate: Callable[[Any], Any]
+) -> list[dict[str, Any]] | None:
+    """Return keywords of which some set holds where one does not; None if none tell.
+
+    Args:
+      word: the one that does not hold.
+      words: of the whole schema.
+      negate: returns the schema that holds where another one does not.
+    """
+    value = words[word]
+    match word:
+        case "type":
+            return [{KIND: [kind for kind in KINDS if kind not in kinds_of(value)]}]
+        case "enum" | "const":
+            return [{NOT_VALUES: value if word == "enum" else [value]}]
+        case "required":
+            return [{ABSENT: [key]} for key in value]
+        case "pattern":
+            return [{"type": "string", NOT_PATTERN: value}]
+        case "multipleOf":
+            return [{"type": "number", NOT_MULTIPLE: value}]
+        case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+            return _other_side(word, words)
+        case "properties" | "patternProperties" | "additionalProperties":
+            return _some_property(word, words, negate)
+        case "items" | "prefixItems" | "additionalItems":
+            return _some_item(word, words, negate)
+        case "contains" if words.get("minContains", 1) == 1:
+            return [{"type": "array", "items": negate(value)}]
+        case "minContains" | "maxContains" if "contains" not in words:
+            return []
+        case "uniqueItems" if not value:
+            return []
+    return _other_count(word, value)
+
+
+def kinds_of(named: str | list[str]) -> set[str]:
+    """Return the kinds of values of a type, or of several."""
+    names = {named} if isinstance(named, str) else {*named}
+    return names - {"number"} | ({*NUMBERS} if "number" in names else set())
+
+
+def items_of(words: Words) -> tuple[list[Any], Any]:
+    """Return the schemas of the first items, and that of others; None for none."""
+    items = words.get("items")
+    if isinstance(items, list):  # before the draft of 2020
+        return items, words.get("additionalItems")
+    return words.get("prefixItems", []), items
+
+
+def _other_side(word: str, words: Words) -> list[dict[str, Any]]:
+    value, is_least = words[word], word.lower().endswith("minimum")
+    if isinstance(value, bool):
+        return []  # of draft 4: it says of the other that it is exclusive
+    exclusive = "exclusiveMinimum" if is_least else "exclusiveMaximum"
+    is_exclusive = word == exclusive or words.get(exclusive) is True
+    other = "Maximum" if is_least else "Minimum"
+    contrary = other.lower() if is_exclusive else f"exclusive{other}"
+    return [{"type": "number", contrary: value}]
+
+
+def _other_count(word: str, value: Any) -> list[dict[str, Any]] | None:
+    types = {"Length": "string", "Items": "array", "Properties": "object"}
+    kind = types.get(word[3:])
+    if kind is None or word[:3] not in ("min", "max"):
+        return None
+    if word[:3] == "max":
+        return [{"type": kind, f"min{word[3:]}": value + 1}]
+    return [{"type": kind, f"max{word[3:]}": value - 1}] if value else []
+
+
+def _some_property(
+    word: str, words: Words, negate: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    if word == "properties":
+        return [
+            {"type": "object", "required": [key], "properties": {key: negate(schema)}}
+            for key, schema in words[word].items()
+            if schema is not True
+        ]
+    if word == "patternProperties":
+        meant = [
+            Others(frozenset(), (pattern,), False, schema)
+            for pattern, schema in words[word].items()
+        ]
+    else:
+        named = frozenset(words.get("properties", ()))
+        patterns = tuple(words.get("patternProperties", ()))
+        meant = [Others(named, patterns, True, words[word])]
+    return [
+        {"type": "object", SOME_PROPERTY: others}
+        for others in meant
+        if others.schema is not True
+    ]
+
+
+def _some_item(
+    word: str, words: Words, negate: Callable[[Any], Any]
+) -> list[dict[str, Any]] | None:
+    first, more = items_of(words)
+    if words[word] is first:
+        return [
+            {
+                "type": "array",
+                "prefixItems": [*([True] * place), negate(schema)],
+                "items": True,
+                "minItems": place + 1,
+            }
+            for place, schema in enumerate(first)
+            if schema is not True
+        ]
+    if words[word] is not more or more is True:
+        return []
+    if more is False:
+        return [{"type": "array", "minItems": len(first) + 1}]
+    return None if first else [{"type": "array", "contains": negate(more)}]
