@@ -103,7 +103,7 @@ class SchemaCompiler:
                 lower = SchemaCompiler(root, self._reading, self.bounds, less)
                 lowered = lower.compile_root()
                 # Most of the states may come from something else.
-                return lowered if size(lowered) < size(found) * 0.75 else found
+                return lowered if 4 * size(lowered) < 3 * size(found) else found
             return found
         except RecursionError as error:
             raise TooLarge("schemas stand in each other too deeply") from error

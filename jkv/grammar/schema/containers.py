@@ -202,7 +202,7 @@ def _lower(
     """Return how many items are served, of those that may be there."""
     if most is None:
         return None
-    return max(least, min(most, compiler.max_counted // max(1, size(item))))
+    return min(most, max(least, compiler.max_counted // max(1, size(item))))
 
 
 def _unique(
