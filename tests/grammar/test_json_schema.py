@@ -1,10 +1,12 @@
 """JSON schemas: which texts are theirs, which keywords are refused."""
 
 import json
+import random
 import re
 
 import pytest
 from support.grammar_reading import HostGrammar
+from support.random_schemas import make_wrong_schema
 from support.schema_keywords import PAGE, ROWS, make_page
 
 from jkv.grammar import (
@@ -254,6 +256,18 @@ def nested(levels, word="items"):
 def test_what_is_too_large_is_refused_before_it_is_made(schema):
     with pytest.raises(TooLarge):
         grammar_of(schema, max_bytes=2**23)
+
+
+def test_wrong_schemas_raise_nothing_but_value_errors():
+    """Thousands of them are in the suite `schemas`."""
+    served = 0
+    for seed in range(150):
+        try:
+            grammar_of(make_wrong_schema(random.Random(seed)), max_bytes=2**22, depth=1)
+            served += 1
+        except ValueError as error:
+            assert not isinstance(error, UnicodeError), seed
+    assert 20 < served < 130
 
 
 def test_a_repetition_of_nothing_is_nothing():

@@ -77,9 +77,9 @@ ROWS = [
     (
         "`format`",
         "`date`, `time`, `date-time`, `duration`, `email`, `idn-email`, `hostname`, "
-        "`idn-hostname`, `ipv4`, `ipv6`, `uuid` and `uuid1` to `uuid8`, `uri`, `uri-reference`, `iri`, "
-        "`iri-reference`, `uri-template`, `json-pointer`, `relative-json-pointer`, "
-        "`regex`; others are ignored",
+        "`idn-hostname`, `ipv4`, `ipv6`, `uuid` and `uuid1` to `uuid8`, `uri`, "
+        "`uri-reference`, `iri`, `iri-reference`, `uri-template`, "
+        "`json-pointer`, `relative-json-pointer`, `regex`; others are ignored",
         [
             (
                 {"format": "date"},

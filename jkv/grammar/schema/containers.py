@@ -189,8 +189,9 @@ def _with_hits(
         return None
     if items.first or items.rest is None:
         raise Unsupported("'contains' beside 'prefixItems'")
-    counts = range(least, (least if most is None else int(most)) + 1)
-    if len(counts) > _MAX_HITS or least > _MAX_HITS:
+    highest = least if most is None else int(most)
+    counts = range(least, highest + 1)
+    if highest > _MAX_HITS or least > _MAX_HITS:
         raise Unsupported(f"'contains' of more than {_MAX_HITS} items")
     marks, rest = compiler.marks, items.rest
     wanted = compiler.compile([*rest, hit])
