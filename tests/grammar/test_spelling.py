@@ -103,9 +103,9 @@ def test_no_word_is_lost_that_another_begins_with():
     """Words and tokens at random; one of many tokens, of few, of parts of words."""
     for seed in range(20):
         rng = random.Random(seed)
-        words = {"".join(rng.choices("ab", k=rng.randrange(2, 5))) for _ in range(4)}
+        words = {"ab" + "".join(rng.choices("ab", k=rng.randrange(3))) for _ in "123"}
         pieces = {word[:length].encode() for word in words for length in (3, 4)}
-        pieces = rng.sample(sorted(pieces), rng.randrange(1, 3))
+        pieces = rng.sample(sorted(pieces), 1)
         tokens = [*(BYTES if seed % 2 else [b"a", b"b"]), *pieces, None]
         vocabulary = Vocabulary(tokens, [len(tokens) - 1])
         many = from_choices(sorted(words), vocabulary)
