@@ -294,7 +294,9 @@ def lower_cudnn(rows=ROWS, platform="cuda", *, wrap=None, options=None, **shapes
     """Lower a call for shapes of Llama 3 8B."""
     queries, pools = make_shapes(rows=rows, **shapes)
     arrays = queries, pools.keys, pools.values, shape(4, 512)
-    options = {"kv_dtype": pools.formats.key.dtype, "implementation": "cudnn"} | (options or {})
+    options = {"kv_dtype": pools.formats.key.dtype, "implementation": "cudnn"} | (
+        options or {}
+    )
 
     def attend(queries, keys, values, tables, *lengths):
         return paged_attention(
