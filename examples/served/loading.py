@@ -149,7 +149,10 @@ def read_model(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """
     mesh = processes.find_mesh(options)
     model, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
+        options.model,
+        mesh=mesh,
+        scan_layers=options.scan_layers,
+        loop_layers=pretrained.prefers_loops(mesh),
     )
     return model, params, mesh
 

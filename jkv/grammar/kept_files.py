@@ -4,6 +4,7 @@ A file begins with the hash of what is behind: one that was cut or changed is to
 before anything reads it.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -21,8 +22,9 @@ from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
 # Of what a compiler makes of the same arguments; raise it where that changes.
-_VERSION = 2
+_VERSION = 3
 _DIGEST_BYTES = 32
+MAX_FOLDER_BYTES = 2**30
 
 Folder = str | os.PathLike[str] | None
 
@@ -36,7 +38,8 @@ def keep(
     """Return a grammar from a folder, or make it and put it there.
 
     A file that is damaged is made anew. Several processes may share a folder: files
-    appear whole.
+    appear whole. Of more than `MAX_FOLDER_BYTES` those go that were looked up longest
+    ago.
 
     Args:
       folder: made where it lacks; None keeps nothing.
@@ -46,7 +49,10 @@ def keep(
     """
     if folder is None:
         return make()
-    text = json.dumps([_VERSION, asked]).encode()
+    try:
+        text = json.dumps([_VERSION, asked]).encode()
+    except (TypeError, RecursionError):
+        return make()  # which says what is wrong with it
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
     path = pathlib.Path(folder) / f"{name}.grammar"
     try:
@@ -54,6 +60,7 @@ def keep(
     except (FileNotFoundError, ValueError):
         grammar = make()
         _write(path, grammar)
+        _remove_oldest(path.parent)
         return grammar
 
 
@@ -77,6 +84,8 @@ def _read(path: pathlib.Path) -> Grammar:
         raise ValueError(f"{path} is damaged")
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
+    with contextlib.suppress(OSError):  # another process may have removed it
+        os.utime(path)
     size = int(arrays.pop("vocabulary_size"))
     placed = {name: jnp.asarray(values) for name, values in arrays.items()}
     return Grammar(vocabulary_size=size, **placed)
@@ -91,3 +100,18 @@ def _write(path: pathlib.Path, grammar: Grammar) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(hashlib.sha256(data).digest() + data)
     os.replace(file.name, path)
+
+
+def _remove_oldest(folder: pathlib.Path) -> None:
+    """Remove the files that were looked up longest ago, where there are too many."""
+    found = []
+    for path in folder.glob("*.grammar"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.append((status.st_mtime, status.st_size, path))
+    num_bytes = 0
+    for _, size, path in sorted(found, reverse=True):
+        num_bytes += size
+        if num_bytes > MAX_FOLDER_BYTES:
+            with contextlib.suppress(OSError):
+                path.unlink()

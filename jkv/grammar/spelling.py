@@ -104,6 +104,7 @@ class _States:
             for field in dataclasses.fields(grammar)
         }
         self._allowed: dict[int, dict[int, bytes] | None] = {}  # by the set's number
+        self._agreeing: dict[tuple[int, bytes], bool] = {}
 
     def find_certain(self, state: int) -> int | None:
         """Return the longest token of several that every text goes on with, if any."""
@@ -115,20 +116,23 @@ class _States:
             if not longest.startswith(spelled):
                 return None
             rest = longest[len(spelled) :]
-            if rest and not self._goes_on_with(self._follow(state, other), rest):
+            if not self._goes_on_with(self._follow(state, other), rest):
                 return None
         return token
 
     def _goes_on_with(self, state: int, rest: bytes) -> bool:
-        """Whether every token that a state allows agrees with these bytes."""
-        allowed = self._find_allowed(state)
-        if not allowed:
-            return False
-        return all(
-            rest.startswith(spelled)
-            or (self._has_all_bytes and spelled.startswith(rest))
-            for spelled in allowed.values()
-        )
+        """Whether every text goes on with these bytes, however they are spelled."""
+        if not rest:
+            return True
+        if (state, rest) not in self._agreeing:
+            allowed = self._find_allowed(state)
+            self._agreeing[state, rest] = bool(allowed) and all(
+                self._goes_on_with(self._follow(state, token), rest[len(spelled) :])
+                if rest.startswith(spelled)
+                else self._has_all_bytes and spelled.startswith(rest)
+                for token, spelled in (allowed or {}).items()
+            )
+        return self._agreeing[state, rest]
 
     def _find_allowed(self, state: int) -> dict[int, bytes] | None:
         """Return the tokens that a state allows; None if many, or one ends the text."""

@@ -1,9 +1,10 @@
 """What the tokens of a vocabulary spell: bytes, which is what grammars are made of."""
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -53,8 +54,9 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
 
     Served are the two ways in which tokens spell bytes: a character for each byte
     (byte-level BPE, of GPT-2 and most models since) and text with `▁` for a space and
-    `<0x0A>` for single bytes (of SentencePiece). A leading space is kept as the token
-    has it, also where a decoder would strip it from the beginning of a text.
+    `<0x0A>` for single bytes (of SentencePiece), and what else the decoder replaces. A
+    leading space is kept as the token has it, also where a decoder would strip it from
+    the beginning of a text.
 
     Args:
       tokenizer: a `tokenizers.Tokenizer`.
@@ -67,35 +69,72 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
       ValueError: its decoder is of another kind; make a `Vocabulary` by hand.
     """
     saved = json.loads(tokenizer.to_str())
-    kinds = set(_kinds_of_decoder(saved.get("decoder")))
-    if "ByteLevel" in kinds:
-        spell = _spell_byte_level
-    elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
-        spell = _spell_with_fallback
-    else:
-        raise ValueError(
-            f"a decoder of {sorted(kinds)} is not known: make a Vocabulary from the "
-            "bytes of each token"
-        )
+    spell = _find_spelling(list(_parts_of_decoder(saved.get("decoder"))))
     vocabulary = tokenizer.get_vocab()
     tokens: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     for text, number in vocabulary.items():
         tokens[number] = spell(text)
-    # Added tokens are text as it is.
+    # A decoder takes added tokens for tokens like the others.
     for added in saved.get("added_tokens", ()):
-        is_text = not added["special"]
-        tokens[added["id"]] = added["content"].encode() if is_text else None
+        text = added["content"]
+        tokens[added["id"]] = None if added["special"] else spell(text)
     return Vocabulary(tokens, tuple(end_tokens))
 
 
-def _kinds_of_decoder(decoder: Any) -> Iterable[str]:
+def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
-            yield from _kinds_of_decoder(part)
+            yield from _parts_of_decoder(part)
     else:
-        yield decoder["type"]
+        yield decoder
+
+
+def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
+    """Return what spells a token, as the parts of a decoder do one after the other.
+
+    Raises:
+      ValueError: one of them is of a kind that is not known, or changes more than
+        single tokens.
+    """
+    kinds = [part["type"] for part in parts]
+    rules, is_fused = list[tuple[str, str]](), False
+    for part in parts:
+        match part["type"]:
+            case "Replace":
+                rules.append(_read_rule(part, is_fused))
+            case "Metaspace":
+                rules.append((part.get("replacement", "▁"), " "))
+            case "Fuse":
+                is_fused = True
+            # A blank stripped from the beginning of a text stays with its token.
+            case "Strip" if part.get("content") == " " and not part.get("stop"):
+                continue
+            case "ByteLevel" | "ByteFallback":
+                continue
+            case kind:
+                raise _refuse(f"with a part {kind} ({kinds})")
+    if "ByteLevel" in kinds and not rules:
+        return _spell_byte_level
+    if not rules and "ByteFallback" not in kinds or "ByteLevel" in kinds:
+        raise _refuse(f"of {kinds}")
+    return functools.partial(_spell_with_rules, rules)
+
+
+def _read_rule(part: Mapping[str, Any], is_fused: bool) -> tuple[str, str]:
+    pattern = part["pattern"].get("String")
+    if pattern is None:
+        raise _refuse(f"that replaces a pattern, {part['pattern']}")
+    if is_fused and len(pattern) != 1:
+        raise _refuse(f"that replaces {pattern!r} where it may stand in two tokens")
+    return pattern, part["content"]
+
+
+def _refuse(what: str) -> ValueError:
+    return ValueError(
+        f"a decoder {what} is not known: make a Vocabulary from the bytes of each token"
+    )
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -113,17 +152,18 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTES = _characters_of_bytes()
 
 
-def _spell_byte_level(text: str) -> bytes | None:
+def _spell_byte_level(text: str) -> bytes:
     found = [_BYTES.get(character) for character in text]
-    return (
-        bytes(byte for byte in found if byte is not None) if None not in found else None
-    )
+    # A token with another character is added text, which stands for itself.
+    return text.encode() if None in found else bytes(b for b in found if b is not None)
 
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _spell_with_fallback(text: str) -> bytes:
+def _spell_with_rules(rules: Sequence[tuple[str, str]], text: str) -> bytes:
     if byte := _BYTE.fullmatch(text):
         return bytes.fromhex(byte[1])
-    return text.replace("▁", " ").encode()
+    for pattern, content in rules:
+        text = text.replace(pattern, content)
+    return text.encode()

@@ -1,5 +1,7 @@
 """Compiled grammars that are kept in a folder."""
 
+import os
+
 import pytest
 
 from jkv.grammar import (
@@ -126,3 +128,23 @@ def test_a_file_that_was_not_finished_is_not_found(tmp_path, monkeypatch):
     monkeypatch.undo()
     make("choices", tmp_path)
     assert len([*tmp_path.glob("*.grammar")]) == 1
+
+
+def test_a_folder_keeps_what_was_looked_up_last(tmp_path, monkeypatch):
+    paths = {}
+    for age, name in enumerate(("choices", "pattern", "spaces")):
+        before = {*tmp_path.iterdir()}
+        make(name, tmp_path)
+        (paths[name],) = {*tmp_path.iterdir()} - before
+        os.utime(paths[name], (age, age))
+    make("choices", tmp_path)  # found, so that it is the newest
+    room = sum(path.stat().st_size for path in paths.values())
+    monkeypatch.setattr(kept_files, "MAX_FOLDER_BYTES", room)
+    make("object", tmp_path)
+    left = {name for name, path in paths.items() if path.exists()}
+    assert "choices" in left and "pattern" not in left
+
+
+def test_what_is_no_json_is_refused_with_a_folder_too(tmp_path):
+    with pytest.raises(ValueError, match="of JSON"):
+        from_json_schema({"enum": [{1}]}, VOCABULARY, folder=tmp_path)

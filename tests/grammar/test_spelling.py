@@ -1,13 +1,20 @@
 """One spelling loses no text, and forces what is certain."""
 
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.grammar import Vocabulary, from_regex, join, with_one_spelling
+from jkv.grammar import (
+    Vocabulary,
+    from_choices,
+    from_regex,
+    join,
+    with_one_spelling,
+)
 
 pytestmark = pytest.mark.one_end
 
@@ -90,6 +97,20 @@ def test_texts_are_the_same_with_fewer_spellings(pattern, vocabulary, is_fewer):
         assert spellings <= before[text]
     count, was = (sum(map(len, found.values())) for found in (after, before))
     assert count < was if is_fewer else count == was
+
+
+def test_no_word_is_lost_that_another_begins_with():
+    """Words and tokens at random; one of many tokens, of few, of parts of words."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        words = {"ab" + "".join(rng.choices("ab", k=rng.randrange(3))) for _ in "123"}
+        pieces = {word[:length].encode() for word in words for length in (3, 4)}
+        pieces = rng.sample(sorted(pieces), 1)
+        tokens = [*(BYTES if seed % 2 else [b"a", b"b"]), *pieces, None]
+        vocabulary = Vocabulary(tokens, [len(tokens) - 1])
+        many = from_choices(sorted(words), vocabulary)
+        one = with_one_spelling(many, vocabulary)
+        assert spell_all(one, vocabulary).keys() == {word.encode() for word in words}
 
 
 def test_what_is_certain_is_forced_by_its_longest_token():

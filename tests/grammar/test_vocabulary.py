@@ -69,8 +69,8 @@ def test_sentencepiece_tokens_spell_bytes(make):
     spelled = [b" ", b"a", b"b", b" a", b" b", b" ab", b"ab", b"  "]
     spelled += ["é".encode(), " é".encode(), b"<0x0A", b"<0xG0>"]
     assert [tokens[tokenizer.token_to_id(word)] for word in WORDS] == spelled
-    # An added token is no piece of SentencePiece: its text stands for itself.
-    assert tokens[added] == "▁<0x0A>".encode()
+    # An added token is decoded as others are; it is no byte, as it is longer.
+    assert tokens[added] == b" <0x0A>"
     # What tokens spell is what their decoder makes of them, but for the first space.
     for text in ("ab a", "a\nb é", "é€ ab", "b  b"):
         ids = tokenizer.encode(text).ids
@@ -96,6 +96,45 @@ def test_grammars_take_bytes_and_leading_spaces(make):
     assert names_after("ab") == names_after("▁é") == {"<0x0A>"}
     assert names_after("ab", "<0x0A>") == {"▁", "▁a", "<0x20>"}
     assert names_after("<0xC3>", "<0xA9>", "<0x0A>", "▁a") == {END}
+
+
+def with_decoder(*parts, added=()):
+    made = tokenizers.Tokenizer(models.BPE({"a": 0, "Ġ": 1, "_b": 2}, []))
+    made.decoder = decoders.Sequence([*parts])
+    made.add_tokens([*added])
+    return made
+
+
+def test_tokens_are_spelled_as_their_decoder_spells_them():
+    level = with_decoder(decoders.ByteLevel(), added=["  ", "Ġx", "日"])
+    assert vocabulary_of(level, [0]).tokens[1:] == [
+        *(b" ", b"_b", b"  ", b" x", "日".encode())
+    ]
+    parts = decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()
+    blanks = with_decoder(*parts, added=["__"])
+    assert vocabulary_of(blanks, [0]).tokens[2:] == [b" b", b"  "]
+    for made in (level, blanks):
+        tokens = vocabulary_of(made, [0]).tokens
+        for number in range(1, len(tokens)):
+            assert made.decode([0, number, 0]) == f"a{tokens[number].decode()}a"
+
+
+@pytest.mark.parametrize(
+    "parts, word",
+    [
+        (
+            [decoders.Fuse(), decoders.Replace("__", " ")],
+            "'__' where it may stand in two",
+        ),
+        ([decoders.Replace(tokenizers.Regex("_+"), " ")], "replaces a pattern"),
+        ([decoders.ByteLevel(), decoders.Replace("a", "b")], "ByteLevel"),
+        ([decoders.ByteFallback(), decoders.Strip("x", 1, 0)], "Strip"),
+        ([decoders.Fuse()], "Fuse"),
+    ],
+)
+def test_decoders_that_change_more_than_tokens_are_refused(parts, word):
+    with pytest.raises(ValueError, match=word):
+        vocabulary_of(with_decoder(*parts), [0])
 
 
 def test_decoders_of_other_kinds_are_refused():

@@ -77,9 +77,9 @@ ROWS = [
     (
         "`format`",
         "`date`, `time`, `date-time`, `duration`, `email`, `idn-email`, `hostname`, "
-        "`idn-hostname`, `ipv4`, `ipv6`, `uuid`, `uri`, `uri-reference`, `iri`, "
-        "`iri-reference`, `uri-template`, `json-pointer`, `relative-json-pointer`, "
-        "`regex`; others are ignored",
+        "`idn-hostname`, `ipv4`, `ipv6`, `uuid` and `uuid1` to `uuid8`, `uri`, "
+        "`uri-reference`, `iri`, `iri-reference`, `uri-template`, "
+        "`json-pointer`, `relative-json-pointer`, `regex`; others are ignored",
         [
             (
                 {"format": "date"},
@@ -126,8 +126,9 @@ ROWS = [
     ),
     (
         "`uniqueItems`",
-        "of listed values, more than four in the order of the list; of a tuple's items "
-        "that exclude each other",
+        "of listed values, more than four in the order of the list; of other strings "
+        "and numbers, each beginning with another sign, in ascending order; of a "
+        "tuple's items that exclude each other",
         [
             (
                 {"items": {"enum": ["a", "b"]}, "uniqueItems": True},
@@ -138,6 +139,16 @@ ROWS = [
                 {"items": {"enum": [1, 2, 3, 4, 5, 1.0]}, "uniqueItems": True},
                 "[1,3,5]",
                 "[1,1] [3,1]",
+            ),
+            (
+                {"items": {"type": ["string", "integer"]}, "uniqueItems": True},
+                '[] ["a","b"] ["","x",3,41]',
+                '["a","a"] ["ab","ac"] [4,41] [0,-0] [1,true] ["b","a"]',
+            ),
+            (
+                {"items": {"type": "number"}, "uniqueItems": True, "minItems": 2},
+                "[1.0,2] [-1,0]",
+                "[1,1.0] [1] [-0,0] [10,1e1]",
             ),
             ({"items": {"type": "boolean"}, "uniqueItems": True}, "[true]", "[1]"),
             ({"items": {}, "maxItems": 1, "uniqueItems": True}, "[7]", "[7,7]"),

@@ -15,11 +15,7 @@ from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge, Unsupported
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, size
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.containers import (
-    Punctuation,
-    array_expression,
-    object_expression,
-)
+from jkv.grammar.schema.containers import array_expression, object_expression
 from jkv.grammar.schema.document import MAX_LEVELS, Document
 from jkv.grammar.schema.expansion import Expander, Part, Way
 from jkv.grammar.schema.judging import (
@@ -28,8 +24,9 @@ from jkv.grammar.schema.judging import (
     kind_of,
     spoken_kinds,
 )
-from jkv.grammar.schema.negation import NOT_VALUES, NUMBERS
+from jkv.grammar.schema.negation import KINDS, NOT_VALUES, NUMBERS
 from jkv.grammar.schema.numbers import number_expression
+from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import (
     counted_characters,
     literal_string,
@@ -103,7 +100,7 @@ class SchemaCompiler:
                 lower = SchemaCompiler(root, self._reading, self.bounds, less)
                 lowered = lower.compile_root()
                 # Most of the states may come from something else.
-                return lowered if size(lowered) < size(found) * 0.75 else found
+                return lowered if 4 * size(lowered) < 3 * size(found) else found
             return found
         except RecursionError as error:
             raise TooLarge("schemas stand in each other too deeply") from error
@@ -191,6 +188,12 @@ class SchemaCompiler:
                 return None
             found += values
         return found
+
+    def kinds(self, parts: Sequence[Part]) -> set[str]:
+        """Return the kinds of the texts for which all parts hold."""
+        ways = self._ways(parts)
+        found = [allowed_kinds(way) & spoken_kinds(way) for way in ways]
+        return {*KINDS}.intersection(set().union(*found))
 
     def keys(self, parts: Sequence[Part]) -> Automaton:
         """Return the strings for which all parts hold, without quotes."""

@@ -1,7 +1,5 @@
 """Arrays and objects: what may stand between their brackets, in which order."""
 
-import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -17,72 +15,20 @@ from jkv.grammar.expressions import (
     Repeat,
     Separated,
     concat,
-    optional,
     size,
 )
 from jkv.grammar.products import intersect, is_empty, subtract
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import Part, Way
 from jkv.grammar.schema.judging import Judge
-from jkv.grammar.schema.negation import ABSENT, items_of
+from jkv.grammar.schema.negation import ABSENT, NUMBERS, items_of
+from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.quoting import quote
-from jkv.grammar.schema.strings import ANYTHING, in_quotes, literal_string
+from jkv.grammar.schema.strings import ANYTHING, in_quotes
+from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
 
 _MAX_REGIONS = 64  # into which patterns divide the keys of an object
 _MAX_HITS = 8  # of `contains` in one array
-_MAX_ORDERED = 4  # values that may stand in any order where all must differ
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Punctuation:
-    """What stands between values.
-
-    Attributes:
-      space: white space, allowed around each of the others but outside of the value.
-    """
-
-    space: Expression
-
-    @functools.cached_property
-    def comma(self) -> Expression:
-        """A comma with the space around it."""
-        return concat(self.space, b",", self.space)
-
-    def separated(
-        self,
-        entries: Sequence[tuple[Expression, bool]],
-        rest: Expression | None = None,
-        least: int = 0,
-        most: int | None = None,
-    ) -> Expression:
-        """Return entries, each with whether it must be there, and white space."""
-        return Separated(entries, self.comma, rest, self.space, least, most)
-
-    def property(self, key: str | Expression, value: Expression) -> Expression:
-        """Return a key and its value."""
-        key = literal_string(key) if isinstance(key, str) else key
-        return concat(key, self.space, b":", self.space, value)
-
-    def array(self, inner: Expression) -> Expression:
-        """Put brackets around what ends with white space, unless it is empty."""
-        return concat(b"[", self.space, inner, b"]")
-
-    def object(self, inner: Expression) -> Expression:
-        """Put braces around it."""
-        return concat(b"{", self.space, inner, b"}")
-
-    def alike(self, item: Expression, least: int, most: int | None) -> Expression:
-        """Return so many alike items, and white space."""
-        if most is not None and least > most:
-            return Choice([])
-        if most is None and least < 2:
-            return self.separated([(item, True)] * least, item)
-        if most == 0:
-            return Literal(b"")
-        others = None if most is None else most - 1
-        more = Repeat(concat(self.comma, item), max(0, least - 1), others)
-        some = concat(item, more, self.space)
-        return some if least else optional(some)
 
 
 class Compiler(Protocol):
@@ -103,6 +49,10 @@ class Compiler(Protocol):
 
     def values(self, parts: Sequence[Part]) -> list[Any] | None:
         """Return the values for which all parts hold, if they are listed."""
+        ...
+
+    def kinds(self, parts: Sequence[Part]) -> set[str]:
+        """Return the kinds of the texts for which all parts hold."""
         ...
 
     def value(self, value: Any) -> Expression:
@@ -202,50 +152,32 @@ def _lower(
     """Return how many items are served, of those that may be there."""
     if most is None:
         return None
-    return max(least, min(most, compiler.max_counted // max(1, size(item))))
+    return min(most, max(least, compiler.max_counted // max(1, size(item))))
 
 
 def _unique(
     items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
-    """Return items of which no two are the same."""
-    marks, judge = compiler.marks, compiler.judge
-    if items.rest is None or most is not None and most <= len(items.first):
-        first = items.first[:most]
-        ways = [judge.expand(parts) for parts in first]
-        if any(
-            judge.overlap(one, other)
-            for i, one in enumerate(ways)
-            for other in ways[:i]
-        ):
-            raise Unsupported("'uniqueItems' of items that may be the same")
-        return _in_order(items, least, most, compiler)
-    values = None if items.first else compiler.values(items.rest)
-    if values is None:
-        raise Unsupported("'uniqueItems' of items that are not listed")
-    distinct = judge.distinct(values)
-    texts = [compiler.value(value) for value in distinct]
-    most = len(texts) if most is None else min(most, len(texts))
-    if len(texts) > _MAX_ORDERED:
-        return marks.separated([(text, False) for text in texts], None, least, most)
-    ways_ = [
-        _arrangements(texts, count, marks) for count in range(max(1, least), most + 1)
-    ]
-    return Choice([*ways_, *([] if least else [Literal(b"")])])
-
-
-def _arrangements(
-    texts: Sequence[Expression], count: int, marks: Punctuation
-) -> Expression:
-    """Return so many of some texts in every order."""
-    if not count:
-        return marks.space
-    ways = []
-    for place, text in enumerate(texts):
-        others = [*texts[:place], *texts[place + 1 :]]
-        comma = marks.comma if count > 1 else Literal(b"")
-        ways.append(concat(text, comma, _arrangements(others, count - 1, marks)))
-    return Choice(ways)
+    """Return items of which no two are the same, between the brackets."""
+    judge, rest = compiler.judge, items.rest
+    if rest is not None and (most is None or most > len(items.first)):
+        if items.first:
+            raise Unsupported("'uniqueItems' of more than the first items")
+        values, kinds = compiler.values(rest), compiler.kinds(rest)
+        if values is not None:
+            texts = [compiler.value(value) for value in judge.distinct(values)]
+            return listed_once(texts, least, most, compiler.marks)
+        if not kinds <= {*NUMBERS, "string"}:
+            raise Unsupported("'uniqueItems' of arrays or objects")
+        texts = by_first_sign(compiler.compile(rest), least, most, compiler.bounds)
+        return compiler.marks.separated(
+            [(text, False) for text in texts], None, least, most
+        )
+    ways = [judge.expand(parts) for parts in items.first[:most]]
+    pairs = ((one, two) for i, one in enumerate(ways) for two in ways[:i])
+    if any(judge.overlap(one, two) for one, two in pairs):
+        raise Unsupported("'uniqueItems' of items that may be the same")
+    return _in_order(items, least, most, compiler)
 
 
 def _with_hits(
@@ -257,8 +189,9 @@ def _with_hits(
         return None
     if items.first or items.rest is None:
         raise Unsupported("'contains' beside 'prefixItems'")
-    counts = range(least, (least if most is None else int(most)) + 1)
-    if len(counts) > _MAX_HITS or least > _MAX_HITS:
+    highest = least if most is None else int(most)
+    counts = range(least, highest + 1)
+    if highest > _MAX_HITS or least > _MAX_HITS:
         raise Unsupported(f"'contains' of more than {_MAX_HITS} items")
     marks, rest = compiler.marks, items.rest
     wanted = compiler.compile([*rest, hit])

@@ -266,7 +266,7 @@ class Expander:
 
     def _dependent(self, part: Part, key: str, needed: Any) -> Ways:
         """Return the ways in which a property is not there, or what it needs is."""
-        there = {"required": [key]}
+        there: dict[str, Any] = {"type": "object", "required": [key]}
         if isinstance(needed, list):
             there["required"] += needed
         ways = [[Atom(there, part.schema, part.route)]]

@@ -104,6 +104,15 @@ _SHORT_URI = (
     rf"(?:\?(?:{_NAME}|[:@/?])*)?(?:\#(?:{_NAME}|[:@/?])*)?"
 )
 
+
+def _uuid(version: str | None = None) -> str:
+    """Return RFC 9562's form, of any version or of one."""
+    kinds = f"{_HEX}{{4}}-{_HEX}{{4}}"
+    if version:
+        kinds = f"{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}"
+    return f"{_HEX}{{8}}-{_HEX}{{4}}-{kinds}-{_HEX}{{12}}"
+
+
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -115,7 +124,8 @@ FORMATS = {
     "idn-hostname": _HOSTNAME,
     "ipv4": _IPV4,
     "ipv6": _ipv6(),
-    "uuid": f"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "uuid": _uuid(),
+    **{f"uuid{version}": _uuid(str(version)) for version in range(1, 9)},
     "uri": _URI,
     "iri": _URI,
     "uri-reference": _URI_REFERENCE,

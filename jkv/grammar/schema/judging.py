@@ -308,13 +308,11 @@ def allowed_kinds(way: Way) -> set[str]:
 
 def spoken_kinds(way: Way) -> set[str]:
     """Return the kinds of which keywords of atoms say something; all if none."""
-    types = [
-        name
-        for name, words in OF_TYPE.items()
-        if any(words & atom.words.keys() for atom in way)
-    ]
-    is_typed = any("type" in atom.words for atom in way)
-    return {*KINDS} if is_typed or not types else kinds_of(types)
+    said = {word for atom in way for word in atom.words}
+    types = [name for name, words in OF_TYPE.items() if words & said]
+    if ABSENT in said:
+        types.append("object")
+    return {*KINDS} if "type" in said or not types else kinds_of(types)
 
 
 def kind_of(value: Any) -> str:

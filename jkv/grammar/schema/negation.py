@@ -51,7 +51,7 @@ def contraries(
         case "enum" | "const":
             return [{NOT_VALUES: value if word == "enum" else [value]}]
         case "required":
-            return [{ABSENT: [key]} for key in value]
+            return [{"type": "object", ABSENT: [key]} for key in value]
         case "pattern":
             return [{"type": "string", NOT_PATTERN: value}]
         case "multipleOf":

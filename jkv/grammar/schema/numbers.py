@@ -39,8 +39,8 @@ _POWER = concat(
 )
 INTEGER = concat(optional(Literal(b"-")), _WHOLE)
 NUMBER = concat(INTEGER, optional(_FRACTION), optional(_POWER))
-_PLAIN = concat(INTEGER, optional(_FRACTION))
-_ZEROS = concat(b".", b"0", Repeat(Literal(b"0")))
+PLAIN = concat(INTEGER, optional(_FRACTION))
+ZEROS = concat(b".", b"0", Repeat(Literal(b"0")))
 
 # Bounds with more digits allow numbers of so many.
 _MOST_DIGITS = 32
@@ -72,11 +72,11 @@ def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
     if wanted and is_integer and not unwanted and not values:
         return Leaf(found)
     # A number is taken away however it is written, so it has no exponent.
-    found = intersect(found, determinize(_PLAIN, bounds), bounds)
+    found = intersect(found, determinize(PLAIN, bounds), bounds)
     taken = [_multiples(number, bounds) for number in unwanted]
     taken += [determinize(_spellings(value), bounds) for value in values]
     if not is_integer:
-        taken.append(determinize(concat(INTEGER, optional(_ZEROS)), bounds))
+        taken.append(determinize(concat(INTEGER, optional(ZEROS)), bounds))
     for automaton in taken:
         found = subtract(found, automaton, bounds)
     return Leaf(found)
@@ -172,7 +172,7 @@ def _spellings(value: int | float) -> Expression:
         number = concat(optional(Literal(b"-")), b"0")
     if fraction:
         return concat(number, f".{fraction}".encode(), Repeat(Literal(b"0")))
-    return concat(number, optional(_ZEROS))
+    return concat(number, optional(ZEROS))
 
 
 @functools.lru_cache(maxsize=256)

@@ -111,6 +111,11 @@ def _longest(texts: Automaton) -> int | None:
     return level - 1
 
 
+def any_string(bounds: Bounds) -> Expression:
+    """Return every string."""
+    return in_quotes(Repeat(Leaf(quote(compile_regex("(?s:.)", bounds)))))
+
+
 def literal_string(text: str) -> Expression:
     """Return a given string, in every way that its characters may be escaped."""
     automaton = determinize(Literal(text.encode()), UNBOUNDED)

@@ -1,0 +1,99 @@
+"""Items of an array of which no two are the same.
+
+An automaton remembers few of the items that were there: which of some listed values,
+or with which sign the newest began.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.determinization import determinize
+from jkv.grammar.errors import Unsupported
+from jkv.grammar.expressions import (
+    Choice,
+    Expression,
+    Leaf,
+    Literal,
+    concat,
+    optional,
+)
+from jkv.grammar.products import intersect, subtract
+from jkv.grammar.schema.numbers import PLAIN, ZEROS
+from jkv.grammar.schema.punctuation import Punctuation
+from jkv.grammar.schema.strings import any_string
+
+_MAX_ORDERED = 4  # values that may stand in any order
+_MAX_STATES = 2**12  # of all signs that items begin with
+
+
+def listed_once(
+    texts: Sequence[Expression], least: int, most: int | None, marks: Punctuation
+) -> Expression:
+    """Return some of different texts, in any order if they are few."""
+    most = len(texts) if most is None else min(most, len(texts))
+    if len(texts) > _MAX_ORDERED:
+        return marks.separated([(text, False) for text in texts], None, least, most)
+    counts = range(max(1, least), most + 1)
+    found = [_arrangements(texts, count, marks) for count in counts]
+    return Choice([*found, *([] if least else [Literal(b"")])])
+
+
+def _arrangements(
+    texts: Sequence[Expression], count: int, marks: Punctuation
+) -> Expression:
+    """Return so many of some texts in every order."""
+    if not count:
+        return marks.space
+    ways = []
+    for place, text in enumerate(texts):
+        others = [*texts[:place], *texts[place + 1 :]]
+        comma = marks.comma if count > 1 else Literal(b"")
+        ways.append(concat(text, comma, _arrangements(others, count - 1, marks)))
+    return Choice(ways)
+
+
+def by_first_sign(
+    item: Expression, least: int, most: int | None, bounds: Bounds
+) -> list[Expression]:
+    """Return disjoint parts of strings and numbers, which begin with different signs.
+
+    Numbers have no exponent, and zero no sign: so those that begin with different
+    signs are different numbers.
+
+    Raises:
+      Unsupported: they are too few for so many items.
+    """
+    shown = determinize(Choice([any_string(bounds), PLAIN]), bounds)
+    minus_zero = determinize(concat(b"-0", optional(ZEROS)), bounds)
+    found = intersect(determinize(item, bounds), shown, bounds)
+    found = subtract(found, minus_zero, bounds)
+    quoted = int(found.transitions[0, ord('"')])
+    firsts = [(b'"', byte, quoted) for byte in range(256) if quoted >= 0]
+    firsts += [(b"", byte, 0) for byte in b"-0123456789"]
+    signs = [
+        (before + bytes([byte]), target)
+        for before, byte, state in firsts
+        if (target := int(found.transitions[state, byte])) >= 0
+    ]
+    copies = max(1, least, most or 0)
+    room = max(1, _MAX_STATES // (copies * len(found.transitions)))
+    share = -(-len(signs) // room)  # signs that are told apart no more
+    groups = [signs[place : place + share] for place in range(0, len(signs), share)]
+    if least > len(groups):
+        raise Unsupported(f"'uniqueItems' of {least} strings or numbers")
+    return [
+        Choice([concat(sign, Leaf(_behind(found, to, bounds))) for sign, to in group])
+        for group in groups
+    ]
+
+
+def _behind(automaton: Automaton, state: int, bounds: Bounds) -> Automaton:
+    """Return what may follow in a state."""
+    names = np.arange(len(automaton.transitions) + 1, dtype=np.int32)
+    names[[0, state, -1]] = state, 0, -1
+    order = names[:-1]
+    table = names[automaton.transitions][order]
+    return minimize(Automaton(table, automaton.accepting[order]), bounds)
