@@ -389,7 +389,7 @@ def test_streams_count_as_they_are_asked_to(client):
 
 def test_the_role_stands_in_the_first_piece(client):
     pieces = client.chat.completions.create(
-        messages=CHAT, max_tokens=24, n=2, stream=True, **GREEDY
+        messages=CHAT, max_tokens=80, n=2, stream=True, **GREEDY
     )
     roles = {0: [], 1: []}
     for piece in pieces:

@@ -62,7 +62,7 @@ class Steered:
         # Held for a moment, to look at what is held, or to change it.
         self._room = threading.Condition()
         self._num_released = 0
-        self._is_closed = False
+        self._num_closed = 0
 
     def start(self) -> None:
         """Begin to start what grammars are compiled by."""
@@ -74,7 +74,7 @@ class Steered:
         if self._compilers is not None:
             self._compilers.close()
         with self._room:
-            self._is_closed = True
+            self._num_closed += 1
             self._room.notify_all()
 
     @property
@@ -154,14 +154,16 @@ class Steered:
     ) -> None:
         """Wait until a request has given back what it held since so many had."""
 
+        closed = self._num_closed
+
         def has_changed() -> bool:
-            return self._is_closed or self._num_released != seen
+            return (self._num_released, self._num_closed) != (seen, closed)
 
         with self._room:
             is_time = not self._room.wait_for(
                 has_changed, max(0.0, deadline - time.monotonic())
             )
-            if self._is_closed:
+            if self._num_closed != closed:
                 raise Refused("the server is going down", status=503)
             if is_time:
                 what = "grammars" if rules is None else "rules"
