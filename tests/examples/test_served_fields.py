@@ -9,6 +9,7 @@ import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served.asking import fields
+from served.asking.body import read_sampling
 from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
 from support.http_server import POISON
