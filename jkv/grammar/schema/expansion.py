@@ -107,6 +107,7 @@ class Expander:
         """
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
+        self.is_cut = False  # whether recursion has ended somewhere
         # Whether atoms can hold at once, as far as it is told cheaply (or at length).
         self.is_possible: Callable[[Way, bool], bool] = lambda _, __: True
         self.finds: Callable[[str, str], bool] = lambda _, __: False
@@ -230,6 +231,7 @@ class Expander:
         if isinstance(target, dict) and self.document.is_recursive(target):
             repeats = route.repeats + (id(target) in route.opened)
             if repeats > self._recursion:  # nothing holds, or anything
+                self.is_cut = True
                 return part.of(part.route.is_wide)
             route = route._replace(opened=route.opened | {id(target)}, repeats=repeats)
         return Part(target, route, part.is_negated)
